@@ -1,0 +1,1 @@
+"""Verified, transactional weight sync between a trainer and its generation replicas."""

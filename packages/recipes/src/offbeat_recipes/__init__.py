@@ -1,0 +1,1 @@
+"""Hydra entrypoints, tasks and rewards: where Offbeat is composed."""

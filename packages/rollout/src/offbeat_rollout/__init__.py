@@ -1,0 +1,1 @@
+"""Generation adapters for RL: vLLM and a plain Transformers reference."""

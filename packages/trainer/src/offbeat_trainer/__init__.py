@@ -1,0 +1,1 @@
+"""Training loops, algorithms and the Ray cluster of Offbeat."""

@@ -1,0 +1,30 @@
+"""Rewrite a `uv.lock` so that it names no package index.
+
+A registry becomes the word `registry`; the address of an artifact becomes its file name. uv reads the
+result as a flat local index: it still knows every name, version and hash, and no longer where it once
+found them (docs/decisions/001-lock-without-addresses.md).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+REGISTRY = re.compile(r'registry = "https?://[^"]+"')
+ARTIFACT = re.compile(r'url = "https?://[^"]*/([^"/]+)"')
+
+
+def strip_addresses(text: str) -> str:
+    """Return the lock `text` with registry and file addresses replaced by plain names."""
+    return ARTIFACT.sub(r'path = "\1"', REGISTRY.sub('registry = "registry"', text))
+
+
+def main() -> None:
+    """Rewrite the lock file named on the command line in place."""
+    path = Path(sys.argv[1])
+    path.write_text(strip_addresses(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
