@@ -1,1 +1,111 @@
 """One training-engine interface for language models, with FSDP2 behind it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat_engine.batch import SCHEMA, TrainBatch, check_batch, train_batch
+    from offbeat_engine.capabilities import Capabilities, Feature, Refusal
+    from offbeat_engine.config import Dtype, EngineConfig, ModelConfig, NonFinite, OptimizerConfig, Schedule
+    from offbeat_engine.errors import (
+        BatchError,
+        CheckpointError,
+        ConfigError,
+        EngineError,
+        NonFiniteError,
+        StateError,
+    )
+    from offbeat_engine.interface import (
+        Engine,
+        LossFn,
+        LossOutput,
+        LossScale,
+        PostprocessFn,
+        Predictions,
+        PreprocessFn,
+        StepContext,
+        StepStats,
+        WeightSpec,
+    )
+    from offbeat_engine.registry import engine_class, engine_names
+    from offbeat_engine.world import World
+
+# Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
+_HOMES = {
+    "SCHEMA": "batch",
+    "TrainBatch": "batch",
+    "check_batch": "batch",
+    "train_batch": "batch",
+    "Capabilities": "capabilities",
+    "Feature": "capabilities",
+    "Refusal": "capabilities",
+    "Dtype": "config",
+    "EngineConfig": "config",
+    "ModelConfig": "config",
+    "NonFinite": "config",
+    "OptimizerConfig": "config",
+    "Schedule": "config",
+    "BatchError": "errors",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "EngineError": "errors",
+    "NonFiniteError": "errors",
+    "StateError": "errors",
+    "Engine": "interface",
+    "LossFn": "interface",
+    "LossOutput": "interface",
+    "LossScale": "interface",
+    "PostprocessFn": "interface",
+    "Predictions": "interface",
+    "PreprocessFn": "interface",
+    "StepContext": "interface",
+    "StepStats": "interface",
+    "WeightSpec": "interface",
+    "engine_class": "registry",
+    "engine_names": "registry",
+    "World": "world",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+__all__ = [
+    "SCHEMA",
+    "BatchError",
+    "Capabilities",
+    "CheckpointError",
+    "ConfigError",
+    "Dtype",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "Feature",
+    "LossFn",
+    "LossOutput",
+    "LossScale",
+    "ModelConfig",
+    "NonFinite",
+    "NonFiniteError",
+    "OptimizerConfig",
+    "PostprocessFn",
+    "Predictions",
+    "PreprocessFn",
+    "Refusal",
+    "Schedule",
+    "StateError",
+    "StepContext",
+    "StepStats",
+    "TrainBatch",
+    "WeightSpec",
+    "World",
+    "check_batch",
+    "engine_class",
+    "engine_names",
+    "train_batch",
+]

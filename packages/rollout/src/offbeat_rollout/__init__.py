@@ -1,1 +1,74 @@
 """Generation adapters for RL: vLLM and a plain Transformers reference."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.errors import (
+        ConfigError,
+        EngineStateError,
+        NoReplica,
+        ReplicaGone,
+        RequestError,
+        RolloutError,
+        UpdateRefused,
+    )
+    from offbeat_rollout.interface import RolloutEngine
+    from offbeat_rollout.types import (
+        Completion,
+        Finish,
+        GenerateRequest,
+        Health,
+        PauseMode,
+        RolloutCapabilities,
+        SamplingParams,
+    )
+
+# Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
+_HOMES = {
+    "RolloutConfig": "config",
+    "ConfigError": "errors",
+    "EngineStateError": "errors",
+    "NoReplica": "errors",
+    "ReplicaGone": "errors",
+    "RequestError": "errors",
+    "RolloutError": "errors",
+    "UpdateRefused": "errors",
+    "RolloutEngine": "interface",
+    "Completion": "types",
+    "Finish": "types",
+    "GenerateRequest": "types",
+    "Health": "types",
+    "PauseMode": "types",
+    "RolloutCapabilities": "types",
+    "SamplingParams": "types",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+__all__ = [
+    "Completion",
+    "ConfigError",
+    "EngineStateError",
+    "Finish",
+    "GenerateRequest",
+    "Health",
+    "NoReplica",
+    "PauseMode",
+    "ReplicaGone",
+    "RequestError",
+    "RolloutCapabilities",
+    "RolloutConfig",
+    "RolloutEngine",
+    "RolloutError",
+    "SamplingParams",
+    "UpdateRefused",
+]

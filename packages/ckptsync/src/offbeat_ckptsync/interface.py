@@ -1,0 +1,101 @@
+"""The seams of ckptsync: who gives weights, who takes them, and how a manager speaks to members."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+    from offbeat_ckptsync.types import Bucket, Echo, Flip, Manifest, Sent, SyncOffer
+
+
+class WeightSource(Protocol):
+    """Where weights come from. Every rank of a sharded source holds one and iterates it to the end."""
+
+    def manifest(self) -> Manifest:
+        """Return what `tensors` will yield, moving nothing."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors in manifest order; a fresh pass at each call."""
+        ...
+
+
+class WeightSink(Protocol):
+    """Where weights go, once they are whole and verified."""
+
+    def expected(self) -> Manifest | None:
+        """Return the tensors this sink must be given (order free), or None if it takes any."""
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy verified tensors into live weights and serve them as `version`; all or the sink is broken."""
+        ...
+
+
+class BucketSender(Protocol):
+    """The sending end of a transport, for one sync."""
+
+    def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        """Send the uint8 `payload` [bucket.num_bytes]; the caller may reuse it when `send` returns."""
+        ...
+
+    def close(self) -> None:
+        """Finish: everything sent has left, or an error is raised."""
+        ...
+
+
+class BucketReceiver(Protocol):
+    """The receiving end of a transport, for one sync."""
+
+    def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
+        """Fill the uint8 `into` [bucket.num_bytes] with the bucket's bytes; called in bucket order."""
+        ...
+
+    def close(self) -> None:
+        """Release what this sync held."""
+        ...
+
+
+class Member(Protocol):
+    """A replica as the manager sees it; how it is reached is its own business."""
+
+    @property
+    def name(self) -> str:
+        """A name for messages, unique among the members."""
+        ...
+
+    async def begin(self, offer: SyncOffer) -> None:
+        """Agree to `offer`, or raise `ManifestError` or `VersionError` naming what does not fit."""
+        ...
+
+    async def transfer(self, offer: SyncOffer) -> list[Echo]:
+        """Stage everything beside the live weights while generation goes on; one echo per rank."""
+        ...
+
+    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
+        """Serve the staged weights from now on; refuse if they are not what `sent` says."""
+        ...
+
+    async def abort(self, sync_id: str) -> int:
+        """Drop what was staged and return the version served; safe at any moment, also when nothing was."""
+        ...
+
+
+class Source(Protocol):
+    """The sending side as the manager sees it."""
+
+    async def offer(self, version: int, members: list[str]) -> SyncOffer:
+        """Prepare to send the current weights as `version` to these members."""
+        ...
+
+    async def send(self, offer: SyncOffer) -> Sent:
+        """Send every bucket to every member."""
+        ...
+
+    async def abort(self, sync_id: str) -> None:
+        """Give up a sync; safe at any moment."""
+        ...

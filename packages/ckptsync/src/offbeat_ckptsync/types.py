@@ -1,0 +1,128 @@
+"""The values ckptsync hands out. All are plain, so that they cross a wire as JSON (no pickle)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Where a sync stands; a failure names one of these."""
+
+    BEGIN = "begin"
+    TRANSFER = "transfer"
+    VERIFY = "verify"
+    FLIP = "flip"
+    COMMIT = "commit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a manifest. `dtype` is the torch name without its prefix, say "bfloat16"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a version consists of: ordered specs. Order matters; `digest` covers names, shapes, dtypes and order."""
+
+    specs: tuple[TensorSpec, ...]
+    digest: str  # xxh3-128, hex, of the canonical JSON of `specs`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A run of bytes of one tensor inside one bucket; a tensor larger than a bucket has several."""
+
+    spec_index: int
+    tensor_offset: int
+    bucket_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One buffer on the wire."""
+
+    index: int
+    num_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncOffer:
+    """What the source proposes: everything a receiver needs to refuse or to receive.
+
+    `endpoint` is the transport's own rendezvous data (strings and numbers only).
+    """
+
+    sync_id: str
+    version: int
+    manifest: Manifest
+    bucket_bytes: int
+    transport: str
+    endpoint: dict[str, str | int | float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """What one rank of one member staged: proof to be compared with what was sent."""
+
+    member: str
+    rank: int
+    version: int
+    manifest_digest: str
+    bucket_digests: tuple[str, ...]  # xxh3-128, hex, one per bucket, of the bytes that arrived
+    transfer_s: float = 0.0
+    digest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What the source sent."""
+
+    version: int
+    manifest_digest: str
+    bucket_digests: tuple[str, ...]
+    num_bytes: int
+    gather_s: float
+    pack_s: float
+    wire_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """How one member changed over: the pause is what its users felt."""
+
+    member: str
+    version: int
+    pause_s: float
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """One sync in figures. Phases are walls on the manager's clock and sum to `total_s`."""
+
+    version: int
+    transport: str
+    num_members: int
+    num_tensors: int
+    num_buckets: int
+    num_bytes: int
+    begin_s: float
+    transfer_s: float
+    verify_s: float
+    flip_s: float
+    commit_s: float
+    total_s: float
+    gather_s: float
+    pack_s: float
+    wire_s: float
+    pause_s: float  # the longest of any member
+    load_s: float
+    gb_per_s: float  # num_bytes / (total_s), 1 GB = 1e9 bytes
+    members: dict[str, Flip] = field(default_factory=dict[str, Flip])

@@ -1,0 +1,108 @@
+"""`TrainBatch`: what a training engine is given, with its schema in writing.
+
+B = sequences, T = tokens of the longest one. Sequences are right-padded: prompt, then completion, then padding.
+Everything of shape [B, T] is aligned to the token it speaks of: `logprobs[b, t]` is the log-probability of
+`input_ids[b, t]` given the tokens before it, so position 0 never has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+
+from offbeat_engine.errors import BatchError
+
+TrainBatch = TensorDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One key of the schema: `dims` is "B" or "BT"."""
+
+    key: str
+    dims: str
+    dtype: torch.dtype
+    required: bool
+    meaning: str
+
+
+SCHEMA: tuple[Field, ...] = (
+    Field(key="input_ids", dims="BT", dtype=torch.int64, required=True, meaning="prompt, completion, padding"),
+    Field(key="lengths", dims="B", dtype=torch.int64, required=True, meaning="real tokens of each sequence"),
+    Field(
+        key="loss_mask", dims="BT", dtype=torch.bool, required=True,
+        meaning="True at tokens whose log-probability is trained or asked for; never at position 0 or in padding",
+    ),
+    Field(
+        key="temperature", dims="B", dtype=torch.float32, required=False,
+        meaning="logits are divided by it before log-probabilities are taken; absent means 1",
+    ),
+    Field(key="advantages", dims="BT", dtype=torch.float32, required=False, meaning="advantage of each token"),
+    Field(
+        key="rollout_logprobs", dims="BT", dtype=torch.float32, required=False,
+        meaning="log-probabilities as the sampler saw them",
+    ),
+    Field(
+        key="old_logprobs", dims="BT", dtype=torch.float32, required=False,
+        meaning="log-probabilities under the policy that the importance ratio is taken against",
+    ),
+    Field(
+        key="ref_logprobs", dims="BT", dtype=torch.float32, required=False,
+        meaning="log-probabilities under the reference policy",
+    ),
+    Field(key="values", dims="BT", dtype=torch.float32, required=False, meaning="value estimates before the update"),
+    Field(key="returns", dims="BT", dtype=torch.float32, required=False, meaning="targets of the value head"),
+    Field(
+        key="policy_version", dims="BT", dtype=torch.int64, required=False,
+        meaning="version of the weights that sampled each token; -1 where none did (prompt, padding)",
+    ),
+    Field(key="group", dims="B", dtype=torch.int64, required=False, meaning="index of the prompt's group"),
+)  # fmt: skip
+
+
+def train_batch(**tensors: torch.Tensor) -> TrainBatch:
+    """Build a `TrainBatch` from tensors named as in `SCHEMA` and check it.
+
+    Raises:
+        BatchError: a key is missing or unknown, or a shape or dtype is not the schema's.
+    """
+    if "input_ids" not in tensors:
+        raise BatchError("a batch needs `input_ids` [B, T] int64; got " + (", ".join(tensors) or "nothing"))
+    batch = TensorDict(dict(tensors), batch_size=[tensors["input_ids"].shape[0]])
+    check_batch(batch)
+    return batch
+
+
+def check_batch(batch: TrainBatch) -> None:
+    """Raise `BatchError` naming the first key of `batch` that breaks the schema, else return."""
+    by_key = {field.key: field for field in SCHEMA}
+    for key in by_key:
+        if by_key[key].required and key not in batch:
+            raise BatchError(f"a batch needs `{key}`: {by_key[key].meaning}")
+    batch_size, num_tokens = batch["input_ids"].shape
+    for key in map(str, batch.keys()):  # a TensorDict iterates over its batch, not its keys
+        field = by_key.get(key)
+        if field is None:
+            raise BatchError(f"unknown key `{key}` in a batch; the schema has {', '.join(by_key)}")
+        shape = (batch_size,) if field.dims == "B" else (batch_size, num_tokens)
+        tensor = batch[key]
+        if tuple(tensor.shape) != shape or tensor.dtype != field.dtype:
+            raise BatchError(
+                f"`{key}` must be {list(shape)} {field.dtype} ({field.meaning}), "
+                f"got {list(tensor.shape)} {tensor.dtype}"
+            )
+    _check_values(batch, num_tokens)
+
+
+def _check_values(batch: TrainBatch, num_tokens: int) -> None:
+    lengths_B = batch["lengths"]
+    if lengths_B.numel() and (int(lengths_B.min()) < 1 or int(lengths_B.max()) > num_tokens):
+        raise BatchError(f"`lengths` must lie in 1..{num_tokens}, got {lengths_B.tolist()}")
+    position_T = torch.arange(num_tokens, device=lengths_B.device)
+    outside_BT = (position_T[None] >= lengths_B[:, None]) | (position_T[None] == 0)
+    if bool((batch["loss_mask"] & outside_BT).any()):
+        raise BatchError(
+            "`loss_mask` is set at position 0 or in the padding; no log-probability exists there"
+        )

@@ -1,0 +1,51 @@
+"""What an engine can do, declared before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Feature(StrEnum):
+    """Things an engine may or may not support; the closed list every engine answers."""
+
+    PACKING = "packing"
+    DYNAMIC_MICRO_BATCHES = "dynamic_micro_batches"
+    ACTIVATION_CHECKPOINTING = "activation_checkpointing"
+    BFLOAT16 = "bfloat16"
+    VALUE_HEAD = "value_head"
+    OFFLOAD = "offload"
+    RESHARDING = "resharding"
+    HUGGINGFACE_EXPORT = "huggingface_export"
+    REMOTE_CHECKPOINTS = "remote_checkpoints"
+    LORA = "lora"
+    SEQUENCE_PARALLEL = "sequence_parallel"
+    TENSOR_PARALLEL = "tensor_parallel"
+    PIPELINE_PARALLEL = "pipeline_parallel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """One setting that this engine cannot honour: which, why, and what to do instead."""
+
+    setting: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.reason}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """The declaration of one engine, checked when the config is read.
+
+    `features` are supported and exercised by the conformance suite; `missing` names each absent feature with
+    the reason, so that a refusal can be printed before anything starts.
+    """
+
+    engine: str
+    devices: frozenset[str]
+    features: frozenset[Feature]
+    missing: dict[Feature, str]
+    max_ranks: int | None = None

@@ -1,0 +1,276 @@
+"""The one training-engine interface. Actor, critic and reference know nothing else.
+
+The method names follow verl's training-engine RFC (github.com/volcengine/verl issue 1371), typed and completed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, overload
+
+import torch
+from tensordict import TensorDict
+
+from offbeat_engine.batch import TrainBatch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from offbeat_engine.capabilities import Capabilities, Refusal
+    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.world import World
+
+Predictions = TensorDict
+"""What the model said, shape [B, T] float32 each, aligned like `TrainBatch`, zero outside `loss_mask`:
+`logprobs` and `entropy` (nats) from a language-model head, `values` from a value head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """Global counts of one optimizer step, over all ranks and micro-batches, computed once.
+
+    A loss sums over what it sees and divides by these, so that micro-batch size, packing and the number of
+    ranks change nothing but speed.
+    """
+
+    num_tokens: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """What a loss function returns for one micro-batch.
+
+    `loss` is a scalar already divided by a global count. `sums` are detached scalars that add up over
+    micro-batches and ranks (divide them by a global count to get means); `maxes` are combined by maximum.
+    """
+
+    loss: torch.Tensor
+    sums: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    maxes: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+
+class LossFn(Protocol):
+    """A differentiable function of one micro-batch. Must be picklable: it travels to the ranks."""
+
+    def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
+        """Return the micro-batch's share of the loss; `predictions` carry gradients, `batch` does not."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class StepContext:
+    """Travels through one call of `forward_backward_step` and comes back filled.
+
+    Pass a `scale` to fix the global counts over several calls (gradient accumulation by hand); leave it None
+    and the engine counts `loss_mask` over all ranks once. `user` belongs to the hooks.
+    """
+
+    scale: LossScale | None = None
+    stats: StepStats | None = None
+    user: dict[str, object] = field(default_factory=dict[str, object])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one `forward_backward_step` did, the same on every rank.
+
+    `loss`, `sums` and `maxes` are reduced over all ranks. `num_tokens` counts real tokens fed forward over all
+    ranks, `num_loss_tokens` those under the mask, `num_micro_batches` the largest count of any rank.
+    """
+
+    loss: float
+    sums: dict[str, float]
+    maxes: dict[str, float]
+    num_tokens: int
+    num_loss_tokens: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSpec:
+    """One exported weight, under its Hugging Face name, as `named_weights` will yield it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+PreprocessFn = Callable[[TrainBatch, StepContext], TrainBatch]
+"""Called once per micro-batch before the forward pass; returns the micro-batch to use."""
+
+PostprocessFn = Callable[[Predictions, TrainBatch, StepContext], Predictions]
+"""Called once per micro-batch after the forward pass and before the loss; returns the predictions to use."""
+
+
+class Engine(ABC):
+    """A model, its optimizer and the ranks they live on, behind one interface.
+
+    Every rank constructs one with the same config and calls the same methods in the same order: all methods
+    but `capabilities`, `check`, `shard_data` and `weight_manifest` may be collectives.
+    """
+
+    def __init__(self, config: EngineConfig, world: World) -> None:
+        """Keep `config` and `world`; nothing heavy happens before `init_model`."""
+        self.config = config
+        self.world = world
+
+    @classmethod
+    @abstractmethod
+    def capabilities(cls) -> Capabilities:
+        """Return what this engine can do, without importing a model or starting a process."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, config: EngineConfig, num_ranks: int) -> list[Refusal]:
+        """Return every reason why this engine cannot run `config` on `num_ranks` ranks; empty means it can."""
+
+    @abstractmethod
+    def init_model(self) -> None:
+        """Build and shard model, optimizer and schedule. Call once, before anything else."""
+
+    @abstractmethod
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Context in which training is allowed: loads what is offloaded, sets the model to train."""
+
+    @abstractmethod
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Context for forward-only use: loads the model (not the optimizer), sets it to eval."""
+
+    @abstractmethod
+    def set_loss_fn(self, loss_fn: LossFn) -> None:
+        """Use `loss_fn` in every later training call."""
+
+    @overload
+    def forward_backward_step(
+        self,
+        batch: TrainBatch,
+        ctx: StepContext | None = None,
+        forward_only: Literal[False] = False,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> tuple[Predictions, float, StepContext]: ...
+
+    @overload
+    def forward_backward_step(
+        self,
+        batch: TrainBatch,
+        ctx: StepContext | None = None,
+        *,
+        forward_only: Literal[True],
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> tuple[Predictions, StepContext]: ...
+
+    @abstractmethod
+    def forward_backward_step(
+        self,
+        batch: TrainBatch,
+        ctx: StepContext | None = None,
+        forward_only: bool = False,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> tuple[Predictions, StepContext] | tuple[Predictions, float, StepContext]:
+        """Run forward (and backward) over this rank's whole mini-batch and accumulate gradients.
+
+        The engine splits `batch` into micro-batches itself, by token budget. Ranks may hold different numbers of
+        sequences, also none; all run equally many micro-batches, empty ones included.
+
+        Args:
+            batch: this rank's sequences; an empty batch (B = 0) is allowed when other ranks hold some.
+            ctx: see `StepContext`; None makes a fresh one.
+            forward_only: no loss, no gradient; returns `(predictions, ctx)`.
+            preprocess_fn: see `PreprocessFn`.
+            postprocess_fn: see `PostprocessFn`.
+
+        Returns:
+            `(predictions, loss, ctx)`: detached predictions in the order of `batch`, the global loss (the same
+            on all ranks) and the filled context; without the loss when `forward_only`.
+
+        Raises:
+            BatchError: `batch` breaks the schema.
+            NonFiniteError: the loss is not finite and the config says stop (all ranks raise together).
+            StateError: no loss function was set, or the engine is not in `train_mode`.
+        """
+
+    @abstractmethod
+    def optimizer_zero_grad(self) -> None:
+        """Drop accumulated gradients."""
+
+    @abstractmethod
+    def optimizer_step(self) -> float:
+        """Clip, step, and return the global gradient norm before clipping (NaN if the step was skipped)."""
+
+    @abstractmethod
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule by one optimizer step and return the learning rate of the next one."""
+
+    @abstractmethod
+    def shard_data(self, data: TrainBatch) -> TrainBatch:
+        """Return this rank's share of `data` (the same on all ranks), balanced by tokens, no communication."""
+
+    @abstractmethod
+    def unshard_data(self, data: TensorDict) -> TensorDict:
+        """Gather the ranks' shares back into the order `shard_data` was given; the same on all ranks."""
+
+    @abstractmethod
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move parameters and gradients, optimizer state, or both, to `device` ("cpu" or the world's own)."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self,
+        local_path: str,
+        remote_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write model, optimizer, schedule and random state as `local_path/step_<global_step>`, atomically.
+
+        Whoever finds the folder finds it whole: it is written beside and renamed last. Older checkpoints beyond
+        `max_ckpt_to_keep` are removed after the new one is whole.
+
+        Args:
+            local_path: folder of all checkpoints of this engine, seen by every rank.
+            remote_path: any fsspec URL (s3://, hdfs://, file://); the finished folder is copied there too.
+            global_step: the number in the folder's name.
+            max_ckpt_to_keep: None keeps all.
+
+        Raises:
+            CheckpointError: it could not be written; nothing half-written is left under the final name.
+        """
+
+    @abstractmethod
+    def load_checkpoint(
+        self, local_path: str, remote_path: str | None = None, global_step: int | None = None
+    ) -> int | None:
+        """Load the checkpoint of `global_step`, or the newest whole one, onto any number of ranks.
+
+        Returns:
+            Its step, or None when there is no whole checkpoint and no step was asked for.
+
+        Raises:
+            CheckpointError: the step asked for is not there, or what is there does not fit the model.
+        """
+
+    @abstractmethod
+    def export_huggingface(self, path: str) -> None:
+        """Write config, tokenizer and full weights as a Hugging Face safetensors folder, atomically."""
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight in the order of `weight_manifest`: Hugging Face name, full tensor, compute dtype.
+
+        A collective: every rank iterates to the end. Tied weights appear once, under the name that
+        `save_pretrained` keeps.
+        """
+
+    @abstractmethod
+    def weight_manifest(self) -> tuple[WeightSpec, ...]:
+        """Return names, shapes and dtypes of `named_weights`, moving nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release device memory and leave nothing running; safe to call twice."""

@@ -1,0 +1,39 @@
+import pytest
+import torch
+from offbeat_engine import BatchError, train_batch
+
+
+def tensors(**changes):
+    base = {
+        "input_ids": torch.zeros(2, 4, dtype=torch.int64),
+        "lengths": torch.tensor([4, 3]),
+        "loss_mask": torch.tensor([[False, False, True, True], [False, False, True, False]]),
+    }
+    return {**base, **changes}
+
+
+def test_a_batch_that_follows_the_schema_is_taken():
+    batch = train_batch(**tensors(advantages=torch.zeros(2, 4)))
+    assert batch.batch_size == torch.Size([2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lengths": torch.tensor([5, 3])}, "`lengths` must lie in 1..4"),
+        ({"lengths": torch.tensor([4.0, 3.0])}, "`lengths` must be"),
+        ({"advantage": torch.zeros(2, 4)}, "unknown key `advantage`"),
+        ({"advantages": torch.zeros(2, 3)}, "`advantages` must be"),
+        ({"loss_mask": torch.ones(2, 4, dtype=torch.bool)}, "position 0 or in the padding"),
+    ],
+)
+def test_a_batch_that_breaks_it_is_refused_by_name(changes, words):
+    with pytest.raises(BatchError, match=words):
+        train_batch(**tensors(**changes))
+
+
+def test_a_missing_key_is_named():
+    given = tensors()
+    del given["loss_mask"]
+    with pytest.raises(BatchError, match="`loss_mask`"):
+        train_batch(**given)

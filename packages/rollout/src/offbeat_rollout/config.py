@@ -1,0 +1,30 @@
+"""Settings of a generation engine."""
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """Everything one generation replica is told.
+
+    `model_path` is a local Hugging Face folder. `max_model_len` bounds prompt plus completion, in tokens.
+    `kv_cache_gib` is the memory for keys and values on CPU; on GPU `gpu_memory_fraction` counts instead.
+    `weight_backend` names the weight-transfer engine that vLLM loads through its own factory.
+    """
+
+    model_path: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    max_model_len: int = 512
+    max_num_seqs: int = 256
+    tensor_parallel_size: int = 1
+    kv_cache_gib: float = 1.0
+    gpu_memory_fraction: float = 0.85
+    enforce_eager: bool = True
+    prefix_caching: bool = False
+    weight_backend: str = "offbeat"
+    cpu_threads: int = 1
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 600.0

@@ -1,0 +1,97 @@
+"""The generation interface. Adapters translate it to vLLM, SGLang or Transformers and add nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.types import Completion, GenerateRequest, Health, PauseMode, RolloutCapabilities
+
+
+class RolloutEngine(ABC):
+    """One generation engine: a replica.
+
+    All methods are coroutines of one event loop. `generate` may be called concurrently; the engine batches.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        """Keep `config`; nothing heavy happens before `start`."""
+        self.config = config
+
+    @classmethod
+    @abstractmethod
+    def capabilities(cls) -> RolloutCapabilities:
+        """Return what this adapter can do, without importing its library."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Version of the weights being served; 0 for those loaded at start."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the model and become able to generate, within `start_timeout_s`."""
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Return the completion of one request.
+
+        A request aborted by `abort` or `pause(ABORT)` returns normally with `Finish.ABORT` and its tokens so far.
+
+        Raises:
+            RequestError: the request can never be served; nothing was started.
+            EngineStateError: the engine is not running, or did not finish within `request_timeout_s`.
+        """
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Return the completions of `requests`, in their order; one call for a whole batch."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self.generate(request), name=f"generate {request.request_id}")
+                for request in requests
+            ]
+        return [task.result() for task in running]
+
+    @abstractmethod
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests now; unknown ones are ignored."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating; see `PauseMode`. Requests that arrive meanwhile wait for `resume`."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on generating. Harmless when not paused."""
+
+    @abstractmethod
+    async def sleep(self, level: int) -> None:
+        """Release device memory: 1 offloads the weights, 2 discards them. Keys and values are dropped."""
+
+    @abstractmethod
+    async def wake(self, tags: Collection[str] | None = None) -> None:
+        """Take memory back: tags "weights", "kv_cache", or all when None."""
+
+    @abstractmethod
+    async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
+        """Call one of the engine's own weight-update operations.
+
+        Every adapter answers `"weight_specs"` with `{"specs": [(name, shape, dtype name), ...]}` in Hugging Face
+        names. Beyond that each documents its own operations in its module.
+
+        Raises:
+            UpdateRefused: the operation was refused before any parameter changed.
+        """
+
+    @abstractmethod
+    async def health(self) -> Health:
+        """Say whether the engine can still generate."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End the engine and its processes; safe to call twice."""
