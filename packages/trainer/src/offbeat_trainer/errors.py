@@ -1,0 +1,23 @@
+"""The exceptions of offbeat-trainer."""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Root of everything offbeat-trainer raises on purpose."""
+
+
+class PlanRefused(TrainerError, ValueError):
+    """Settings that cannot be run: batch arithmetic, placement, capabilities. Raised before anything starts."""
+
+
+class DeadlineExceeded(TrainerError, TimeoutError):
+    """A wait ran out; the message says who waited for whom, for what, and how long."""
+
+
+class WorkerGone(TrainerError, ConnectionError):
+    """A training rank or a replica died; the message names it and says what it last did."""
+
+
+class ResumeError(TrainerError, RuntimeError):
+    """A run folder that cannot be continued; the message says which file disagrees and what to do."""

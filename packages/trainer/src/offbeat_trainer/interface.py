@@ -1,0 +1,112 @@
+"""The seams of the trainer: what a loop needs and does not care how it is done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from offbeat_ckptsync import SyncReport
+    from offbeat_engine import TrainBatch
+    from offbeat_rollout import Completion, SamplingParams
+    from offbeat_trainer.metrics import Metric
+    from offbeat_trainer.types import Example, Group, Prompt, Score
+
+
+class Task(Protocol):
+    """Where prompts come from and what a completion is worth. Pure functions of their arguments and a seed."""
+
+    def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
+        """Return the training prompts of `step`; the same ones whenever asked again."""
+        ...
+
+    def validation_prompts(self, num_prompts: int) -> list[Prompt]:
+        """Return up to `num_prompts` held-out prompts, always the same, never met in training."""
+        ...
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """Return what `completion` is worth."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, for people."""
+        ...
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a completion."""
+        ...
+
+
+class Supervised(Protocol):
+    """Where supervised pairs come from, for a warm-up."""
+
+    def examples(self, step: int, num_examples: int) -> list[Example]:
+        """Return the examples of `step`; the same ones whenever asked again."""
+        ...
+
+
+class Policy(Protocol):
+    """The training side as a loop sees it."""
+
+    async def update(self, batch: TrainBatch) -> list[Metric]:
+        """Train on one step's batch (all its mini-batches) and return what happened."""
+        ...
+
+    async def warm_up(self, batch: TrainBatch) -> list[Metric]:
+        """Train on one supervised batch."""
+        ...
+
+    async def save(self, step: int) -> None:
+        """Write a checkpoint of `step`, atomically."""
+        ...
+
+    async def load(self, step: int | None) -> int | None:
+        """Load the checkpoint of `step`, or the newest whole one; return its step, or None if there is none."""
+        ...
+
+    async def export(self, path: str) -> None:
+        """Write a Hugging Face folder."""
+        ...
+
+
+class Generator(Protocol):
+    """The generation side as a loop sees it."""
+
+    async def collect(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, group_size: int
+    ) -> list[Group]:
+        """Return one unscored group per prompt, in order, each with `group_size` completions."""
+        ...
+
+
+class Publisher(Protocol):
+    """The way from training to generation."""
+
+    async def publish(self, version: int) -> SyncReport:
+        """Bring every replica to the policy's current weights, as `version`; return when all serve them."""
+        ...
+
+
+class Reporter(Protocol):
+    """Where a run tells what is going on. Every method returns at once and never raises for a slow sink."""
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """The run entered a phase: "start", "warm-up", "generate", "train", ..."""
+        ...
+
+    def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
+        """Metrics of a finished step, reduced or not."""
+        ...
+
+    def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
+        """Some completions to read, `texts[i][j]` that of `groups[i].completions[j]`."""
+        ...
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        """The run is over."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release; safe to call twice."""
+        ...

@@ -1,0 +1,47 @@
+"""The values the trainer hands out. G = completions of one prompt, T = tokens of one completion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from offbeat_rollout import Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question of a task. `uid` is stable over runs; `data` is what its reward needs (say, the answer)."""
+
+    uid: str
+    text: str
+    token_ids: tuple[int, ...]
+    data: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a reward function said of one completion. `correct` feeds accuracy; it never enters a loss."""
+
+    reward: float
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The completions of one prompt, with scores and advantages once they are known (then all of length G)."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    scores: tuple[Score, ...] = ()
+    advantages: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One supervised pair: the completion is trained, the prompt is context."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
