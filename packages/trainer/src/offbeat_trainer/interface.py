@@ -53,8 +53,8 @@ class Policy(Protocol):
         """Train on one step's batch (all its mini-batches) and return what happened."""
         ...
 
-    async def warm_up(self, batch: TrainBatch) -> list[Metric]:
-        """Train on one supervised batch."""
+    async def supervise(self, batch: TrainBatch) -> list[Metric]:
+        """Train on one supervised batch: token-mean negative log-likelihood."""
         ...
 
     async def save(self, step: int) -> None:

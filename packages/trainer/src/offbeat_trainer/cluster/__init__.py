@@ -1,0 +1,1 @@
+"""The only place that imports Ray: processes, where they are put, and every wait for them."""

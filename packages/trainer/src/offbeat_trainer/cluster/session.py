@@ -1,0 +1,48 @@
+"""Starting and ending Ray."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import ray
+
+from offbeat_trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from offbeat_trainer.config import ClusterConfig
+
+# Actors ask for slices of a logical core: what they may really use is decided by the plan, not by Ray.
+CPUS_PER_PROCESS = 0.01
+
+
+def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
+    """Connect to `config.ray_address`, or start a private Ray that ends with this process.
+
+    Raises:
+        TrainerError: the address does not answer, or Ray could not be started.
+    """
+    private = not config.ray_address
+    local = {
+        "num_cpus": 4,
+        "num_gpus": num_gpus,
+        "include_dashboard": False,
+        "object_store_memory": config.object_store_mib << 20,
+    }
+    try:
+        ray.init(
+            address=config.ray_address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=True,
+            **(local if private else {}),
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"connect to {config.ray_address}" if config.ray_address else "start on this machine"
+        raise TrainerError(f"Ray could not {where} ({error}); check cluster.ray_address or `ray status`") from error
+
+
+def stop_ray() -> None:
+    """Leave Ray; ends it if this process started it. Safe to call twice."""
+    if ray.is_initialized():
+        ray.shutdown()

@@ -1,0 +1,49 @@
+"""What a cluster is told: plain values, so that they travel to the processes as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync import SyncConfig
+    from offbeat_engine import LossFn
+    from offbeat_rollout import RolloutConfig
+
+    from offbeat_trainer.config import ClusterConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec:
+    """The training pool. The engines' own configs come with `TrainGroup.build`."""
+
+    engine_name: str
+    device: str
+    num_ranks: int
+    threads_per_rank: int
+    loss_fn: LossFn
+    updates_per_step: int
+    checkpoint_dir: str
+    keep_checkpoints: int
+    collective_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec:
+    """The generation pool: equal replicas."""
+
+    adapter_name: str
+    rollout: RolloutConfig
+    num_replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """A whole run's processes."""
+
+    cluster: ClusterConfig
+    train: TrainSpec
+    rollout: RolloutSpec
+    sync: SyncConfig
+    log_dir: str
+    step_timeout_s: float

@@ -1,0 +1,92 @@
+"""The training pool as the driver sees it: the same call on every rank, one answer back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from offbeat_trainer.cluster.placement import release, reserve
+from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
+from offbeat_trainer.cluster.train_worker import TrainWorker
+from offbeat_trainer.cluster.waits import answer, answers
+
+if TYPE_CHECKING:
+    from offbeat_engine import EngineConfig, TrainBatch
+
+    from offbeat_trainer.cluster.spec import ClusterSpec
+    from offbeat_trainer.metrics import Metric
+
+
+class TrainGroup:
+    """Satisfies `Policy`. Every method runs on all ranks; a rank that dies or is late is named in the error."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._spec = spec
+        self._names = [f"training rank {rank}" for rank in range(spec.train.num_ranks)]
+
+    async def start(self) -> None:
+        """Reserve devices, start the ranks and let them meet."""
+        spec = self._spec
+        gpus = 1 if spec.train.device == "cuda" else 0
+        self._placement = reserve("train", spec.train.num_ranks, gpus, timeout_s=spec.cluster.start_timeout_s)
+        actor_class = ray.remote(TrainWorker).options(num_cpus=CPUS_PER_PROCESS, num_gpus=gpus, max_restarts=0)
+        self._workers: list[Any] = [
+            actor_class.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank)).remote(
+                spec.train, rank, f"{spec.log_dir}/train_rank{rank}.log"
+            )
+            for rank in range(spec.train.num_ranks)
+        ]
+        timeout_s = spec.cluster.start_timeout_s
+        address = await answer(
+            self._workers[0].address.remote(spec.cluster.rendezvous_host),
+            owner=self._names[0],
+            what="find a free port",
+            timeout_s=timeout_s,
+        )
+        await self.call("join", address, what="meet the other ranks", timeout_s=timeout_s)
+
+    async def build(self, engine: EngineConfig, reference: EngineConfig | None = None) -> None:
+        """Build the engines on all ranks, in place of earlier ones."""
+        await self.call(
+            "build", engine, reference, what="build the model", timeout_s=self._spec.cluster.start_timeout_s
+        )
+
+    async def update(self, batch: TrainBatch) -> list[Metric]:
+        """See `Policy.update`."""
+        return (await self.call("update", ray.put(batch), what="train on a batch"))[0]
+
+    async def supervise(self, batch: TrainBatch) -> list[Metric]:
+        """See `Policy.supervise`."""
+        return (await self.call("supervise", ray.put(batch), what="train on a supervised batch"))[0]
+
+    async def save(self, step: int) -> None:
+        """See `Policy.save`."""
+        await self.call("save", step, what=f"save the checkpoint of step {step}")
+
+    async def load(self, step: int | None) -> int | None:
+        """See `Policy.load`."""
+        return (await self.call("load", step, what="load a checkpoint"))[0]
+
+    async def export(self, path: str) -> None:
+        """See `Policy.export`."""
+        await self.call("export", path, what="export the model")
+
+    async def call(self, method: str, *args: object, what: str, timeout_s: float | None = None) -> list[Any]:
+        """Call `method` on every rank and return the answers in rank order."""
+        return await answers(
+            [getattr(worker, method).remote(*args) for worker in self._workers],
+            owners=self._names,
+            what=what,
+            timeout_s=self._spec.step_timeout_s if timeout_s is None else timeout_s,
+        )
+
+    def stop(self) -> None:
+        """End the ranks and give their devices back; safe to call twice, and before `start` ended."""
+        for worker in getattr(self, "_workers", []):
+            ray.kill(worker)
+        if hasattr(self, "_placement"):
+            release(self._placement)
+            del self._placement
+        self._workers = []

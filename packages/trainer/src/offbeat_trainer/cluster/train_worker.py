@@ -1,0 +1,86 @@
+"""One training rank: the process around the roles."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import torch
+from offbeat_engine import World, engine_class
+from offbeat_engine.losses import SftLoss
+
+from offbeat_trainer.cluster.process import redirect_output
+from offbeat_trainer.roles import Actor, Reference
+
+if TYPE_CHECKING:
+    from offbeat_engine import Engine, EngineConfig, TrainBatch
+
+    from offbeat_trainer.cluster.spec import TrainSpec
+    from offbeat_trainer.metrics import Metric
+
+
+class TrainWorker:
+    """Holds the engines of one rank. Methods run one at a time, in the order the driver calls them on all ranks."""
+
+    def __init__(self, spec: TrainSpec, rank: int, log_path: str) -> None:
+        redirect_output(log_path)
+        torch.set_num_threads(spec.threads_per_rank)
+        self._spec = spec
+        self._rank = rank
+        self._engines: list[Engine] = []
+
+    def address(self, host: str) -> str:
+        """Return `host:port` with a port that is free on this rank's host now."""
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def join(self, store_address: str) -> None:
+        """Meet the other ranks."""
+        self._world = World.join(
+            rank=self._rank,
+            size=self._spec.num_ranks,
+            store_address=store_address,
+            device=self._spec.device,
+            timeout_s=self._spec.collective_timeout_s,
+        )
+
+    def build(self, engine: EngineConfig, reference: EngineConfig | None) -> None:
+        """Build the engines, in place of those of an earlier call."""
+        for old in self._engines:
+            old.close()
+        self._engines = [self._new_engine(config) for config in (engine, reference) if config is not None]
+        self._actor = Actor(
+            self._engines[0],
+            self._spec.loss_fn,
+            updates_per_step=self._spec.updates_per_step,
+            reference=Reference(self._engines[1]) if len(self._engines) > 1 else None,
+        )
+
+    def _new_engine(self, config: EngineConfig) -> Engine:
+        engine = engine_class(self._spec.engine_name)(config, self._world)
+        engine.init_model()
+        return engine
+
+    def update(self, batch: TrainBatch) -> list[Metric]:
+        """Make one step of reinforcement learning."""
+        return self._actor.update(batch)
+
+    def supervise(self, batch: TrainBatch) -> list[Metric]:
+        """Make one step of supervised learning."""
+        return self._actor.supervise(batch, SftLoss())
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint."""
+        spec = self._spec
+        self._engines[0].save_checkpoint(
+            spec.checkpoint_dir, global_step=step, max_ckpt_to_keep=spec.keep_checkpoints
+        )
+
+    def load(self, step: int | None) -> int | None:
+        """Load a checkpoint; see `Engine.load_checkpoint`."""
+        return self._engines[0].load_checkpoint(self._spec.checkpoint_dir, global_step=step)
+
+    def export(self, path: str) -> None:
+        """Write a Hugging Face folder."""
+        self._engines[0].export_huggingface(path)

@@ -1,0 +1,58 @@
+"""Waiting for another process: always with a deadline, an owner and a message."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+
+from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Sequence
+
+
+async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: float) -> Any:  # noqa: ANN401
+    """Return what `owner` answers to `call`.
+
+    Raises:
+        DeadlineExceeded: no answer within `timeout_s`.
+        WorkerGone: the process of `owner` died.
+        Exception: whatever the call itself raised over there.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for {owner} to {what} and got no answer; its log in the run folder says what it "
+            "was doing. If it was only slow, raise trainer.step_timeout_s"
+        ) from error
+    except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
+        reason = str(error).strip().splitlines()
+        raise WorkerGone(
+            f"{owner} died while it should {what}; its log in the run folder says why "
+            f"({reason[0] if reason else type(error).__name__})"
+        ) from error
+
+
+async def answers(calls: Sequence[Awaitable[Any]], *, owners: Sequence[str], what: str, timeout_s: float) -> list[Any]:
+    """Return all answers, in order; the first failure is raised once the rest have been given up."""
+    async with _unwrapped(), asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(answer(call, owner=owner, what=what, timeout_s=timeout_s), name=f"{owner}: {what}")
+            for call, owner in zip(calls, owners, strict=True)
+        ]
+    return [task.result() for task in running]
+
+
+class _unwrapped:  # noqa: N801
+    """Raise the first of a group's errors as it is: the others are the same failure seen by other ranks."""
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            raise error.exceptions[0] from error

@@ -1,0 +1,1 @@
+"""The training loops. Each reads like its own table of contents; they share the parts in `offbeat_trainer`."""

@@ -1,0 +1,116 @@
+"""What a run comes to, kept up to date as it goes, and the bookkeeping at the end of each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat_trainer.assemble import group_metrics
+from offbeat_trainer.loops.parts import due, show, validate
+from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
+from offbeat_trainer.run_store import RunState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat_trainer.loops.parts import Parts
+    from offbeat_trainer.phases import PhaseClock
+    from offbeat_trainer.types import Group
+
+STEP_PHASES = ("generate", "reward", "train", "sync")
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a run came to. `steps` counts all that were done, `steps_here` those of this process.
+
+    `tokens` are generated ones; `step_s` is the time of the four phases of a step, without validation and saving.
+    """
+
+    steps: int = 0
+    steps_here: int = 0
+    interrupted: bool = False
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None  # the newest validation
+    reward_first: float | None = None
+    reward_last: float | None = None
+    max_abs_logprob_diff: float | None = None
+    warmup_s: float = 0.0
+    tokens: float = 0.0
+    step_s: float = 0.0
+    phase_s: dict[str, float] = field(default_factory=dict[str, float])
+    sync_gb_per_s: list[float] = field(default_factory=list[float])
+
+    def take(self, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
+        """Take in one finished step: its reduced metrics and the seconds of its phases."""
+        self.steps = step + 1
+        self.steps_here += 1
+        self.reward_last = values["reward/mean"]
+        if self.reward_first is None:
+            self.reward_first = self.reward_last
+        self.tokens += values["tokens/generated"]
+        self.step_s += sum(seconds.get(name, 0.0) for name in STEP_PHASES)
+        for name, value in seconds.items():
+            self.phase_s[name] = self.phase_s.get(name, 0.0) + value
+        diff = values.get("mismatch/max_abs_logprob_diff", 0.0)
+        self.max_abs_logprob_diff = (
+            diff if self.max_abs_logprob_diff is None else max(diff, self.max_abs_logprob_diff)
+        )
+        self.sync_gb_per_s.append(values["sync/gb_per_s"])
+
+    def summary(self) -> dict[str, object]:
+        """Return the figures of the run, JSON-ready; means are per step of this process."""
+        steps = max(self.steps_here, 1)
+        return {
+            "steps": self.steps,
+            "interrupted": self.interrupted,
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy_after,
+            "reward_first": self.reward_first,
+            "reward_last": self.reward_last,
+            "tokens_per_s": self.tokens / self.step_s if self.step_s else None,
+            "phase_s": {name: self.phase_s.get(name, 0.0) / steps for name in STEP_PHASES},
+            "sync_gb_per_s": sum(self.sync_gb_per_s) / len(self.sync_gb_per_s)
+            if self.sync_gb_per_s
+            else None,
+            "max_abs_logprob_diff": self.max_abs_logprob_diff,
+            "warmup_s": self.warmup_s,
+        }
+
+
+async def close_step(
+    parts: Parts,
+    outcome: Outcome,
+    clock: PhaseClock,
+    step: int,
+    groups: Sequence[Group],
+    trained: Sequence[Metric],
+) -> None:
+    """End step `step`: join its metrics, validate, show, report and save what the calendar says is due."""
+    done = step + 1
+    metrics = [*group_metrics(groups), *trained]
+    outcome.take(step, reduce_metrics(metrics), clock.seconds)
+    last = done == parts.loop.steps
+    if last or due(done, parts.loop.validate_every):
+        accuracy = await validate(parts, clock, done, "after" if last else "")
+        metrics.append(Metric("accuracy/validation", Mean(accuracy)))
+        outcome.accuracy_after = accuracy
+    if due(done, parts.loop.sample_every):
+        show(parts, done, "sampled", groups)
+    parts.reporter.metrics(done, [*metrics, *clock.metrics()])
+    if due(done, parts.loop.save_every) or parts.stop.requested or last:
+        with clock.phase("save"):
+            await save(parts, outcome)
+
+
+async def save(parts: Parts, outcome: Outcome) -> None:
+    """Write what `resume=auto` continues from. The state goes first: only a whole checkpoint makes it count."""
+    parts.store.save(
+        RunState(
+            step=outcome.steps,
+            accuracy_before=outcome.accuracy_before,
+            reward_first=outcome.reward_first,
+            warmup_s=outcome.warmup_s,
+        )
+    )
+    await parts.policy.save(outcome.steps)

@@ -1,0 +1,125 @@
+"""What every loop is given, and the pieces of a step that the loops share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from offbeat_rollout import SamplingParams
+from offbeat_trainer.metrics import Last, Mean, Metric, Sum
+from offbeat_trainer.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat_ckptsync import SyncReport
+    from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
+    from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Task
+    from offbeat_trainer.phases import PhaseClock
+    from offbeat_trainer.run_store import RunStore
+    from offbeat_trainer.types import Group
+
+NUM_SHOWN = 4
+
+
+class StopRequest:
+    """Asked for from outside (Ctrl-C), honoured by a loop between two steps.
+
+    `listening` says that a loop is at work and will come to look; before that there is nothing to finish.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.listening = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything a loop works with."""
+
+    task: Task
+    policy: Policy
+    generator: Generator
+    publisher: Publisher
+    reporter: Reporter
+    store: RunStore
+    seed: int
+    loop: LoopConfig
+    algorithm: AlgorithmConfig
+    sampling: SamplingConfig
+    stop: StopRequest = field(default_factory=StopRequest)
+
+
+def version_of(step: int) -> int:
+    """Return the version of the weights that step `step` samples from.
+
+    Version 0 is whatever folder a replica was started from; the policy before its first update is version 1.
+    """
+    return step + 1
+
+
+def training_params(parts: Parts, step: int) -> SamplingParams:
+    """Return how the completions of `step` are sampled; its seed is the base of one seed per completion."""
+    return SamplingParams(
+        max_tokens=parts.sampling.max_tokens,
+        temperature=parts.sampling.temperature,
+        stop_token_ids=parts.task.stop_token_ids(),
+        seed=derive_seed(parts.seed, "sample", step),
+    )
+
+
+async def collect(parts: Parts, step: int) -> list[Group]:
+    """Return the unscored groups of `step`."""
+    prompts = parts.task.prompts(step, parts.loop.prompts_per_step)
+    return await parts.generator.collect(prompts, training_params(parts, step), parts.loop.group_size)
+
+
+async def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:
+    """Return `groups` with scores. Reward functions may block, so they run beside the event loop."""
+    task = parts.task
+
+    def all_scores() -> list[Group]:
+        return [
+            replace(group, scores=tuple(task.score(group.prompt, one) for one in group.completions))
+            for group in groups
+        ]
+
+    async with asyncio.timeout(parts.loop.step_timeout_s):
+        return await asyncio.to_thread(all_scores)
+
+
+async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float:
+    """Return greedy accuracy on held-out prompts under the weights now served; `title` shows some completions."""
+    prompts = parts.task.validation_prompts(parts.loop.validation_prompts)
+    greedy = replace(training_params(parts, step), temperature=0.0)
+    with clock.phase("validate", f"{len(prompts)} held-out prompts, greedy"):
+        groups = await score(parts, await parts.generator.collect(prompts, greedy, 1))
+    if title:
+        show(parts, step, title, groups)
+    return sum(group.scores[0].correct for group in groups) / len(groups)
+
+
+def show(parts: Parts, step: int, title: str, groups: Sequence[Group]) -> None:
+    """Hand a few groups with their texts to the reporter."""
+    some = list(groups[:NUM_SHOWN])
+    texts = [[parts.task.decode(one.token_ids) for one in group.completions] for group in some]
+    parts.reporter.samples(step, title, some, texts)
+
+
+def due(step: int, every: int) -> bool:
+    """Say whether something that happens `every` so many steps happens at `step`; 0 = never."""
+    return every > 0 and step % every == 0
+
+
+def sync_metrics(report: SyncReport) -> list[Metric]:
+    """Return a weight sync in metrics."""
+    return [
+        Metric("sync/version", Last(report.version)),
+        Metric("sync/gb_per_s", Mean(report.gb_per_s)),
+        Metric("sync/bytes", Sum(report.num_bytes)),
+        Metric("sync/pause_s", Mean(report.pause_s)),
+        Metric("sync/transfer_s", Mean(report.transfer_s)),
+        Metric("sync/verify_s", Mean(report.verify_s)),
+        Metric("sync/flip_s", Mean(report.flip_s)),
+    ]

@@ -1,0 +1,111 @@
+"""Roles on the training engine. They know the `Engine` interface and nothing of what is behind it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_trainer.metrics import Last, Max, Mean, Metric
+
+if TYPE_CHECKING:
+    from offbeat_engine import Engine, LossFn, StepStats, TrainBatch
+
+
+class Reference:
+    """A frozen policy: gives log-probs, never changes."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Take an initialised engine; its optimizer is never stepped."""
+        self._engine = engine
+
+    def logprobs(self, share: TrainBatch) -> torch.Tensor:
+        """Return log-probs [B, T] float32 of this rank's share, zero outside its `loss_mask`. A collective."""
+        with self._engine.eval_mode():
+            predictions, _ = self._engine.forward_backward_step(share, forward_only=True)
+        return predictions["logprobs"]
+
+
+class Actor:
+    """The policy being trained.
+
+    One `update` is one step of a loop: the batch is cut into `updates_per_step` mini-batches of whole groups'
+    neighbours, each of which is one optimizer step. With a single mini-batch the policy that is updated is the
+    one that the importance ratio is taken against, so no extra forward pass is made for it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loss_fn: LossFn,
+        *,
+        updates_per_step: int = 1,
+        reference: Reference | None = None,
+    ) -> None:
+        """Take an initialised engine and, if the loss has a KL term, the reference it is taken against."""
+        self._engine = engine
+        self._loss_fn = loss_fn
+        self._updates_per_step = updates_per_step
+        self._reference = reference
+
+    def update(self, batch: TrainBatch) -> list[Metric]:
+        """Train on `batch`, which is the same on every rank. A collective.
+
+        Returns:
+            The step's metrics, equal on all ranks.
+        """
+        shares = [self._engine.shard_data(mini) for mini in split_evenly(batch, self._updates_per_step)]
+        for share in shares:
+            if self._reference is not None:
+                share["ref_logprobs"] = self._reference.logprobs(share)
+            if len(shares) > 1:
+                share["old_logprobs"] = Reference(self._engine).logprobs(share)
+        self._engine.set_loss_fn(self._loss_fn)
+        return [metric for share in shares for metric in train_on(self._engine, share)]
+
+    def supervise(self, batch: TrainBatch, loss_fn: LossFn) -> list[Metric]:
+        """Make one optimizer step on a supervised batch. A collective."""
+        self._engine.set_loss_fn(loss_fn)
+        return train_on(self._engine, self._engine.shard_data(batch))
+
+
+def train_on(engine: Engine, share: TrainBatch) -> list[Metric]:
+    """Make one optimizer step on this rank's share of a mini-batch and return its metrics. A collective."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        _, _, ctx = engine.forward_backward_step(share)
+        grad_norm = engine.optimizer_step()
+        lr = engine.lr_scheduler_step()
+    assert ctx.stats is not None
+    return [
+        *stats_metrics(ctx.stats),
+        Metric("train/grad_norm", Mean(grad_norm)),
+        Metric("train/lr", Last(lr)),
+    ]
+
+
+def stats_metrics(stats: StepStats) -> list[Metric]:
+    """Return an engine's `StepStats` as metrics: what the loss summed becomes a mean over optimizer steps."""
+    return [
+        Metric("train/loss", Mean(stats.loss)),
+        Metric("train/micro_batches", Mean(stats.num_micro_batches)),
+        Metric("train/tokens", Mean(stats.num_tokens)),
+        *(Metric(key, Mean(value)) for key, value in stats.sums.items()),
+        *(Metric(key, Max(value)) for key, value in stats.maxes.items()),
+    ]
+
+
+def split_evenly(batch: TrainBatch, num_parts: int) -> list[TrainBatch]:
+    """Cut `batch` into `num_parts` runs of equally many sequences, in order.
+
+    Raises:
+        ValueError: the number of sequences is not divisible.
+    """
+    num_sequences = batch.batch_size[0]
+    if num_sequences % num_parts:
+        raise ValueError(
+            f"{num_sequences} sequences cannot be cut into {num_parts} equal mini-batches; "
+            "choose `updates_per_step` so that it divides prompts_per_step * group_size"
+        )
+    size = num_sequences // num_parts
+    return [batch[start : start + size] for start in range(0, num_sequences, size)]

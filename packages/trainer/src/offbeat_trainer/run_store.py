@@ -1,0 +1,71 @@
+"""What a run needs to be continued, beside the engine's checkpoint: one small JSON file per saved step.
+
+The state of a step is written before the engine's checkpoint of that step, and only a whole engine checkpoint makes
+it count: a crash between the two leaves a state file that nobody reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from offbeat_trainer.errors import ResumeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stood when it was saved. Prompts and seeds are functions of `step`, so this is all."""
+
+    step: int
+    accuracy_before: float | None = None
+    reward_first: float | None = None
+    warmup_s: float = 0.0
+
+
+class RunStore:
+    """Saves and finds `RunState`s in a folder."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """Use `folder` (made if missing) and keep the newest `keep` states."""
+        self._folder = folder
+        self._keep = keep
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, state: RunState) -> None:
+        """Write the state of its step, atomically, and forget the oldest beyond `keep` + 1.
+
+        One more than the engine keeps: at this moment the checkpoint that belongs to `state` does not exist yet.
+        """
+        target = self._path(state.step)
+        beside = target.with_suffix(".writing")
+        with beside.open("w") as file:
+            json.dump(asdict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+        for path in sorted(self._folder.glob("step_*.json"))[: -(self._keep + 1)]:
+            path.unlink()
+
+    def load(self, step: int) -> RunState:
+        """Return the state saved with the checkpoint of `step`.
+
+        Raises:
+            ResumeError: there is none, or it is not one of ours.
+        """
+        path = self._path(step)
+        try:
+            return RunState(**json.loads(path.read_text()))
+        except FileNotFoundError as error:
+            raise ResumeError(
+                f"the checkpoint of step {step} has no {path.name} in {self._folder}; "
+                "resume from a run folder that Offbeat wrote, or start a new one"
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise ResumeError(
+                f"{path} cannot be read as a run state ({error}); remove it to use an older step"
+            ) from error
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step_{step:08d}.json"

@@ -1,0 +1,43 @@
+"""Supervised training before reinforcement learning: a policy that is right sometimes has something to learn from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offbeat_trainer.assemble import assemble_examples
+from offbeat_trainer.metrics import reduce_metrics
+
+if TYPE_CHECKING:
+    from offbeat_engine import EngineConfig
+
+    from offbeat_trainer.config import WarmupConfig
+    from offbeat_trainer.interface import Policy, Reporter, Supervised
+
+TOLD_EVERY = 10
+
+
+def warm_up_engine(engine: EngineConfig, config: WarmupConfig) -> EngineConfig:
+    """Return `engine` with the optimizer of the warm-up: linear decay after a short rise, no weight decay."""
+    from offbeat_engine import OptimizerConfig, Schedule
+
+    optimizer = OptimizerConfig(
+        lr=config.lr,
+        max_grad_norm=engine.optimizer.max_grad_norm,
+        schedule=Schedule.LINEAR,
+        warmup_steps=config.lr_warmup_steps,
+        total_steps=config.steps,
+    )
+    return replace(engine, optimizer=optimizer)
+
+
+async def run_warm_up(policy: Policy, task: Supervised, config: WarmupConfig, reporter: Reporter) -> list[dict[str, float]]:
+    """Train `config.steps` supervised batches and return the metrics of each."""
+    history: list[dict[str, float]] = []
+    for step in range(config.steps):
+        batch = assemble_examples(task.examples(step, config.batch_size))
+        values = reduce_metrics(await policy.supervise(batch))
+        history.append(values)
+        if (step + 1) % TOLD_EVERY == 0 or step + 1 == config.steps:
+            reporter.phase("warm-up", f"step {step + 1} of {config.steps}, loss {values['train/loss']:.3f}")
+    return history
