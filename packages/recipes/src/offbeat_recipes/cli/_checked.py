@@ -1,0 +1,32 @@
+"""From settings to a run: plan, refuse, and only then start. Imports torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from offbeat_recipes.cli._hydra import USAGE, complain
+from offbeat_recipes.errors import RecipeError
+from offbeat_recipes.facts import gather_facts
+from offbeat_recipes.plan import plan_run
+
+if TYPE_CHECKING:
+    from offbeat_recipes.config import RunConfig
+
+
+def checked(prog: str, config: RunConfig, what: str) -> int:
+    """Plan `config`; run `offbeat_recipes.compose.<what>` if nothing is refused; return the exit code."""
+    try:
+        plan = plan_run(config, gather_facts(config))
+    except RecipeError as error:
+        complain(prog, error)
+        return USAGE
+    for warning in plan.warnings:
+        sys.stderr.write(f"{prog}: note: {warning}\n")
+    if plan.refusals:
+        for refusal in plan.refusals:
+            sys.stderr.write(f"{prog}: refused: {refusal}\n")
+        return USAGE
+    # Composition brings Ray and the engines: not before everything is known to fit.
+    return int(getattr(import_module("offbeat_recipes.compose"), what)(config))

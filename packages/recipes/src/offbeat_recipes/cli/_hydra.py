@@ -1,0 +1,164 @@
+"""From a command line to a `RunConfig`: Hydra composes, pydantic validates, people get sentences.
+
+Hydra's compose API is used, not its application decorator: it must not change the working directory, make
+folders, or set up logging. Nothing heavier than Hydra and pydantic may be imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from offbeat_recipes.errors import RecipeError, SettingError
+from offbeat_recipes.settings import check_path, parse, suggestion, to_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat_recipes.config import RunConfig
+
+CONF = Path(str(files("offbeat_recipes"))) / "conf"
+USAGE = 2  # exit code of everything that is refused before it starts
+
+_EPILOG = """\
+settings are given as key=value, groups as group=choice:
+  trainer.steps=200 engine.optimizer.lr=1e-5 device=cuda
+groups:
+{groups}
+--cfg job prints every setting with its value. offbeat-plan takes the same settings and starts nothing.
+"""
+
+
+def groups() -> dict[str, list[str]]:
+    """Return the config groups and their choices."""
+    return {
+        folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+        for folder in sorted(CONF.iterdir())
+        if folder.is_dir() and any(folder.glob("*.yaml"))
+    }
+
+
+def parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Return the options that all command lines share."""
+    lines = "\n".join(f"  {name}={'|'.join(choices)}" for name, choices in groups().items())
+    made = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=_EPILOG.format(groups=lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("settings", nargs="*", metavar="key=value", help="what differs from the defaults")
+    made.add_argument(
+        "--config", metavar="FILE", help="a YAML file to start from, say runs/<name>/config.yaml"
+    )
+    made.add_argument("--cfg", choices=["job"], help="print the settings as they would be used, and end")
+    return made
+
+
+def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunConfig:
+    """Return the settings of a run from overrides as on a command line.
+
+    Args:
+        settings: `group=choice` and `dotted.key=value`.
+        config_file: YAML to start from instead of the packaged `train.yaml`; its `defaults` may name that one.
+
+    Raises:
+        SettingError: something is unknown or wrong; the message is for people.
+    """
+    overrides = _checked_all(settings)
+    folder, name, search = CONF, "train", []
+    if config_file is not None:
+        path = Path(config_file).absolute()
+        if not path.is_file():
+            raise SettingError([f"--config: no file {config_file}"])
+        folder, name, search = path.parent, path.name, [f"hydra.searchpath=[file://{CONF}]"]
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            composed = compose(name, overrides=[*search, *overrides])
+        raw = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise SettingError([_first_line(error)]) from None
+    return parse(cast("dict[str, Any]", raw))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Return every setting of `config` as YAML; `--config` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+
+
+def read_command_line(
+    made: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[RunConfig, argparse.Namespace] | int:
+    """Return settings and options, or the exit code when there is nothing left to do."""
+    options = made.parse_intermixed_args(argv)
+    try:
+        config = compose_run(options.settings, options.config)
+    except RecipeError as error:
+        complain(made.prog, error)
+        return USAGE
+    if options.cfg is not None:
+        sys.stdout.write(to_yaml(config))
+        return 0
+    return config, options
+
+
+def complain(prog: str, error: Exception) -> None:
+    """Print what is wrong, one line a problem, and nothing else."""
+    for line in str(error).splitlines():
+        sys.stderr.write(f"{prog}: {line}\n")
+
+
+def _checked_all(settings: Sequence[str]) -> list[str]:
+    checked: list[str] = []
+    problems: list[str] = []
+    for item in settings:
+        try:
+            checked.append(_checked(item, groups()))
+        except SettingError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise SettingError(problems)
+    return checked
+
+
+def _checked(text: str, known_groups: dict[str, list[str]]) -> str:
+    """Check one override against the tree of settings and return it in the form that Hydra always accepts."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise SettingError([f"cannot read {text!r} (expected key=value): {_first_line(error)}"]) from None
+    key = override.key_or_group
+    if override.type is OverrideType.DEL:
+        raise SettingError([f"`{text}`: settings cannot be removed; give the value you want instead"])
+    if override.is_sweep_override():
+        raise SettingError([f"`{text}`: one run takes one value; for a list write {key}=[a,b]"])
+    value = override.value()
+    if key in known_groups:
+        return f"{key}={_choice(key, str(value), known_groups[key])}"
+    wrong = check_path(key)
+    if wrong:
+        raise SettingError(wrong)
+    # `++` sets a key whether or not the YAML names it: the dataclasses are the list of settings, not the YAML.
+    return f"++{text.lstrip('+')}"
+
+
+def _choice(group: str, value: str, choices: list[str]) -> str:
+    if value in choices:
+        return value
+    near = suggestion(value, choices)
+    hint = f"; did you mean {near!r}?" if near else ""
+    raise SettingError([f"`{group}`: expected one of {', '.join(choices)}, got {value!r}{hint}"])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

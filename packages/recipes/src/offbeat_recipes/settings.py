@@ -1,0 +1,266 @@
+"""Reading settings: plain nested mappings in, one `RunConfig` out, or sentences that say what is wrong.
+
+The dataclasses of `offbeat_recipes.config` are the only list of settings; everything here walks them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from offbeat_recipes.config import RunConfig
+from offbeat_recipes.errors import SettingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from pydantic_core import ErrorDetails
+
+# Every number must be at least this; whatever is not named here may be any number. The plan checks what depends
+# on more than one setting.
+_AT_LEAST: dict[str, tuple[str, ...]] = {
+    "1": (
+        "trainer.prompts_per_step trainer.group_size trainer.updates_per_step trainer.validation_prompts",
+        "warmup.batch_size sampling.max_tokens engine.num_ranks engine.micro_batch_tokens rollout.num_replicas",
+        "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size rollout.cpu_threads task.level",
+        "task.hidden_size task.num_layers task.num_heads task.intermediate_size task.max_prompt_tokens",
+        "trainer.keep_checkpoints evaluation.num_samples",
+    ),
+    "0": (
+        "seed trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
+        "warmup.lr_warmup_steps algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.kl_coef",
+        "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
+        "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
+        "task.forget_carry task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
+    ),
+    "-1": ("evaluation.step",),
+}
+_MORE_THAN_ZERO = (
+    "sync.bucket_mib",
+    "cluster.object_store_mib",
+    "task.initializer_range",
+    "task.rope_theta",
+)  # and everything that ends in `_timeout_s`
+_AT_MOST_ONE = ("task.forget_carry", "task.held_out_fraction", "rollout.gpu_memory_fraction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One leaf of the tree.
+
+    `derived` names what decides it when it cannot be set; `free` takes any keys below; `variant` is the `name`
+    of the section's variant it belongs to, where the section has several.
+    """
+
+    path: str
+    annotation: object
+    derived: str = ""
+    free: bool = False
+    variant: str = ""
+
+
+@cache
+def all_settings() -> tuple[Setting, ...]:
+    """Return every setting of the tree, those of all tasks included, in order; a path may come once per task."""
+    return tuple(_walk(RunConfig, "", ""))
+
+
+def known_paths(task: str | None = None) -> dict[str, Setting]:
+    """Return the settings that can be set, by dotted path: those of `task`, or of all tasks."""
+    return {
+        item.path: item
+        for item in all_settings()
+        if not item.derived and (task is None or item.variant in ("", task))
+    }
+
+
+def parse(raw: Mapping[str, Any]) -> RunConfig:
+    """Validate `raw` (null means: the default) into the settings of a run.
+
+    Raises:
+        SettingError: something in it does not exist or is not what it must be; all of it is named.
+    """
+    values = _without_nulls(raw)
+    task = values.get("task")
+    if isinstance(task, dict):
+        task.setdefault("name", "arithmetic")  # pyright: ignore[reportUnknownMemberType]
+    name = str(values.get("task", {}).get("name", "arithmetic")) if isinstance(task, dict) else "arithmetic"
+    problems = [line for path in _leaves(values) for line in _unknown(path, name)]
+    if problems:
+        raise SettingError(problems)
+    try:
+        # JSON mode: strict (no "5" for 5, no true for 1), yet names for enums.
+        config = _adapter().validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        raise SettingError([_sentence(item) for item in error.errors()]) from None
+    problems = list(_out_of_range(to_dict(config)))
+    if problems:
+        raise SettingError(problems)
+    return replace(config, name=config.name or config.task.name)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that can be set as plain nested values; `parse` reads them back."""
+    settable = known_paths(config.task.name)
+
+    def keep(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            path = f"{prefix}{key}"
+            if path in settable:
+                kept[key] = value.value if isinstance(value, Enum) else value
+            elif isinstance(value, dict) and any(known.startswith(f"{path}.") for known in settable):
+                kept[key] = keep(value, f"{path}.")  # pyright: ignore[reportUnknownArgumentType]
+        return kept
+
+    return keep(asdict(config), "")
+
+
+def unknown_setting(path: str) -> str:
+    """Return the sentence for a dotted `path` that is no setting of any task."""
+    hint = suggestion(path, known_paths())
+    return f"unknown setting `{path}`" + (f"; did you mean `{hint}`?" if hint else "; see --cfg job for all")
+
+
+def suggestion(path: str, known: Iterable[str]) -> str:
+    """Return the known dotted path nearest to `path`, or "" when none is near.
+
+    A last part that is right in the wrong place counts too: `steps` is nearest to `trainer.steps`.
+    """
+    names = list(known)
+    near = difflib.get_close_matches(path, names, n=1, cutoff=0.75)
+    if near:
+        return near[0]
+    leaf = path.rsplit(".", 1)[-1]
+    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
+    return leaves[close[0]] if close else ""
+
+
+def check_path(path: str) -> list[str]:
+    """Return what is wrong with setting or section `path`, whatever the task: nothing, or one sentence."""
+    if _is_section(path, known_paths()) or any(
+        _covers(item, path) for item in all_settings() if not item.derived
+    ):
+        return []
+    for item in all_settings():
+        if item.derived and (path == item.path or path.startswith(f"{item.path}.")):
+            return [f"`{path}` cannot be set: it follows from {item.derived}; set that instead"]
+    return [unknown_setting(path)]
+
+
+def _walk(cls: type, prefix: str, variant: str) -> Iterator[Setting]:
+    hints = get_type_hints(cls, include_extras=True)
+    for item in fields(cls):
+        path, annotation = f"{prefix}{item.name}", hints[item.name]
+        if "derived" in item.metadata:
+            yield Setting(path=path, annotation=annotation, derived=item.metadata["derived"], variant=variant)
+        elif get_origin(annotation) is Annotated:
+            for choice in get_args(get_args(annotation)[0]):
+                yield from _walk(choice, f"{path}.", _variant_name(choice))
+        elif is_dataclass(annotation) and isinstance(annotation, type):
+            yield from _walk(annotation, f"{path}.", variant)
+        else:
+            free = bool(item.metadata.get("free"))
+            yield Setting(path=path, annotation=annotation, free=free, variant=variant)
+
+
+def _variant_name(cls: type) -> str:
+    return str(get_args(get_type_hints(cls)["name"])[0])
+
+
+def _covers(item: Setting, path: str) -> bool:
+    return path == item.path or (item.free and path.startswith(f"{item.path}."))
+
+
+def _is_section(path: str, known: Iterable[str]) -> bool:
+    return any(name.startswith(f"{path}.") for name in known)
+
+
+def _unknown(path: str, task: str) -> list[str]:
+    wrong = check_path(path)
+    mine = known_paths(task)
+    if wrong or _is_section(path, mine) or any(_covers(item, path) for item in mine.values()):
+        return wrong
+    owners = sorted({item.variant for item in all_settings() if _covers(item, path)})
+    if task not in {item.variant for item in all_settings()}:
+        return []  # the task itself is unknown: pydantic says so, once
+    return [f"`{path}` belongs to task={' or '.join(owners)}; this run has task={task}"]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield f"{prefix}{key}"
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(key): _without_nulls(value) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    return TypeAdapter(RunConfig)
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text (quote numbers: '\"42\"')",
+    "bool_type": "true or false",
+    "dataclass_type": "a section with keys of its own",
+    "dict_type": "a section with keys of its own",
+}
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """Turn one pydantic error into: setting, what was expected, what came."""
+    loc = [str(part) for part in error["loc"]]
+    if len(loc) > 1 and loc[0] == "task":
+        del loc[1]  # pydantic puts the variant's name there
+    path, came, kind = ".".join(loc), error.get("input"), error["type"]
+    context = error.get("ctx", {})
+    if kind == "union_tag_invalid":
+        path, came, choices = f"{path}.name", context["tag"], str(context["expected_tags"])
+    else:
+        choices = str(context.get("expected", ""))
+    if choices:
+        near = difflib.get_close_matches(str(came), [part.strip("' ") for part in choices.split("'")], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"`{path}`: expected {choices}, got {came!r}{hint}"
+    expected = _EXPECTED.get(kind, error["msg"])
+    return f"`{path}`: expected {expected}, got {came!r}"
+
+
+def _out_of_range(values: dict[str, Any]) -> Iterator[str]:
+    flat = dict(_flatten(values, ""))
+    for bound, groups in _AT_LEAST.items():
+        for path in " ".join(groups).split():
+            if path in flat and not flat[path] >= int(bound):
+                yield f"`{path}`: expected at least {bound}, got {flat[path]}"
+    for path, value in flat.items():
+        if (path in _MORE_THAN_ZERO or path.endswith("_timeout_s")) and not value > 0:
+            yield f"`{path}`: expected more than 0, got {value}"
+        if path in _AT_MOST_ONE and not value <= 1:
+            yield f"`{path}`: expected at most 1, got {value}"
+
+
+def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,111 @@
+"""From command lines to settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offbeat_recipes.cli import train
+from offbeat_recipes.cli._hydra import compose_run, groups, to_yaml
+from offbeat_recipes.errors import SettingError
+
+ALL_CHOICES = [(group, choice) for group, choices in groups().items() for choice in choices]
+
+
+def test_overrides_and_groups():
+    config = compose_run(
+        ["task=arithmetic", "trainer.steps=5", "engine.num_ranks=2", "rollout.num_replicas=2"]
+    )
+    assert (config.trainer.steps, config.engine.num_ranks, config.rollout.num_replicas) == (5, 2, 2)
+    assert config.task.name == "arithmetic"
+
+
+@pytest.mark.parametrize(("group", "choice"), ALL_CHOICES)
+def test_every_choice_of_every_group_loads(group: str, choice: str):
+    config = compose_run([f"{group}={choice}"])
+    section = getattr(config, group)
+    if hasattr(section, "name"):
+        assert section.name == choice
+
+
+def test_there_are_the_groups_one_expects():
+    assert set(groups()) == {"algorithm", "engine", "mode", "rollout", "sync", "task"}
+    assert groups()["rollout"] == ["hf", "vllm"]
+
+
+def test_a_task_brings_settings_and_the_command_line_wins():
+    assert compose_run([]).sampling.max_tokens == 32
+    assert compose_run(["task=gsm8k"]).sampling.max_tokens == 512
+    assert compose_run(["sampling.max_tokens=9", "task=gsm8k"]).sampling.max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.stpes=5", "did you mean `trainer.steps`?"),
+        ("+trainer.stpes=5", "did you mean `trainer.steps`?"),
+        ("mode=fully_async", "`mode`: expected one of sync, got 'fully_async'"),
+        ("rollout=vlm", "did you mean 'vllm'?"),
+        ("trainer.steps", "expected key=value"),
+        ("trainer.steps=1,2", "one run takes one value"),
+        ("~trainer.steps", "cannot be removed"),
+        ("engine={num_ranks: 2}", "expected one of fsdp2"),
+        ("rollout.device=cuda", "it follows from device"),
+        ("name=${nope}", "nope"),
+    ],
+)
+def test_bad_overrides_are_refused_in_words(override: str, message: str):
+    with pytest.raises(SettingError) as caught:
+        compose_run([override])
+    assert message in str(caught.value)
+
+
+def test_all_bad_overrides_are_named():
+    with pytest.raises(SettingError) as caught:
+        compose_run(["trainer.stpes=5", "mode=x"])
+    assert len(caught.value.problems) == 2
+
+
+def test_resolved_settings_can_be_run_again(tmp_path: Path):
+    config = compose_run(
+        ["task=gsm8k", "task.train_path=a.jsonl", "engine.optimizer.lr=1e-6", "trainer.steps=7"]
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert compose_run([], str(path)) == config
+    assert compose_run(["trainer.steps=8"], str(path)).trainer.steps == 8
+
+
+def test_own_file_builds_on_the_packaged_one(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("defaults:\n  - train\n  - override task: gsm8k\n  - _self_\ntrainer: {steps: 3}\n")
+    config = compose_run(["rollout=hf"], str(path))
+    assert (config.task.name, config.trainer.steps, config.rollout.name) == ("gsm8k", 3, "hf")
+    assert config.sampling.max_tokens == 512
+
+
+def test_no_folder_is_made_and_none_is_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    compose_run([])
+    assert Path.cwd() == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_job_prints_all_settings(capsys: pytest.CaptureFixture[str]):
+    assert train.main(["--cfg", "job", "trainer.steps=5"]) == 0
+    out = capsys.readouterr().out
+    assert "  steps: 5\n" in out
+    assert "dtype: float32" in out
+
+
+def test_missing_config_file(capsys: pytest.CaptureFixture[str]):
+    assert train.main(["--config", "nowhere.yaml"]) == 2
+    assert "no file nowhere.yaml" in capsys.readouterr().err
+
+
+def test_help_names_the_groups(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--help"])
+    assert caught.value.code == 0
+    assert "rollout=hf|vllm" in capsys.readouterr().out

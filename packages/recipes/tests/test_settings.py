@@ -1,0 +1,149 @@
+"""The tree of settings, its reading, and the sentences for what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any, get_type_hints
+
+import pytest
+
+from offbeat_engine.config import Dtype, EngineConfig, OptimizerConfig
+from offbeat_recipes.config import EngineSection, ModelSection, RolloutSection, RunConfig
+from offbeat_recipes.errors import SettingError
+from offbeat_recipes.settings import all_settings, known_paths, parse, to_dict
+from offbeat_rollout.config import RolloutConfig
+
+
+def _problems(raw: dict[str, Any]) -> str:
+    with pytest.raises(SettingError) as caught:
+        parse(raw)
+    return str(caught.value)
+
+
+def test_defaults_validate_and_come_back_the_same():
+    config = parse({})
+    assert config == dataclasses.replace(RunConfig(), name="arithmetic")
+    assert parse(to_dict(config)) == config
+
+
+def test_fewer_than_150_settings():
+    assert 60 < len(known_paths()) < 150
+
+
+def test_one_precision_and_one_device_for_all():
+    config = parse({"model": {"dtype": "bfloat16", "random_init": True}, "device": "cuda", "seed": 3})
+    engine, rollout = config.engine_config("/m"), config.rollout_config("/m")
+    assert type(engine) is EngineConfig
+    assert type(rollout) is RolloutConfig
+    assert (engine.dtype, rollout.dtype) == (Dtype.BFLOAT16, "bfloat16")
+    assert (engine.device, rollout.device) == ("cuda", "cuda")
+    assert (engine.model.path, engine.model.seed, engine.model.random_init) == ("/m", 3, True)
+    assert rollout.model_path == "/m"
+
+
+def test_sections_hand_on_every_field_of_the_package():
+    config = parse({"engine": {"optimizer": {"lr": 0.5}, "packing": False}, "rollout": {"max_num_seqs": 7}})
+    assert config.engine_config("m").optimizer == OptimizerConfig(lr=0.5)
+    assert config.engine_config("m").packing is False
+    assert config.rollout_config("m").max_num_seqs == 7
+
+
+@pytest.mark.parametrize("section", [EngineSection, RolloutSection, ModelSection])
+def test_derived_fields_say_what_decides_them(section: type):
+    derived = [item for item in dataclasses.fields(section) if "derived" in item.metadata]
+    assert derived
+    assert set(get_type_hints(section)) >= {item.name for item in derived}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"trainer": {"stpes": 5}}, "unknown setting `trainer.stpes`; did you mean `trainer.steps`?"),
+        ({"trianer": {"steps": 5}}, "unknown setting `trianer.steps`; did you mean `trainer.steps`?"),
+        ({"steps": 5}, "did you mean `trainer.steps`?"),
+        ({"zzz": 5}, "unknown setting `zzz`; see --cfg job"),
+        ({"trainer": {"steps": "five"}}, "`trainer.steps`: expected a whole number, got 'five'"),
+        ({"trainer": {"steps": True}}, "expected a whole number, got True"),
+        ({"trainer": {"steps": 5.5}}, "expected a whole number, got 5.5"),
+        ({"trainer": {"steps": -1}}, "`trainer.steps`: expected at least 0, got -1"),
+        ({"trainer": {"step_timeout_s": 0.0}}, "`trainer.step_timeout_s`: expected more than 0"),
+        ({"task": {"held_out_fraction": 1.5}}, "expected at most 1, got 1.5"),
+        ({"trainer": 5}, "`trainer`: expected a section"),
+        ({"algorithm": {"advantage": "gpro"}}, "did you mean 'grpo'?"),
+        ({"mode": {"name": "fully_async"}}, "`mode.name`: expected 'sync', got 'fully_async'"),
+        ({"task": {"name": "gsm9k"}}, "did you mean 'gsm8k'?"),
+        ({"task": {"name": "gsm8k", "level": 2}}, "`task.level` belongs to task=arithmetic"),
+        ({"engine": {"dtype": "bfloat16"}}, "it follows from model.dtype; set that instead"),
+        ({"engine": {"model": {"path": "x"}}}, "it follows from the section `model`"),
+        ({"model": {"path": 5}}, "`model.path`: expected text"),
+        (
+            {"engine": {"optimizer": {"lr": float("nan")}}},
+            "`engine.optimizer.lr`: expected at least 0, got nan",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(raw: dict[str, Any], message: str):
+    assert message in _problems(raw)
+
+
+def test_all_problems_are_named_at_once():
+    assert _problems({"trainer": {"stpes": 5, "group_sise": 3}}).count("did you mean") == 2
+
+
+def test_null_means_the_default():
+    assert parse({"model": {"path": None}, "trainer": {"steps": None}}) == parse({})
+
+
+def test_options_of_external_tasks_are_free():
+    config = parse({"task": {"name": "external", "entry": "mine", "options": {"depth": 3}}})
+    assert to_dict(config)["task"]["options"] == {"depth": 3}
+
+
+def test_every_path_named_in_a_bound_exists():
+    from offbeat_recipes import settings
+
+    named = {path for groups in settings._AT_LEAST.values() for path in " ".join(groups).split()}
+    assert named | set(settings._MORE_THAN_ZERO) | set(settings._AT_MOST_ONE) <= set(known_paths())
+
+
+def test_every_number_has_some_bound_or_a_reason():
+    from offbeat_recipes import settings
+
+    bounded = {path for groups in settings._AT_LEAST.values() for path in " ".join(groups).split()}
+    bounded |= set(settings._MORE_THAN_ZERO) | set(settings._AT_MOST_ONE)
+    # Any number may stand here: AdamW's constants, thresholds where <= 0 means off, a reward's scale.
+    anything = {"beta1", "beta2", "eps", "max_grad_norm", "min_lr_ratio", "entropy_coef", "correct_at"}
+    loose = {
+        item.path
+        for item in all_settings()
+        if item.annotation in (int, float) and not item.derived and not item.path.endswith("_timeout_s")
+    } - bounded
+    assert {path.rsplit(".", 1)[-1] for path in loose} <= anything
+
+
+def test_reading_settings_imports_nothing_heavy():
+    code = (
+        "import sys; import offbeat_recipes.config, offbeat_recipes.settings; from offbeat_recipes.cli import train;"
+        "code = train.main(['trainer.stpes=5']); heavy = {'torch', 'ray', 'vllm', 'transformers', 'numpy'};"
+        "print(sorted(heavy & set(sys.modules))); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stdout.strip() == "[]"
+    assert (
+        done.stderr.strip() == "offbeat-train: unknown setting `trainer.stpes`; did you mean `trainer.steps`?"
+    )
+
+
+def test_config_alone_does_not_import_hydra():
+    code = (
+        "import sys; import offbeat_recipes.config; print({'torch', 'hydra', 'omegaconf'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "set()"
