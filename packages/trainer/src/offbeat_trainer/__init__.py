@@ -6,6 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offbeat_trainer.algorithms.advantages import compute_advantages
+    from offbeat_trainer.algorithms.aggregation import aggregate
+    from offbeat_trainer.algorithms.kl import kl_estimate
+    from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+    from offbeat_trainer.algorithms.supervised_loss import SupervisedLoss
+    from offbeat_trainer.assemble import assemble_examples, group_metrics, with_advantages
     from offbeat_trainer.config import (
         Advantage,
         Aggregation,
@@ -22,7 +28,16 @@ if TYPE_CHECKING:
     from offbeat_trainer.types import Example, Group, Prompt, Score
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
+# (`assemble` itself is not among them: here that name is its module.)
 _HOMES = {
+    "compute_advantages": "algorithms.advantages",
+    "aggregate": "algorithms.aggregation",
+    "kl_estimate": "algorithms.kl",
+    "PolicyLoss": "algorithms.policy_loss",
+    "SupervisedLoss": "algorithms.supervised_loss",
+    "assemble_examples": "assemble",
+    "group_metrics": "assemble",
+    "with_advantages": "assemble",
     "Advantage": "config",
     "Aggregation": "config",
     "AlgorithmConfig": "config",
@@ -78,6 +93,7 @@ __all__ = [
     "Metric",
     "PlanRefused",
     "Policy",
+    "PolicyLoss",
     "Prompt",
     "Publisher",
     "Reporter",
@@ -86,9 +102,16 @@ __all__ = [
     "Score",
     "Sum",
     "Supervised",
+    "SupervisedLoss",
     "Task",
     "TrainerError",
     "WarmupConfig",
     "WorkerGone",
+    "aggregate",
+    "assemble_examples",
+    "compute_advantages",
+    "group_metrics",
+    "kl_estimate",
     "reduce_metrics",
+    "with_advantages",
 ]

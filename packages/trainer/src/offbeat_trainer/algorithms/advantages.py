@@ -1,0 +1,74 @@
+"""Rewards of one prompt's completions become advantages.
+
+G = completions of one prompt. Every function takes rewards [..., G] and works along the last axis; leading axes are
+separate groups. All compute and return float64: the differences that matter may be small beside the rewards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, assert_never
+
+from offbeat_trainer.config import Advantage
+
+if TYPE_CHECKING:
+    import torch
+
+GRPO_EPSILON = 1e-6
+"""Added to the standard deviation, so that rewards that hardly differ do not become huge advantages."""
+
+
+def grpo(rewards_G: torch.Tensor, epsilon: float = GRPO_EPSILON) -> torch.Tensor:
+    """Centre by the group's mean and divide by its standard deviation (GRPO, arXiv 2402.03300, section 4.1).
+
+    The deviation is the sample's, over G - 1.
+    """
+    rewards_G = rewards_G.double()
+    centred_G = rewards_G - rewards_G.mean(-1, keepdim=True)
+    # The sum over max(G - 1, 1) instead of `std()`: a group of one must not divide by zero.
+    freedom = max(rewards_G.shape[-1] - 1, 1)
+    std_1 = (centred_G.square().sum(-1, keepdim=True) / freedom).sqrt()
+    return _zero_where_equal(rewards_G, centred_G / (std_1 + epsilon))
+
+
+def dr_grpo(rewards_G: torch.Tensor) -> torch.Tensor:
+    """Centre by the group's mean only (Dr. GRPO, arXiv 2503.20783, section 3.2).
+
+    Dividing by the standard deviation would weigh prompts that are almost always or almost never solved the most.
+    """
+    rewards_G = rewards_G.double()
+    return _zero_where_equal(rewards_G, rewards_G - rewards_G.mean(-1, keepdim=True))
+
+
+def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
+    """Subtract the mean of the *other* completions' rewards (RLOO, arXiv 2402.14740, section 3.2).
+
+    A baseline without the sample itself leaves the policy gradient unbiased. A group of one has no others: zero.
+    """
+    rewards_G = rewards_G.double()
+    num_others = max(rewards_G.shape[-1] - 1, 1)
+    others_mean_G = (rewards_G.sum(-1, keepdim=True) - rewards_G) / num_others
+    return _zero_where_equal(rewards_G, rewards_G - others_mean_G)
+
+
+def compute_advantages(kind: Advantage, rewards_G: torch.Tensor) -> torch.Tensor:
+    """Return the advantages of `rewards_G` [..., G] by `kind`: float64, same shape, finite for finite float32 rewards.
+
+    A group whose rewards are all equal teaches nothing: its advantages are exactly zero.
+    """
+    match kind:
+        case Advantage.GRPO:
+            return grpo(rewards_G)
+        case Advantage.DR_GRPO:
+            return dr_grpo(rewards_G)
+        case Advantage.RLOO:
+            return rloo(rewards_G)
+        case _:
+            assert_never(kind)
+
+
+def _zero_where_equal(rewards_G: torch.Tensor, advantages_G: torch.Tensor) -> torch.Tensor:
+    """Zero the groups of equal rewards: rounding in the mean would leave them a residue."""
+    if rewards_G.shape[-1] == 0:
+        return advantages_G
+    equal_1 = rewards_G.amax(-1, keepdim=True) == rewards_G.amin(-1, keepdim=True)
+    return advantages_G.masked_fill(equal_1, 0.0)

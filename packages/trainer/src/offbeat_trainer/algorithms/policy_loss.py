@@ -1,0 +1,181 @@
+"""The policy loss: clipped surrogate, KL to a reference, entropy bonus. B = sequences, T = tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_engine import LossOutput, LossScale
+from offbeat_trainer.algorithms.aggregation import aggregate, inside
+from offbeat_trainer.algorithms.kl import MAX_LOG_RATIO, k3, kl_estimate
+from offbeat_trainer.errors import PlanRefused, TrainerError
+
+if TYPE_CHECKING:
+    from offbeat_engine import Predictions, TrainBatch
+    from offbeat_trainer.config import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surrogate:
+    """The clipped surrogate per token, to be minimized, and where which bound cut the gradient (bool)."""
+
+    loss: torch.Tensor
+    clipped_low: torch.Tensor
+    clipped_high: torch.Tensor
+    clipped_dual: torch.Tensor
+
+
+def importance_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return exp(logprobs - old_logprobs), the log capped to +-20 so that float32 holds the ratio.
+
+    Beyond the cap the gradient is zero: such a token says nothing about the policy that sampled it.
+    """
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> Surrogate:
+    """Return the pessimistic bound -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) per token, any shape.
+
+    PPO's clip (arXiv 1707.06347, equation 7) with separate bounds (DAPO's clip-higher, arXiv 2503.14476, equation 10).
+    Where A < 0, `dual_clip` = c > 1 stops the loss at -c A (dual-clip PPO, arXiv 1912.09729, equation 5), since
+    there the clip leaves it unbounded; 0 = off.
+    """
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(-ratio * advantages, -clipped * advantages)
+    clipped_dual = torch.zeros_like(ratio, dtype=torch.bool)
+    if dual_clip:
+        clipped_dual = (advantages < 0) & (ratio > dual_clip)
+        loss = torch.where(clipped_dual, -dual_clip * advantages, loss)
+    return Surrogate(
+        loss=loss,
+        clipped_low=(advantages < 0) & (ratio < 1 - clip_low),
+        clipped_high=(advantages > 0) & (ratio > 1 + clip_high),
+        clipped_dual=clipped_dual,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """The loss of GRPO and its kin as an `offbeat_engine.LossFn`: picklable, and additive over micro-batches.
+
+    loss = surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy, each aggregated by
+    `config.aggregation`. Needs `advantages`; with `kl_coef` also `ref_logprobs`; with `entropy_coef` an engine whose
+    `entropy` carries gradient.
+
+    Where the batch has no `old_logprobs`, the old policy *is* the current one: the ratio is exactly 1 whatever the
+    micro-batches were, and the gradient is the plain policy gradient. That is right for one update per batch. With
+    several, give `old_logprobs`, taken before the first.
+
+    `sums` are shares of means over the step's tokens: added up over micro-batches and ranks they *are* the means.
+    `mismatch/*` compares the sampler's log-probabilities with the trainer's under the policy that sampled:
+    `old_logprobs`, else the current.
+
+    Raises:
+        PlanRefused: a setting is outside its range (when made).
+        TrainerError: the batch or the predictions lack what the settings need (when called).
+    """
+
+    config: AlgorithmConfig
+    max_completion_tokens: int
+
+    def __post_init__(self) -> None:
+        config = self.config
+        for name, value, ok, wanted in (
+            ("clip_low", config.clip_low, 0 <= config.clip_low < 1, "in 0..1 (1 excluded)"),
+            ("clip_high", config.clip_high, config.clip_high >= 0, ">= 0"),
+            (
+                "dual_clip",
+                config.dual_clip,
+                config.dual_clip == 0 or config.dual_clip > 1,
+                "> 1, or 0 for off",
+            ),
+            ("kl_coef", config.kl_coef, config.kl_coef >= 0, ">= 0"),
+            ("max_completion_tokens", self.max_completion_tokens, self.max_completion_tokens >= 1, ">= 1"),
+        ):
+            if not ok:
+                raise PlanRefused(f"`{name}` must be {wanted}, got {value}")
+
+    def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
+        """Return this micro-batch's share of the loss and what is worth watching."""
+        config = self.config
+        mask_BT = batch["loss_mask"]
+        logprobs_BT = inside(predictions["logprobs"], mask_BT)
+        old_BT = _optional(batch, "old_logprobs", mask_BT)
+        old_BT = logprobs_BT.detach() if old_BT is None else old_BT
+        ratio_BT = importance_ratio(logprobs_BT, old_BT)
+        surrogate = clipped_surrogate(
+            ratio_BT, self._advantages(batch), config.clip_low, config.clip_high, config.dual_clip
+        )
+        token_loss_BT = surrogate.loss
+        sums = {
+            "policy/clip_low_fraction": surrogate.clipped_low,
+            "policy/clip_high_fraction": surrogate.clipped_high,
+            "policy/clip_dual_fraction": surrogate.clipped_dual,
+            # KL(old || policy), sampled from old: the roles of k3's two policies are swapped.
+            "policy/approx_kl_nats": k3(logprobs_BT - old_BT),
+        }
+        maxes = {"policy/ratio_max": ratio_BT}
+        ref_BT = self._reference(batch)
+        if ref_BT is not None:
+            kl_BT = kl_estimate(config.kl_estimator, logprobs_BT, ref_BT)
+            token_loss_BT = token_loss_BT + config.kl_coef * kl_BT
+            sums["policy/ref_kl_nats"] = kl_BT
+        entropy_BT = self._entropy(predictions, batch)
+        if entropy_BT is not None:
+            token_loss_BT = token_loss_BT - config.entropy_coef * entropy_BT
+            sums["policy/entropy_nats"] = entropy_BT
+        rollout_BT = _optional(batch, "rollout_logprobs", mask_BT)
+        if rollout_BT is not None:
+            diff_BT = (rollout_BT - old_BT).abs()
+            sums["mismatch/mean_abs_logprob_diff"] = diff_BT
+            maxes["mismatch/max_abs_logprob_diff"] = diff_BT
+        num_tokens = max(scale.num_tokens, 1)
+        return LossOutput(
+            loss=aggregate(config.aggregation, token_loss_BT, mask_BT, scale, self.max_completion_tokens),
+            sums={
+                key: inside(value.detach().float(), mask_BT).sum() / num_tokens for key, value in sums.items()
+            },
+            maxes={key: _peak(inside(value.detach(), mask_BT)) for key, value in maxes.items()},
+        )
+
+    def _advantages(self, batch: TrainBatch) -> torch.Tensor:
+        advantages_BT = _optional(batch, "advantages", batch["loss_mask"])
+        if advantages_BT is None:
+            raise TrainerError("a policy loss needs `advantages` in the batch; build it with `assemble`")
+        return advantages_BT
+
+    def _reference(self, batch: TrainBatch) -> torch.Tensor | None:
+        ref_BT = _optional(batch, "ref_logprobs", batch["loss_mask"])
+        if ref_BT is None and self.config.kl_coef:
+            raise TrainerError(
+                f"`kl_coef` is {self.config.kl_coef} but the batch has no `ref_logprobs`; "
+                "run the reference model over it first, or set `kl_coef` to 0"
+            )
+        return ref_BT
+
+    def _entropy(self, predictions: Predictions, batch: TrainBatch) -> torch.Tensor | None:
+        entropy_BT = _optional(predictions, "entropy", batch["loss_mask"])
+        if not self.config.entropy_coef:
+            return None if entropy_BT is None else entropy_BT.detach()
+        if entropy_BT is None or (
+            predictions["logprobs"].requires_grad and not predictions["entropy"].requires_grad
+        ):
+            state = "gives none" if entropy_BT is None else "gives it without gradient"
+            raise TrainerError(
+                f"`entropy_coef` is {self.config.entropy_coef}, which needs the gradient of the entropy, but this "
+                f"engine {state}; set `entropy_coef` to 0, or use an engine whose entropy carries gradient"
+            )
+        return entropy_BT
+
+
+def _optional(values: TrainBatch, key: str, mask_BT: torch.Tensor) -> torch.Tensor | None:
+    return inside(values[key], mask_BT) if key in values else None
+
+
+def _peak(values_BT: torch.Tensor) -> torch.Tensor:
+    """Return the maximum; zero, the least a ratio or a distance can be, where there is nothing."""
+    return values_BT.max() if values_BT.numel() else values_BT.new_zeros(())

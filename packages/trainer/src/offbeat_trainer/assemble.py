@@ -1,0 +1,193 @@
+"""Scored groups and supervised pairs become one `TrainBatch`.
+
+N = prompts, G = completions of one prompt, B = sequences, T = tokens of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+
+from offbeat_engine import TrainBatch, train_batch
+from offbeat_rollout import Finish
+from offbeat_trainer.algorithms.advantages import compute_advantages
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.metrics import Max, Mean, Metric, Sum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from offbeat_trainer.config import Advantage
+    from offbeat_trainer.types import Example, Group
+
+Number = TypeVar("Number", np.float32, np.int64)
+
+NO_VERSION = -1
+"""`policy_version` of tokens that no policy sampled: prompt and padding."""
+
+
+def with_advantages(groups: Sequence[Group], kind: Advantage) -> list[Group]:
+    """Return `groups` with their advantages by `kind`, computed in float64, in the same order.
+
+    Raises:
+        TrainerError: a group has not one finite score per completion.
+    """
+    by_size: defaultdict[int, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        _check_scores(group)
+        by_size[len(group.scores)].append(index)
+    scored = list(groups)
+    for (
+        indices
+    ) in by_size.values():  # groups of one size in one call: hundreds of tiny tensors would cost more
+        rewards_NG = torch.tensor(
+            [[score.reward for score in groups[i].scores] for i in indices], dtype=torch.float64
+        )
+        for i, advantages_G in zip(indices, compute_advantages(kind, rewards_NG), strict=True):
+            scored[i] = replace(groups[i], advantages=tuple(map(float, advantages_G.numpy())))
+    return scored
+
+
+def assemble(groups: Sequence[Group], *, temperature: float) -> TrainBatch:
+    """Return one training batch on the CPU, sequences in the order of `groups` and of their completions.
+
+    Right-padded with 0. `loss_mask` covers the completion's tokens, the one that ended it included. A completion
+    that was aborted trains the tokens it has; an empty one stays in the batch (rows keep matching completions) and
+    contributes no loss token.
+
+    Keys: input_ids, lengths, loss_mask, advantages, rollout_logprobs, policy_version (`NO_VERSION` outside the
+    mask), temperature, group (index into `groups`).
+
+    Raises:
+        TrainerError: no groups, a group without advantages, an empty prompt, or `temperature` <= 0.
+    """
+    if not groups:
+        raise TrainerError("`assemble` needs at least one group, got none")
+    if not temperature > 0:
+        raise TrainerError(
+            f"`temperature` must be > 0, got {temperature}; greedy completions have no policy gradient"
+        )
+    for group in groups:
+        if len(group.advantages) != len(group.completions):
+            raise TrainerError(
+                f"prompt {group.prompt.uid!r} has {len(group.completions)} completions and "
+                f"{len(group.advantages)} advantages; call `with_advantages` first"
+            )
+    completions = [completion for group in groups for completion in group.completions]
+    frame = _frame(
+        [group.prompt.token_ids for group in groups for _ in group.completions],
+        [completion.token_ids for completion in completions],
+    )
+    mask_BT = frame["loss_mask"].numpy()
+    per_sequence_B = np.fromiter(chain.from_iterable(g.advantages for g in groups), np.float32)
+    logprobs_BT = _scatter(mask_BT, (c.logprobs for c in completions), np.float32)
+    versions_BT = _scatter(mask_BT, (c.policy_versions for c in completions), np.int64, NO_VERSION)
+    sizes_N = torch.tensor([len(group.completions) for group in groups])
+    return train_batch(
+        **frame,
+        advantages=torch.from_numpy(np.where(mask_BT, per_sequence_B[:, None], np.float32(0))),
+        rollout_logprobs=torch.from_numpy(logprobs_BT),
+        policy_version=torch.from_numpy(versions_BT),
+        temperature=torch.full((len(completions),), temperature, dtype=torch.float32),
+        group=torch.repeat_interleave(torch.arange(len(groups)), sizes_N),
+    )
+
+
+def assemble_examples(examples: Sequence[Example]) -> TrainBatch:
+    """Return a supervised batch: the completion is trained, the prompt is context; keys as the schema requires.
+
+    Raises:
+        TrainerError: no examples, or an empty prompt.
+    """
+    if not examples:
+        raise TrainerError("`assemble_examples` needs at least one example, got none")
+    return train_batch(**_frame([e.prompt_ids for e in examples], [e.completion_ids for e in examples]))
+
+
+def group_metrics(groups: Sequence[Group]) -> list[Metric]:
+    """Return what the scored `groups` say about the policy that made them, weighted to be joined with others.
+
+    `reward/std` is the mean over groups of the standard deviation inside one (over G), 0 where groups teach nothing.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    scores = [score for group in groups for score in group.scores]
+    lengths = [len(completion.token_ids) for completion in completions]
+    spreads = [_std([score.reward for score in group.scores]) for group in groups if group.scores]
+    flat = sum(len({score.reward for score in group.scores}) == 1 for group in groups)
+    num_completions = len(completions)
+
+    def ended(finish: Finish) -> Mean:
+        return Mean(sum(completion.finish is finish for completion in completions), num_completions)
+
+    return [
+        Metric("reward/mean", Mean(math.fsum(score.reward for score in scores), len(scores))),
+        Metric("reward/std", Mean(math.fsum(spreads), len(spreads))),
+        Metric("reward/max", Max(max((score.reward for score in scores), default=math.nan))),
+        Metric("accuracy/train", Mean(sum(score.correct for score in scores), len(scores))),
+        Metric("completion/length_mean", Mean(sum(lengths), num_completions)),
+        Metric("completion/length_max", Max(max(lengths, default=0))),
+        Metric("completion/truncated_fraction", ended(Finish.LENGTH)),
+        Metric("completion/aborted_fraction", ended(Finish.ABORT)),
+        Metric("group/zero_variance_fraction", Mean(flat, len(spreads))),
+        Metric("tokens/generated", Sum(sum(lengths))),
+    ]
+
+
+def _check_scores(group: Group) -> None:
+    if len(group.scores) != len(group.completions):
+        raise TrainerError(
+            f"prompt {group.prompt.uid!r} has {len(group.completions)} completions and {len(group.scores)} scores; "
+            "score every completion before advantages are computed"
+        )
+    for index, score in enumerate(group.scores):
+        if not math.isfinite(score.reward):
+            raise TrainerError(
+                f"completion {index} of prompt {group.prompt.uid!r} has reward {score.reward}; "
+                "a reward must be a finite number"
+            )
+
+
+def _frame(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
+    """Return input_ids, lengths and loss_mask of right-padded prompt + completion."""
+    num_sequences = len(prompts)
+    prompt_B = np.fromiter(map(len, prompts), np.int64, num_sequences)
+    length_B = prompt_B + np.fromiter(map(len, completions), np.int64, num_sequences)
+    if not prompt_B.all():
+        raise TrainerError(
+            f"sequence {int(prompt_B.argmin())} has an empty prompt; the first token of a sequence has no "
+            "log-probability, so give every prompt at least one token (a start token, say)"
+        )
+    position_T = np.arange(int(length_B.max(initial=0)))
+    is_prompt_BT = position_T < prompt_B[:, None]
+    mask_BT = (position_T < length_B[:, None]) & ~is_prompt_BT
+    ids_BT = _scatter(mask_BT, completions, np.int64)
+    ids_BT += _scatter(is_prompt_BT, prompts, np.int64)
+    return {
+        "input_ids": torch.from_numpy(ids_BT),
+        "lengths": torch.from_numpy(length_B),
+        "loss_mask": torch.from_numpy(mask_BT),
+    }
+
+
+def _scatter(
+    where_BT: npt.NDArray[np.bool_], rows: Iterable[Iterable[float]], dtype: type[Number], fill: int = 0
+) -> npt.NDArray[Number]:
+    """Return [B, T] with `rows` laid, in order, into the places that are True, and `fill` elsewhere."""
+    out_BT = np.full(where_BT.shape, fill, dtype)
+    out_BT[where_BT] = np.fromiter(chain.from_iterable(rows), dtype, int(where_BT.sum()))
+    return out_BT
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

@@ -1,0 +1,165 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat_engine import check_batch
+from offbeat_rollout import Completion, Finish
+from offbeat_trainer.algorithms.advantages import compute_advantages
+from offbeat_trainer.assemble import NO_VERSION, assemble, assemble_examples, group_metrics, with_advantages
+from offbeat_trainer.config import Advantage
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.metrics import reduce_metrics
+from offbeat_trainer.types import Example, Group, Prompt, Score
+
+
+def completion(tokens, *, version=3, finish=Finish.STOP):
+    return Completion(
+        request_id="r",
+        token_ids=tuple(tokens),
+        logprobs=tuple(-0.5 - token for token in tokens),
+        policy_versions=tuple(version + i for i in range(len(tokens))),
+        finish=finish,
+    )
+
+
+def group(prompt_ids, completions, rewards, uid="p"):
+    return Group(
+        prompt=Prompt(uid=uid, text="", token_ids=tuple(prompt_ids)),
+        completions=tuple(completions),
+        scores=tuple(Score(reward=reward, correct=reward > 0.5) for reward in rewards),
+    )
+
+
+GROUPS = [
+    group((5, 6), [completion((7, 8, 9)), completion((), finish=Finish.ABORT)], (1.0, 0.0)),
+    group((4,), [completion((3,), finish=Finish.LENGTH)], (0.25,), uid="q"),
+]
+
+
+def test_by_hand():
+    batch = assemble(with_advantages(GROUPS, Advantage.DR_GRPO), temperature=0.7)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [5, 6, 0, 0, 0], [4, 3, 0, 0, 0]]
+    assert batch["lengths"].tolist() == [5, 2, 2]
+    assert batch["loss_mask"].int().tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 1, 0, 0, 0]]
+    assert batch["advantages"].tolist() == [[0, 0, 0.5, 0.5, 0.5], [0] * 5, [0] * 5]
+    assert batch["rollout_logprobs"].tolist() == [[0, 0, -7.5, -8.5, -9.5], [0] * 5, [0, -3.5, 0, 0, 0]]
+    assert batch["policy_version"].tolist() == [[-1, -1, 3, 4, 5], [-1] * 5, [-1, 3, -1, -1, -1]]
+    assert batch["temperature"].tolist() == pytest.approx([0.7] * 3)
+    assert batch["group"].tolist() == [0, 0, 1]
+
+
+tokens = st.lists(st.integers(1, 99), max_size=6)
+groups_of_tokens = st.lists(
+    st.tuples(st.lists(st.integers(1, 99), min_size=1, max_size=5), st.lists(tokens, min_size=1, max_size=4)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(deadline=None)
+@given(groups_of_tokens)
+def test_every_sequence_reads_back(drawn):
+    groups = with_advantages(
+        [
+            group(prompt, [completion(c) for c in some], [0.1 * len(c) for c in some], uid=str(i))
+            for i, (prompt, some) in enumerate(drawn)
+        ],
+        Advantage.GRPO,
+    )
+    batch = assemble(groups, temperature=1.0)
+    check_batch(batch)
+    rows = iter(range(batch.batch_size[0]))
+    for index, one in enumerate(groups):
+        for made, advantage in zip(one.completions, one.advantages, strict=True):
+            row = batch[next(rows)]
+            start, end = len(one.prompt.token_ids), int(row["lengths"])
+            assert row["input_ids"][:end].tolist() == [*one.prompt.token_ids, *made.token_ids]
+            assert row["loss_mask"].nonzero().flatten().tolist() == list(range(start, end))
+            assert row["rollout_logprobs"][start:end].tolist() == pytest.approx(made.logprobs)
+            assert row["policy_version"][start:end].tolist() == list(made.policy_versions)
+            assert row["advantages"][start:end].tolist() == pytest.approx([advantage] * (end - start))
+            assert row["group"] == index
+            outside = ~row["loss_mask"]
+            assert not row["advantages"][outside].any()
+            assert not row["rollout_logprobs"][outside].any()
+            assert (row["policy_version"][outside] == NO_VERSION).all()
+
+
+def test_advantages_of_mixed_group_sizes_come_back_in_order():
+    rewards = [(1.0, 0.0), (1.0, 0.0, 0.5), (0.0, 3.0), (2.0, 2.0, 2.0)]
+    groups = [group((1,), [completion((2,))] * len(r), r) for r in rewards]
+    for kind in Advantage:
+        for one, reward in zip(with_advantages(groups, kind), rewards, strict=True):
+            wanted_G = compute_advantages(kind, torch.tensor(reward, dtype=torch.float64))
+            assert list(one.advantages) == wanted_G.tolist()
+            assert all(type(advantage) is float for advantage in one.advantages)
+
+
+def test_examples():
+    batch = assemble_examples(
+        [
+            Example(prompt_ids=(1, 2), completion_ids=(3,)),
+            Example(prompt_ids=(4,), completion_ids=(5, 6, 7)),
+        ]
+    )
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
+    assert batch["loss_mask"].int().tolist() == [[0, 0, 1, 0], [0, 1, 1, 1]]
+    assert batch["lengths"].tolist() == [3, 4]
+    assert set(batch.keys()) == {"input_ids", "loss_mask", "lengths"}
+
+
+def test_metrics_by_hand():
+    assert reduce_metrics(group_metrics(GROUPS)) == pytest.approx(
+        {
+            "accuracy/train": 1 / 3,
+            "completion/aborted_fraction": 1 / 3,
+            "completion/length_max": 3,
+            "completion/length_mean": 4 / 3,
+            "completion/truncated_fraction": 1 / 3,
+            "group/zero_variance_fraction": 1 / 2,
+            "reward/max": 1.0,
+            "reward/mean": 1.25 / 3,
+            "reward/std": 0.25,  # (0.5 + 0) / 2
+            "tokens/generated": 4,
+        }
+    )
+
+
+def test_metrics_of_parts_join_to_those_of_the_whole():
+    parts = [metric for one in GROUPS for metric in group_metrics([one])]
+    assert reduce_metrics(parts) == pytest.approx(reduce_metrics(group_metrics(GROUPS)))
+
+
+@pytest.mark.parametrize(
+    ("groups", "temperature", "words"),
+    [
+        ([], 1.0, "at least one group"),
+        (GROUPS, 1.0, "with_advantages"),
+        (with_advantages(GROUPS, Advantage.RLOO), 0.0, "temperature"),
+        (with_advantages(GROUPS, Advantage.RLOO), math.nan, "temperature"),
+        (with_advantages([group((), [completion((1,))], (1.0,))], Advantage.RLOO), 1.0, "empty prompt"),
+    ],
+)
+def test_what_cannot_be_assembled_is_refused(groups, temperature, words):
+    with pytest.raises(TrainerError, match=words):
+        assemble(groups, temperature=temperature)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_refused_by_name(reward):
+    with pytest.raises(TrainerError, match="completion 1 of prompt 'bad'"):
+        with_advantages([group((1,), [completion((2,))] * 2, (0.0, reward), uid="bad")], Advantage.GRPO)
+
+
+def test_missing_scores_are_refused():
+    with pytest.raises(TrainerError, match="2 completions and 0 scores"):
+        with_advantages([replace(GROUPS[0], scores=())], Advantage.GRPO)
+
+
+def test_no_examples_are_refused():
+    with pytest.raises(TrainerError, match="at least one example"):
+        assemble_examples([])
