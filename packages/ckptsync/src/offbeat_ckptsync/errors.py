@@ -27,6 +27,18 @@ class TransferError(SyncError, RuntimeError):
     """The bytes did not arrive: a peer is missing, died, or was too slow; names rank, phase and bucket."""
 
 
+class WireError(SyncError, ValueError):
+    """A message that is not what the protocol says: a field is unknown, missing or of the wrong type."""
+
+
+class PhaseError(SyncError, RuntimeError):
+    """A step out of turn: the receiver's state machine has no such transition."""
+
+
+class LoadError(SyncError, RuntimeError):
+    """The sink failed after it began to write: this member's weights are neither old nor new. Fence it off."""
+
+
 class SyncFailed(SyncError, RuntimeError):
     """A sync that did not reach every member; the message says which member, in which phase, and why.
 

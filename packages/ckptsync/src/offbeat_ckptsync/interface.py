@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.types import Bucket, Echo, Flip, Manifest, Sent, SyncOffer
+    from offbeat_ckptsync.types import Bucket, Echo, Flip, Manifest, Seat, Sent, SyncOffer
 
 
 class WeightSource(Protocol):
@@ -32,7 +32,11 @@ class WeightSink(Protocol):
         ...
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy verified tensors into live weights and serve them as `version`; all or the sink is broken."""
+        """Copy verified tensors into live weights and serve them as `version`.
+
+        A `SyncError` raised here means: refused before anything was written, the old weights are whole. Any other
+        exception means that the weights are torn; the member is then fenced off.
+        """
         ...
 
 
@@ -57,6 +61,35 @@ class BucketReceiver(Protocol):
 
     def close(self) -> None:
         """Release what this sync held."""
+        ...
+
+
+class Transport(Protocol):
+    """How buckets travel. One object per process and side; it may keep connections from sync to sync."""
+
+    @property
+    def device(self) -> str:
+        """The torch device type of the payloads that `send` and `receive` take: "cpu" or "cuda"."""
+        ...
+
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """Source side: prepare for these members and return the rendezvous data; waits for nobody."""
+        ...
+
+    def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
+        """Source side: meet every rank of `members` within `rendezvous_s`, or raise, naming who is missing."""
+        ...
+
+    def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
+        """Receiving side: meet the source within `rendezvous_s`."""
+        ...
+
+    def abort(self, sync_id: str) -> None:
+        """Either side: give up a sync; waits of this process for it end soon. Safe at any moment, from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; the object is not used again."""
         ...
 
 

@@ -53,10 +53,20 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """One receiving rank: rank `rank` of the `num_ranks` ranks of member `member`."""
+
+    member: str
+    rank: int = 0
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SyncOffer:
     """What the source proposes: everything a receiver needs to refuse or to receive.
 
-    `endpoint` is the transport's own rendezvous data (strings and numbers only).
+    `endpoint` is the transport's own rendezvous data (strings and numbers only). It always holds `timeout_s`, the
+    deadline of a wait for bytes, and `rendezvous_s`, the deadline of a wait for the other side.
     """
 
     sync_id: str
@@ -126,3 +136,4 @@ class SyncReport:
     load_s: float
     gb_per_s: float  # num_bytes / (total_s), 1 GB = 1e9 bytes
     members: dict[str, Flip] = field(default_factory=dict[str, Flip])
+    fenced: dict[str, str] = field(default_factory=dict[str, str])  # member: why it is no longer one

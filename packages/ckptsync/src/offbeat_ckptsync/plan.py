@@ -1,0 +1,132 @@
+"""The bucket plan: which bytes of which tensor lie where. Pure; both sides compute the same one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_ckptsync.errors import PlanError
+from offbeat_ckptsync.manifest import dtype_of, num_bytes_of
+from offbeat_ckptsync.types import Bucket, Manifest, Piece, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ALIGNMENT = 256
+"""Default alignment of tensors in buckets, in bytes: enough for any dtype and for vectorised copies on GPUs."""
+
+
+def plan_buckets(manifest: Manifest, max_bytes: int, alignment: int = ALIGNMENT) -> tuple[Bucket, ...]:
+    """Lay the tensors of `manifest` into buckets of at most `max_bytes`, in manifest order.
+
+    A tensor that does not fit into what is left of a bucket opens the next one; a tensor larger than a bucket is
+    cut, starting on a fresh bucket and filling whole ones. So buckets laid end to end (each rounded up to
+    `alignment`) hold every tensor in one piece: a receiver can use it where it landed. A tensor without elements
+    has no piece.
+
+    Raises:
+        PlanError: `alignment` is not a power of two >= 16, or a bucket is smaller than it.
+    """
+    if alignment < 16 or alignment & (alignment - 1):
+        raise PlanError(f"`alignment` must be a power of two >= 16, got {alignment}")
+    room = max_bytes // alignment * alignment
+    if room < alignment:
+        raise PlanError(
+            f"a bucket of {max_bytes} bytes is smaller than the alignment {alignment}; raise `bucket_mib`"
+        )
+    layout = _Layout(room, alignment)
+    for index, spec in enumerate(manifest.specs):
+        layout.place(index, num_bytes_of(spec))
+    return layout.finish()
+
+
+def bucket_starts(buckets: tuple[Bucket, ...], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
+    """Return where each bucket starts when they lie end to end, and the bytes of them all."""
+    starts: list[int] = []
+    end = 0
+    for bucket in buckets:
+        starts.append(end)
+        end += round_up(bucket.num_bytes, alignment)
+    return starts, end
+
+
+def tensor_views(
+    manifest: Manifest, buckets: tuple[Bucket, ...], staged: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of `manifest` as a view of `staged`, buckets laid end to end (uint8); nothing is copied."""
+    starts, _ = bucket_starts(buckets)
+    first: dict[int, int] = {}
+    for bucket, start in zip(buckets, starts, strict=True):
+        for piece in bucket.pieces:
+            if piece.tensor_offset == 0:
+                first[piece.spec_index] = start + piece.bucket_offset
+    for index, spec in enumerate(manifest.specs):
+        yield spec.name, _view(spec, staged, first.get(index))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in row-major order, uint8 [num_bytes]; copies only what is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def gaps(bucket: Bucket) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of the padding inside a bucket: bytes that belong to no tensor and are sent as zero."""
+    cursor = 0
+    for piece in bucket.pieces:
+        if piece.bucket_offset > cursor:
+            yield cursor, piece.bucket_offset
+        cursor = piece.bucket_offset + piece.num_bytes
+
+
+def tensors_in(manifest: Manifest, bucket: Bucket) -> str:
+    """Return the names of the tensors with bytes in `bucket`, for messages."""
+    names = [manifest.specs[piece.spec_index].name for piece in bucket.pieces]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def round_up(num_bytes: int, alignment: int) -> int:
+    """Return the least multiple of `alignment` that is not below `num_bytes`."""
+    return (num_bytes + alignment - 1) // alignment * alignment
+
+
+def _view(spec: TensorSpec, staged: torch.Tensor, start: int | None) -> torch.Tensor:
+    dtype = dtype_of(spec.dtype)
+    if start is None:
+        return torch.empty(spec.shape, dtype=dtype, device=staged.device)
+    return staged[start : start + num_bytes_of(spec)].view(dtype).view(spec.shape)
+
+
+class _Layout:
+    def __init__(self, room: int, alignment: int) -> None:
+        self.room = room
+        self.alignment = alignment
+        self._done: list[Bucket] = []
+        self._open: list[Piece] = []
+        self._end = 0
+
+    def place(self, spec_index: int, num_bytes: int) -> None:
+        if num_bytes == 0:
+            return
+        if round_up(self._end, self.alignment) + num_bytes > self.room:
+            self._close()
+        taken = 0
+        while taken < num_bytes:
+            offset = round_up(self._end, self.alignment)
+            size = min(num_bytes - taken, self.room - offset)
+            self._open.append(
+                Piece(spec_index=spec_index, tensor_offset=taken, bucket_offset=offset, num_bytes=size)
+            )
+            self._end = offset + size
+            taken += size
+            if taken < num_bytes:
+                self._close()
+
+    def finish(self) -> tuple[Bucket, ...]:
+        self._close()
+        return tuple(self._done)
+
+    def _close(self) -> None:
+        if self._open:
+            self._done.append(Bucket(index=len(self._done), num_bytes=self._end, pieces=tuple(self._open)))
+        self._open, self._end = [], 0

@@ -1,0 +1,250 @@
+"""The receiving side of a sync, for one rank: a written state machine around staging, verifying and loading."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.digest import check_echo
+from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
+from offbeat_ckptsync.manifest import check_digest, require_match
+from offbeat_ckptsync.plan import plan_buckets, tensor_views
+from offbeat_ckptsync.staging import allocate, stage
+from offbeat_ckptsync.types import Bucket, Echo, Flip, Seat, Sent, SyncOffer
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat_ckptsync.interface import Transport, WeightSink
+
+
+class State(StrEnum):
+    """Where a receiver stands."""
+
+    IDLE = "idle"  # serves a version, no sync open
+    AGREED = "agreed"  # said yes to an offer
+    STAGING = "staging"  # bytes arrive beside the live weights
+    STAGED = "staged"  # all bytes are here and digested
+    VERIFIED = "verified"  # and they are what was sent
+    FLIPPING = "flipping"  # live weights are being written
+    BROKEN = "broken"  # a load failed half-way; serve nothing
+
+
+class Step(StrEnum):
+    """What moves a receiver on."""
+
+    BEGIN = "begin"
+    TRANSFER = "transfer"
+    ARRIVED = "arrived"
+    VERIFY = "verify"
+    FLIP = "flip"
+    REFUSE = "refuse"
+    COMMIT = "commit"
+    BREAK = "break"
+    ABORT = "abort"
+
+
+TRANSITIONS: dict[tuple[State, Step], State] = {
+    (State.IDLE, Step.BEGIN): State.AGREED,
+    (State.AGREED, Step.TRANSFER): State.STAGING,
+    (State.STAGING, Step.ARRIVED): State.STAGED,
+    (State.STAGED, Step.VERIFY): State.VERIFIED,
+    (State.VERIFIED, Step.VERIFY): State.VERIFIED,
+    (State.VERIFIED, Step.FLIP): State.FLIPPING,
+    (State.FLIPPING, Step.REFUSE): State.VERIFIED,  # the sink said no before it wrote anything
+    (State.FLIPPING, Step.COMMIT): State.IDLE,
+    (State.FLIPPING, Step.BREAK): State.BROKEN,
+    (State.IDLE, Step.ABORT): State.IDLE,
+    (State.AGREED, Step.ABORT): State.IDLE,
+    (State.STAGING, Step.ABORT): State.IDLE,
+    (State.STAGED, Step.ABORT): State.IDLE,
+    (State.VERIFIED, Step.ABORT): State.IDLE,
+    (State.FLIPPING, Step.ABORT): State.FLIPPING,  # too late: the load ends or breaks by itself
+    (State.BROKEN, Step.ABORT): State.BROKEN,
+}
+"""The whole state machine; a pair that is not here is refused with `PhaseError`."""
+
+
+@dataclass(slots=True)
+class _Session:
+    offer: SyncOffer
+    buckets: tuple[Bucket, ...]
+    staged: torch.Tensor | None = None
+    echo: Echo | None = None
+
+
+class Receiver:
+    """One rank that takes weights: `begin`, `transfer`, `verify`, `flip`, or `abort` at any moment.
+
+    `transfer` blocks and may run in another thread than the rest; live weights are touched only inside `flip`.
+    """
+
+    def __init__(self, seat: Seat, sink: WeightSink, *, version: int = 0, allow_cast: bool = False) -> None:
+        """Serve `version` (what `sink` holds now) as `seat`; `allow_cast` accepts other floating dtypes."""
+        self.seat = seat
+        self._sink = sink
+        self._version = version
+        self._allow_cast = allow_cast
+        self._state = State.IDLE
+        self._session: _Session | None = None
+        self._spare: torch.Tensor | None = (
+            None  # the last staging buffer, kept: fresh pages cost more than copying
+        )
+        self._lock = threading.RLock()
+
+    @property
+    def version(self) -> int:
+        """The version being served."""
+        return self._version
+
+    @property
+    def state(self) -> State:
+        """Where this receiver stands."""
+        return self._state
+
+    def begin(self, offer: SyncOffer) -> None:
+        """Agree to `offer`; one that is still open is given up first.
+
+        Raises:
+            VersionError: `offer.version` is not above the served one.
+            ManifestError: the offered tensors do not fit the sink; names each that differs.
+            PhaseError: this receiver is broken or flipping.
+        """
+        with self._lock:
+            if self._session is not None:
+                self.abort(self._session.offer.sync_id)
+            if offer.version <= self._version:
+                raise VersionError(
+                    f"{self._who()} serves version {self._version} and was offered {offer.version}; versions must "
+                    "rise, publish the next one"
+                )
+            check_digest(offer.manifest)
+            expected = self._sink.expected()
+            if expected is not None:
+                require_match(expected, offer.manifest, who=self._who(), allow_cast=self._allow_cast)
+            buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+            self._move(Step.BEGIN)
+            self._session = _Session(offer, buckets)
+
+    def transfer(self, transport: Transport) -> Echo:
+        """Stage every bucket beside the live weights and return the digests of what arrived. Blocks.
+
+        Raises:
+            TransferError: the bytes did not arrive; names the bucket. The sync stays open until `abort`.
+            PhaseError: no sync was agreed to, or it was aborted meanwhile.
+        """
+        with self._lock:
+            self._move(Step.TRANSFER)
+            session = self._open()
+            spare, self._spare = self._spare, None
+        staged = allocate(session.buckets, spare, device=transport.device)
+        mark = time.perf_counter()
+        try:
+            digests, digest_s = stage(transport, session.offer, self.seat, session.buckets, staged)
+        except SyncError:
+            raise
+        except Exception as error:
+            raise TransferError(
+                f"{self._who()}: transfer of version {session.offer.version}: {error!r}"
+            ) from error
+        echo = Echo(
+            member=self.seat.member,
+            rank=self.seat.rank,
+            version=session.offer.version,
+            manifest_digest=session.offer.manifest.digest,
+            bucket_digests=digests,
+            transfer_s=time.perf_counter() - mark,
+            digest_s=digest_s,
+        )
+        with self._lock:
+            if self._session is not session:
+                self._spare = staged  # nobody else holds it: its own thread is here
+                raise PhaseError(
+                    f"{self._who()}: sync {session.offer.sync_id} was aborted while its bytes arrived"
+                )
+            self._move(Step.ARRIVED)
+            session.staged, session.echo = staged, echo
+        return echo
+
+    def verify(self, sync_id: str, sent: Sent) -> None:
+        """Make sure that what is staged is what `sent` says; harmless to repeat.
+
+        Raises:
+            VersionError, DigestError: it is not; names the bucket and its tensors. Nothing was changed.
+            PhaseError: nothing is staged for this sync.
+        """
+        with self._lock:
+            session = self._open(sync_id)
+            if session.echo is None:
+                raise PhaseError(f"{self._who()} is {self._state} and has nothing staged to verify")
+            check_echo(session.echo, sent, session.offer.manifest, session.buckets)
+            self._move(Step.VERIFY)
+
+    def flip(self, sync_id: str, sent: Sent) -> Flip:
+        """Verify again (cheap: stored digests are compared), load, and serve the new version.
+
+        Raises:
+            VersionError, DigestError, PhaseError: as `verify`; the old version is still served.
+            SyncError: the sink refused before it wrote anything; the old version is still served.
+            LoadError: the sink failed half-way; this receiver is broken.
+        """
+        with self._lock:
+            self.verify(sync_id, sent)
+            session = self._open(sync_id)
+            assert session.staged is not None
+            self._move(Step.FLIP)
+        mark = time.perf_counter()
+        try:
+            self._sink.load(
+                tensor_views(session.offer.manifest, session.buckets, session.staged), sent.version
+            )
+        except SyncError:
+            with self._lock:
+                self._move(Step.REFUSE)
+            raise
+        except BaseException as error:
+            with self._lock:
+                self._move(Step.BREAK)
+            raise LoadError(
+                f"{self._who()}: loading version {sent.version} failed half-way: {error!r}; its weights are torn, "
+                "take it out of service and start it anew"
+            ) from error
+        load_s = time.perf_counter() - mark
+        with self._lock:
+            self._move(Step.COMMIT)
+            self._version = sent.version
+            self._spare, self._session = session.staged, None
+        return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
+
+    def abort(self, sync_id: str) -> int:
+        """Give up `sync_id` (any open one when empty) and return the version served.
+
+        Raises:
+            LoadError: this receiver is broken and serves no version.
+        """
+        with self._lock:
+            if self._state is State.BROKEN:
+                raise LoadError(f"{self._who()} is broken and serves no version; start it anew")
+            session = self._session
+            if session is not None and sync_id in ("", session.offer.sync_id):
+                self._move(Step.ABORT)
+                if self._state is State.IDLE:
+                    self._session = None
+            return self._version
+
+    def _open(self, sync_id: str = "") -> _Session:
+        if self._session is None or sync_id not in ("", self._session.offer.sync_id):
+            raise PhaseError(f"{self._who()} has no open sync {sync_id or '(any)'}; it is {self._state}")
+        return self._session
+
+    def _move(self, step: Step) -> None:
+        after = TRANSITIONS.get((self._state, step))
+        if after is None:
+            raise PhaseError(f"{self._who()} is {self._state}: {step} is not possible here")
+        self._state = after
+
+    def _who(self) -> str:
+        return f"rank {self.seat.rank} of {self.seat.member}"

@@ -1,0 +1,101 @@
+"""Where verified weights go: a torch module, or a plain dictionary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_ckptsync.manifest import dtype_name, make_manifest, manifest_of, require_match
+from offbeat_ckptsync.types import Manifest, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class ModuleSource:
+    """The weights of a torch module as a source: parameters and persistent buffers, tied ones under each name once.
+
+    For a model in one process. A sharded engine brings its own source.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def manifest(self) -> Manifest:
+        """Return what `tensors` will yield."""
+        return manifest_of(_distinct(self._module))
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors themselves, detached; nothing is copied."""
+        yield from _distinct(self._module)
+
+
+class ModuleSink:
+    """Loads into a torch module, in place: optimizers, views and captured graphs keep their tensors.
+
+    Tied weights are expected under their first name only; the other names follow because they share storage.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, allow_cast: bool = False) -> None:
+        """Load into `module`; with `allow_cast` floating tensors are converted to the module's dtypes."""
+        self._module = module
+        self._allow_cast = allow_cast
+
+    def expected(self) -> Manifest:
+        """Return the module's own tensors, tied ones once."""
+        return manifest_of(_distinct(self._module))
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Check everything, then copy everything; raises `ManifestError` before the first copy."""
+        given = dict(tensors)
+        require_match(
+            self.expected(),
+            manifest_of(given.items()),
+            who=f"module ({version})",
+            allow_cast=self._allow_cast,
+        )
+        with torch.no_grad():
+            for name, live in _distinct(self._module):
+                live.copy_(given[name])
+
+
+class DictSink:
+    """Keeps a copy of the last version in `weights`; for tests and for those who take weights by hand.
+
+    With `expected` given, it takes these tensors only.
+    """
+
+    def __init__(self, expected: Manifest | None = None) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version: int | None = None
+        self._expected = expected
+
+    def expected(self) -> Manifest | None:
+        """Return what was asked for, or None."""
+        return self._expected
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace all weights at once; after an error the old ones are untouched."""
+        fresh = {name: tensor.clone() for name, tensor in tensors}
+        self.weights, self.version = fresh, version
+
+
+def specs_of(weights: Iterable[tuple[str, tuple[int, ...], torch.dtype | str]]) -> Manifest:
+    """Return the manifest of (name, shape, dtype) triples, as engines hand them out."""
+    return make_manifest(
+        TensorSpec(
+            name=name, shape=tuple(shape), dtype=dtype if isinstance(dtype, str) else dtype_name(dtype)
+        )
+        for name, shape, dtype in weights
+    )
+
+
+def _distinct(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers; of those that share one tensor only the first name."""
+    seen: set[tuple[int, int]] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        key = (id(tensor), tensor.data_ptr())
+        if key not in seen:
+            seen.add(key)
+            yield name, tensor.detach()

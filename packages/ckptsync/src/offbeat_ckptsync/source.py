@@ -1,0 +1,107 @@
+"""The source side as the manager sees it: offers, sends, aborts."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.errors import PhaseError
+from offbeat_ckptsync.sender import send_weights
+from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.transports import make_transport
+from offbeat_ckptsync.types import Sent, SyncOffer
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.interface import Transport, WeightSource
+
+
+class Publisher:
+    """Rank 0 of a source, without an event loop: plain blocking calls, for an actor or a training process.
+
+    `send` runs the source's collective iteration in the calling thread; the other ranks call `walk(source)` at the
+    same time. `abort` may come from any thread while `send` runs.
+    """
+
+    def __init__(
+        self, source: WeightSource, config: SyncConfig, *, transport: Transport | None = None
+    ) -> None:
+        """Send what `source` yields by the transport that `config` names, or by the one given."""
+        self._source = source
+        self._config = config
+        self._transport = make_transport(config.transport, config) if transport is None else transport
+        self._members: dict[str, list[str]] = {}
+        self._sending = threading.Lock()
+
+    def offer(self, version: int, members: list[str]) -> SyncOffer:
+        """Return an offer of the current weights as `version` to `members`; moves no bytes."""
+        sync_id = uuid.uuid4().hex
+        endpoint = self._transport.open(sync_id, members)
+        endpoint |= {
+            "timeout_s": self._config.transfer_timeout_s,
+            "rendezvous_s": min(self._config.begin_timeout_s, self._config.transfer_timeout_s),
+        }
+        self._members = {sync_id: list(members)}
+        return SyncOffer(
+            sync_id=sync_id,
+            version=version,
+            manifest=self._source.manifest(),
+            bucket_bytes=int(self._config.bucket_mib * (1 << 20)),
+            transport=self._config.transport,
+            endpoint=endpoint,
+        )
+
+    def send(self, offer: SyncOffer) -> Sent:
+        """Send every bucket to every member; see `send_weights` for what it raises.
+
+        Raises:
+            PhaseError: the offer is not this source's latest, or another `send` has not ended yet.
+        """
+        if not self._sending.acquire(timeout=self._config.begin_timeout_s):
+            raise PhaseError(
+                f"the source still sends another sync after {self._config.begin_timeout_s:g} s; abort that one first"
+            )
+        try:
+            members = self._members.get(offer.sync_id)
+            if members is None:
+                raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
+            return send_weights(
+                self._source,
+                offer,
+                lambda: self._transport.sender(offer, members),
+                device=self._transport.device,
+            )
+        except BaseException:
+            self._transport.abort(offer.sync_id)
+            raise
+        finally:
+            self._sending.release()
+
+    def abort(self, sync_id: str) -> None:
+        """Give up a sync; a running `send` of it ends with an error after the source is iterated to its end."""
+        if self._members.pop(sync_id, None) is not None:
+            self._transport.abort(sync_id)
+
+    def close(self) -> None:
+        """Leave all connections."""
+        self._transport.close()
+
+
+class LocalSource:
+    """Satisfies `Source` around a `Publisher` in this process; blocking calls run in threads of their own."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+
+    async def offer(self, version: int, members: list[str]) -> SyncOffer:
+        """Prepare to send the current weights as `version` to these members."""
+        return await in_thread(lambda: self._publisher.offer(version, members), name=f"offer {version}")
+
+    async def send(self, offer: SyncOffer) -> Sent:
+        """Send every bucket to every member."""
+        return await in_thread(lambda: self._publisher.send(offer), name=f"send {offer.version}")
+
+    async def abort(self, sync_id: str) -> None:
+        """Give up a sync; safe at any moment."""
+        await in_thread(lambda: self._publisher.abort(sync_id), name="abort send")

@@ -1,0 +1,266 @@
+"""Fakes that satisfy the protocols, faults to plant, and the contract that every transport must hold."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_ckptsync.errors import SyncFailed
+from offbeat_ckptsync.manager import CheckpointEngineManager
+from offbeat_ckptsync.manifest import manifest_of
+from offbeat_ckptsync.members import LocalMember
+from offbeat_ckptsync.receiver import Receiver
+from offbeat_ckptsync.sinks import DictSink
+from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_ckptsync.types import Manifest, Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.interface import BucketReceiver, BucketSender, Transport, WeightSink
+    from offbeat_ckptsync.types import Bucket, SyncOffer
+
+
+class DictSource:
+    """Satisfies `WeightSource` with the tensors of a dictionary, which a test may change between syncs."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+        self.walks = 0  # complete passes
+
+    def manifest(self) -> Manifest:
+        """Return what `tensors` will yield."""
+        return manifest_of(self.weights.items())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the dictionary's tensors and count the pass when it is complete."""
+        yield from self.weights.items()
+        self.walks += 1
+
+
+class LyingSource(DictSource):
+    """Offers one manifest and yields other tensors: what a source with a defect does."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], offered: Manifest) -> None:
+        super().__init__(weights)
+        self._offered = offered
+
+    def manifest(self) -> Manifest:
+        """Return what it was told to pretend."""
+        return self._offered
+
+
+class Fault:
+    """A fault to plant at one bucket: `corrupt` flips a bit, `die` raises, `hang` waits until `release`."""
+
+    def __init__(self, kind: str, bucket: int, *, times: int = 1) -> None:
+        self.kind = kind
+        self.bucket = bucket
+        self.left = times
+        self.release = threading.Event()
+
+    def strike(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        """Do the harm if this is the bucket and it was not done `times` times yet."""
+        if bucket.index != self.bucket or self.left <= 0:
+            return
+        self.left -= 1
+        if self.kind == "corrupt":
+            payload[bucket.num_bytes // 2] ^= 1
+        elif self.kind == "die":
+            raise OSError("planted: the line is cut")
+        elif self.kind == "hang":
+            self.release.wait(30.0)
+
+
+class FaultyTransport:
+    """Wraps a transport: plants one fault where buckets are sent, another where they arrive."""
+
+    def __init__(
+        self, inner: Transport, *, on_send: Fault | None = None, on_receive: Fault | None = None
+    ) -> None:
+        self._inner = inner
+        self._on_send = on_send
+        self._on_receive = on_receive
+
+    @property
+    def device(self) -> str:
+        """The wrapped transport's."""
+        return self._inner.device
+
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """As the wrapped transport."""
+        return self._inner.open(sync_id, members)
+
+    def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
+        """As the wrapped transport, with the fault in `send`."""
+        return _FaultySender(self._inner.sender(offer, members), self._on_send)
+
+    def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
+        """As the wrapped transport, with the fault after `receive`."""
+        return _FaultyReceiver(self._inner.receiver(offer, seat), self._on_receive)
+
+    def abort(self, sync_id: str) -> None:
+        """As the wrapped transport."""
+        self._inner.abort(sync_id)
+
+    def close(self) -> None:
+        """As the wrapped transport."""
+        self._inner.close()
+
+
+class _FaultySender:
+    def __init__(self, inner: BucketSender, fault: Fault | None) -> None:
+        self._inner = inner
+        self._fault = fault
+
+    def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        if self._fault is not None:
+            self._fault.strike(bucket, payload)
+        self._inner.send(bucket, payload)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _FaultyReceiver:
+    def __init__(self, inner: BucketReceiver, fault: Fault | None) -> None:
+        self._inner = inner
+        self._fault = fault
+
+    def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
+        self._inner.receive(bucket, into)
+        if self._fault is not None:
+            self._fault.strike(bucket, into)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class TornSink(DictSink):
+    """Fails in the middle of a load, once told to: what a replica that dies in the flip does."""
+
+    fail = False
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load, or replace the first tensor only and fail."""
+        if self.fail:
+            name, tensor = next(iter(tensors))
+            self.weights[name] = tensor.clone()
+            raise OSError("planted: died in the flip")
+        super().load(tensors, version)
+
+
+class House:
+    """A source, a manager and members in this process over one transport: the smallest whole."""
+
+    def __init__(
+        self,
+        source: DictSource,
+        sinks: dict[str, WeightSink],
+        config: SyncConfig,
+        make: Callable[[], Transport],
+    ) -> None:
+        self.source = source
+        self.config = config
+        self.make = make
+        self.publisher = Publisher(source, config, transport=make())
+        self.manager = CheckpointEngineManager(LocalSource(self.publisher), config)
+        self.receivers = {
+            name: Receiver(Seat(member=name), sink, allow_cast=config.allow_cast)
+            for name, sink in sinks.items()
+        }
+        self._transports = [make() for _ in self.receivers]
+        for receiver, transport in zip(self.receivers.values(), self._transports, strict=True):
+            self.manager.add(LocalMember(receiver, transport))
+
+    def close(self) -> None:
+        """Leave all connections."""
+        for transport in self._transports:
+            transport.close()
+        self.publisher.close()
+
+
+def awkward_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Return tensors of every ordinary oddity: mixed dtypes, no elements, no dimensions, odd sizes, strides, ties."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    tied = normal(33, 7)
+    return {
+        "embed": tied,
+        "empty": torch.empty(0, 5),
+        "scalar": normal(1).reshape(()),
+        "odd_bytes": torch.randint(0, 256, (1001,), generator=rng).to(torch.uint8),
+        "half": normal(129).to(torch.bfloat16),
+        "transposed": normal(40, 30).t(),
+        "every_other": normal(2001)[::2],
+        "mask": normal(17) > 0,
+        "count": torch.randint(0, 1 << 40, (3,), generator=rng),
+        "larger_than_a_bucket": normal(5000),
+        "head": tied,
+    }
+
+
+async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, num_receivers: int) -> None:
+    """Hold a transport to its contract, receivers in this process; a transport of your own passes it too.
+
+    Every oddity of `awkward_weights` arrives bit for bit over several syncs with changed weights; a flipped byte, a
+    cut line and a renamed tensor are refused while the old version stays; the sync after each is good.
+
+    Raises:
+        AssertionError: it does not hold.
+    """
+    sinks = {f"replica-{i}": DictSink(manifest_of(awkward_weights(0).items())) for i in range(num_receivers)}
+    faults = [Fault("corrupt", 1, times=0), Fault("die", 2, times=0)]
+    house = House(
+        DictSource(awkward_weights(1)),
+        dict(sinks),
+        config,
+        lambda: FaultyTransport(make(), on_receive=faults[0], on_send=faults[1]),
+    )
+    try:
+        await _good(house, sinks, 1)
+        await _good(house, sinks, 2)
+        for fault in faults:
+            fault.left = 1
+            await _refused(house, sinks, 3, "bucket")
+        house.source.weights = {name.replace("half", "halve"): t for name, t in awkward_weights(9).items()}
+        await _refused(house, sinks, 3, "'halve'")
+        await _good(house, sinks, 3)
+    finally:
+        house.close()
+
+
+async def _good(house: House, sinks: dict[str, DictSink], version: int) -> None:
+    house.source.weights = awkward_weights(version)
+    report = await house.manager.sync(version)
+    assert report.version == version
+    for name, sink in sinks.items():
+        assert sink.version == version, f"{name} serves {sink.version} after a sync to {version}"
+        assert_same(sink.weights, house.source.weights)
+
+
+async def _refused(house: House, sinks: dict[str, DictSink], version: int, named: str) -> None:
+    before = {name: dict(sink.weights) for name, sink in sinks.items()}
+    told = ""
+    try:
+        await house.manager.sync(version)
+    except SyncFailed as error:
+        told = str(error)
+    assert named in told, f"version {version} was to be refused, naming {named}; said: {told or 'nothing'}"
+    for name, sink in sinks.items():
+        assert sink.version == version - 1
+        assert_same(sink.weights, before[name])
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Raise `AssertionError` unless both hold the same names, shapes, dtypes and bits."""
+    assert got.keys() == want.keys(), f"names differ: {got.keys() ^ want.keys()}"
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype, f"{name}: {got[name].dtype} for {tensor.dtype}"
+        assert torch.equal(got[name], tensor), f"{name} differs"

@@ -1,0 +1,61 @@
+"""The transports, by name; other packages add theirs through the entry-point group `offbeat.transports`."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, cast
+
+from offbeat_ckptsync.errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.interface import Transport
+
+GROUP = "offbeat.transports"
+"""Entry-point group: name = "module:factory", where the factory takes a `SyncConfig` and returns a `Transport`."""
+
+
+def transport_names() -> list[str]:
+    """Return the names that `make_transport` knows."""
+    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
+
+
+def make_transport(name: str, config: SyncConfig) -> Transport:
+    """Make the transport called `name`; both sides of a sync make the same one.
+
+    Raises:
+        SyncError: no transport has this name.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](config)
+    for point in entry_points(group=GROUP, name=name):
+        factory = cast("Callable[[SyncConfig], Transport]", point.load())
+        return factory(config)
+    raise SyncError(f"no transport is called {name!r}; there are {', '.join(transport_names())}")
+
+
+def _loopback(_config: SyncConfig) -> Transport:
+    from offbeat_ckptsync.transports.loopback import LoopbackTransport
+
+    return LoopbackTransport()
+
+
+def _broadcast(config: SyncConfig) -> Transport:
+    from offbeat_ckptsync.transports.broadcast import BroadcastTransport
+
+    return BroadcastTransport(host=config.host, device=config.device)
+
+
+def _disk(config: SyncConfig) -> Transport:
+    from offbeat_ckptsync.transports.disk import DiskTransport
+
+    return DiskTransport(config.disk_path)
+
+
+_BUILT_IN: dict[str, Callable[[SyncConfig], Transport]] = {
+    "loopback": _loopback,
+    "broadcast": _broadcast,
+    "disk": _disk,
+}

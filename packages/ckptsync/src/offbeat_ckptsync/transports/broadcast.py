@@ -1,0 +1,278 @@
+"""One process group from the source to every receiving rank: gloo for host memory, NCCL for GPUs.
+
+The group is private (beside any default group) and is kept while the membership stays the same. Every sync begins
+with a roll call on a TCPStore of the source:
+
+    receiver: set <sync>/here/<member>/<rank> = {"num_ranks": .., "group": id of the group it is in, or ""}
+    source:   wait for all of them; set <sync>/go = {"group": id, "seats": [[member, rank], ..]}
+
+If all are in the group that the source is in, that group is used; else all build the group of the new id, the source
+as rank 0 and seats[i] as rank i + 1. A failure on any side drops its group, so the next sync builds a fresh one.
+"""
+
+# torch types its distributed bindings in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import BroadcastOptions
+
+from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.store import Store
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
+
+CHUNK_BYTES = 4 << 20
+"""Bytes per broadcast, and `IN_FLIGHT` of them at a time: on two cores gloo moves 2.0 GB/s in chunks of 4 MiB, 1.5
+in chunks of 1 MiB and 0.8 in chunks of 64 MiB (the chunk then no longer fits the caches on its way)."""
+
+IN_FLIGHT = 2
+
+Seats = list[list[str | int]]
+"""[member, rank] of every receiving rank, in the order of group ranks 1, 2, ..."""
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class BroadcastTransport:
+    """Satisfies `Transport` over a process group; rank 0 is the source."""
+
+    def __init__(self, *, host: str = "127.0.0.1", device: str = "cpu") -> None:
+        """Listen, as a source, and bind gloo's sockets on `host`; payloads live on `device`."""
+        self.device = device
+        self._host = host
+        self._lock = threading.Lock()
+        self._served: Store | None = None
+        self._joined: dict[tuple[str, int], Store] = {}
+        self._group: _Group | None = None
+        self._aborted: set[str] = set()
+
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """Host the store (once) and say where it is."""
+        with self._lock:
+            self._aborted.clear()  # one sync at a time: those before are over
+            if self._served is None:
+                self._served = Store.serve(self._host)
+            return {"host": self._served.host, "port": self._served.port}
+
+    def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
+        """Call the roll and build or reuse the group."""
+        store = self._served
+        assert store is not None, "`open` comes first"
+        roll = self._call_roll(store, offer, members)
+        seats: Seats = [[member, rank] for member in members for rank in range(roll[member][0]["num_ranks"])]
+        group = self._group
+        together = all(
+            here["group"] == (group.id if group else "") for ranks in roll.values() for here in ranks
+        )
+        if group is None or group.seats != seats or not together:
+            group = _Group(uuid.uuid4().hex, seats)
+            self._drop()
+        store.set(f"{offer.sync_id}/go", json.dumps({"group": group.id, "seats": seats}))
+        self._join_group(group, store, offer, rank=0)
+        return _Sender(self, offer, group, store, seats)
+
+    def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
+        """Answer the roll call and build or reuse the group."""
+        store = self._store_of(offer)
+        timeout_s = float(offer.endpoint["rendezvous_s"])
+        mine = json.dumps({"num_ranks": seat.num_ranks, "group": self._group.id if self._group else ""})
+        store.set(f"{offer.sync_id}/here/{seat.member}/{seat.rank}", mine)
+        go = f"{offer.sync_id}/go"
+        if store.wait([go], timeout_s, lambda: self.is_aborted(offer.sync_id)):
+            raise TransferError(
+                f"broadcast: rank {seat.rank} of {seat.member} waited {timeout_s:g} s for the source's word; a member "
+                "is missing or the sync was aborted"
+            )
+        told = json.loads(store.get(go) or "{}")
+        if self._group is None or self._group.id != told["group"]:
+            self._drop()
+            group = _Group(told["group"], told["seats"])
+            self._join_group(group, store, offer, rank=1 + told["seats"].index([seat.member, seat.rank]))
+        assert self._group is not None
+        return _Receiver(self, offer, self._group)
+
+    def abort(self, sync_id: str) -> None:
+        """End the waits of `sync_id` here and drop the group: what hangs in it is left to its deadline."""
+        with self._lock:
+            self._aborted.add(sync_id)
+        self._drop()
+
+    def close(self) -> None:
+        """Leave the group and the stores."""
+        self._drop()
+        self._served = None
+        self._joined.clear()
+
+    def is_aborted(self, sync_id: str) -> bool:
+        """Say whether `abort` was called for this sync."""
+        return sync_id in self._aborted
+
+    def failed(self, group: _Group) -> None:
+        """Forget a group in which something failed."""
+        with self._lock:
+            if self._group is group:
+                self._group = None
+        group.leave()
+
+    def _drop(self) -> None:
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.leave()
+
+    def _call_roll(
+        self, store: Store, offer: SyncOffer, members: list[str]
+    ) -> dict[str, list[dict[str, Any]]]:
+        timeout_s = float(offer.endpoint["rendezvous_s"])
+        deadline = time.monotonic() + timeout_s
+        prefix = f"{offer.sync_id}/here/"
+
+        def wait(keys: list[str]) -> None:
+            left_s = deadline - time.monotonic()
+            missing = store.wait(keys, left_s, lambda: self.is_aborted(offer.sync_id))
+            if missing:
+                names = ", ".join(
+                    "rank {1} of {0}".format(*key.removeprefix(prefix).rsplit("/", 1)) for key in missing
+                )
+                cause = "aborted" if self.is_aborted(offer.sync_id) else f"no answer within {timeout_s:g} s"
+                raise TransferError(f"broadcast: {cause} at the roll call; missing: {names}")
+
+        wait([f"{prefix}{member}/0" for member in members])
+        first = {member: json.loads(store.get(f"{prefix}{member}/0") or "{}") for member in members}
+        wait([f"{prefix}{member}/{rank}" for member in members for rank in range(first[member]["num_ranks"])])
+        return {
+            member: [
+                json.loads(store.get(f"{prefix}{member}/{rank}") or "{}")
+                for rank in range(first[member]["num_ranks"])
+            ]
+            for member in members
+        }
+
+    def _store_of(self, offer: SyncOffer) -> Store:
+        where = (str(offer.endpoint["host"]), int(offer.endpoint["port"]))
+        if where not in self._joined:
+            self._joined = {where: Store.join(*where, float(offer.endpoint["rendezvous_s"]))}
+        return self._joined[where]
+
+    def _join_group(self, group: _Group, store: Store, offer: SyncOffer, *, rank: int) -> None:
+        if self._group is group:
+            return
+        group.build(store, rank, self._host, self.device, float(offer.endpoint["timeout_s"]))
+        with self._lock:
+            self._group = group
+
+
+class _Group:
+    """A process group: the source and its receiving ranks."""
+
+    def __init__(self, group_id: str, seats: Seats) -> None:
+        self.id = group_id
+        self.seats = seats
+        self._group: Any = None
+
+    def build(self, store: Store, rank: int, host: str, device: str, timeout_s: float) -> None:
+        world = len(self.seats) + 1
+        own = PrefixStore(self.id, store.raw)
+        try:
+            if device == "cuda":
+                from torch.distributed import ProcessGroupNCCL
+
+                options: Any = ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
+                self._group = ProcessGroupNCCL(own, rank, world, options)
+                return
+            options = ProcessGroupGloo._Options()  # noqa: SLF001 -- as above
+            options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
+            # Peers reach a loopback source over loopback; elsewhere gloo finds this machine's own address.
+            local = host in _LOOPBACK
+            options._devices = [  # noqa: SLF001 -- as above
+                ProcessGroupGloo.create_device(hostname=host)
+                if local
+                else ProcessGroupGloo.create_default_device()
+            ]
+            self._group = ProcessGroupGloo(own, rank, world, options)
+        except (RuntimeError, ValueError) as error:
+            names = ", ".join(f"rank {seat_rank} of {member}" for member, seat_rank in self.seats)
+            raise TransferError(
+                f"broadcast: the group of {world} (source, {names}) did not form: {error}"
+            ) from error
+
+    def broadcast(self, payload: torch.Tensor, timeout_s: float) -> None:
+        options: Any = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=max(timeout_s, 0.001))
+        works: deque[Any] = deque()
+        for start in range(0, payload.numel(), CHUNK_BYTES):
+            works.append(self._group.broadcast([payload[start : start + CHUNK_BYTES]], options))
+            if len(works) >= IN_FLIGHT:
+                works.popleft().wait()
+        for work in works:
+            work.wait()
+        if payload.is_cuda:
+            torch.cuda.current_stream(
+                payload.device
+            ).synchronize()  # NCCL only queues; the caller reuses `payload`
+
+    def leave(self) -> None:
+        self._group = None  # the last reference closes the sockets, which frees the peers at once
+
+
+class _End:
+    def __init__(self, transport: BroadcastTransport, offer: SyncOffer, group: _Group) -> None:
+        self._transport = transport
+        self._offer = offer
+        self._group = group
+        self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
+
+    def move(self, bucket: Bucket, payload: torch.Tensor, what: str) -> None:
+        if self._transport.is_aborted(self._offer.sync_id):
+            raise TransferError(f"broadcast: aborted before bucket {bucket.index}")
+        try:
+            self._group.broadcast(payload, self._deadline - time.monotonic())
+        except (RuntimeError, AttributeError) as error:  # AttributeError: the group was dropped by `abort`
+            self._transport.failed(self._group)
+            raise TransferError(
+                f"broadcast: bucket {bucket.index} of version {self._offer.version} could not be {what}: {error}"
+            ) from error
+
+
+class _Sender(_End):
+    def __init__(
+        self,
+        transport: BroadcastTransport,
+        offer: SyncOffer,
+        group: _Group,
+        store: Store,
+        seats: Seats,
+    ) -> None:
+        super().__init__(transport, offer, group)
+        self._store = store
+        self._seats = seats
+
+    def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        self.move(bucket, payload, "sent")
+
+    def close(self) -> None:
+        for member, rank in self._seats:
+            self._store.delete(f"{self._offer.sync_id}/here/{member}/{rank}")
+
+
+class _Receiver(_End):
+    def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
+        self.move(bucket, into, "received")
+
+    def close(self) -> None:
+        """The group stays for the next sync."""

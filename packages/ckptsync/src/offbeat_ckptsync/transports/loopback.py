@@ -1,0 +1,168 @@
+"""Queues within one process: for tests, and for a trainer that generates in its own process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.types import Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from offbeat_ckptsync.types import Bucket, SyncOffer
+
+_DEPTH = 2  # buckets in flight to one receiver
+
+
+@dataclass(slots=True)
+class _Channel:
+    """One sync: a queue for each receiving rank that came."""
+
+    queues: dict[Seat, queue.Queue[torch.Tensor]] = field(
+        default_factory=dict[Seat, "queue.Queue[torch.Tensor]"]
+    )
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    aborted: threading.Event = field(default_factory=threading.Event)
+
+
+# Both sides of a sync make their own transport object, so what they share is the process's.
+_channels: dict[str, _Channel] = {}
+_channels_lock = threading.Lock()
+
+
+class LoopbackTransport:
+    """Satisfies `Transport` within one process."""
+
+    device = "cpu"
+
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """Open a channel."""
+        with _channels_lock:
+            _channels[sync_id] = _Channel()
+        return {}
+
+    def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
+        """Wait until every rank of every member has come."""
+        channel = _channel(offer.sync_id)
+        timeout_s = float(offer.endpoint["rendezvous_s"])
+        with channel.changed:
+            channel.changed.wait_for(
+                lambda: channel.aborted.is_set() or not _missing(channel, members), timeout_s
+            )
+            missing = _missing(channel, members)
+        if missing or channel.aborted.is_set():
+            cause = "was aborted" if channel.aborted.is_set() else f"waited {timeout_s:g} s"
+            raise TransferError(f"loopback: {cause}; missing {', '.join(missing) or 'nobody'}")
+        return _Sender(offer, channel)
+
+    def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
+        """Take this seat's queue."""
+        channel = _channel(offer.sync_id)
+        with channel.changed:
+            inbox = channel.queues.setdefault(seat, queue.Queue(_DEPTH))
+            channel.changed.notify_all()
+        return _Receiver(offer, seat, channel, inbox)
+
+    def abort(self, sync_id: str) -> None:
+        """Wake everybody who waits in this sync."""
+        with _channels_lock:
+            channel = _channels.pop(sync_id, None)
+        if channel is not None:
+            channel.aborted.set()
+            with channel.changed:
+                channel.changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Sender:
+    def __init__(self, offer: SyncOffer, channel: _Channel) -> None:
+        self._offer = offer
+        self._channel = channel
+        self._queues = dict(channel.queues)
+
+    def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        for seat, inbox in self._queues.items():
+            copy = payload.clone()
+            if not _until(self._offer, self._channel, lambda box=inbox, item=copy: _put(box, item)):
+                raise TransferError(
+                    f"loopback: rank {seat.rank} of {seat.member} did not take bucket {bucket.index}"
+                )
+
+    def close(self) -> None:
+        with _channels_lock:
+            _channels.pop(self._offer.sync_id, None)
+
+
+class _Receiver:
+    def __init__(
+        self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: queue.Queue[torch.Tensor]
+    ) -> None:
+        self._offer = offer
+        self._seat = seat
+        self._channel = channel
+        self._inbox = inbox
+
+    def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
+        def take() -> bool:
+            try:
+                into.copy_(self._inbox.get(timeout=_TICK_S))
+            except queue.Empty:
+                return False
+            return True
+
+        if not _until(self._offer, self._channel, take):
+            raise TransferError(
+                f"loopback: bucket {bucket.index} did not reach rank {self._seat.rank} of {self._seat.member}"
+            )
+
+    def close(self) -> None:
+        """The queue goes with its channel."""
+
+
+_TICK_S = 0.02  # how soon a waiting side notices an abort
+
+
+def _put(inbox: queue.Queue[torch.Tensor], item: torch.Tensor) -> bool:
+    try:
+        inbox.put(item, timeout=_TICK_S)
+    except queue.Full:
+        return False
+    return True
+
+
+def _until(offer: SyncOffer, channel: _Channel, attempt: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
+    while not channel.aborted.is_set() and time.monotonic() < deadline:
+        if attempt():
+            return True
+    return False
+
+
+def _channel(sync_id: str) -> _Channel:
+    with _channels_lock:
+        channel = _channels.get(sync_id)
+    if channel is None:
+        raise TransferError(
+            f"loopback: sync {sync_id} is not open in this process; it was aborted, or never opened here"
+        )
+    return channel
+
+
+def _missing(channel: _Channel, members: list[str]) -> list[str]:
+    here = {(seat.member, seat.rank) for seat in channel.queues}
+    ranks = {seat.member: seat.num_ranks for seat in channel.queues}
+    return [
+        f"rank {rank} of {member}"
+        for member in members
+        for rank in range(ranks.get(member, 1))
+        if (member, rank) not in here
+    ]

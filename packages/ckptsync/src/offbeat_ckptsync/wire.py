@@ -1,0 +1,126 @@
+"""The wire values as JSON: plain text both ways, strict about every field, no pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from enum import Enum
+from typing import Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from offbeat_ckptsync import errors
+from offbeat_ckptsync.errors import SyncError, WireError
+
+_Value = TypeVar("_Value")
+Json = dict[str, object]
+"""A JSON object, decoded."""
+
+
+def encode(value: object) -> Json:
+    """Return a wire value (a dataclass of `types`) as a JSON object."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        raise WireError(f"only values of offbeat_ckptsync.types travel, got {type(value).__name__}")
+    return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+
+
+def decode(kind: type[_Value], data: object) -> _Value:
+    """Return the value of type `kind` that `encode` made `data` from.
+
+    Raises:
+        WireError: a field is unknown, missing, or not of its type; the message names it.
+    """
+    return cast("_Value", _decode(kind, data, kind.__name__))
+
+
+def dumps(value: object) -> str:
+    """Return a wire value as JSON text."""
+    return json.dumps(encode(value), separators=(",", ":"))
+
+
+def loads(kind: type[_Value], text: str | bytes) -> _Value:
+    """Return the wire value in JSON text; raises `WireError` as `decode` does."""
+    try:
+        data: object = json.loads(text)
+    except ValueError as error:
+        raise WireError(f"{kind.__name__}: not JSON: {error}") from error
+    return decode(kind, data)
+
+
+def encode_error(error: BaseException) -> Json:
+    """Return an exception as a JSON object: its type's name and its message."""
+    return {"type": type(error).__name__, "message": str(error) or repr(error)}
+
+
+def decode_error(data: object, *, where: str) -> SyncError:
+    """Return the error of `encode_error` as an exception of this package, its message beginning with `where`."""
+    if not isinstance(data, dict):
+        raise WireError(f"{where}: expected an error object, got {data!r}")
+    told = cast("dict[str, object]", data)
+    name, message = str(told.get("type")), str(told.get("message"))
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, SyncError):
+        return kind(f"{where}: {message}")
+    return SyncError(f"{where}: {name}: {message}")
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value):
+        return encode(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in cast("tuple[object, ...]", value)]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in cast("dict[str, object]", value).items()}
+    return value
+
+
+def _decode(kind: object, data: object, where: str) -> object:
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return _decode_union(get_args(kind), data, where)
+    if origin is Literal:
+        if data not in get_args(kind):
+            raise WireError(f"{where}: expected one of {get_args(kind)}, got {data!r}")
+        return data
+    if origin is tuple:
+        item_kind = get_args(kind)[0]  # only tuple[X, ...] is used
+        items = _require(list, data, where)
+        return tuple(
+            _decode(item_kind, item, f"{where}[{i}]") for i, item in enumerate(cast("list[object]", items))
+        )
+    if origin is dict:
+        item_kind = get_args(kind)[1]
+        table = cast("dict[str, object]", _require(dict, data, where))
+        return {key: _decode(item_kind, item, f"{where}.{key}") for key, item in table.items()}
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _decode_dataclass(kind, data, where)
+    if kind is float and type(data) is int:
+        return float(data)  # JSON writes 1.0 as it likes
+    return _require(cast("type", kind), data, where)
+
+
+def _decode_dataclass(kind: type, data: object, where: str) -> object:
+    table = cast("dict[str, object]", _require(dict, data, where))
+    hints = get_type_hints(kind)
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    for name in table:
+        if name not in fields:
+            raise WireError(f"{where}: unknown field {name!r}; expected {', '.join(fields)}")
+    for name, item in fields.items():
+        optional = item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
+        if name not in table and not optional:
+            raise WireError(f"{where}: field {name!r} is missing")
+    return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in table.items()})
+
+
+def _decode_union(kinds: tuple[object, ...], data: object, where: str) -> object:
+    if type(data) in kinds or (data is None and type(None) in kinds):
+        return data
+    raise WireError(f"{where}: expected one of {', '.join(str(kind) for kind in kinds)}, got {data!r}")
+
+
+def _require(kind: type, data: object, where: str) -> object:
+    if type(data) is not kind:  # exact: a bool is no int on this wire
+        raise WireError(f"{where}: expected {kind.__name__}, got {data!r}")
+    return data
