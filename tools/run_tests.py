@@ -146,7 +146,8 @@ def closing_line(outcomes: list[Outcome], num_troubles: int, wall_s: float) -> s
 
 def paths_of(words: list[str]) -> list[str]:
     """Return the paths that `words` name: a package by its short name, or any path as it stands."""
-    return [f"packages/{word}" if (ROOT / "packages" / word).is_dir() else word for word in words]
+    packages = {folder.name for folder in (ROOT / "packages").iterdir()}
+    return [f"packages/{word}" if word in packages else word for word in words]
 
 
 def main() -> None:

@@ -1,0 +1,76 @@
+"""The closing line counts every test of every pass, and nothing that went wrong is lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN_TESTS = Path(__file__).resolve().parents[1] / "run_tests.py"
+MIXED = """
+import pytest
+
+def test_passes(): pass
+def test_fails(): assert False
+@pytest.mark.skip(reason="here")
+def test_skips(): pass
+@pytest.mark.xfail
+def test_known(): assert False
+@pytest.fixture
+def broken(): raise RuntimeError("no")
+def test_cannot_start(broken): pass
+"""
+CRASH = """
+import os, pytest
+
+@pytest.mark.ray
+def test_takes_the_process_down(): os._exit(0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def only_needed_plugins(monkeypatch):
+    """Start pytest without the plugins of the workspace: each of these tests starts it several times."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist.plugin")
+
+
+def run(small_checkout, *arguments: str):
+    ran = small_checkout.run(sys.executable, str(RUN_TESTS), *arguments, str(small_checkout.root / "suite"))
+    return ran.returncode, ran.stdout, ran.stdout.splitlines()[-1].strip("= ").rpartition(" in ")[0]
+
+
+def write_suite(small_checkout, **files: str) -> None:
+    small_checkout.write("suite/pytest.ini", "[pytest]\nmarkers =\n    ray\n    vllm\n    gpu\n    slow\n")
+    for name, text in files.items():
+        small_checkout.write(f"suite/test_{name}.py", text)
+
+
+@pytest.mark.slow
+def test_every_verdict_and_a_crash_are_counted(small_checkout):
+    write_suite(small_checkout, mixed=MIXED, crash=CRASH)
+    code, output, closing = run(small_checkout)
+    assert code == 1
+    assert closing == "1 passed, 1 failed, 1 skipped, 2 error, 1 xfailed"  # the crash left with exit code 0
+    assert "tests ray-and-gpu: pytest exited 0 and its report does not say why" in output
+
+
+def test_green_only_with_tests_and_without_red_gates(small_checkout):
+    write_suite(small_checkout)
+    code, output, closing = run(small_checkout, "--fast")
+    assert code == 1
+    assert "found no test, and some are expected" in output
+    write_suite(small_checkout, fine="def test_passes(): pass\n")
+    code, _, closing = run(small_checkout, "--fast")
+    assert (code, closing) == (0, "1 passed, 0 failed, 0 skipped")
+    code, output, closing = run(small_checkout, "--fast", "--red-gates", "lint types")
+    assert (code, closing) == (1, "1 passed, 0 failed, 0 skipped")
+    assert "red gates: lint types" in output
+
+
+def test_a_file_that_cannot_be_collected_is_an_error(small_checkout):
+    write_suite(small_checkout, fine="def test_passes(): pass\n", broken="import no_such_module\n")
+    code, _, closing = run(small_checkout, "--fast")
+    assert code == 1
+    assert "1 error" in closing
