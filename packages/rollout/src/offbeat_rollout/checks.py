@@ -1,0 +1,90 @@
+"""What every adapter checks before it starts anything, so that all refuse the same things in the same words."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from offbeat_rollout.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.types import GenerateRequest, RolloutCapabilities, SamplingParams
+
+
+def check_config(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
+    """Refuse settings the adapter cannot honour.
+
+    Raises:
+        ConfigError: naming the setting, what came, and what is allowed.
+    """
+    who = capabilities.adapter
+    if config.device not in capabilities.devices:
+        raise ConfigError(f"{who}: device {config.device!r}; expected one of {sorted(capabilities.devices)}")
+    if config.dtype not in capabilities.dtypes:
+        raise ConfigError(f"{who}: dtype {config.dtype!r}; expected one of {sorted(capabilities.dtypes)}")
+    for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size", "cpu_threads"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{who}: `{name}` must be >= 1, got {getattr(config, name)}")
+    for name in ("start_timeout_s", "request_timeout_s"):
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"{who}: `{name}` must be > 0 seconds, got {getattr(config, name)}")
+    if config.tensor_parallel_size > 1 and "tensor_parallel" not in capabilities.features:
+        raise ConfigError(
+            f"{who}: `tensor_parallel_size` is {config.tensor_parallel_size}; this adapter has no more than 1"
+        )
+
+
+def check_request(request: GenerateRequest, max_model_len: int, vocab_size: int) -> None:
+    """Refuse a request that can never be served.
+
+    Raises:
+        RequestError: naming the request and what does not fit.
+    """
+    who = f"request {request.request_id!r}"
+    prompt = request.prompt_ids
+    if not prompt:
+        raise RequestError(f"{who}: the prompt is empty; give at least one token")
+    if len(prompt) >= max_model_len:
+        raise RequestError(
+            f"{who}: the prompt has {len(prompt)} tokens and the context {max_model_len}; "
+            "shorten the prompt or raise `max_model_len` (at least one token must fit behind the prompt)"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        bad = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise RequestError(f"{who}: prompt token {bad} is outside the vocabulary of {vocab_size}")
+    _check_sampling(who, request.sampling)
+
+
+def _check_sampling(who: str, sampling: SamplingParams) -> None:
+    if sampling.max_tokens < 1:
+        raise RequestError(f"{who}: `max_tokens` must be >= 1, got {sampling.max_tokens}")
+    if not math.isfinite(sampling.temperature) or sampling.temperature < 0:
+        raise RequestError(f"{who}: `temperature` must be >= 0 and finite, got {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1:
+        raise RequestError(f"{who}: `top_p` must be in (0, 1], got {sampling.top_p}")
+    if sampling.top_k != -1 and sampling.top_k < 1:
+        raise RequestError(f"{who}: `top_k` must be >= 1, or -1 for off, got {sampling.top_k}")
+
+
+def eos_token_ids(model_path: str) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens a model folder names (generation_config.json, else config.json).
+
+    Every completion ends at one of these as well as at its own `stop_token_ids`, whatever the adapter.
+
+    Raises:
+        ConfigError: the folder holds no config.json.
+    """
+    folder = Path(model_path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{model_path!r} holds no config.json; `model_path` must be a local Hugging Face folder"
+        )
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return tuple(cast("list[int]", found)) if isinstance(found, list) else (int(found),)
+    return ()

@@ -1,0 +1,238 @@
+"""The running batch of the Transformers adapter: prompts in, one token per row and step, finished rows out.
+
+R = rows computed (a multiple of 16; those beyond the live ones are padding), P = tokens of a prompt, V = vocabulary.
+
+All tokens but the last of a prompt are computed once into the cache ("prefill"); every logit then comes from the same
+one-token step, so prompts and completions go one way and a prompt shared by many rows is computed once.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# transformers' models are typed loosely.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_rollout.hf.cache import POSITION_STEP, ROW_STEP, SlotCache, round_positions, round_up
+from offbeat_rollout.hf.sampling import SamplingTable, sample, sampling_table, uniform_stream
+from offbeat_rollout.types import Completion, Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from transformers import PreTrainedModel
+
+    from offbeat_rollout.types import GenerateRequest
+
+_PREFILL_TOKENS = 16384  # in one call of the model; bounds the memory of a prefill
+
+
+@dataclass(slots=True)
+class Row:
+    """One request on its way."""
+
+    request: GenerateRequest
+    stops: frozenset[int]
+    limit: int  # tokens to make at most
+    uniforms: list[float]
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """Prompt and completion so far."""
+        return (*self.request.prompt_ids, *self.token_ids)
+
+    def completion(self, finish: Finish) -> Completion:
+        """Return what there is."""
+        return Completion(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            policy_versions=tuple(self.versions),
+            finish=finish,
+        )
+
+
+def new_row(request: GenerateRequest, eos: Collection[int], max_model_len: int) -> Row:
+    """Return the row of a checked request; its length is bounded by the context too."""
+    sampling = request.sampling
+    limit = min(sampling.max_tokens, max_model_len - len(request.prompt_ids))
+    greedy = sampling.temperature == 0
+    return Row(
+        request=request,
+        stops=frozenset(sampling.stop_token_ids) | frozenset(eos),
+        limit=limit,
+        uniforms=[0.0] * limit if greedy else uniform_stream(sampling.seed, limit),
+    )
+
+
+class RunningBatch:
+    """Rows that are being generated. Not thread-safe: the worker thread owns it."""
+
+    def __init__(self, model: PreTrainedModel, num_threads: int) -> None:
+        """Start empty. Rows are padded to whole steps per thread, so that threads cut the batch at step borders."""
+        self.rows: list[Row] = []
+        self._model = model
+        self._device = torch.device(model.device)
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self._row_step = ROW_STEP * num_threads
+        self._cache = SlotCache(int(model.config.get_text_config().num_hidden_layers))
+        self._mask = torch.zeros(0, 1, 1, 0)  # [slots, 1, 1, positions], 0 where there is a token, else -inf
+        self._table: SamplingTable | None = None
+        self._token_R = torch.zeros(0, dtype=torch.int64)
+        self._position_R = torch.zeros(0, dtype=torch.int64)
+        self._max_length = 0
+
+    @torch.inference_mode()
+    def join(self, rows: Sequence[Row]) -> None:
+        """Add rows; their prompts are computed now, each distinct one once."""
+        first = len(self.rows)
+        self.rows += rows
+        self._reserve()
+        self._prefill(rows, first)
+        self._refresh()
+
+    @torch.inference_mode()
+    def leave(self, gone: Callable[[Row], bool]) -> list[Row]:
+        """Take out the rows for which `gone` holds and close the gaps, so that the next step costs less."""
+        leaving = [slot for slot, row in enumerate(self.rows) if gone(row)]
+        if not leaving:
+            return []
+        left = [self.rows[slot] for slot in leaving]
+        remaining = len(self.rows) - len(leaving)
+        leaving_set = set(leaving)
+        source = [slot for slot in range(remaining, len(self.rows)) if slot not in leaving_set]
+        target = [slot for slot in leaving if slot < remaining]
+        for a, b in zip(source, target, strict=True):
+            self.rows[b] = self.rows[a]
+        del self.rows[remaining:]
+        if source:
+            self._cache.move(source, target)
+        self._refresh()
+        return left
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Compute keys and values of all live rows again, under the weights of now."""
+        if self.rows:
+            self._cache.zero()
+            self._prefill(self.rows, 0)
+
+    @torch.inference_mode()
+    def step(self, version: int) -> None:
+        """Make one token in every row, with the weights called `version`."""
+        live = len(self.rows)
+        assert live, "a step needs rows"
+        assert self._table is not None
+        rows = len(self._position_R)
+        if self._max_length >= self._cache.num_positions:
+            self._reserve()
+        mask = self._mask[:rows, :, :, : round_positions(self._max_length)]
+        mask[torch.arange(rows, device=self._device), 0, 0, self._position_R] = 0
+        self._cache.begin_decode(self._position_R, mask.shape[-1])
+        logits = self._forward(self._token_R.unsqueeze(1), self._position_R.unsqueeze(1), mask)
+        uniforms = [row.uniforms[len(row.token_ids)] for row in self.rows] + [0.0] * (rows - live)
+        uniform_R = torch.tensor(uniforms, dtype=torch.float32, device=self._device)
+        token_R, logprob_R = sample(logits[:, -1].float(), self._table, uniform_R)
+        self._token_R = token_R
+        self._position_R = self._position_R + 1
+        self._position_R[live:] = 0
+        self._max_length += 1
+        for row, token, logprob in zip(self.rows, token_R.tolist(), logprob_R.tolist(), strict=False):
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+
+    def finished(self) -> list[tuple[Row, Finish]]:
+        """Take out the rows that ended at a stop token or their limit, with the reason."""
+        return [
+            (row, Finish.STOP if row.token_ids[-1] in row.stops else Finish.LENGTH)
+            for row in self.leave(_is_done)
+        ]
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits
+
+    def _reserve(self) -> None:
+        slots = round_up(len(self.rows), self._row_step)
+        longest = max(len(row.request.prompt_ids) + len(row.token_ids) for row in self.rows)
+        if slots <= self._cache.num_slots and longest < self._cache.num_positions:
+            return
+        # Half as much again: few copies on the way, and no room for 4096 tokens where 40 are made.
+        need = min(
+            longest + longest // 2 + POSITION_STEP,
+            max(len(r.request.prompt_ids) + r.limit for r in self.rows),
+        )
+        self._cache.reserve(slots, round_positions(max(need, longest + 1)))
+        self._refresh()
+
+    def _prefill(self, rows: Sequence[Row], first: int) -> None:
+        """Fill the cache of `rows`, which sit in slots `first`, `first + 1`, ..., with all their tokens but the last."""
+        slots_of: dict[tuple[int, ...], list[int]] = {}
+        for slot, row in enumerate(rows, first):
+            slots_of.setdefault(row.known_ids[:-1], []).append(slot)
+        slots_of.pop((), None)
+        # Equal padded lengths go together: the shapes a prompt is computed in follow from its own length alone.
+        by_length: dict[int, list[tuple[int, ...]]] = {}
+        for ids in slots_of:
+            by_length.setdefault(round_up(len(ids), ROW_STEP), []).append(ids)
+        for length, prompts in by_length.items():
+            per_call = max(1, _PREFILL_TOKENS // length)
+            for start in range(0, len(prompts), per_call):
+                self._prefill_call(prompts[start : start + per_call], length, slots_of)
+
+    def _prefill_call(
+        self, prompts: Sequence[tuple[int, ...]], length: int, slots_of: dict[tuple[int, ...], list[int]]
+    ) -> None:
+        ids = torch.tensor([[*p, *([0] * (length - len(p)))] for p in prompts], device=self._device)
+        positions = torch.arange(length, device=self._device).expand(len(prompts), length)
+        firsts = [slots_of[prompt][0] for prompt in prompts]
+        self._cache.begin_prefill(torch.tensor(firsts, device=self._device))
+        # A mask of four dimensions is passed on as it is; the attention of `SlotCache` is causal by itself here.
+        self._forward(ids, positions, self._mask[:1, :, :, :1])
+        source = [slots_of[prompt][0] for prompt in prompts for _ in slots_of[prompt][1:]]
+        target = [slot for prompt in prompts for slot in slots_of[prompt][1:]]
+        if source:
+            self._cache.move(source, target)
+
+    def _refresh(self) -> None:
+        """Rebuild what depends on which rows there are."""
+        rows = round_up(len(self.rows), self._row_step) if self.rows else 0
+        padding = rows - len(self.rows)
+        lengths = [len(row.request.prompt_ids) + len(row.token_ids) for row in self.rows]
+        last = [row.token_ids[-1] if row.token_ids else row.request.prompt_ids[-1] for row in self.rows]
+        self._token_R = torch.tensor(last + [0] * padding, device=self._device, dtype=torch.int64)
+        self._position_R = torch.tensor(
+            [n - 1 for n in lengths] + [0] * padding, device=self._device, dtype=torch.int64
+        )
+        self._max_length = max(lengths, default=0)
+        reach_R1 = self._position_R.view(-1, 1)
+        column = torch.arange(self._cache.num_positions, device=self._device)
+        mask_RS = torch.zeros(rows, len(column), dtype=self._model.dtype, device=self._device)
+        self._mask = mask_RS.masked_fill_(column > reach_R1, -torch.inf)[:, None, None, :]
+        sampling = [row.request.sampling for row in self.rows]
+        if sampling:
+            padded = sampling + [sampling[0]] * padding
+            self._table = sampling_table(padded, self.vocab_size, self._device)
+
+
+def _is_done(row: Row) -> bool:
+    return len(row.token_ids) >= row.limit or bool(row.token_ids and row.token_ids[-1] in row.stops)
+
+
+def take_ids(rows: Iterable[Row]) -> list[str]:
+    """Return the request ids of `rows`."""
+    return [row.request.request_id for row in rows]

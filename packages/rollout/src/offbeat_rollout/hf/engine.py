@@ -1,0 +1,257 @@
+"""`HfEngine`: the generation interface over plain Transformers.
+
+A worker thread owns the model and generates in one running batch; the event loop only queues and collects. Requests
+join between two tokens and leave when they end. With fp32 on CPU a request that names a `seed` gives the same tokens
+and log-probs bit for bit whatever else is in the batch; in bfloat16 or on a GPU the random numbers are the same, and
+the logits only as far as matrix kernels are batch-invariant.
+
+Operations of `control`:
+
+- "weight_specs": see the interface.
+- "load_weights": payload `{"tensors": iterable of (name, tensor), "version": int, "recompute_kv": bool = False}`. The
+  whole set is checked before anything changes (`UpdateRefused` names every offender), copied in between two tokens,
+  then `version` flips. Generation in flight goes on under the new weights, with its old keys and values unless
+  `recompute_kv`. The tensors must not change until the call returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+from offbeat_rollout.checks import check_config, check_request
+from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
+from offbeat_rollout.interface import RolloutEngine
+from offbeat_rollout.types import Health, RolloutCapabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from typing import TypeVar
+
+    import torch
+
+    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.hf.worker import Worker
+    from offbeat_rollout.types import Completion, GenerateRequest, PauseMode
+
+    T = TypeVar("T")
+
+_STOP_TIMEOUT_S = 30.0
+
+
+class HfEngine(RolloutEngine):
+    """The reference engine: any full-attention causal model Transformers can load, on CPU or one GPU."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        super().__init__(config)
+        self._worker: Worker | None = None
+        self._pending: dict[str, asyncio.Future[Completion]] = {}
+        self._failure: str | None = None
+        self._asleep = False
+
+    @classmethod
+    def capabilities(cls) -> RolloutCapabilities:
+        """Say what this adapter does."""
+        return RolloutCapabilities(
+            adapter="hf",
+            devices=frozenset({"cpu", "cuda"}),
+            dtypes=frozenset({"float32", "bfloat16"}),
+            features=frozenset(
+                {"seed", "pause", "abort", "load_weights", "recompute_kv", "sleep_1", "continuous_batching"}
+            ),
+            missing={
+                "tensor_parallel": "one process, one device; use vllm",
+                "prefix_caching": "equal prompts that arrive together are computed once, nothing is kept between batches",
+                "sliding_window": "full attention only; use vllm",
+                "sleep_2": "weights cannot be discarded, they have no other home",
+            },
+        )
+
+    @property
+    def version(self) -> int:
+        """Version of the weights being served."""
+        return 0 if self._worker is None else self._worker.version
+
+    async def start(self) -> None:
+        """Load the model in the worker thread."""
+        check_config(self.config, self.capabilities())
+        if self._worker is not None:
+            raise EngineStateError("the engine is running already; `stop` it before another `start`")
+        # Transformers takes seconds to import: in the default executor, so that the loop stays responsive.
+        make_worker = await asyncio.to_thread(_worker_class)
+        loop = asyncio.get_running_loop()
+        self._failure = None
+        self._worker = make_worker(
+            self.config,
+            lambda completions: _post(loop, lambda: self._deliver(completions)),
+            lambda error: _post(loop, lambda: self._fail(error)),
+        )
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await asyncio.wrap_future(self._worker.start())
+        except TimeoutError:
+            await self.stop()
+            raise EngineStateError(
+                f"loading {self.config.model_path!r} took more than {self.config.start_timeout_s} s (`start_timeout_s`)"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Return the completion of one request; it joins the running batch at the next token."""
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Return the completions of `requests`, in their order; all are checked before any is started."""
+        worker = self._running()
+        if self._asleep:
+            raise EngineStateError("the engine sleeps; `wake` it before `generate`")
+        ids = [request.request_id for request in requests]
+        for request in requests:
+            check_request(request, self.config.max_model_len, worker.vocab_size)
+            if request.request_id in self._pending or ids.count(request.request_id) > 1:
+                raise RequestError(
+                    f"request id {request.request_id!r} is in use; ids must be unique while they run"
+                )
+        loop = asyncio.get_running_loop()
+        futures = [self._pending.setdefault(request_id, loop.create_future()) for request_id in ids]
+        worker.call(lambda: worker.submit(requests))
+        try:
+            async with asyncio.timeout(self.config.request_timeout_s):
+                return await asyncio.gather(*futures)
+        except TimeoutError:
+            undone = [
+                name
+                for name, future in zip(ids, futures, strict=True)
+                if future.cancelled() or not future.done()
+            ]
+            raise EngineStateError(
+                f"{len(undone)} of {len(ids)} requests did not end within {self.config.request_timeout_s} s "
+                f"(`request_timeout_s`), the first is {undone[0]!r}; they were aborted"
+            ) from None
+        finally:
+            left = [request_id for request_id in ids if self._pending.pop(request_id, None) is not None]
+            if left:  # cancelled or late: nobody waits for these any more
+                worker.call(lambda: worker.abort(left))
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests after the current token."""
+        worker = self._running()
+        await self._ask(lambda: worker.abort(request_ids), "abort")
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop after the current token (KEEP, ABORT) or when running requests have ended (WAIT)."""
+        worker = self._running()
+        holds = await self._ask(lambda: worker.pause(mode), "pause")
+        await self._within(asyncio.wrap_future(holds), "pause")
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        worker = self._running()
+        await self._ask(worker.resume, "resume")
+
+    async def sleep(self, level: int) -> None:
+        """Move the weights to host memory (level 1; on CPU they are there already) and drop keys and values."""
+        if level != 1:
+            raise ConfigError(
+                f"the hf adapter sleeps at level 1 only, got {level}: it cannot discard weights"
+            )
+        worker = self._running()
+        await self._ask(lambda: worker.move_model("cpu"), "sleep")
+        self._asleep = True
+
+    async def wake(self, tags: Collection[str] | None = None) -> None:
+        """Move the weights back; keys and values take memory when requests do."""
+        worker = self._running()
+        if tags is None or "weights" in tags:
+            await self._ask(lambda: worker.move_model(self.config.device), "wake")
+            self._asleep = False
+
+    async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
+        """Run "weight_specs" or "load_weights"; see the module."""
+        worker = self._running()
+        match op:
+            case "weight_specs":
+                return {"specs": await self._ask(worker.specs, op)}
+            case "load_weights":
+                version = payload.get("version")
+                if not isinstance(version, int):
+                    raise UpdateRefused(
+                        f"load_weights needs an integer `version`, got {version!r}; nothing was changed"
+                    )
+                tensors = cast("Iterable[tuple[str, torch.Tensor]]", payload["tensors"])
+                recompute_kv = bool(payload.get("recompute_kv", False))
+                await self._ask(lambda: worker.load_weights(tensors, version, recompute_kv), op)
+                return {"version": version}
+            case _:
+                raise ConfigError(
+                    f"the hf adapter has no operation {op!r}; it has 'weight_specs' and 'load_weights'"
+                )
+
+    async def health(self) -> Health:
+        """Say whether the worker thread is there; answers at once, also in the middle of a token."""
+        worker = self._worker
+        ok = worker is not None and self._failure is None
+        return Health(
+            ok=ok,
+            version=self.version,
+            num_running=len(self._pending),
+            detail=self._failure or ("" if ok else "not started"),
+        )
+
+    async def stop(self) -> None:
+        """End the worker thread; requests still running fail with `EngineStateError`."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        ended = await asyncio.to_thread(worker.stop, _STOP_TIMEOUT_S)
+        self._fail(EngineStateError("the engine was stopped"))
+        if not ended:
+            raise EngineStateError(
+                f"the generation thread did not end within {_STOP_TIMEOUT_S} s; end the process"
+            )
+
+    def _running(self) -> Worker:
+        if self._failure is not None and self._worker is not None:
+            raise EngineStateError(self._failure)
+        if self._worker is None:
+            raise EngineStateError("the engine is not running; call `start` first")
+        return self._worker
+
+    async def _ask(self, command: Callable[[], T], what: str) -> T:
+        worker = self._running()
+        return await self._within(asyncio.wrap_future(worker.call(command)), what)
+
+    async def _within(self, future: asyncio.Future[T], what: str) -> T:
+        try:
+            async with asyncio.timeout(self.config.request_timeout_s):
+                return await future
+        except TimeoutError:
+            raise EngineStateError(
+                f"`{what}` was not done within {self.config.request_timeout_s} s (`request_timeout_s`)"
+            ) from None
+
+    def _deliver(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            future = self._pending.pop(completion.request_id, None)
+            if future is not None and not future.done():
+                future.set_result(completion)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = f"generation ended: {error}"
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(EngineStateError(self._failure))
+
+
+def _worker_class() -> type[Worker]:
+    from offbeat_rollout.hf.worker import Worker
+
+    return Worker
+
+
+def _post(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(action)

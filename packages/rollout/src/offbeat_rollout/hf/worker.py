@@ -1,0 +1,216 @@
+"""The thread that generates. Everything it owns changes between two tokens, by commands that run in that thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from offbeat_rollout.checks import eos_token_ids
+from offbeat_rollout.errors import EngineStateError
+from offbeat_rollout.hf.decode import RunningBatch, new_row
+from offbeat_rollout.hf.model import apply_update, check_update, load_model, weight_specs
+from offbeat_rollout.types import Finish, PauseMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from transformers import PreTrainedModel
+
+    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.hf.decode import Row
+    from offbeat_rollout.types import Completion, GenerateRequest
+
+T = TypeVar("T")
+
+_IDLE_WAIT_S = 1.0  # an idle thread looks around this often; every command wakes it at once
+
+
+class Worker:
+    """Generates in a thread of its own and hands completions to `deliver` (called in that thread)."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        deliver: Callable[[list[Completion]], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Prepare; `failed` is called once if generating dies, after which the thread is gone."""
+        self.version = 0
+        self.num_running = 0
+        self.vocab_size = 0
+        self._config = config
+        self._deliver = deliver
+        self._failed = failed
+        self._changed = threading.Condition()
+        self._commands: deque[tuple[Callable[[], None], Future[Any]]] = deque()
+        self._stopping = False
+        self._dead: str | None = None  # why the thread no longer takes commands
+        self._paused = False
+        self._drained: Future[None] | None = None  # someone waits for the running requests to end
+        self._waiting: deque[Row] = deque()
+        self._held: deque[Row] = deque()  # arrived after a pause that waits; they start at `resume`
+        self._eos: tuple[int, ...] = ()
+        self._thread = threading.Thread(target=self._run, name="offbeat-hf-generate", daemon=True)
+
+    def start(self) -> Future[None]:
+        """Start the thread; the result comes when the model is loaded."""
+        self._thread.start()
+        return self.call(self._load)
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Run `command` in the thread, between two tokens."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except BaseException as error:  # noqa: BLE001 - handed to whoever asked
+                future.set_exception(error)
+
+        with self._changed:
+            if self._dead is not None:
+                future.set_exception(EngineStateError(self._dead))
+                return future
+            self._commands.append((run, future))
+            self._changed.notify()
+        return future
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after the current token; True if it ended within `timeout_s`."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # Commands: run in the thread through `call`.
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Queue checked requests."""
+        rows = [new_row(request, self._eos, self._config.max_model_len) for request in requests]
+        (self._waiting if self._drained is None else self._held).extend(rows)
+
+    def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests with what they have."""
+        wanted = frozenset(request_ids)
+        self._abort_where(lambda row: row.request.request_id in wanted)
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop between two tokens; the future ends when the pause holds."""
+        done: Future[None] = Future()
+        if mode is PauseMode.WAIT and (self._batch.rows or self._waiting) and not self._paused:
+            self._drained = done
+            return done
+        if mode is PauseMode.ABORT:
+            self._abort_where(lambda _: True)
+        self._paused = True
+        done.set_result(None)
+        return done
+
+    def resume(self) -> None:
+        """Go on."""
+        self._paused = False
+        self._waiting.extend(self._held)
+        self._held.clear()
+        drained, self._drained = self._drained, None
+        if drained is not None:
+            drained.set_exception(
+                EngineStateError("resumed while a pause was still waiting for requests to end")
+            )
+
+    def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return the weights' names, shapes and dtypes."""
+        return weight_specs(self._model)
+
+    def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool
+    ) -> None:
+        """Check all, then change all, then serve them as `version`."""
+        apply_update(self._model, check_update(self._model, tensors))
+        self.version = version
+        if recompute_kv:
+            self._batch.recompute()
+
+    def move_model(self, device: str) -> None:
+        """Move the weights; nothing may be running, keys and values are dropped."""
+        if self._batch.rows or self._waiting:
+            raise EngineStateError(
+                f"{len(self._batch.rows) + len(self._waiting)} requests are running; `pause(ABORT)` before `sleep`"
+            )
+        self._model.to(device)  # pyright: ignore[reportArgumentType] # a device name is fine
+        self._batch = RunningBatch(self._model, self._config.cpu_threads)
+
+    # The thread.
+
+    def _load(self) -> None:
+        # Of the calling thread (OpenMP) and, where torch uses MKL, of the process: one engine per process.
+        torch.set_num_threads(self._config.cpu_threads)
+        self._eos = eos_token_ids(self._config.model_path)
+        self._model: PreTrainedModel = load_model(self._config)
+        self._batch = RunningBatch(self._model, self._config.cpu_threads)
+        self.vocab_size = self._batch.vocab_size
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if self._may_step():
+                    self._advance()
+        except BaseException as error:  # noqa: BLE001 - turned into every request's failure
+            self._close(f"generation failed: {error!r}; start a new engine")
+            self._failed(error)
+        else:
+            self._close("the engine was stopped; start a new one")
+
+    def _take_commands(self) -> bool:
+        """Run what was asked for; wait if there is nothing else to do. False at the end."""
+        with self._changed:
+            while not (self._commands or self._stopping or self._may_step()):
+                self._changed.wait(_IDLE_WAIT_S)
+            commands = list(self._commands)
+            self._commands.clear()
+        for command, _ in commands:
+            command()
+        return not self._stopping
+
+    def _may_step(self) -> bool:
+        return not self._paused and (bool(self._waiting) or self.num_running > 0)
+
+    def _advance(self) -> None:
+        room = self._config.max_num_seqs - len(self._batch.rows)
+        if self._waiting and room > 0:
+            self._batch.join([self._waiting.popleft() for _ in range(min(room, len(self._waiting)))])
+        self._batch.step(self.version)
+        done = [row.completion(finish) for row, finish in self._batch.finished()]
+        self.num_running = len(self._batch.rows)
+        if done:
+            self._deliver(done)
+        if self._drained is not None and not self._batch.rows and not self._waiting:
+            drained, self._drained = self._drained, None
+            self._paused = True
+            self._waiting.extend(self._held)
+            self._held.clear()
+            drained.set_result(None)
+
+    def _abort_where(self, chosen: Callable[[Row], bool]) -> None:
+        ended = self._batch.leave(chosen)
+        self.num_running = len(self._batch.rows)
+        for queue in (self._waiting, self._held):
+            rows = list(queue)
+            queue.clear()
+            queue.extend(row for row in rows if not chosen(row))
+            ended += [row for row in rows if chosen(row)]
+        if ended:
+            self._deliver([row.completion(Finish.ABORT) for row in ended])
+
+    def _close(self, why: str) -> None:
+        with self._changed:
+            self._dead = why
+            commands = list(self._commands)
+            self._commands.clear()
+        for _, future in commands:
+            future.set_exception(EngineStateError(why))

@@ -1,0 +1,43 @@
+"""Adapters by name, open to third parties through the entry-point group `offbeat.rollouts`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, cast
+
+from offbeat_rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offbeat_rollout.interface import RolloutEngine
+
+ENTRY_POINT_GROUP = "offbeat.rollouts"
+
+# Those of this package need no installed metadata; an entry point of the same name goes first.
+_BUILT_IN = {
+    "hf": ("offbeat_rollout.hf", "HfEngine"),
+    "vllm": ("offbeat_rollout.vllm", "VllmEngine"),
+}
+
+
+def adapter_names() -> list[str]:
+    """Return the names of all installed adapters, sorted."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} | set(_BUILT_IN))
+
+
+def adapter_class(name: str) -> type[RolloutEngine]:
+    """Return the adapter registered as `name`; its generation library is imported at `start`, not here.
+
+    Raises:
+        ConfigError: nothing is registered under that name.
+    """
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            return cast("type[RolloutEngine]", point.load())
+    if name in _BUILT_IN:
+        module, attribute = _BUILT_IN[name]
+        return cast("type[RolloutEngine]", getattr(import_module(module), attribute))
+    raise ConfigError(
+        f"no rollout adapter named {name!r}; installed: {', '.join(adapter_names())}. "
+        f"A package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
+    )

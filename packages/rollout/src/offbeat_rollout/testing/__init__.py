@@ -1,0 +1,9 @@
+"""What tests of rollout engines need: a scripted engine, a tiny model, and the contract every engine passes."""
+
+from __future__ import annotations
+
+from offbeat_rollout.testing.contract import Subject, rollout_contract
+from offbeat_rollout.testing.models import make_tiny_model, reference_logprobs
+from offbeat_rollout.testing.scripted import ScriptedRollout
+
+__all__ = ["ScriptedRollout", "Subject", "make_tiny_model", "reference_logprobs", "rollout_contract"]

@@ -1,0 +1,251 @@
+"""The contract of `RolloutEngine`, as checks that run against any engine. They use no test framework.
+
+@pytest.mark.parametrize("check", rollout_contract)
+async def test_contract(check, subject):
+    await rollout_contract[check](subject)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from offbeat_rollout.errors import EngineStateError, RequestError
+from offbeat_rollout.types import Completion, Finish, GenerateRequest, PauseMode, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from offbeat_rollout.interface import RolloutEngine
+
+_ids = count()
+_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """An engine under test: started, not paused, with nothing running; and who to compare it with."""
+
+    engine: RolloutEngine
+    vocab_size: int
+    logprobs: Callable[
+        [Sequence[int], Sequence[int], SamplingParams], list[float]
+    ]  # (prompt, tokens, sampling) -> [T]
+    tolerance: float = 1e-4  # of log-probs; what fp32 reaches
+
+    def request(self, prompt: Sequence[int] = (5, 6, 7), **sampling: object) -> GenerateRequest:
+        """Return a request with an id of its own."""
+        params = SamplingParams(**{"max_tokens": 12, **sampling})  # pyright: ignore[reportArgumentType] # field names
+        return GenerateRequest(request_id=f"contract-{next(_ids)}", prompt_ids=tuple(prompt), sampling=params)
+
+
+async def _lengths(subject: Subject) -> None:
+    requests = [subject.request(tuple(range(1, 2 + n)), max_tokens=n, seed=n) for n in (1, 2, 7, 40)]
+    for request, completion in zip(requests, await subject.engine.generate_many(requests), strict=True):
+        assert completion.request_id == request.request_id, "results must be in the order of the requests"
+        assert len(completion.token_ids) == request.sampling.max_tokens
+        assert completion.finish is Finish.LENGTH
+        assert all(0 <= token < subject.vocab_size for token in completion.token_ids)
+        assert completion.policy_versions == (subject.engine.version,) * len(completion.token_ids)
+
+
+async def _logprobs(subject: Subject) -> None:
+    variants: list[dict[str, object]] = [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"temperature": 1.3, "top_k": 8},
+    ]
+    requests = [
+        subject.request(tuple(range(3, 4 + 5 * i)), max_tokens=24, seed=i, **variants[i % len(variants)])
+        for i in range(12)
+    ]
+    for request, completion in zip(requests, await subject.engine.generate_many(requests), strict=True):
+        expected = subject.logprobs(request.prompt_ids, completion.token_ids, request.sampling)
+        worst = max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
+        assert worst <= subject.tolerance, f"log-probs differ by {worst} for {request.sampling}"
+
+
+async def _greedy(subject: Subject) -> None:
+    request = subject.request(max_tokens=3, temperature=0.0)
+    completion = await subject.engine.generate(request)
+    for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        so_far = (*request.prompt_ids, *completion.token_ids[:position])
+        best = max(
+            subject.logprobs(so_far, (other,), request.sampling)[0] for other in range(subject.vocab_size)
+        )
+        assert logprob >= best - subject.tolerance, f"token {token} at {position} is not the most likely one"
+
+
+async def _stop_tokens(subject: Subject) -> None:
+    free = await subject.engine.generate(subject.request(seed=3))
+    stop = free.token_ids[5]
+    first = free.token_ids.index(stop)
+    stopped = await subject.engine.generate(subject.request(seed=3, stop_token_ids=(stop,)))
+    assert stopped.token_ids == free.token_ids[: first + 1], (
+        "the stop token belongs to the completion, nothing after it"
+    )
+    assert stopped.finish is Finish.STOP
+
+
+async def _seeds(subject: Subject) -> None:
+    def requests() -> list[GenerateRequest]:
+        return [subject.request(tuple(range(1, 3 + i % 9)), seed=i, max_tokens=5 + i) for i in range(20)]
+
+    together = await subject.engine.generate_many(requests())
+    alone = [await subject.engine.generate(request) for request in requests()[::5]]
+    for one, many in zip(alone, together[::5], strict=True):
+        assert one.token_ids == many.token_ids, (
+            "a seeded request must not depend on what else is in the batch"
+        )
+    same_prompt = [subject.request(seed=seed, max_tokens=16) for seed in (0, 0, 1)]
+    first, again, other = await subject.engine.generate_many(same_prompt)
+    assert first.token_ids == again.token_ids
+    assert first.token_ids != other.token_ids, "different seeds must give different samples"
+    unseeded = await subject.engine.generate_many([subject.request(max_tokens=16) for _ in range(2)])
+    assert unseeded[0].token_ids != unseeded[1].token_ids, (
+        "requests without a seed must not repeat one another"
+    )
+
+
+async def _concurrent(subject: Subject) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(subject.engine.generate(subject.request(max_tokens=1 + i, seed=i)))
+            for i in range(24)
+        ]
+    assert [len(task.result().token_ids) for task in running] == [1 + i for i in range(24)]
+
+
+async def _refusals(subject: Subject) -> None:
+    limit = subject.engine.config.max_model_len
+    bad = [
+        subject.request(()),
+        subject.request((1,) * limit),
+        subject.request((subject.vocab_size,)),
+        subject.request(max_tokens=0),
+        subject.request(temperature=-1.0),
+        subject.request(top_p=0.0),
+        subject.request(top_k=0),
+    ]
+    for request in bad:
+        try:
+            await subject.engine.generate(request)
+        except RequestError as error:
+            message = str(error)
+        else:
+            raise AssertionError(f"a request that cannot be served was accepted: {request}")
+        assert request.request_id in message, "the error must name the request"
+    good = await subject.engine.generate(subject.request(max_tokens=2))
+    assert len(good.token_ids) == 2
+
+
+async def _context_end(subject: Subject) -> None:
+    limit = subject.engine.config.max_model_len
+    completion = await subject.engine.generate(subject.request((1,) * (limit - 3), max_tokens=50, seed=0))
+    assert len(completion.token_ids) == 3
+    assert completion.finish is Finish.LENGTH
+
+
+def _long(subject: Subject, seed: int = 0) -> GenerateRequest:
+    return subject.request(max_tokens=subject.engine.config.max_model_len - 3, seed=seed)
+
+
+async def _start(subject: Subject, request: GenerateRequest) -> asyncio.Task[Completion]:
+    task = asyncio.create_task(subject.engine.generate(request), name=request.request_id)
+    await asyncio.sleep(0.02)
+    return task
+
+
+async def _pause_keep(subject: Subject) -> None:
+    alone = await subject.engine.generate(_long(subject))
+    task = await _start(subject, _long(subject))
+    await subject.engine.pause(PauseMode.KEEP)
+    newcomer = await _start(subject, subject.request(max_tokens=1))
+    await asyncio.sleep(0.3)
+    assert not newcomer.done(), "a request that arrives during a pause must wait"
+    assert not task.done(), "a paused request must not go on (or the model is too fast for this check)"
+    await subject.engine.resume()
+    await subject.engine.resume()  # harmless
+    completion = await asyncio.wait_for(task, _DEADLINE_S)
+    assert completion.token_ids == alone.token_ids, "a kept request must go on where it was"
+    assert completion.finish is Finish.LENGTH
+    assert len((await asyncio.wait_for(newcomer, _DEADLINE_S)).token_ids) == 1
+
+
+async def _pause_abort(subject: Subject) -> None:
+    alone = await subject.engine.generate(_long(subject))
+    task = await _start(subject, _long(subject))
+    await subject.engine.pause(PauseMode.ABORT)
+    completion = await asyncio.wait_for(task, _DEADLINE_S)
+    assert completion.finish is Finish.ABORT
+    assert len(completion.token_ids) < len(alone.token_ids)
+    assert completion.token_ids == alone.token_ids[: len(completion.token_ids)], (
+        "an aborted request keeps what it has"
+    )
+    await subject.engine.resume()
+    assert (await subject.engine.generate(subject.request())).finish is Finish.LENGTH
+
+
+async def _pause_wait(subject: Subject) -> None:
+    tasks = [await _start(subject, subject.request(max_tokens=30, seed=i)) for i in range(3)]
+    await subject.engine.pause(PauseMode.WAIT)
+    done = await asyncio.wait_for(asyncio.gather(*tasks), 1.0)
+    assert [completion.finish for completion in done] == [Finish.LENGTH] * 3
+    newcomer = await _start(subject, subject.request(max_tokens=1))
+    await asyncio.sleep(0.2)
+    assert not newcomer.done(), "a request that arrives during a pause must wait"
+    await subject.engine.resume()
+    await asyncio.wait_for(newcomer, _DEADLINE_S)
+
+
+async def _abort(subject: Subject) -> None:
+    doomed, kept = _long(subject, seed=1), _long(subject, seed=2)
+    tasks = [await _start(subject, request) for request in (doomed, kept)]
+    await subject.engine.abort([doomed.request_id, "nobody"])
+    first, second = await asyncio.wait_for(asyncio.gather(*tasks), _DEADLINE_S)
+    assert first.finish is Finish.ABORT
+    assert len(first.token_ids) < len(second.token_ids)
+    assert second.finish is Finish.LENGTH
+
+
+async def _cancel(subject: Subject) -> None:
+    task = await _start(subject, _long(subject))
+    task.cancel()
+    await asyncio.wait([task], timeout=_DEADLINE_S)
+    assert task.cancelled()
+    completion = await subject.engine.generate(subject.request(max_tokens=2))
+    assert len(completion.token_ids) == 2
+    assert (await subject.engine.health()).num_running == 0, "a cancelled request must not go on running"
+
+
+async def _health(subject: Subject) -> None:
+    health = await subject.engine.health()
+    assert health.ok
+    assert health.version == subject.engine.version
+    assert health.num_running == 0
+    try:
+        await subject.engine.start()
+    except EngineStateError:
+        return
+    raise AssertionError("a second `start` must be refused")
+
+
+rollout_contract: dict[str, Callable[[Subject], Awaitable[None]]] = {
+    "lengths": _lengths,
+    "logprobs": _logprobs,
+    "greedy": _greedy,
+    "stop_tokens": _stop_tokens,
+    "seeds": _seeds,
+    "concurrent": _concurrent,
+    "refusals": _refusals,
+    "context_end": _context_end,
+    "pause_keep": _pause_keep,
+    "pause_abort": _pause_abort,
+    "pause_wait": _pause_wait,
+    "abort": _abort,
+    "cancel": _cancel,
+    "health": _health,
+}

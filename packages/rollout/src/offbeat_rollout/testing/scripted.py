@@ -1,0 +1,205 @@
+"""An engine without a model: it says what a script says, and pauses, aborts and changes versions like a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from offbeat_rollout.checks import check_request
+from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
+from offbeat_rollout.interface import RolloutEngine
+from offbeat_rollout.types import Completion, Finish, Health, PauseMode, RolloutCapabilities
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.types import GenerateRequest
+
+    # The tokens of one completion, longest first choice; it is cut at `max_tokens` and at a stop token.
+    Script = Callable[[GenerateRequest], Sequence[int]]
+
+
+@dataclass(slots=True)
+class _Running:
+    request: GenerateRequest
+    script: Sequence[int]
+    done: asyncio.Future[Completion]
+    versions: list[int] = field(default_factory=list[int])
+
+    def end(self, finish: Finish, logprob: float) -> None:
+        if not self.done.done():
+            tokens = tuple(self.script[: len(self.versions)])
+            completion = Completion(
+                request_id=self.request.request_id,
+                token_ids=tokens,
+                logprobs=(logprob,) * len(tokens),
+                policy_versions=tuple(self.versions),
+                finish=finish,
+            )
+            self.done.set_result(completion)
+
+
+class ScriptedRollout(RolloutEngine):
+    """Says `script(request)`; by default uniform tokens drawn from the request's seed, so log-probs are -log V.
+
+    Every `token_s` seconds each running request gets one token, stamped with the version of that moment.
+    `control("load_weights", {"tensors", "version"})` checks names against `specs` and changes the version.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        script: Script | None = None,
+        *,
+        vocab_size: int = 96,
+        token_s: float = 0.001,
+        specs: Sequence[tuple[str, tuple[int, ...], str]] = (),
+    ) -> None:
+        super().__init__(config)
+        self._script = self._uniform if script is None else script
+        self._vocab_size = vocab_size
+        self._token_s = token_s
+        self._specs = list(specs)
+        self._version = 0
+        self._running: dict[str, _Running] = {}
+        self._go = asyncio.Event()
+        self._draining: frozenset[str] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def capabilities(cls) -> RolloutCapabilities:
+        """Say what this adapter does."""
+        return RolloutCapabilities(
+            adapter="scripted",
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({"float32"}),
+            features=frozenset({"seed", "pause", "abort", "load_weights"}),
+            missing={"model": "tokens come from a script"},
+        )
+
+    @property
+    def version(self) -> int:
+        """Version being served."""
+        return self._version
+
+    async def start(self) -> None:
+        """Begin the clock."""
+        if self._task is not None:
+            raise EngineStateError("the engine is running already; `stop` it before another `start`")
+        self._go.set()
+        self._task = asyncio.create_task(self._tick(), name="scripted rollout")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Return what the script says for `request`."""
+        if self._task is None:
+            raise EngineStateError("the engine is not running; call `start` first")
+        check_request(request, self.config.max_model_len, self._vocab_size)
+        name = request.request_id
+        if name in self._running:
+            raise RequestError(f"request id {name!r} is in use; ids must be unique while they run")
+        running = _Running(request, self._script(request), asyncio.get_running_loop().create_future())
+        self._running[name] = running
+        try:
+            async with asyncio.timeout(self.config.request_timeout_s):
+                return await running.done
+        except TimeoutError:
+            raise EngineStateError(f"{name!r} did not end within {self.config.request_timeout_s} s") from None
+        finally:
+            self._running.pop(name, None)
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests with what they have."""
+        for name in request_ids:
+            if name in self._running:
+                self._running[name].end(Finish.ABORT, self._logprob)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop the clock; WAIT lets those that are there run to their end first."""
+        if mode is PauseMode.ABORT:
+            await self.abort(list(self._running))
+        if mode is PauseMode.WAIT and self._go.is_set() and self._running:
+            self._draining = frozenset(self._running)
+            async with asyncio.timeout(self.config.request_timeout_s):
+                await asyncio.wait([running.done for running in self._running.values()])
+            self._draining = None
+        self._go.clear()
+
+    async def resume(self) -> None:
+        """Let the clock run."""
+        self._go.set()
+
+    async def sleep(self, level: int) -> None:
+        """Do nothing: there is no memory to release."""
+        del level
+
+    async def wake(self, tags: Collection[str] | None = None) -> None:
+        """Do nothing."""
+        del tags
+
+    async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
+        """Run "weight_specs" or "load_weights"."""
+        if op == "weight_specs":
+            return {"specs": list(self._specs)}
+        if op != "load_weights":
+            raise ConfigError(
+                f"the scripted engine has no operation {op!r}; it has 'weight_specs' and 'load_weights'"
+            )
+        given = {name for name, _ in cast("Iterable[tuple[str, object]]", payload["tensors"])}
+        wrong = sorted(given ^ {name for name, _, _ in self._specs})
+        if wrong:
+            raise UpdateRefused(f"unknown or missing: {', '.join(wrong)}; nothing was changed")
+        self._version = cast("int", payload["version"])
+        return {"version": self._version}
+
+    async def health(self) -> Health:
+        """Say whether the clock runs."""
+        ok = self._task is not None and not self._task.done()
+        return Health(
+            ok=ok, version=self._version, num_running=len(self._running), detail="" if ok else "not running"
+        )
+
+    async def stop(self) -> None:
+        """Stop for good; requests still running fail."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait([task], timeout=self.config.request_timeout_s)
+        for running in self._running.values():
+            if not running.done.done():
+                running.done.set_exception(EngineStateError("the engine was stopped"))
+
+    @property
+    def _logprob(self) -> float:
+        return -math.log(self._vocab_size)
+
+    def _uniform(self, request: GenerateRequest) -> Sequence[int]:
+        sampling = request.sampling
+        if sampling.temperature == 0:
+            return [0] * sampling.max_tokens
+        bits = np.random.Philox() if sampling.seed is None else np.random.Philox(key=sampling.seed % 2**128)
+        return (np.random.Generator(bits).random(sampling.max_tokens) * self._vocab_size).astype(int).tolist()
+
+    async def _tick(self) -> None:
+        while True:
+            await self._go.wait()
+            await asyncio.sleep(self._token_s)
+            if self._go.is_set():
+                for name, running in list(self._running.items()):
+                    if (self._draining is None or name in self._draining) and not running.done.done():
+                        self._advance(running)
+
+    def _advance(self, running: _Running) -> None:
+        sampling = running.request.sampling
+        room = self.config.max_model_len - len(running.request.prompt_ids)
+        limit = min(sampling.max_tokens, room, len(running.script))
+        running.versions.append(self._version)
+        if running.script[len(running.versions) - 1] in sampling.stop_token_ids:
+            running.end(Finish.STOP, self._logprob)
+        elif len(running.versions) >= limit:
+            running.end(Finish.LENGTH, self._logprob)

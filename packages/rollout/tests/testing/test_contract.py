@@ -1,0 +1,49 @@
+"""One contract, every engine: scripted, Transformers, and (marker vllm) vLLM in vllm/test_engine.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import pytest_asyncio
+from transformers import AutoModelForCausalLM
+
+from offbeat_rollout import RolloutConfig
+from offbeat_rollout.hf import HfEngine
+from offbeat_rollout.testing import (
+    ScriptedRollout,
+    Subject,
+    make_tiny_model,
+    reference_logprobs,
+    rollout_contract,
+)
+
+VOCAB = 96
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["scripted", "hf"])
+async def subject(request, tmp_path_factory):
+    if request.param == "scripted":
+        engine = ScriptedRollout(RolloutConfig(model_path="", max_model_len=128), vocab_size=VOCAB)
+        await engine.start()
+        yield Subject(
+            engine=engine,
+            vocab_size=VOCAB,
+            logprobs=lambda prompt, tokens, sampling: [-math.log(VOCAB)] * len(tokens),
+        )
+    else:
+        path = make_tiny_model(tmp_path_factory.mktemp("model"))
+        engine = HfEngine(RolloutConfig(model_path=path, max_model_len=256, max_num_seqs=64))
+        await engine.start()
+        model = AutoModelForCausalLM.from_pretrained(path).eval()
+        yield Subject(
+            engine=engine,
+            vocab_size=VOCAB,
+            logprobs=lambda prompt, tokens, sampling: reference_logprobs(model, prompt, tokens, sampling),
+        )
+    await engine.stop()
+
+
+@pytest.mark.parametrize("check", rollout_contract)
+async def test_contract(check, subject):
+    await rollout_contract[check](subject)
