@@ -1,0 +1,218 @@
+"""Sums to be worked out digit by digit, from the right: `345+678=` is `5+8=13,4+7+1=12,3+6+1=10;1023`.
+
+The reward is exact and looks at the result alone: what stands after the last `;` must be the sum, and the
+completion must have ended by itself. The worked examples of the warm-up forget each carry with probability
+`forget_carry`; a policy that imitates them is right about as often as sums need no carry, and reinforcement
+learning has to find out that carries pay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from offbeat_recipes.errors import TaskError
+from offbeat_recipes.tasks.char_model import CharModelShape, char_model_folder, char_tokenizer
+from offbeat_recipes.tasks.streams import Stream, stream
+from offbeat_rollout import Finish
+from offbeat_trainer import Example, Prompt, Score
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+    from offbeat_recipes.config import ArithmeticConfig
+    from offbeat_rollout import Completion
+
+ALPHABET = "0123456789+=,;"
+MAX_LEVEL = 9
+
+
+def max_prompt_tokens(level: int) -> int:
+    """Return the length of every prompt of `level`: two operands, `+` and `=`."""
+    return 2 * level + 2
+
+
+def max_answer_tokens(level: int) -> int:
+    """Return the length of the longest right answer of `level`, its end token included."""
+    return 9 * level + level + 2  # `9+9+1=19` and a separator for each digit, the sum, the end
+
+
+def worked_answer(left: int, right: int, forget: Sequence[bool]) -> str:
+    """Return the worked sum of two operands of equally many digits; `forget[i]` forgets the carry into digit i.
+
+    With nothing forgotten the result is the sum.
+    """
+    carry, steps, digits = 0, list[str](), ""
+    pairs = zip(reversed(str(left)), reversed(str(right)), strict=True)
+    for (one, other), forgets in zip(pairs, forget, strict=True):
+        used = 0 if forgets else carry
+        total = int(one) + int(other) + used
+        steps.append(f"{one}+{other}{'+1' if used else ''}={total}")
+        digits = f"{total % 10}{digits}"
+        carry = total // 10
+    return f"{','.join(steps)};{'1' if carry else ''}{digits}"
+
+
+def is_right(text: str, left: int, right: int) -> bool:
+    """Say whether the answer `text` ends in `;` and the exact sum, nothing before or after it."""
+    _, mark, result = text.rpartition(";")
+    return mark == ";" and result == str(left + right)
+
+
+class ArithmeticTask:
+    """Additions of two `level`-digit numbers.
+
+    Which ones are held out is decided by a digest of the operands (in either order), whatever the seed: warm-up
+    and training never meet one.
+    """
+
+    def __init__(self, config: ArithmeticConfig, seed: int) -> None:
+        """Check `config`; `seed` decides the order of prompts.
+
+        Raises:
+            TaskError: a level, a share or a shape that cannot be.
+        """
+        if not 1 <= config.level <= MAX_LEVEL:
+            raise TaskError(f"task.level: expected 1 to {MAX_LEVEL} digits, got {config.level}")
+        if not 0 < config.held_out_fraction < 1:
+            raise TaskError(
+                f"task.held_out_fraction: expected more than 0 and less than 1, got {config.held_out_fraction}"
+            )
+        if config.hidden_size % (2 * config.num_heads):
+            raise TaskError(
+                f"task.hidden_size {config.hidden_size} must be a multiple of twice task.num_heads "
+                f"({config.num_heads}): rotary positions turn pairs of each head's dimensions"
+            )
+        self.max_prompt_tokens = max_prompt_tokens(config.level)
+        self.notes: tuple[str, ...] = ()
+        self._config = config
+        self._seed = seed
+        self._num_pairs = (9 * 10 ** (config.level - 1)) ** 2
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """One token per character; see `offbeat_recipes.tasks.char_model`."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return char_tokenizer(ALPHABET)
+
+    @cached_property
+    def shape(self) -> CharModelShape:
+        """The shape of the model that the task makes."""
+        config = self._config
+        return CharModelShape(
+            alphabet=ALPHABET,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            intermediate_size=config.intermediate_size,
+            initializer_range=config.initializer_range,
+            rope_theta=config.rope_theta,
+        )
+
+    def model_folder(self, cache_dir: Path, seed: int) -> Path:
+        """Return a folder with a model of `shape`, its weights drawn from `seed`; made where it is not there."""
+        return char_model_folder(self.shape, cache_dir, seed)
+
+    def is_held_out(self, left: int, right: int) -> bool:
+        """Say whether this sum is for validation alone."""
+        key = f"{min(left, right)}+{max(left, right)}".encode()
+        share = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") / 2**64
+        return share < self._config.held_out_fraction
+
+    def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
+        """Return `num_prompts` different training prompts; a pure function of seed and step."""
+        rng = stream(self._seed, Stream.PROMPTS, step)
+        return [self._prompt(*pair) for pair in self._distinct(rng, num_prompts, held_out=False)]
+
+    def validation_prompts(self, num_prompts: int) -> list[Prompt]:
+        """Return up to `num_prompts` different held-out prompts, the same whatever the run's seed."""
+        count = min(num_prompts, self._available(held_out=True))
+        rng = stream(0, Stream.HELD_OUT)
+        return [self._prompt(*pair) for pair in self._distinct(rng, count, held_out=True)]
+
+    def examples(self, step: int, num_examples: int) -> list[Example]:
+        """Return worked examples of training prompts, carries forgotten at `forget_carry`."""
+        rng = stream(self._seed, Stream.EXAMPLES, step)
+        made: list[Example] = []
+        for _ in range(num_examples):
+            left, right = self._draw(rng, held_out=False)
+            forget = rng.random(self._config.level) < self._config.forget_carry
+            answer = worked_answer(left, right, [bool(value) for value in forget])
+            made.append(
+                Example(
+                    prompt_ids=self._encode(f"{left}+{right}="),
+                    completion_ids=(*self._encode(answer), *self.stop_token_ids()),
+                )
+            )
+        return made
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """Return 1 for a completion that ended by itself with the exact sum, else 0."""
+        left, right = prompt.data["left"], prompt.data["right"]
+        assert isinstance(left, int)
+        assert isinstance(right, int)
+        ended = completion.finish is Finish.STOP and completion.token_ids[-1:] == self.stop_token_ids()
+        # The end token is cut off first: decoded with it, `;12<pad><eos>` must not pass for `;12`.
+        right_answer = ended and is_right(self._raw(completion.token_ids[:-1]), left, right)
+        return Score(reward=float(right_answer), correct=right_answer)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the characters of `token_ids`, without the end token."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Return the end token."""
+        end = self.tokenizer.eos_token_id
+        assert isinstance(end, int)
+        return (end,)
+
+    def _raw(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._ids[character] for character in text)
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        vocabulary = self.tokenizer.get_vocab()
+        return {character: vocabulary[character] for character in ALPHABET}
+
+    def _prompt(self, left: int, right: int) -> Prompt:
+        text = f"{left}+{right}="
+        return Prompt(
+            uid=f"arithmetic:{left}+{right}",
+            text=text,
+            token_ids=self._encode(text),
+            data={"left": left, "right": right, "answer": str(left + right)},
+        )
+
+    def _available(self, *, held_out: bool) -> int:
+        # Half of the pool at most: drawing with rejection stays quick.
+        share = self._config.held_out_fraction if held_out else 1 - self._config.held_out_fraction
+        return int(self._num_pairs * share / 2)
+
+    def _distinct(self, rng: np.random.Generator, count: int, *, held_out: bool) -> list[tuple[int, int]]:
+        if count > self._available(held_out=held_out):
+            raise TaskError(
+                f"{count} different prompts asked of a pool of about {2 * self._available(held_out=held_out)}; "
+                "raise task.level or take fewer prompts"
+            )
+        pairs: dict[tuple[int, int], None] = {}  # a set that keeps the order of drawing
+        while len(pairs) < count:
+            pairs[self._draw(rng, held_out=held_out)] = None
+        return list(pairs)
+
+    def _draw(self, rng: np.random.Generator, *, held_out: bool) -> tuple[int, int]:
+        low, high = 10 ** (self._config.level - 1), 10**self._config.level
+        while True:
+            left, right = (int(value) for value in rng.integers(low, high, size=2))
+            if self.is_held_out(left, right) is held_out:
+                return left, right

@@ -1,0 +1,84 @@
+"""What a run needs of a task, and how a task is found by its settings."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Protocol, assert_never, cast
+
+from offbeat_recipes.config import ArithmeticConfig, ExternalTaskConfig, FileConfig, Gsm8kConfig
+from offbeat_recipes.errors import TaskError
+from offbeat_trainer import Supervised, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerBase
+
+    from offbeat_recipes.config import TaskConfig
+
+ENTRY_POINT_GROUP = "offbeat.tasks"
+
+
+class RunnableTask(Task, Supervised, Protocol):
+    """A task with everything a run asks of it.
+
+    `max_prompt_tokens` bounds every prompt it hands out. `notes` are sentences for the person who starts the run
+    (say, how many overlong prompts were left out).
+    """
+
+    max_prompt_tokens: int
+    notes: tuple[str, ...]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that prompts were made with; the model's own."""
+        ...
+
+    def model_folder(self, cache_dir: Path, seed: int) -> Path:
+        """Return a local Hugging Face folder of the model to start from; made in `cache_dir` where the task does.
+
+        Two calls with one seed give the same weights.
+        """
+        ...
+
+
+def make_task(config: TaskConfig, model_path: str, seed: int) -> RunnableTask:
+    """Return the task that `config` describes, its data read and checked.
+
+    Args:
+        config: the section `task` of a run.
+        model_path: the model's folder, for tasks that use its tokenizer; "" where the task makes a model.
+        seed: decides the order of prompts.
+
+    Raises:
+        TaskError: it cannot be made; data errors name file, row and key.
+    """
+    match config:
+        case ArithmeticConfig():
+            from offbeat_recipes.tasks.arithmetic import ArithmeticTask
+
+            return ArithmeticTask(config, seed)
+        case Gsm8kConfig():
+            from offbeat_recipes.tasks.gsm8k import Gsm8kTask
+
+            return Gsm8kTask(config, model_path, seed)
+        case FileConfig():
+            from offbeat_recipes.tasks.file import FileTask
+
+            return FileTask(config, model_path, seed)
+        case ExternalTaskConfig():
+            return _external(config, model_path, seed)
+        case _:
+            assert_never(config)
+
+
+def _external(config: ExternalTaskConfig, model_path: str, seed: int) -> RunnableTask:
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if config.entry not in points:
+        raise TaskError(
+            f"task.entry: no task named {config.entry!r} is installed; found: {', '.join(sorted(points)) or 'none'}. "
+            f"A package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
+        )
+    factory = cast("Callable[[dict[str, object], str, int], RunnableTask]", points[config.entry].load())
+    return factory(dict(config.options), model_path, seed)

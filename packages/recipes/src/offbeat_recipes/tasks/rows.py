@@ -1,0 +1,102 @@
+"""Rows of data files: JSONL or parquet, by the ending of the name."""
+
+# pyarrow ships no types; this file is where Offbeat calls it.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from offbeat_recipes.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row: `number` counts from 1 (the line, in JSONL), `values` by column."""
+
+    path: str
+    number: int
+    values: Mapping[str, object]
+
+    @property
+    def place(self) -> str:
+        """File and row, for messages."""
+        return f"{self.path}, row {self.number}"
+
+    def get(self, key: str) -> object:
+        """Return the value of `key`.
+
+        Raises:
+            DataError: the row has no such key, or holds null there.
+        """
+        value = self.values.get(key)
+        if value is None:
+            raise DataError(f"{self.place}: no {key!r}; it has {', '.join(sorted(self.values)) or 'nothing'}")
+        return value
+
+    def text(self, key: str) -> str:
+        """Return the text of `key`.
+
+        Raises:
+            DataError: it is missing, no text, or blank.
+        """
+        value = self.get(key)
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(f"{self.place}: {key!r} must be text, got {value!r}")
+        return value
+
+
+def read_rows(path: str) -> list[Row]:
+    """Return all rows of the JSONL (.jsonl, .json) or parquet (.parquet) file at `path`.
+
+    Raises:
+        DataError: no such file, an unknown ending, a line that is not a JSON object, or no rows.
+    """
+    if not Path(path).is_file():
+        raise DataError(f"no file {path}")
+    ending = Path(path).suffix.lower()
+    if ending == ".parquet":
+        rows = _read_parquet(path)
+    elif ending in (".jsonl", ".json"):
+        rows = _read_jsonl(path)
+    else:
+        raise DataError(
+            f"{path}: expected a name that ends in .jsonl or .parquet, got {ending or 'no ending'}"
+        )
+    if not rows:
+        raise DataError(f"{path}: no rows")
+    return rows
+
+
+def _read_parquet(path: str) -> list[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a parquet file that can be read: {error}") from error
+    return [Row(path=path, number=index + 1, values=row) for index, row in enumerate(table.to_pylist())]
+
+
+def _read_jsonl(path: str) -> list[Row]:
+    # Line by line, not by pyarrow: rows may differ in their keys, and an error must name its line.
+    rows: list[Row] = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, row {number}: not JSON: {error}") from error
+            if not isinstance(values, dict):
+                raise DataError(f"{path}, row {number}: expected a JSON object, got {type(values).__name__}")
+            rows.append(Row(path=path, number=number, values=cast("dict[str, object]", values)))
+    return rows

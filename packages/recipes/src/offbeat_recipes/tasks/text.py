@@ -1,0 +1,225 @@
+"""What tasks that read prompts from files share: tokenizer, chat template, length limit, epochs."""
+
+# transformers is typed in part; tokenizers are called here.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from offbeat_recipes.errors import DataError, TaskError
+from offbeat_recipes.tasks.rows import read_rows
+from offbeat_recipes.tasks.streams import Stream, epoch_indices
+from offbeat_trainer import Example, Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from offbeat_recipes.config import RowsConfig
+    from offbeat_recipes.tasks.rows import Row
+
+Messages = list[dict[str, str]]
+_NAMED = 3  # overlong rows that a refusal names
+
+
+class PromptMaker:
+    """Turns what a row asks into a `Prompt`, with the tokenizer of the model in `model_path`."""
+
+    def __init__(self, model_path: str, chat_template: str) -> None:
+        """Keep both; the tokenizer is loaded at first use. `chat_template` is as in `RowsConfig`."""
+        self._model_path = model_path
+        self._chat_template = chat_template
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer.
+
+        Raises:
+            TaskError: the folder has none.
+        """
+        from transformers import AutoTokenizer
+
+        if not self._model_path or not Path(self._model_path).is_dir():
+            raise TaskError(
+                f"model.path: this task needs a local Hugging Face folder, got {self._model_path!r}"
+            )
+        try:
+            made = AutoTokenizer.from_pretrained(self._model_path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise TaskError(f"model.path: no tokenizer in {self._model_path}: {error}") from error
+        return cast("PreTrainedTokenizerBase", made)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    def make(self, row: Row, asked: str | Messages) -> Prompt:
+        """Return the prompt of `row`, its text templated where that is due.
+
+        Raises:
+            DataError: messages for a tokenizer without a template, or templates ruled out by the settings.
+        """
+        if isinstance(asked, str) and self._chat_template != "always":
+            text, templated = asked, False
+        else:
+            text, templated = self._apply(row, asked), True
+        # A template writes its special tokens itself.
+        ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"]
+        return Prompt(
+            uid=f"{Path(row.path).name}:{row.number}",
+            text=text,
+            token_ids=tuple(cast("list[int]", ids)),
+            data=row.values,
+        )
+
+    def encode_answer(self, answer: str) -> tuple[int, ...]:
+        """Return the tokens of a supervised completion, its end token included."""
+        ids = cast("list[int]", self.tokenizer(answer, add_special_tokens=False)["input_ids"])
+        return (*ids, *self.stop_token_ids()[:1])
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Return the tokenizer's end token and those that the model's generation config adds."""
+        ends = [self.tokenizer.eos_token_id]
+        listed = Path(self._model_path) / "generation_config.json"
+        if listed.is_file():
+            more = json.loads(listed.read_text()).get("eos_token_id")
+            ends += more if isinstance(more, list) else [more]
+        return tuple(dict.fromkeys(int(end) for end in ends if isinstance(end, int)))
+
+    def _apply(self, row: Row, asked: str | Messages) -> str:
+        if self._chat_template == "never":
+            raise DataError(
+                f"{row.place}: a list of messages, and task.chat_template is never; give plain text"
+            )
+        if not self.has_template:
+            raise DataError(
+                f"{row.place}: needs a chat template, and the model's tokenizer has none; "
+                "give plain text, or a model with a template"
+            )
+        messages: Messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+class TextTask:
+    """Prompts of two files. Subclasses say what a row asks, what it teaches, and what a completion is worth."""
+
+    def __init__(self, config: RowsConfig, model_path: str, seed: int) -> None:
+        """Read both files and make their prompts.
+
+        Raises:
+            TaskError: a file, a row or the tokenizer cannot be used.
+        """
+        self.maker = PromptMaker(model_path, config.chat_template)
+        self.max_prompt_tokens = config.max_prompt_tokens
+        self.notes: tuple[str, ...] = ()
+        self._model_path = model_path
+        self._config = config
+        self._seed = seed
+        self._train = self._load("train_path", config.train_path)
+        self._validation = self._load("validation_path", config.validation_path)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return self.maker.tokenizer
+
+    def asked(self, row: Row) -> str | Messages:
+        """Return what `row` asks."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what a row asks")
+
+    def answer(self, prompt: Prompt) -> str:
+        """Return what supervised training learns from the row of `prompt`."""
+        raise NotImplementedError(f"{type(self).__name__} has nothing for supervised training")
+
+    def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
+        """Return the prompts of `step`: none twice in an epoch; a pure function of seed and step."""
+        return self._take(step, num_prompts, Stream.PROMPTS)
+
+    def validation_prompts(self, num_prompts: int) -> list[Prompt]:
+        """Return the first `num_prompts` prompts of the validation file."""
+        return self._validation[:num_prompts]
+
+    def examples(self, step: int, num_examples: int) -> list[Example]:
+        """Return supervised pairs of training rows; a pure function of seed and step."""
+        return [
+            Example(prompt_ids=prompt.token_ids, completion_ids=self.maker.encode_answer(self.answer(prompt)))
+            for prompt in self._take(step, num_examples, Stream.EXAMPLES)
+        ]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, without special tokens."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a completion."""
+        return self.maker.stop_token_ids()
+
+    def model_folder(self, cache_dir: Path, seed: int) -> Path:
+        """Return the folder the settings name; nothing is made."""
+        del cache_dir, seed
+        return Path(self._model_path)
+
+    def _take(self, step: int, count: int, purpose: Stream) -> list[Prompt]:
+        if count > len(self._train):
+            raise TaskError(
+                f"a step takes {count} different prompts, and {self._config.train_path} has {len(self._train)}"
+            )
+        return [self._train[row] for row in epoch_indices(len(self._train), step, count, self._seed, purpose)]
+
+    def _load(self, setting: str, path: str) -> list[Prompt]:
+        if not path:
+            raise TaskError(f"task.{setting}: needed, a JSONL or parquet file")
+        made = [(row, self.maker.make(row, self.asked(row))) for row in read_rows(path)]
+        limit = self.max_prompt_tokens
+        overlong = [row for row, prompt in made if len(prompt.token_ids) > limit]
+        if overlong:
+            self._refuse_or_note(path, [row.number for row in overlong], len(made))
+        kept = [prompt for _, prompt in made if len(prompt.token_ids) <= limit]
+        if not kept:
+            raise DataError(f"{path}: every prompt is longer than task.max_prompt_tokens {limit}")
+        return kept
+
+    def _refuse_or_note(self, path: str, overlong: Sequence[int], total: int) -> None:
+        limit = self.max_prompt_tokens
+        rows = ", ".join(str(number) for number in overlong[:_NAMED])
+        if len(overlong) > _NAMED:
+            rows += ", ..."
+        what = f"{path}: {len(overlong)} of {total} prompts have more than {limit} tokens (rows {rows})"
+        if self._config.overlong == "refuse":
+            raise DataError(f"{what}; raise task.max_prompt_tokens, or task.overlong=filter leaves them out")
+        self.notes = (*self.notes, f"{what}; left out")
+
+
+def load_function(path: str, setting: str) -> Callable[..., object]:
+    """Return the function that `path` names: "package.module:function" or "folder/file.py:function".
+
+    Raises:
+        TaskError: nothing callable is there; `setting` is named in the message.
+    """
+    from importlib import import_module
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    home, mark, name = path.rpartition(":")
+    if not mark or not home or not name:
+        raise TaskError(f"{setting}: expected package.module:function or file.py:function, got {path!r}")
+    try:
+        if home.endswith(".py"):
+            spec = spec_from_file_location(Path(home).stem, home)
+            assert spec is not None
+            assert spec.loader is not None
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = import_module(home)
+    except (ImportError, OSError) as error:
+        raise TaskError(f"{setting}: cannot import {home!r}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise TaskError(f"{setting}: {home} has no function {name!r}")
+    return found

@@ -1,0 +1,217 @@
+"""Tasks that read files: rows, templates, overlong prompts, rewards."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from offbeat_recipes.config import ExternalTaskConfig, FileConfig, Gsm8kConfig
+from offbeat_recipes.errors import DataError, TaskError
+from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.file import FileTask
+from offbeat_recipes.tasks.gsm8k import INSTRUCTION, Gsm8kTask
+from offbeat_recipes.tasks.rows import read_rows
+from offbeat_rollout import Completion, Finish
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+REWARD = "def count(prompt, completion, row):\n    return float(completion.count(row['answer']))\n"
+
+
+def _jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def _completion(task: Any, text: str) -> Completion:
+    ids = (*task.tokenizer(text, add_special_tokens=False)["input_ids"], *task.stop_token_ids()[:1])
+    zeros = (0,) * len(ids)
+    return Completion(
+        request_id="0", token_ids=ids, logprobs=zeros, policy_versions=zeros, finish=Finish.STOP
+    )
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> str:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARD)
+    return f"{path}:count"
+
+
+def _file_task(tmp_path: Path, rows: list[dict[str, Any]], model: str, reward: str, **more: Any) -> FileTask:
+    path = _jsonl(tmp_path / "rows.jsonl", rows)
+    config = FileConfig(train_path=path, validation_path=path, reward=reward, **more)
+    return FileTask(config, model, seed=0)
+
+
+@pytest.mark.parametrize("write", [_jsonl, _parquet])
+def test_rows_of_both_formats(tmp_path: Path, write: Any):
+    name = "rows.jsonl" if write is _jsonl else "rows.parquet"
+    rows = read_rows(write(tmp_path / name, [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]))
+    assert [(row.number, dict(row.values)) for row in rows] == [
+        (1, {"prompt": "a", "n": 1}),
+        (2, {"prompt": "b", "n": 2}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b'{"a": 1}\n\n{"a": \n', "rows.jsonl, row 3: not JSON"),
+        ("rows.jsonl", b"[1]\n", "row 1: expected a JSON object, got list"),
+        ("rows.jsonl", b"\n", "no rows"),
+        ("rows.csv", b"a\n", "ends in .jsonl or .parquet, got .csv"),
+        ("rows.parquet", b"nothing", "not a parquet file"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_rows(str(tmp_path / name))
+    assert message in str(caught.value)
+
+
+def test_missing_file(tmp_path: Path):
+    with pytest.raises(DataError, match="no file"):
+        read_rows(str(tmp_path / "nowhere.jsonl"))
+
+
+def test_file_task_end_to_end(tmp_path: Path, plain_model: str, reward: str):
+    rows = [{"prompt": f"say {word}", "answer": word} for word in ("yes", "no", "maybe", "never")]
+    task = _file_task(tmp_path, rows, plain_model, reward)
+    prompts = task.prompts(0, 2) + task.prompts(1, 2)
+    assert sorted(prompt.text for prompt in prompts) == sorted(str(row["prompt"]) for row in rows)
+    assert task.prompts(1, 2) == prompts[2:]
+    assert [prompt.uid for prompt in task.validation_prompts(2)] == ["rows.jsonl:1", "rows.jsonl:2"]
+    assert task.decode(prompts[0].token_ids) == prompts[0].text
+    yes = task.validation_prompts(1)[0]
+    assert task.score(yes, _completion(task, "yes yes")).reward == 2.0
+    assert task.score(yes, _completion(task, "yes")).correct
+    assert not task.score(yes, _completion(task, "no")).correct
+    example = task.examples(0, 1)[0]
+    assert task.decode(example.completion_ids) in {row["answer"] for row in rows}
+    assert example.completion_ids[-1] == task.stop_token_ids()[0]
+
+
+def test_messages_go_through_the_template(tmp_path: Path, chat_model: str, reward: str):
+    rows = [
+        {"prompt": [{"role": "user", "content": "hi"}], "answer": "x"},
+        {"prompt": "plain", "answer": "x"},
+    ]
+    task = _file_task(tmp_path, rows, chat_model, reward)
+    assert [prompt.text for prompt in task.validation_prompts(2)] == ["[user]hi[assistant]", "plain"]
+    always = _file_task(tmp_path, rows, chat_model, reward, chat_template="always")
+    assert always.validation_prompts(2)[1].text == "[user]plain[assistant]"
+    assert task.stop_token_ids() == (1, 0)  # the tokenizer's, then the generation config's
+
+
+@pytest.mark.parametrize(
+    ("row", "more", "message"),
+    [
+        ({"question": "a"}, {}, "rows.jsonl, row 2: no 'prompt'; it has question"),
+        ({"prompt": 5}, {}, "row 2: 'prompt' must be text or a list of"),
+        ({"prompt": " "}, {}, "row 2: 'prompt' must be text"),
+        ({"prompt": [{"role": "user"}]}, {}, "row 2: 'prompt' must be text or a list of"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, {}, "the model's tokenizer has none"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, {"chat_template": "never"}, "is never"),
+    ],
+)
+def test_bad_rows_are_named(
+    tmp_path: Path, plain_model: str, reward: str, row: dict[str, Any], more: Any, message: str
+):
+    with pytest.raises(DataError) as caught:
+        _file_task(tmp_path, [{"prompt": "fine"}, row], plain_model, reward, **more)
+    assert message in str(caught.value)
+
+
+def test_overlong_prompts_are_refused_or_left_out(tmp_path: Path, plain_model: str, reward: str):
+    rows = [{"prompt": "x" * length, "answer": "x"} for length in (3, 9, 4, 9, 9, 9)]
+    with pytest.raises(DataError, match=r"4 of 6 prompts have more than 4 tokens \(rows 2, 4, 5, \.\.\.\)"):
+        _file_task(tmp_path, rows, plain_model, reward, max_prompt_tokens=4)
+    task = _file_task(tmp_path, rows, plain_model, reward, max_prompt_tokens=4, overlong="filter")
+    assert {len(prompt.token_ids) for prompt in task.prompts(0, 2)} == {3, 4}
+    assert all("4 of 6 prompts" in note and "left out" in note for note in task.notes)
+    assert len(task.notes) == 2  # one per file
+    with pytest.raises(DataError, match="every prompt is longer"):
+        _file_task(tmp_path, rows, plain_model, reward, max_prompt_tokens=2, overlong="filter")
+
+
+def test_more_prompts_than_rows(tmp_path: Path, plain_model: str, reward: str):
+    task = _file_task(tmp_path, [{"prompt": "a"}], plain_model, reward)
+    with pytest.raises(TaskError, match="takes 2 different prompts"):
+        task.prompts(0, 2)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: supervised training needs text under 'answer'"):
+        task.examples(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("", "needed"),
+        ("math", "expected package.module:function"),
+        ("nowhere.at_all:f", "cannot import 'nowhere.at_all'"),
+        ("nowhere/file.py:f", "cannot import 'nowhere/file.py'"),
+        ("math:nothing", "no function 'nothing'"),
+        ("math:pi", "no function 'pi'"),
+    ],
+)
+def test_reward_functions_that_are_not(tmp_path: Path, plain_model: str, reward: str, message: str):
+    with pytest.raises(TaskError) as caught:
+        _file_task(tmp_path, [{"prompt": "a"}], plain_model, reward)
+    assert message in str(caught.value)
+
+
+def test_a_reward_must_be_a_number(tmp_path: Path, plain_model: str):
+    (tmp_path / "bad.py").write_text("def nothing(prompt, completion, row):\n    return float('nan')\n")
+    task = _file_task(tmp_path, [{"prompt": "a"}], plain_model, f"{tmp_path}/bad.py:nothing")
+    with pytest.raises(TaskError, match=r"returned nan for rows\.jsonl:1"):
+        task.score(task.validation_prompts(1)[0], _completion(task, "x"))
+
+
+def test_no_tokenizer(tmp_path: Path, reward: str):
+    with pytest.raises(TaskError, match=r"model\.path: this task needs a local"):
+        _file_task(tmp_path, [{"prompt": "a"}], "", reward)
+    with pytest.raises(TaskError, match="no tokenizer in"):
+        _file_task(tmp_path, [{"prompt": "a"}], str(tmp_path), reward)
+
+
+@pytest.mark.parametrize("write", [_jsonl, _parquet])
+def test_gsm8k(tmp_path: Path, plain_model: str, chat_model: str, write: Any):
+    name = "rows.jsonl" if write is _jsonl else "rows.parquet"
+    answer = "Three boxes of 14 are 3*14=<<3*14=42>>42 eggs.\n#### 42"
+    path = write(tmp_path / name, [{"question": "Three boxes of 14 eggs: how many eggs?", "answer": answer}])
+    config = Gsm8kConfig(train_path=path, validation_path=path, max_prompt_tokens=400)
+    task = make_task(config, plain_model, 0)
+    assert isinstance(task, Gsm8kTask)
+    prompt = task.prompts(0, 1)[0]
+    assert prompt.text == f"Three boxes of 14 eggs: how many eggs?\n{INSTRUCTION}\n"
+    assert (
+        task.decode(task.examples(0, 1)[0].completion_ids) == "Three boxes of 14 are 3*14=42 eggs.\n#### 42"
+    )
+    assert task.score(prompt, _completion(task, "So it is\n#### 42.0 eggs")).reward == 1.0
+    assert task.score(prompt, _completion(task, "So it is 42")).reward == 0.0
+    chat = Gsm8kTask(config, chat_model, 0)
+    assert chat.prompts(0, 1)[0].text.startswith("[user]Three boxes")
+
+
+def test_gsm8k_rows_without_a_number(tmp_path: Path, plain_model: str):
+    path = _jsonl(tmp_path / "rows.jsonl", [{"question": "How many?", "answer": "some"}])
+    with pytest.raises(DataError, match="row 1: 'answer' must end in '#### '"):
+        Gsm8kTask(Gsm8kConfig(train_path=path, validation_path=path), plain_model, 0)
+    with pytest.raises(TaskError, match=r"task\.train_path: needed"):
+        Gsm8kTask(Gsm8kConfig(), plain_model, 0)
+
+
+def test_external_tasks_are_looked_up():
+    with pytest.raises(TaskError, match=r"no task named 'mine'.*offbeat\.tasks"):
+        make_task(ExternalTaskConfig(entry="mine"), "", 0)
