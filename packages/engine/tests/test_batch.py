@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from offbeat_engine import BatchError, train_batch
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         StateError,
     )
+    from offbeat_engine.folders import newest_checkpoint
     from offbeat_engine.interface import (
         Engine,
         LossFn,
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
         StepStats,
         WeightSpec,
     )
+    from offbeat_engine.losses import SftLoss
+    from offbeat_engine.planning import plan_micro_batches, plan_shards
     from offbeat_engine.registry import engine_class, engine_names
+    from offbeat_engine.schedules import learning_rate
     from offbeat_engine.world import World
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
@@ -53,6 +57,7 @@ _HOMES = {
     "EngineError": "errors",
     "NonFiniteError": "errors",
     "StateError": "errors",
+    "newest_checkpoint": "folders",
     "Engine": "interface",
     "LossFn": "interface",
     "LossOutput": "interface",
@@ -63,8 +68,12 @@ _HOMES = {
     "StepContext": "interface",
     "StepStats": "interface",
     "WeightSpec": "interface",
+    "SftLoss": "losses",
+    "plan_micro_batches": "planning",
+    "plan_shards": "planning",
     "engine_class": "registry",
     "engine_names": "registry",
+    "learning_rate": "schedules",
     "World": "world",
 }
 
@@ -98,6 +107,7 @@ __all__ = [
     "PreprocessFn",
     "Refusal",
     "Schedule",
+    "SftLoss",
     "StateError",
     "StepContext",
     "StepStats",
@@ -107,5 +117,9 @@ __all__ = [
     "check_batch",
     "engine_class",
     "engine_names",
+    "learning_rate",
+    "newest_checkpoint",
+    "plan_micro_batches",
+    "plan_shards",
     "train_batch",
 ]

@@ -67,6 +67,21 @@ class World:
             ) from error
         return cls(rank=rank, size=size, local_rank=local_rank, device=device)
 
+    def ensure_group(self, timeout_s: float = 600.0) -> None:
+        """Make the default process group exist: for a single rank, make one that needs no address.
+
+        Raises:
+            StateError: there are other ranks and `join` was not called.
+        """
+        if dist.is_initialized():
+            return
+        if self.size > 1:
+            raise StateError(f"rank {self.rank} of {self.size} has no process group; call `World.join` first")
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
+        )
+
     def leave(self) -> None:
         """Leave the process group, if one was joined."""
         if dist.is_initialized():

@@ -1,0 +1,140 @@
+"""Block-diagonal causal attention over packed rows, without a mask and without a special kernel.
+
+All sequences of a micro-batch lie one after the other in one row, so every linear layer, norm and activation
+sees real tokens only. Attention alone is done in padded form: queries, keys and values of sequences of similar
+length are gathered to [B, T], attended causally (right padding lies in no real token's past, so no mask is
+needed) and put back. The cost is linear in the tokens times their own sequence's length; a dense
+[N, N] mask over the packed row would be quadratic in the micro-batch.
+
+It enters through transformers' own attention registry: no model code is patched. Where flash-attention is
+installed its variable-length kernel is used instead.
+"""
+
+# transformers is typed in part: its registry takes any callable.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+# ruff: noqa: N815 shapes ride in names, of fields too
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from offbeat_engine.errors import ConfigError
+from offbeat_engine.planning import plan_length_classes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAME = "offbeat_packed"
+
+# Shapes: N packed tokens, B sequences of one length class, T tokens of its longest, A heads, D head size.
+
+
+@dataclass(frozen=True, slots=True)
+class LengthClass:
+    """Sequences that attend together: where their tokens lie in the packed row."""
+
+    source_BT: torch.Tensor  # int64, index into the packed row; padding repeats the sequence's first token
+    real_BT: torch.Tensor  # bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """How to go from the packed row to padded classes and back; made once per micro-batch, used in each layer."""
+
+    classes: tuple[LengthClass, ...]
+    back_N: torch.Tensor  # int64, where each packed token lies in the concatenated, flattened classes
+
+
+def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:
+    """Plan attention for sequences of `lengths` (>= 1) that lie in this order in one packed row."""
+    lengths_S = torch.tensor(lengths, dtype=torch.int64)
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    back_N = torch.empty(int(lengths_S.sum()), dtype=torch.int64)
+    classes: list[LengthClass] = []
+    offset = 0
+    for members in plan_length_classes(lengths):
+        members_B = torch.tensor(members)
+        position_T = torch.arange(lengths[members[0]])
+        real_BT = position_T[None] < lengths_S[members_B, None]
+        source_BT = starts_S[members_B, None] + torch.where(real_BT, position_T[None], 0)
+        back_N[source_BT[real_BT]] = real_BT.flatten().nonzero().squeeze(1) + offset
+        offset += real_BT.numel()
+        classes.append(LengthClass(source_BT.to(device), real_BT.to(device)))
+    return PackedRows(tuple(classes), back_N.to(device))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend inside each sequence of a packed row; the signature is transformers' attention interface.
+
+    Args:
+        module: the attention layer that calls.
+        query: [1, A, N, D]; `key` and `value` alike, perhaps with fewer heads.
+        key: see `query`.
+        value: see `query`.
+        attention_mask: must be None; the plan in `options["packed"]` says which token sees which.
+        options: `packed` (a `PackedRows`), `scaling`, `dropout`, `sliding_window`; others must be absent.
+
+    Returns:
+        [1, N, A, D] and None (no attention weights).
+    """
+    packed = options.get("packed")
+    if not isinstance(packed, PackedRows) or attention_mask is not None:
+        raise ConfigError(
+            f"{type(module).__name__} does not hand the packing plan down to attention; set `packing: false`"
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ConfigError(f"packed attention does not know `{name}`; set `packing: false`")
+    query_NAD, key_NAD, value_NAD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    window = options.get("sliding_window")
+    outputs: list[torch.Tensor] = []
+    for group in packed.classes:
+        mask = _window_mask(window if isinstance(window, int) else None, group.source_BT)
+        output_BATD = functional.scaled_dot_product_attention(
+            _spread(query_NAD, group.source_BT),
+            _spread(key_NAD, group.source_BT),
+            _spread(value_NAD, group.source_BT),
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=float(options.get("dropout") or 0.0),  # type: ignore[arg-type]
+            scale=options.get("scaling"),  # type: ignore[arg-type]
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output_BATD.transpose(1, 2).flatten(0, 1))
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined.index_select(0, packed.back_N)[None], None
+
+
+def _spread(tensor_NAD: torch.Tensor, source_BT: torch.Tensor) -> torch.Tensor:
+    """Gather packed tokens into padded rows [B, A, T, D]."""
+    spread = tensor_NAD.index_select(0, source_BT.flatten())
+    return spread.view(*source_BT.shape, *tensor_NAD.shape[1:]).transpose(1, 2)
+
+
+def _window_mask(window: int | None, source_BT: torch.Tensor) -> torch.Tensor | None:
+    """Return which of the last `window` tokens each sees, or None where plain causal attention says it all."""
+    num_tokens = source_BT.shape[1]
+    if window is None or window >= num_tokens:
+        return None
+    position_T = torch.arange(num_tokens, device=source_BT.device)
+    age_TT = position_T[:, None] - position_T[None]
+    return (age_TT >= 0) & (age_TT < window)
+
+
+def register() -> None:
+    """Make `NAME` known to transformers; harmless to repeat."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)

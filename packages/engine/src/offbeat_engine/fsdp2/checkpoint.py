@@ -1,0 +1,204 @@
+"""Checkpoints of the whole training state through torch.distributed.checkpoint, for any number of ranks."""
+
+# torch.distributed.checkpoint is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Generator  # noqa: TC003
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from offbeat_engine import folders
+from offbeat_engine.errors import CheckpointError
+from offbeat_engine.fsdp2.ranks import first_failure, from_rank_zero, gather
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_engine.fsdp2.updater import Updater
+    from offbeat_engine.world import World
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a checkpoint is taken of: master weights, buffers, optimizer, schedule, random state."""
+
+    world: World
+    updater: Updater
+    buffers: dict[str, torch.Tensor]
+
+
+def save(target: Target, folder: Path, step: int) -> None:
+    """Write `folder` whole or not at all; a collective. Raises `CheckpointError` on all ranks together."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    world = target.world
+    partial = folders.partial_path(folder)
+    on_rank_zero(world, lambda: folders.start_folder(folder), f"could not start {partial}")
+
+    def write() -> None:
+        writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+        with _quiet():
+            dcp.save(_state(target), storage_writer=writer, no_dist=world.size == 1)
+
+    _together(world, write, f"could not write {partial}")
+
+    def finish() -> None:
+        meta = {
+            "format": FORMAT,
+            "step": step,
+            "scheduled_steps": target.updater.num_steps,
+            "num_ranks": world.size,
+            "has_moments": bool(target.updater.moments()),
+        }
+        (partial / folders.META).write_text(json.dumps(meta, indent=2))
+        folders.finish_folder(folder)
+
+    on_rank_zero(world, finish, f"could not finish {folder}")
+
+
+def load(target: Target, folder: Path) -> None:
+    """Load `folder` in place, resharding if it was written by another number of ranks; a collective."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemReader
+
+    world, updater = target.world, target.updater
+
+    def read() -> None:
+        meta = json.loads((folder / folders.META).read_text())
+        if meta["format"] != FORMAT:
+            raise CheckpointError(f"{folder} has format {meta['format']}, this version reads {FORMAT}")
+        moments = updater.empty_moments() if meta["has_moments"] else {}
+        state = _tensors(target, moments)
+        if meta["num_ranks"] == world.size:
+            state[_rng_key(world)] = torch.empty_like(_random_state())
+        reader = FileSystemReader(folder)
+        _check_fit(state, reader.read_metadata().state_dict_metadata, folder)
+        with _quiet():
+            dcp.load(state, storage_reader=reader, no_dist=world.size == 1)
+        updater.set_moments(moments)
+        updater.set_num_steps(meta["scheduled_steps"])
+        if _rng_key(world) in state:
+            _set_random_state(state[_rng_key(world)])
+
+    _together(world, read, f"could not load {folder}")
+
+
+def find(world: World, local_root: str, remote_root: str | None, step: int | None) -> int | None:
+    """Make sure the wanted checkpoint lies under `local_root`; return its step, the same on all ranks.
+
+    Raises:
+        CheckpointError: `step` was asked for and is neither local nor remote.
+    """
+
+    def look() -> int | None:
+        local = folders.whole_steps(local_root)
+        remote = [] if remote_root is None else folders.remote_steps(remote_root)
+        wanted = max([*local, *remote], default=None) if step is None else step
+        if wanted is None or wanted in local:
+            return wanted
+        if wanted in remote and remote_root is not None:
+            folders.download(remote_root, wanted, local_root)
+            return wanted
+        raise CheckpointError(f"no whole checkpoint of step {wanted}; found {sorted({*local, *remote})}")
+
+    return on_rank_zero(world, look, f"could not find a checkpoint in {local_root}")
+
+
+def on_rank_zero(world: World, act: Callable[[], Any], failed: str) -> Any:  # noqa: ANN401
+    """Run `act` on rank 0 and return its result on every rank; all raise `CheckpointError` if it fails."""
+    result = _together(world, act if world.rank == 0 else lambda: None, failed)
+    return from_rank_zero(world, result)
+
+
+def _together(world: World, act: Callable[[], Any], failed: str) -> Any:  # noqa: ANN401
+    result, error = None, None
+    try:
+        result = act()
+    except Exception as caught:  # noqa: BLE001 whatever failed on one rank must be raised on all of them
+        error = caught
+    failure = first_failure(world, error)
+    if failure is not None:
+        raise CheckpointError(f"{failed}: {failure}") from error
+    return result
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without the remark that one process saves for one process, which is what we asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _state(target: Target) -> dict[str, torch.Tensor]:
+    state = _tensors(target, target.updater.moments())
+    state[_rng_key(target.world)] = _random_state()
+    return state
+
+
+def _tensors(target: Target, moments: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Flatten to name and tensor, DTensors where the parameters are: DCP cuts and joins them as needed."""
+    params = target.updater.params
+    state = {f"model.{name}": param.detach() for name, param in params.items()}
+    state |= {f"model.{name}": buffer for name, buffer in target.buffers.items()}
+    for name, entry in moments.items():
+        for key, tensor in entry.items():
+            state[f"optimizer.{name}.{key}"] = tensor if key == "step" else _like(tensor, params[name])
+    return state
+
+
+def _like(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Wrap this rank's shard of a moment as its parameter is sharded, sharing memory."""
+    if not isinstance(param, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def _check_fit(state: dict[str, torch.Tensor], written: dict[str, Any], folder: Path) -> None:
+    for name, tensor in state.items():
+        size = getattr(written.get(name), "size", None)
+        if size is None or (tuple(size) != tuple(tensor.shape) and not name.startswith("random.")):
+            raise CheckpointError(
+                f"{folder} does not fit the model: `{name}` should be {list(tensor.shape)}, "
+                f"got {'nothing' if size is None else list(size)}"
+            )
+    extra = [name for name in written if name.startswith("model.") and name not in state]
+    if extra:
+        raise CheckpointError(f"{folder} does not fit the model: it has {extra[0]}, which the model has not")
+
+
+def _rng_key(world: World) -> str:
+    return f"random.rank_{world.rank}"
+
+
+def _random_state() -> torch.Tensor:
+    """Return torch's CPU generator state, followed by this rank's CUDA generator state where there is one."""
+    parts = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_rng_state())
+    return torch.cat(parts)
+
+
+def _set_random_state(state: torch.Tensor) -> None:
+    num_cpu = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:num_cpu])
+    if torch.cuda.is_available() and state.numel() > num_cpu:
+        torch.cuda.set_rng_state(state[num_cpu:])
+
+
+def barrier(world: World) -> None:
+    """Wait for every rank."""
+    gather(world, None)

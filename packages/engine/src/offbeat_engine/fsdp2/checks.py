@@ -1,0 +1,97 @@
+"""What this engine can do, and why it cannot do the rest: read before anything starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_engine.capabilities import Capabilities, Feature, Refusal
+from offbeat_engine.config import Schedule
+from offbeat_engine.fsdp2.model import attention_name, has_flash_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_engine.config import EngineConfig
+
+_MISSING = {
+    Feature.LORA: "adapters are not built yet; all weights are trained",
+    Feature.SEQUENCE_PARALLEL: "a sequence must fit on one rank; ranks share sequences, not tokens",
+    Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
+    Feature.PIPELINE_PARALLEL: "every rank runs all layers",
+}
+
+
+def capabilities() -> Capabilities:
+    """Return the declaration of the FSDP2 engine."""
+    return Capabilities(
+        engine="fsdp2",
+        devices=frozenset({"cpu", "cuda"}),
+        features=frozenset(set(Feature) - set(_MISSING)),
+        missing=dict(_MISSING),
+    )
+
+
+def refusals(config: EngineConfig, num_ranks: int) -> list[Refusal]:
+    """Return every reason why `config` cannot run on `num_ranks` ranks, all at once."""
+    return [*_numbers(config, num_ranks), *_optimizer(config), *_device(config)]
+
+
+def _numbers(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:
+    if num_ranks < 1:
+        yield Refusal(
+            setting="num_ranks", reason=f"must be at least 1, got {num_ranks}", remedy="use 1 or more"
+        )
+    if config.micro_batch_tokens < 1:
+        yield Refusal(
+            setting="micro_batch_tokens",
+            reason=f"must be at least 1, got {config.micro_batch_tokens}",
+            remedy="use a few times the longest sequence",
+        )
+    if config.collective_timeout_s <= 0:
+        yield Refusal(
+            setting="collective_timeout_s",
+            reason=f"must be positive, got {config.collective_timeout_s:g}",
+            remedy="use the longest time one rank may wait for another",
+        )
+
+
+def _optimizer(config: EngineConfig) -> Iterator[Refusal]:
+    optimizer = config.optimizer
+    if optimizer.lr < 0:
+        yield Refusal(
+            setting="optimizer.lr", reason=f"must not be negative, got {optimizer.lr:g}", remedy="use >= 0"
+        )
+    for name in ("beta1", "beta2"):
+        beta = getattr(optimizer, name)
+        if not 0 <= beta < 1:
+            yield Refusal(
+                setting=f"optimizer.{name}", reason=f"must lie in [0, 1), got {beta:g}", remedy="use 0.9"
+            )
+    if optimizer.schedule is not Schedule.CONSTANT and optimizer.total_steps <= optimizer.warmup_steps:
+        yield Refusal(
+            setting="optimizer.total_steps",
+            reason=f"{optimizer.schedule} needs more than `warmup_steps` ({optimizer.warmup_steps}), "
+            f"got {optimizer.total_steps}",
+            remedy="give the number of optimizer steps of the run, or use the constant schedule",
+        )
+
+
+def _device(config: EngineConfig) -> Iterator[Refusal]:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        yield Refusal(setting="device", reason="this process sees no CUDA device", remedy="use cpu")
+    if config.packing and config.attention == "eager":
+        yield Refusal(
+            setting="attention",
+            reason="eager attention knows no packed rows",
+            remedy="set `packing: false`, or use auto",
+        )
+    if attention_name(config) != "flash_attention_2":
+        return
+    if not has_flash_attention() or config.device != "cuda" or config.dtype != "bfloat16":
+        yield Refusal(
+            setting="attention",
+            reason="flash_attention_2 needs the flash-attn package, a CUDA device and bfloat16",
+            remedy="use auto",
+        )

@@ -1,0 +1,340 @@
+"""`Fsdp2Engine`: the training-engine interface over a sharded Hugging Face model."""
+
+# FSDP's and transformers' modules are typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from offbeat_engine import folders
+from offbeat_engine.config import Dtype, NonFinite
+from offbeat_engine.errors import ConfigError, NonFiniteError, StateError
+from offbeat_engine.fsdp2 import checkpoint, checks, model, weights
+from offbeat_engine.fsdp2.ranks import compute_device
+from offbeat_engine.fsdp2.shards import gather_shares, take_share
+from offbeat_engine.fsdp2.stepping import Step, run_step
+from offbeat_engine.fsdp2.updater import Updater
+from offbeat_engine.interface import Engine, StepContext
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+    from typing import Literal
+
+    from tensordict import TensorDict
+
+    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.capabilities import Capabilities, Refusal
+    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.interface import LossFn, PostprocessFn, Predictions, PreprocessFn, WeightSpec
+    from offbeat_engine.world import World
+
+
+class _Mode(Enum):
+    NONE = "no mode"
+    TRAIN = "train_mode"
+    EVAL = "eval_mode"
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What `init_model` makes."""
+
+    scorer: model.Scorer
+    updater: Updater
+    sharded: bool
+    gather_once: bool
+    device: torch.device
+    model_at: torch.device
+    moments_at: torch.device
+
+
+class Fsdp2Engine(Engine):
+    """Hugging Face causal models on 1..N ranks with `fully_shard`, gloo on CPU and NCCL on GPU.
+
+    One float32 rank runs unsharded (see `fsdp2.model.shard`). On a CPU in float32, the same calls on the same
+    data and number of ranks give the same bits.
+    """
+
+    def __init__(self, config: EngineConfig, world: World) -> None:
+        super().__init__(config, world)
+        self._parts: _Parts | None = None
+        self._loss_fn: LossFn | None = None
+        self._mode = _Mode.NONE
+        self._lost_step = False  # a loss was not finite: the next optimizer step is skipped
+        self._shares: list[list[int]] | None = None
+
+    @classmethod
+    def capabilities(cls) -> Capabilities:  # noqa: D102
+        return checks.capabilities()
+
+    @classmethod
+    def check(cls, config: EngineConfig, num_ranks: int) -> list[Refusal]:  # noqa: D102
+        return checks.refusals(config, num_ranks)
+
+    def init_model(self) -> None:
+        """Build, shard and prepare everything.
+
+        Raises:
+            ConfigError: `check` refuses the config, or the folder holds no model that fits it.
+            StateError: called twice, or other ranks exist and `World.join` was not called.
+        """
+        if self._parts is not None:
+            raise StateError("`init_model` was called before; make a new engine for another model")
+        refused = self.check(self.config, self.world.size)
+        if refused:
+            raise ConfigError("; ".join(map(str, refused)))
+        scorer = model.build_scorer(self.config)
+        gather_once = model.is_small(scorer)
+        sharded = model.shard(scorer, self.config, self.world)
+        device = compute_device(self.world)
+        updater = Updater(self.config.optimizer, dict(scorer.hf.named_parameters()), self.world)
+        self._parts = _Parts(scorer, updater, sharded, gather_once, device, device, device)
+
+    @contextmanager
+    def train_mode(self) -> Generator[None]:
+        """Train: model and optimizer are on the rank's device inside, and back where they were after."""
+        with self._entered(_Mode.TRAIN):
+            yield
+
+    @contextmanager
+    def eval_mode(self) -> Generator[None]:
+        """Forward only: the model is on the rank's device inside; the optimizer stays where it is."""
+        with self._entered(_Mode.EVAL):
+            yield
+
+    @contextmanager
+    def _entered(self, mode: _Mode) -> Generator[None]:
+        parts, before = self._ready(), self._mode
+        model_at, moments_at = parts.model_at, parts.moments_at
+        self._place(model_at=parts.device, moments_at=parts.device if mode is _Mode.TRAIN else moments_at)
+        parts.scorer.train(mode is _Mode.TRAIN)
+        self._mode = mode
+        try:
+            yield
+        finally:
+            self._mode = before
+            parts.scorer.train(before is _Mode.TRAIN)
+            self._place(model_at=model_at, moments_at=moments_at)
+
+    def set_loss_fn(self, loss_fn: LossFn) -> None:
+        """Use `loss_fn` from now on.
+
+        It may carry a true attribute `entropy_gradient`: only then does `predictions["entropy"]` have a
+        gradient, which costs a pass over the logits that most losses do not need.
+        """
+        self._loss_fn = loss_fn
+
+    @overload
+    def forward_backward_step(
+        self,
+        batch: TrainBatch,
+        ctx: StepContext | None = None,
+        forward_only: Literal[False] = False,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> tuple[Predictions, float, StepContext]: ...
+
+    @overload
+    def forward_backward_step(
+        self,
+        batch: TrainBatch,
+        ctx: StepContext | None = None,
+        *,
+        forward_only: Literal[True],
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> tuple[Predictions, StepContext]: ...
+
+    def forward_backward_step(  # noqa: D102
+        self,
+        batch: TrainBatch,
+        ctx: StepContext | None = None,
+        forward_only: bool = False,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> tuple[Predictions, StepContext] | tuple[Predictions, float, StepContext]:
+        parts = self._ready()
+        ctx = StepContext() if ctx is None else ctx
+        self._check_mode(forward_only)
+        step = Step(
+            scorer=parts.scorer,
+            world=self.world,
+            make_inputs=model.inputs_maker(self.config),
+            max_tokens=self.config.micro_batch_tokens,
+            padded=not self.config.packing,
+            sharded=parts.sharded,
+            gather_once=parts.gather_once,
+            loss_fn=None if forward_only else self._loss_fn,
+            preprocess_fn=preprocess_fn,
+            postprocess_fn=postprocess_fn,
+        )
+        with torch.set_grad_enabled(not forward_only):
+            predictions = run_step(step, batch, ctx)
+        self._reshard()
+        if forward_only:
+            return predictions, ctx
+        assert ctx.stats is not None
+        loss = ctx.stats.loss
+        if not math.isfinite(loss):
+            self._lost_step = True
+            if self.config.on_nonfinite is NonFinite.STOP:
+                raise NonFiniteError(
+                    f"the loss is {loss} (all ranks agree); see the batch, or lower the learning rate"
+                )
+        return predictions, loss, ctx
+
+    def optimizer_zero_grad(self) -> None:  # noqa: D102
+        self._ready().updater.zero_grad()
+        self._lost_step = False
+
+    def optimizer_step(self) -> float:
+        """Clip, step, and return the gradient norm before clipping; it does not drop the gradients.
+
+        Raises:
+            NonFiniteError: the norm is not finite and the config says stop; weights are untouched.
+            StateError: there is no gradient, or the engine is not in `train_mode`.
+        """
+        parts = self._ready()
+        if self._mode is not _Mode.TRAIN:
+            raise StateError("`optimizer_step` outside `train_mode`; use `with engine.train_mode():`")
+        norm = parts.updater.grad_norm()
+        if self._lost_step or not math.isfinite(norm):
+            if self.config.on_nonfinite is NonFinite.STOP:
+                raise NonFiniteError(f"the gradient norm is {norm} (all ranks agree); no weight was changed")
+            return math.nan
+        parts.updater.step(norm)
+        return norm
+
+    def lr_scheduler_step(self) -> float:  # noqa: D102
+        return self._ready().updater.advance()
+
+    def shard_data(self, data: TrainBatch) -> TrainBatch:  # noqa: D102
+        share, self._shares = take_share(data, self.world)
+        return share
+
+    def unshard_data(self, data: TensorDict) -> TensorDict:
+        """Gather shares back into the order of the last `shard_data`.
+
+        Raises:
+            StateError: `shard_data` was not called, or `data` does not have as many rows as it gave this rank.
+        """
+        if self._shares is None:
+            raise StateError("`unshard_data` before `shard_data`: there is no order to go back to")
+        return gather_shares(data, self._shares, self.world)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:  # noqa: D102
+        parts = self._ready()
+        if device not in ("cpu", self.world.device):
+            raise ConfigError(f'`device` must be "cpu" or "{self.world.device}", got {device!r}')
+        place = parts.device if device == self.world.device else torch.device("cpu")
+        self._place(
+            model_at=place if model else parts.model_at, moments_at=place if optimizer else parts.moments_at
+        )
+
+    def save_checkpoint(  # noqa: D102
+        self,
+        local_path: str,
+        remote_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        folder = folders.step_path(local_path, global_step)
+        checkpoint.save(self._target(), folder, global_step)
+
+        def after() -> None:
+            if remote_path is not None:
+                folders.upload(folder, remote_path)
+            if max_ckpt_to_keep is not None:
+                folders.prune(local_path, max_ckpt_to_keep)
+                if remote_path is not None:
+                    folders.prune_remote(remote_path, max_ckpt_to_keep)
+
+        checkpoint.on_rank_zero(self.world, after, f"{folder} is whole, but could not be copied or pruned")
+
+    def load_checkpoint(  # noqa: D102
+        self, local_path: str, remote_path: str | None = None, global_step: int | None = None
+    ) -> int | None:
+        step = checkpoint.find(self.world, local_path, remote_path, global_step)
+        if step is not None:
+            checkpoint.load(self._target(), folders.step_path(local_path, step))
+            self.optimizer_zero_grad()
+        return step
+
+    def export_huggingface(self, path: str) -> None:  # noqa: D102
+        parts, final, zero = self._ready(), Path(path), self.world.rank == 0
+        checkpoint.on_rank_zero(self.world, lambda: folders.start_folder(final), f"could not start {path}")
+        weights.write_folder(
+            folders.partial_path(final) if zero else None,
+            parts.scorer.hf,
+            weights.exported(parts.scorer.hf),
+            self._compute_dtype(),
+            self.config.model.path,
+        )
+        checkpoint.on_rank_zero(self.world, lambda: folders.finish_folder(final), f"could not finish {path}")
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight, one whole tensor at a time; it may share memory with the live weight."""
+        return weights.stream(weights.exported(self._ready().scorer.hf), self._compute_dtype())
+
+    def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
+        return weights.specs(weights.exported(self._ready().scorer.hf), self._compute_dtype())
+
+    def close(self) -> None:
+        """Forget model and optimizer; a process group stays until `World.leave`."""
+        self._parts = None
+        if self.world.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _ready(self) -> _Parts:
+        if self._parts is None:
+            raise StateError("there is no model; call `init_model` first (and nothing after `close`)")
+        return self._parts
+
+    def _check_mode(self, forward_only: bool) -> None:
+        if forward_only:
+            if self._mode is _Mode.NONE:
+                raise StateError("`forward_backward_step` outside a mode; use `with engine.eval_mode():`")
+            return
+        if self._mode is not _Mode.TRAIN:
+            raise StateError(f"training in {self._mode.value}; use `with engine.train_mode():`")
+        if self._loss_fn is None:
+            raise StateError("training without a loss; call `set_loss_fn` first")
+
+    def _compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.dtype is Dtype.BFLOAT16 else torch.float32
+
+    def _target(self) -> checkpoint.Target:
+        parts = self._ready()
+        named = weights.exported(parts.scorer.hf)
+        buffers: dict[str, Any] = {name: named[name] for name in named if name not in parts.updater.params}
+        return checkpoint.Target(world=self.world, updater=parts.updater, buffers=buffers)
+
+    def _reshard(self) -> None:
+        """Let go of gathered weights: outside a step, parameters are always this rank's shards."""
+        parts = self._ready()
+        if parts.sharded:
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in parts.scorer.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _place(self, model_at: torch.device, moments_at: torch.device) -> None:
+        parts = self._ready()
+        if model_at != parts.model_at:
+            moments = parts.updater.moments()
+            parts.scorer.to(model_at)
+            parts.updater.rebind(dict(parts.scorer.hf.named_parameters()))
+            parts.updater.set_moments(moments)
+            parts.model_at = model_at
+        if moments_at != parts.moments_at:
+            parts.updater.to(moments_at)
+            parts.moments_at = moments_at

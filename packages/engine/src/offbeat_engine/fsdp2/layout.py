@@ -1,0 +1,134 @@
+"""From a micro-batch to what the model is fed: only tokens that some asked-for log-probability depends on.
+
+The log-probability of token t comes from the hidden state at t - 1. So of each sequence the tokens before its
+last position under `loss_mask` are fed, and of the hidden states only those under the mask reach the head:
+prompts cost no logits, and what follows the last trained token costs nothing. Causal models cannot tell.
+"""
+
+# ruff: noqa: N815 shapes ride in names, of fields too
+
+# torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from offbeat_engine.fsdp2.attention import packed_rows
+
+if TYPE_CHECKING:
+    from offbeat_engine.batch import TrainBatch
+
+# b = sequences of the micro-batch, T = tokens of its longest, N = tokens fed, M = tokens asked for.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One micro-batch in the form the model takes.
+
+    `model_inputs` are keyword arguments of the Hugging Face base model; `select_M` indexes its flattened hidden
+    states; `targets_M` are the tokens predicted there; `place_M` is where each answer goes in a flattened [b, T].
+    A `dummy` layout asks for one answer that belongs to nobody: it keeps the ranks' collectives paired.
+    """
+
+    model_inputs: dict[str, object]
+    select_M: torch.Tensor
+    targets_M: torch.Tensor
+    temperature_M: torch.Tensor | None
+    place_M: torch.Tensor
+    dummy: bool
+
+
+class MakeInputs(Protocol):
+    """Arrange the fed tokens `ids_bT[fed_bT]`; return model inputs and where each token of [b, T] went."""
+
+    def __call__(
+        self, ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+    ) -> tuple[dict[str, object], torch.Tensor]:
+        """Return keyword arguments for the base model and int64 [b, T] indices into its flattened states."""
+        ...
+
+
+def fed_lengths(loss_mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens of each sequence must be fed, int64 [B]: those before the last one asked for."""
+    position_T = torch.arange(loss_mask_BT.shape[1], device=loss_mask_BT.device)
+    if loss_mask_BT.numel() == 0:
+        return torch.zeros(loss_mask_BT.shape[0], dtype=torch.int64, device=loss_mask_BT.device)
+    return (loss_mask_BT * position_T).amax(1)
+
+
+def lay_out(batch: TrainBatch | None, make_inputs: MakeInputs, device: torch.device) -> Layout:
+    """Lay out one micro-batch; None, or one that asks for nothing, gives a dummy."""
+    if batch is None or not bool(batch["loss_mask"].any()):
+        return _dummy(make_inputs, device)
+    ids_bT, mask_bT = batch["input_ids"], batch["loss_mask"]
+    position_T = torch.arange(ids_bT.shape[1], device=ids_bT.device)
+    fed_bT = position_T[None] < fed_lengths(mask_bT)[:, None]
+    inputs, where_bT = make_inputs(ids_bT, fed_bT, device)
+    row_M, position_M = mask_bT.nonzero(as_tuple=True)
+    temperature_M = batch["temperature"][row_M].to(device) if "temperature" in batch else None
+    return Layout(
+        model_inputs=inputs,
+        select_M=where_bT[row_M, position_M - 1].to(device),
+        targets_M=ids_bT[row_M, position_M].to(device),
+        temperature_M=temperature_M,
+        place_M=(row_M * ids_bT.shape[1] + position_M).to(device),
+        dummy=False,
+    )
+
+
+def packed_inputs(
+    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+) -> tuple[dict[str, object], torch.Tensor]:
+    """One row of all fed tokens, for `offbeat_packed` attention."""
+    inputs, where_bT, lengths = _one_row(ids_bT, fed_bT, device)
+    return {**inputs, "packed": packed_rows(lengths, device)}, where_bT
+
+
+def flash_inputs(
+    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+) -> tuple[dict[str, object], torch.Tensor]:
+    """One row of all fed tokens, for flash-attention's variable-length kernel."""
+    inputs, where_bT, lengths = _one_row(ids_bT, fed_bT, device)
+    ends_S = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    spans = {"cu_seq_lens_q": ends_S, "cu_seq_lens_k": ends_S}
+    longest = max(lengths)
+    return {**inputs, **spans, "max_length_q": longest, "max_length_k": longest}, where_bT
+
+
+def padded_inputs(
+    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+) -> tuple[dict[str, object], torch.Tensor]:
+    """Plain right-padded rows with an attention mask, for any attention; rows that feed nothing keep one token."""
+    num_rows, num_fed = fed_bT.shape[0], max(1, int(fed_bT.sum(1).max()))
+    mask_bT = fed_bT[:, :num_fed].clone()
+    mask_bT[:, 0] = True
+    ids = torch.where(mask_bT, ids_bT[:, :num_fed], 0)
+    where_bT = torch.zeros_like(ids_bT)
+    where_bT[:, :num_fed] = torch.arange(num_rows * num_fed, device=ids_bT.device).view(num_rows, num_fed)
+    return {"input_ids": ids.to(device), "attention_mask": mask_bT.to(device)}, where_bT
+
+
+def _one_row(
+    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+) -> tuple[dict[str, object], torch.Tensor, list[int]]:
+    row_N, position_N = fed_bT.nonzero(as_tuple=True)
+    where_bT = torch.zeros_like(ids_bT)
+    where_bT[row_N, position_N] = torch.arange(len(row_N), device=ids_bT.device)
+    inputs: dict[str, object] = {
+        "input_ids": ids_bT[row_N, position_N][None].to(device),
+        "position_ids": position_N[None].to(device),
+    }
+    return inputs, where_bT, [length for length in map(int, fed_bT.sum(1).tolist()) if length]
+
+
+def _dummy(make_inputs: MakeInputs, device: torch.device) -> Layout:
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    inputs, _ = make_inputs(one, torch.ones(1, 1, dtype=torch.bool), device)
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    return Layout(
+        model_inputs=inputs, select_M=first, targets_M=first, temperature_M=None, place_M=first, dummy=True
+    )

@@ -1,0 +1,163 @@
+"""Build the Hugging Face model, put a head on it, and shard it."""
+
+# transformers is typed in part: auto classes and configs answer with unknown types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from offbeat_engine.config import Dtype
+from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2 import attention
+from offbeat_engine.fsdp2.heads import token_logprobs
+from offbeat_engine.fsdp2.layout import flash_inputs, packed_inputs, padded_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_engine.config import EngineConfig, ModelConfig
+    from offbeat_engine.fsdp2.layout import Layout, MakeInputs
+    from offbeat_engine.world import World
+
+# Below this size a model is one FSDP group, gathered once per step: on small models the hooks and collectives
+# of every layer cost more than the memory they save.
+SMALL_MODEL_BYTES = 256 << 20
+
+# Settings by which some families change logits after the head; we take logits ourselves, so we must not ignore them.
+_LOGIT_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+
+
+class Scorer(torch.nn.Module):
+    """A Hugging Face model that answers with what the loss needs instead of logits."""
+
+    def __init__(self, hf: Any, head: str) -> None:  # noqa: ANN401
+        super().__init__()
+        self.hf = hf
+        self.head = head
+
+    def forward(self, layout: Layout, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
+        """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32."""
+        states = self.hf.base_model(**layout.model_inputs, use_cache=False).last_hidden_state
+        hidden_MH = states.flatten(0, 1).index_select(0, layout.select_M)
+        if self.head == "value":
+            return (self.hf.score(hidden_MH).squeeze(-1).float(),)
+        return token_logprobs(
+            hidden_MH, self.hf.lm_head, layout.targets_M, layout.temperature_M, entropy_gradient
+        )
+
+
+def build_scorer(config: EngineConfig) -> Scorer:
+    """Load or draw the model on the CPU in float32, ready to be sharded.
+
+    Raises:
+        ConfigError: the folder holds no such model, or the family does not fit the config.
+    """
+    attention.register()
+    name = attention_name(config)
+    hf = _load(config.model, "sdpa" if name == attention.NAME else name)
+    if name == attention.NAME:
+        if not getattr(hf, "_supports_attention_backend", False):
+            raise ConfigError(f"{type(hf).__name__} has its own attention; set `packing: false`")
+        hf.set_attn_implementation(name)
+    for setting, neutral in _LOGIT_SETTINGS.items():
+        if getattr(hf.config, setting, None) not in (None, neutral):
+            raise ConfigError(f"{type(hf).__name__} uses `{setting}`, which this engine does not apply")
+    if config.activation_checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    return Scorer(hf, config.model.head)
+
+
+def attention_name(config: EngineConfig) -> str:
+    """Return the transformers attention implementation that `config` comes to."""
+    chosen = config.attention
+    if chosen == "auto":
+        flash = config.device == "cuda" and config.dtype is Dtype.BFLOAT16 and has_flash_attention()
+        chosen = "flash_attention_2" if flash else "sdpa"
+    return attention.NAME if chosen == "sdpa" and config.packing else chosen
+
+
+def inputs_maker(config: EngineConfig) -> MakeInputs:
+    """Return the arrangement of tokens that goes with the attention of `config`."""
+    if not config.packing:
+        return padded_inputs
+    return packed_inputs if attention_name(config) == attention.NAME else flash_inputs
+
+
+def has_flash_attention() -> bool:
+    """Return whether the flash-attn package is installed."""
+    return find_spec("flash_attn") is not None
+
+
+def _load(config: ModelConfig, attn: str) -> Any:  # noqa: ANN401
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers.utils import logging
+
+    auto: Any = AutoModelForTokenClassification if config.head == "value" else AutoModelForCausalLM
+    remote: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        extra: dict[str, Any] = {"num_labels": 1} if config.head == "value" else {}
+        shape = AutoConfig.from_pretrained(config.path, local_files_only=True, **remote, **extra)
+        common: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn, **remote}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)  # also decides a value head that the folder does not hold
+            if config.random_init:
+                return auto.from_config(shape, **common)
+            return auto.from_pretrained(config.path, config=shape, local_files_only=True, **common)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"no model for a {config.head} head in {config.path!r}: expected a local Hugging Face folder with "
+            f"config.json{'' if config.random_init else ' and safetensors'} ({error})"
+        ) from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def shard(scorer: Scorer, config: EngineConfig, world: World) -> bool:
+    """Shard `scorer` in place over the ranks; return whether it is sharded.
+
+    One rank in float32 needs no sharding, no gather and no cast, so it is left alone. One rank in bfloat16
+    is sharded over itself: `fully_shard` keeps the float32 master weights and reduces gradients in float32.
+    """
+    device = torch.device("cuda", world.local_rank) if world.device == "cuda" else torch.device("cpu")
+    if world.size == 1 and config.dtype is Dtype.FLOAT32:
+        scorer.to(device)
+        return False
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    world.ensure_group(config.collective_timeout_s)
+    mesh = init_device_mesh(world.device, (world.size,))
+    # Inputs are not cast: temperatures must stay float32, and hidden states are in the compute dtype already.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.dtype is Dtype.BFLOAT16 else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    small = is_small(scorer)
+    if not small:
+        for layer in _layers(scorer):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False if small else None)
+    scorer.to(device)  # buffers
+    return True
+
+
+def is_small(scorer: Scorer) -> bool:
+    """Return whether the whole model may stay gathered during a step."""
+    return sum(param.numel() for param in scorer.parameters()) * 4 <= SMALL_MODEL_BYTES
+
+
+def _layers(scorer: Scorer) -> Iterator[torch.nn.Module]:
+    names = set(cast("list[str]", getattr(scorer.hf, "_no_split_modules", None) or []))
+    layers = [module for module in scorer.hf.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(scorer.hf).__name__} does not say which of its modules are layers to shard")
+    return iter(layers)

@@ -1,0 +1,134 @@
+"""Weights under their Hugging Face names: listed, streamed one at a time, written as a folder."""
+
+# transformers' models and configs are untyped here; safetensors' writer is partly so.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from offbeat_engine.interface import WeightSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+MAX_FILE_BYTES = 4 << 30
+# Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
+_BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def exported(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    """Return name to parameter (or persistent buffer), tied ones once, under the name `save_pretrained` keeps."""
+    tied: Iterable[str] = (
+        getattr(hf, "all_tied_weights_keys", None) or getattr(hf, "_tied_weights_keys", None) or ()
+    )
+    dropped = set(tied)
+    named: dict[str, torch.Tensor] = {}
+    seen: dict[int, str] = {}
+    for name, tensor in hf.state_dict(keep_vars=True).items():
+        earlier = seen.get(id(tensor))
+        if earlier is None:
+            seen[id(tensor)] = name
+            named[name] = tensor
+        elif earlier in dropped and name not in dropped:
+            named = {name if key == earlier else key: value for key, value in named.items()}
+            seen[id(tensor)] = name
+    return named
+
+
+def specs(named: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[WeightSpec, ...]:
+    """Describe what `stream` will yield; DTensors are described whole."""
+    return tuple(
+        WeightSpec(name=name, shape=tuple(tensor.shape), dtype=_compute(tensor, dtype))
+        for name, tensor in named.items()
+    )
+
+
+def stream(named: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole tensors in `dtype`, one at a time; a collective when they are sharded.
+
+    A tensor may share memory with the live weight: copy it before the next optimizer step.
+    """
+    for name, tensor in named.items():
+        # Cast first: in bfloat16 half as many bytes cross between the ranks.
+        cast = tensor.detach().to(_compute(tensor, dtype))
+        yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast
+
+
+def _compute(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def plan_files(weights: tuple[WeightSpec, ...], max_bytes: int = MAX_FILE_BYTES) -> list[list[str]]:
+    """Fill safetensors files in order, each with at most `max_bytes` (or a single larger tensor)."""
+    files: list[list[str]] = []
+    used = 0
+    for spec in weights:
+        num_bytes = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        if not files or used + num_bytes > max_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(spec.name)
+        used += num_bytes
+    return files
+
+
+def write_folder(
+    folder: Path | None,
+    hf: Any,  # noqa: ANN401
+    named: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    source: str,
+) -> None:
+    """Write a Hugging Face folder; a collective, in which only the rank with a `folder` writes.
+
+    It holds at most one file's tensors in memory at a time.
+    """
+    from safetensors.torch import save_file
+
+    files = plan_files(specs(named, dtype))
+    weights = stream(named, dtype)
+    index: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(files, start=1):
+        file_name = (
+            "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        )
+        held: dict[str, torch.Tensor] = {}
+        for _ in names:
+            name, tensor = next(weights)
+            if folder is not None:
+                held[name] = tensor.contiguous().cpu()
+                index[name] = file_name
+                total += tensor.nbytes
+        if folder is not None:
+            save_file(held, folder / file_name, metadata={"format": "pt"})
+    if folder is None:
+        return
+    if len(files) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text)
+    _write_config(folder, hf, dtype, Path(source))
+
+
+def _write_config(folder: Path, hf: Any, dtype: torch.dtype, source: Path) -> None:  # noqa: ANN401
+    from copy import deepcopy
+
+    config = deepcopy(hf.config)
+    config.dtype = dtype
+    config.architectures = [type(hf).__name__]
+    config.save_pretrained(folder)
+    for name in _BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    for code in source.glob("*.py"):  # a model with code of its own
+        shutil.copyfile(code, folder / code.name)

@@ -1,0 +1,74 @@
+"""Pure plans: which sequences share a micro-batch, and which rank gets which sequence. No torch, no state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, padded: bool = False) -> list[list[int]]:
+    """Group sequences into micro-batches of at most `max_tokens` tokens.
+
+    Sequences are taken from long to short, so those that share a micro-batch are of similar length, and the
+    first micro-batch is the one that needs the most memory.
+
+    Args:
+        lengths: tokens of each sequence (zero is allowed and costs nothing).
+        max_tokens: budget of one micro-batch; a longer sequence gets a micro-batch of its own.
+        padded: count every sequence at the length of the longest one beside it (plain padded rows).
+
+    Returns:
+        Indices into `lengths`, each exactly once; no micro-batch is empty. The same input gives the same plan.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"`max_tokens` must be at least 1, got {max_tokens}")
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    plan: list[list[int]] = []
+    used = 0
+    for index in order:
+        cost = lengths[plan[-1][0]] if padded and plan else lengths[index]
+        if not plan or used + cost > max_tokens:
+            plan.append([])
+            used, cost = 0, lengths[index]
+        plan[-1].append(index)
+        used += cost
+    return plan
+
+
+def plan_shards(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Share sequences among ranks so that token counts are close: longest first, always to the lightest rank.
+
+    That greedy rule is Graham's LPT (doi.org/10.1137/0117039): the heaviest rank gets at most 4/3 of the best
+    possible. Equal loads go to the rank with fewer sequences, then to the lower rank.
+
+    Returns:
+        One ascending list of indices per rank, possibly empty; the same on every rank for the same input.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"`num_ranks` must be at least 1, got {num_ranks}")
+    shards: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        rank = min(range(num_ranks), key=lambda rank: (loads[rank], len(shards[rank]), rank))
+        shards[rank].append(index)
+        loads[rank] += lengths[index]
+    return [sorted(shard) for shard in shards]
+
+
+def plan_length_classes(lengths: Sequence[int], *, ratio: float = 1.5) -> list[list[int]]:
+    """Group sequences whose lengths differ by less than `ratio`, so that padding one to another is cheap.
+
+    Returns:
+        Indices into `lengths` of sequences with at least one token, longest class first; each class from long
+        to short.
+    """
+    classes: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        if lengths[index] < 1:
+            break
+        if not classes or lengths[index] * ratio <= lengths[classes[-1][0]]:
+            classes.append([])
+        classes[-1].append(index)
+    return classes

@@ -1,0 +1,37 @@
+"""Learning-rate schedules as one pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, assert_never
+
+from offbeat_engine.config import Schedule
+
+if TYPE_CHECKING:
+    from offbeat_engine.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Return the learning rate of optimizer step `step` (0-based).
+
+    Warm-up rises linearly and never starts at zero: step s of W uses (s + 1) / W of `lr`. After it, with
+    p = (s - W) / (total - W) cut to 0..1 and r = `min_lr_ratio`:
+
+    - constant: 1
+    - linear: 1 - (1 - r) p
+    - cosine: r + (1 - r) (1 + cos(pi p)) / 2  (arxiv.org/abs/1608.03983, without restarts)
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    decay_steps = max(1, config.total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
+    floor = config.min_lr_ratio
+    match config.schedule:
+        case Schedule.CONSTANT:
+            return config.lr
+        case Schedule.LINEAR:
+            return config.lr * (1.0 - (1.0 - floor) * progress)
+        case Schedule.COSINE:
+            return config.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+        case _:
+            assert_never(config.schedule)

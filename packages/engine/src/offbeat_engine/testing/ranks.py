@@ -1,0 +1,138 @@
+"""Real ranks for tests: processes that share a gloo group, with a deadline and errors carried back."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing as mp
+import pickle
+import sys
+import time
+import traceback
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from offbeat_engine.errors import EngineError
+from offbeat_engine.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from types import TracebackType
+
+
+class RanksError(EngineError, RuntimeError):
+    """A rank raised, died or did not answer in time; the message holds its traceback."""
+
+
+class RankPool:
+    """`num_ranks` fresh processes in one gloo group; use as a context manager and call `run` as often as needed.
+
+    Each process computes with one thread. After an error the group is in an unknown state: make another pool.
+    """
+
+    def __init__(self, num_ranks: int, timeout_s: float = 120.0) -> None:
+        """Start the processes; `timeout_s` bounds the start, every `run` and every collective."""
+        self.num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        # The store takes any free port; ranks learn which one from here.
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            arguments = (rank, num_ranks, self._store.port, timeout_s, theirs)
+            process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}", daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: object) -> list[Any]:
+        """Call `fn(world, *args)` on every rank and return the results in rank order.
+
+        `fn` is a module-level function; its module may be a test file that cannot be imported by name.
+
+        Raises:
+            RanksError: naming every rank that raised or did not answer before the deadline.
+        """
+        payload = (fn.__module__, sys.modules[fn.__module__].__file__, pickle.dumps((fn, args)))
+        for pipe in self._pipes:
+            pipe.send(payload)
+        deadline = time.monotonic() + self._timeout_s
+        answers = [self._answer(rank, deadline) for rank in range(self.num_ranks)]
+        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
+        if failures:
+            raise RanksError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def _answer(self, rank: int, deadline: float) -> tuple[str | None, Any]:
+        try:
+            if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                return f"no answer within {self._timeout_s:g} s; it may wait for a rank that raised", None
+            return self._pipes[rank].recv()
+        except EOFError:
+            self._processes[rank].join(1.0)
+            return f"died with exit code {self._processes[rank].exitcode}", None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ask the processes to leave, and end those that do not within five seconds."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+                process.join(5.0)
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: float = 120.0) -> list[Any]:
+    """Start `num_ranks` processes, call `fn(world, *args)` on each, and return the results in rank order."""
+    with RankPool(num_ranks, timeout_s) as pool:
+        return pool.run(fn, *args)
+
+
+def _serve(rank: int, size: int, port: int, timeout_s: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    world = World(rank=rank, size=size)
+    while True:
+        try:
+            module, path, pickled = pipe.recv()
+        except EOFError:
+            break
+        pipe.send(_call(world, module, path, pickled))
+    world.leave()
+
+
+def _call(world: World, module: str, path: str | None, pickled: bytes) -> tuple[str | None, Any]:
+    try:
+        _make_importable(module, path)
+        fn, args = pickle.loads(pickled)
+        return None, fn(world, *args)
+    except Exception:  # noqa: BLE001 whatever the test's function raised is its answer
+        return traceback.format_exc(), None
+
+
+def _make_importable(module: str, path: str | None) -> None:
+    """Load the file of `module` under its name where no import would find it (a test file, say)."""
+    if module in sys.modules or path is None:
+        return
+    spec = importlib.util.spec_from_file_location(module, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
+    spec.loader.exec_module(loaded)
