@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.metrics import Metric, Sum
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from offbeat_trainer.interface import Reporter
 
 
@@ -22,7 +23,7 @@ class PhaseClock:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str, detail: str = "") -> Iterator[None]:
+    def phase(self, name: str, detail: str = "") -> Generator[None]:
         """Count the time inside the block as `name`, also when it raises."""
         self._reporter.phase(name, detail)
         started = time.perf_counter()

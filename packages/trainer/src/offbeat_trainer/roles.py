@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from offbeat_trainer.metrics import Last, Max, Mean, Metric
 
 if TYPE_CHECKING:
+    import torch
+
     from offbeat_engine import Engine, LossFn, StepStats, TrainBatch
 
 

@@ -10,7 +10,6 @@ from offbeat_trainer.metrics import reduce_metrics
 
 if TYPE_CHECKING:
     from offbeat_engine import EngineConfig
-
     from offbeat_trainer.config import WarmupConfig
     from offbeat_trainer.interface import Policy, Reporter, Supervised
 
@@ -31,7 +30,9 @@ def warm_up_engine(engine: EngineConfig, config: WarmupConfig) -> EngineConfig:
     return replace(engine, optimizer=optimizer)
 
 
-async def run_warm_up(policy: Policy, task: Supervised, config: WarmupConfig, reporter: Reporter) -> list[dict[str, float]]:
+async def run_warm_up(
+    policy: Policy, task: Supervised, config: WarmupConfig, reporter: Reporter
+) -> list[dict[str, float]]:
     """Train `config.steps` supervised batches and return the metrics of each."""
     history: list[dict[str, float]] = []
     for step in range(config.steps):

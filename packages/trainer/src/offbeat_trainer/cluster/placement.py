@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def bundles(num_processes: int, gpus_each: int) -> list[dict[str, float]]:
     """Return the resources of a pool's processes, one bundle each."""
-    return [{"CPU": CPUS_PER_PROCESS, **({"GPU": gpus_each} if gpus_each else {})} for _ in range(num_processes)]
+    return [
+        {"CPU": CPUS_PER_PROCESS, **({"GPU": gpus_each} if gpus_each else {})} for _ in range(num_processes)
+    ]
 
 
 def reserve(name: str, num_processes: int, gpus_each: int, *, timeout_s: float) -> PlacementGroup:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Actors ask for slices of a logical core: what they may really use is decided by the plan, not by Ray.
 CPUS_PER_PROCESS = 0.01
+LOGICAL_CPUS = 4
 
 
 def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
@@ -22,24 +23,24 @@ def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
     Raises:
         TrainerError: the address does not answer, or Ray could not be started.
     """
-    private = not config.ray_address
-    local = {
-        "num_cpus": 4,
-        "num_gpus": num_gpus,
-        "include_dashboard": False,
-        "object_store_memory": config.object_store_mib << 20,
-    }
     try:
-        ray.init(
-            address=config.ray_address or "local",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=True,
-            **(local if private else {}),
-        )
+        if config.ray_address:
+            ray.init(address=config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=LOGICAL_CPUS,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                object_store_memory=config.object_store_mib << 20,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"connect to {config.ray_address}" if config.ray_address else "start on this machine"
-        raise TrainerError(f"Ray could not {where} ({error}); check cluster.ray_address or `ray status`") from error
+        raise TrainerError(
+            f"Ray could not {where} ({error}); check cluster.ray_address or `ray status`"
+        ) from error
 
 
 def stop_ray() -> None:

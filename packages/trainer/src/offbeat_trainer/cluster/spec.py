@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from offbeat_ckptsync import SyncConfig
     from offbeat_engine import LossFn
     from offbeat_rollout import RolloutConfig
-
     from offbeat_trainer.config import ClusterConfig
 
 
@@ -26,6 +25,7 @@ class TrainSpec:
     checkpoint_dir: str
     keep_checkpoints: int
     collective_timeout_s: float
+    sync: SyncConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class RolloutSpec:
     adapter_name: str
     rollout: RolloutConfig
     num_replicas: int
+    environments: tuple[dict[str, str], ...] = ()  # one per replica: what its library reads at import
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,6 @@ class ClusterSpec:
     cluster: ClusterConfig
     train: TrainSpec
     rollout: RolloutSpec
-    sync: SyncConfig
     log_dir: str
     step_timeout_s: float
+    num_gpus: int = 0  # of this machine, for a private Ray

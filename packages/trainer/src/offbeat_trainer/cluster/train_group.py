@@ -14,7 +14,6 @@ from offbeat_trainer.cluster.waits import answer, answers
 
 if TYPE_CHECKING:
     from offbeat_engine import EngineConfig, TrainBatch
-
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.metrics import Metric
 
@@ -31,11 +30,13 @@ class TrainGroup:
         spec = self._spec
         gpus = 1 if spec.train.device == "cuda" else 0
         self._placement = reserve("train", spec.train.num_ranks, gpus, timeout_s=spec.cluster.start_timeout_s)
-        actor_class = ray.remote(TrainWorker).options(num_cpus=CPUS_PER_PROCESS, num_gpus=gpus, max_restarts=0)
+        actor_class = ray.remote(TrainWorker).options(
+            num_cpus=CPUS_PER_PROCESS, num_gpus=gpus, max_restarts=0, concurrency_groups={"control": 1}
+        )
         self._workers: list[Any] = [
-            actor_class.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank)).remote(
-                spec.train, rank, f"{spec.log_dir}/train_rank{rank}.log"
-            )
+            actor_class.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank)
+            ).remote(spec.train, rank, f"{spec.log_dir}/train_rank{rank}.log")
             for rank in range(spec.train.num_ranks)
         ]
         timeout_s = spec.cluster.start_timeout_s
@@ -81,6 +82,11 @@ class TrainGroup:
             what=what,
             timeout_s=self._spec.step_timeout_s if timeout_s is None else timeout_s,
         )
+
+    async def control(self, method: str, *args: object, what: str) -> Any:  # noqa: ANN401
+        """Call `method` on rank 0, beside whatever it is computing."""
+        call = getattr(self._workers[0], method).options(concurrency_group="control").remote(*args)
+        return await answer(call, owner=self._names[0], what=what, timeout_s=self._spec.step_timeout_s)
 
     def stop(self) -> None:
         """End the ranks and give their devices back; safe to call twice, and before `start` ended."""

@@ -6,15 +6,18 @@ import socket
 from typing import TYPE_CHECKING
 
 import torch
+
+from offbeat_ckptsync.sender import walk
+from offbeat_ckptsync.source import Publisher
 from offbeat_engine import World, engine_class
 from offbeat_engine.losses import SftLoss
-
+from offbeat_trainer.bridge import EngineWeights
 from offbeat_trainer.cluster.process import redirect_output
 from offbeat_trainer.roles import Actor, Reference
 
 if TYPE_CHECKING:
+    from offbeat_ckptsync import Sent, SyncOffer
     from offbeat_engine import Engine, EngineConfig, TrainBatch
-
     from offbeat_trainer.cluster.spec import TrainSpec
     from offbeat_trainer.metrics import Metric
 
@@ -24,10 +27,10 @@ class TrainWorker:
 
     def __init__(self, spec: TrainSpec, rank: int, log_path: str) -> None:
         redirect_output(log_path)
-        torch.set_num_threads(spec.threads_per_rank)
         self._spec = spec
         self._rank = rank
         self._engines: list[Engine] = []
+        self._sender: Publisher | None = None
 
     def address(self, host: str) -> str:
         """Return `host:port` with a port that is free on this rank's host now."""
@@ -36,7 +39,8 @@ class TrainWorker:
             return f"{host}:{probe.getsockname()[1]}"
 
     def join(self, store_address: str) -> None:
-        """Meet the other ranks."""
+        """Meet the other ranks. Called in the thread that computes, whose number of threads is set here."""
+        torch.set_num_threads(self._spec.threads_per_rank)
         self._world = World.join(
             rank=self._rank,
             size=self._spec.num_ranks,
@@ -49,6 +53,9 @@ class TrainWorker:
         """Build the engines, in place of those of an earlier call."""
         for old in self._engines:
             old.close()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         self._engines = [self._new_engine(config) for config in (engine, reference) if config is not None]
         self._actor = Actor(
             self._engines[0],
@@ -80,6 +87,29 @@ class TrainWorker:
     def load(self, step: int | None) -> int | None:
         """Load a checkpoint; see `Engine.load_checkpoint`."""
         return self._engines[0].load_checkpoint(self._spec.checkpoint_dir, global_step=step)
+
+    def offer_weights(self, version: int, members: list[str]) -> SyncOffer:
+        """Prepare to send the current weights (rank 0)."""
+        return self._publisher().offer(version, members)
+
+    def send_weights(self, offer: SyncOffer) -> Sent | None:
+        """Send the weights (rank 0) or take part in gathering them (the others)."""
+        if self._rank:
+            walk(self._weights())
+            return None
+        return self._publisher().send(offer)
+
+    def abort_weights(self, sync_id: str) -> None:
+        """Give up a sync (rank 0); may run beside `send_weights`."""
+        self._publisher().abort(sync_id)
+
+    def _publisher(self) -> Publisher:
+        if self._sender is None:
+            self._sender = Publisher(self._weights(), self._spec.sync)
+        return self._sender
+
+    def _weights(self) -> EngineWeights:
+        return EngineWeights(self._engines[0])
 
     def export(self, path: str) -> None:
         """Write a Hugging Face folder."""

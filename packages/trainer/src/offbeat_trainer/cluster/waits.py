@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 
+from offbeat_trainer.concurrency import together
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
 
 if TYPE_CHECKING:
@@ -37,22 +38,13 @@ async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: floa
         ) from error
 
 
-async def answers(calls: Sequence[Awaitable[Any]], *, owners: Sequence[str], what: str, timeout_s: float) -> list[Any]:
+async def answers(
+    calls: Sequence[Awaitable[Any]], *, owners: Sequence[str], what: str, timeout_s: float
+) -> list[Any]:
     """Return all answers, in order; the first failure is raised once the rest have been given up."""
-    async with _unwrapped(), asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(answer(call, owner=owner, what=what, timeout_s=timeout_s), name=f"{owner}: {what}")
+    return await together(
+        {
+            f"{owner}: {what}": answer(call, owner=owner, what=what, timeout_s=timeout_s)
             for call, owner in zip(calls, owners, strict=True)
-        ]
-    return [task.result() for task in running]
-
-
-class _unwrapped:  # noqa: N801
-    """Raise the first of a group's errors as it is: the others are the same failure seen by other ranks."""
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            raise error.exceptions[0] from error
+        }
+    )

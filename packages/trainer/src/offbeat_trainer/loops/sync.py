@@ -53,4 +53,3 @@ async def _open(parts: Parts, outcome: Outcome, start: int) -> None:
             parts, outcome
         )  # the warm-up is not done twice, and a run can be resumed from its first step
     parts.stop.listening = True
-

@@ -1,0 +1,127 @@
+"""The composition root: the one place where tasks, engines, replicas, weight sync and loop are put together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offbeat_recipes.session import Session, drive
+from offbeat_recipes.wiring import cluster_spec
+from offbeat_trainer import ResumeError
+from offbeat_trainer.cluster.cluster import Cluster
+from offbeat_trainer.concurrency import together
+from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.loops.parts import Parts
+from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.warmup import run_warm_up, warm_up_engine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_engine import EngineConfig
+    from offbeat_recipes.config import RunConfig
+    from offbeat_trainer.cluster.train_group import TrainGroup
+
+
+def train(config: RunConfig) -> int:
+    """Reinforcement learning, after a warm-up if the settings have one; returns the exit code."""
+    return drive(config, _reinforce)
+
+
+def sft(config: RunConfig) -> int:
+    """Supervised training alone: `warmup.steps` steps, ends in `<run>/model`; returns the exit code."""
+    return drive(config, _supervise)
+
+
+async def _reinforce(session: Session) -> None:
+    config = session.config
+    cluster = Cluster(cluster_spec(config, session.folder, str(session.base_model)))
+    try:
+        store = RunStore(session.folder.checkpoints / "state", keep=config.trainer.keep_checkpoints)
+        _, start = await together(
+            {
+                "start replicas": cluster.rollout.start(),
+                "prepare training": _prepare_training(session, cluster.train, store),
+            }
+        )
+        session.startup_s = time.perf_counter() - session.started
+        parts = Parts(
+            task=session.task,
+            policy=cluster.train,
+            generator=GroupGenerator(cluster.rollout.generate_many),
+            publisher=cluster.publisher(),
+            reporter=session.reporter,
+            store=store,
+            seed=config.seed,
+            loop=config.trainer,
+            algorithm=config.algorithm,
+            sampling=config.sampling,
+            stop=session.stop,
+        )
+        await run_sync(parts, session.outcome, start or 0)
+        if not session.outcome.interrupted:
+            await cluster.train.export(str(session.folder.final.absolute()))
+    finally:
+        await cluster.stop()
+
+
+async def _prepare_training(session: Session, train: TrainGroup, store: RunStore) -> int:
+    """Bring the training pool to the first step to be done and return that step."""
+    config = session.config
+    session.reporter.phase(
+        "start", f"{config.engine.num_ranks} training rank(s), {config.rollout.num_replicas} replica(s)"
+    )
+    await train.start()
+    engine = _on(config.engine_config(""), await _starting_model(session, train))
+    await train.build(engine, engine if config.algorithm.kl_coef else None)
+    step = await train.load(None) if session.folder.resumed else None
+    if step is None:
+        return 0
+    if step > config.trainer.steps:
+        raise ResumeError(
+            f"{session.folder.path} has {step} steps already; trainer.steps={config.trainer.steps} is less"
+        )
+    state = store.load(step)
+    session.outcome.accuracy_before = state.accuracy_before
+    session.outcome.reward_first = state.reward_first
+    session.outcome.warmup_s = state.warmup_s
+    session.jsonl.truncate_after(step)
+    session.reporter.phase("resume", f"from the checkpoint of step {step}")
+    return step
+
+
+async def _starting_model(session: Session, train: TrainGroup) -> Path:
+    """Return the folder that reinforcement learning starts from; the warm-up makes it, once per run."""
+    config, model = session.config, session.folder.model
+    if config.warmup.steps == 0:
+        return session.base_model
+    if not model.exists():
+        started = time.perf_counter()
+        await _warm_up(session, train)
+        session.outcome.warmup_s = time.perf_counter() - started
+    return model.absolute()
+
+
+async def _warm_up(session: Session, train: TrainGroup) -> None:
+    config = session.config
+    engine = _on(config.engine_config(""), session.base_model)
+    await train.build(warm_up_engine(engine, config.warmup))
+    await run_warm_up(train, session.task, config.warmup, session.reporter)
+    await train.export(str(session.folder.model.absolute()))
+
+
+def _on(engine: EngineConfig, model: Path) -> EngineConfig:
+    return replace(engine, model=replace(engine.model, path=str(model), random_init=False))
+
+
+async def _supervise(session: Session) -> None:
+    cluster = Cluster(cluster_spec(session.config, session.folder, str(session.base_model)))
+    try:
+        await cluster.train.start()
+        session.startup_s = time.perf_counter() - session.started
+        await _warm_up(session, cluster.train)
+        session.outcome.warmup_s = time.perf_counter() - session.started - session.startup_s
+    finally:
+        await cluster.stop()

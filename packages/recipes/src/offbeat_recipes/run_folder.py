@@ -1,0 +1,144 @@
+"""One folder per run: what was asked, what happened, what is needed to go on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, cast
+
+from offbeat_recipes.errors import RunFolderError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+CONFIG = "config.json"
+SUMMARY = "summary.json"
+# Settings that may differ when a run goes on: they change neither the data nor the arithmetic of a step.
+MAY_CHANGE = (
+    "resume",
+    "run_dir",
+    "name",
+    "report.",
+    "cluster.",
+    "evaluation.",
+    "trainer.steps",
+    "trainer.validate_every",
+    "trainer.validation_prompts",
+    "trainer.save_every",
+    "trainer.keep_checkpoints",
+    "trainer.sample_every",
+    "trainer.step_timeout_s",
+    "sync.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The paths of a run, and the lock that keeps a second process out of it."""
+
+    path: Path
+    resumed: bool
+    lock: IO[str]
+
+    @property
+    def logs(self) -> Path:
+        """Full output of every process."""
+        return self.path / "logs"
+
+    @property
+    def model(self) -> Path:
+        """The Hugging Face folder that reinforcement learning starts from."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """What a run is resumed from."""
+        return self.path / "checkpoints"
+
+    @property
+    def final(self) -> Path:
+        """The trained model as a Hugging Face folder."""
+        return self.path / "final"
+
+    def write_summary(self, values: Mapping[str, object]) -> None:
+        """Write `summary.json`, whole or not at all."""
+        beside = self.path / (SUMMARY + ".writing")
+        beside.write_text(json.dumps(dict(values), indent=2) + "\n")
+        beside.replace(self.path / SUMMARY)
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self.lock.close()
+
+
+def open_run_folder(path: Path, settings: Mapping[str, object], *, resume: bool) -> RunFolder:
+    """Make or reopen the run folder at `path`; nothing that was there is lost.
+
+    Without `resume`, a run that is already there is moved aside to `<path>.1`, `<path>.2`, ...
+
+    Args:
+        path: the folder.
+        settings: the resolved settings, dotted name to plain value.
+        resume: go on from what is there, if anything is.
+
+    Raises:
+        RunFolderError: another process is at work in it, or the settings differ in a way that would make the rest of
+            the run another run; each such setting is named.
+    """
+    there = (path / CONFIG).exists()
+    if there and not resume:
+        with _locked(path):
+            path.rename(_aside(path))
+        there = False
+    path.mkdir(parents=True, exist_ok=True)
+    lock = _locked(path)
+    if there:
+        _check_same(path, settings)
+    else:
+        (path / CONFIG).write_text(json.dumps(dict(settings), indent=2) + "\n")
+    folder = RunFolder(path=path, resumed=there, lock=lock)
+    folder.logs.mkdir(exist_ok=True)
+    return folder
+
+
+def _aside(path: Path) -> Path:
+    number = 1
+    while path.with_name(f"{path.name}.{number}").exists():
+        number += 1
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _locked(path: Path) -> IO[str]:
+    lock = (path / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        owner = lock.read().strip()
+        lock.close()
+        raise RunFolderError(
+            f"{path} is in use by process {owner or '(unknown)'}; wait for it to end, stop it, or choose another run_dir"
+        ) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def _check_same(path: Path, settings: Mapping[str, object]) -> None:
+    before = cast("dict[str, object]", json.loads((path / CONFIG).read_text()))
+    now = cast("dict[str, object]", json.loads(json.dumps(dict(settings))))
+    changed = [
+        f"{name}: was {before.get(name)!r}, is {now.get(name)!r}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE)
+    ]
+    if changed:
+        raise RunFolderError(
+            f"{path} holds a run with other settings; going on would not be the same run:\n  "
+            + "\n  ".join(changed)
+            + "\nset them back, or start a new run with resume=never"
+        )

@@ -1,0 +1,139 @@
+"""One run while it lasts, and its end: summary, errors in plain words, and how to go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync import SyncError
+from offbeat_engine import EngineError
+from offbeat_recipes.errors import RecipeError
+from offbeat_recipes.interrupts import StopKeys
+from offbeat_recipes.quiet import logs_to
+from offbeat_recipes.run_folder import RunFolder, open_run_folder
+from offbeat_recipes.settings import to_dict
+from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.wiring import make_reporter
+from offbeat_rollout import RolloutError
+from offbeat_trainer import TrainerError
+from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.parts import StopRequest
+
+if TYPE_CHECKING:
+    from offbeat_recipes.config import RunConfig
+    from offbeat_recipes.tasks.base import RunnableTask
+    from offbeat_trainer import Reporter
+
+HOUSE_ERRORS = (TrainerError, SyncError, EngineError, RolloutError, RecipeError)
+INTERRUPTED = 130
+FAILED = 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """What was asked, where it goes, and what was reached. `startup_s` ends when the first step may begin."""
+
+    config: RunConfig
+    folder: RunFolder
+    task: RunnableTask
+    reporter: Reporter
+    base_model: Path
+    outcome: Outcome = field(default_factory=Outcome)
+    stop: StopRequest = field(default_factory=StopRequest)
+    started: float = field(default_factory=time.perf_counter)
+    startup_s: float = 0.0
+    extra: dict[str, object] = field(default_factory=dict[str, object])
+
+    def summary(self) -> dict[str, object]:
+        """Return everything that is worth keeping about the run, JSON-ready."""
+        return {
+            "mode": self.config.mode.name,
+            "seed": self.config.seed,
+            "wall_s": time.perf_counter() - self.started,
+            "startup_s": self.startup_s,
+            **self.outcome.summary(),
+            **self.extra,
+        }
+
+
+Work = Callable[[Session], Awaitable[None]]
+"""The body of a command: does the run, fills the session."""
+
+
+def drive(config: RunConfig, work: Work) -> int:
+    """Open the run folder, do `work` in it, and end well whatever happens; returns the exit code."""
+    settings = flatten(to_dict(config))
+    path = Path(config.run_dir or f"runs/{config.name}")
+    folder = open_run_folder(path, settings, resume=config.resume == "auto")
+    try:
+        with logs_to(folder.logs / "driver.log"):
+            return asyncio.run(_guarded(_open(config, folder), work))
+    finally:
+        folder.close()
+
+
+def flatten(values: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested settings as one level of dotted names."""
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _open(config: RunConfig, folder: RunFolder) -> Session:
+    task = make_task(config.task, config.model.path, config.seed)
+    reporter = make_reporter(config, folder)
+    for note in task.notes:
+        reporter.phase("task", note)
+    base_model = task.model_folder(folder.path / "base", config.seed)
+    return Session(
+        config=config, folder=folder, task=task, reporter=reporter, base_model=base_model.absolute()
+    )
+
+
+async def _guarded(session: Session, work: Work) -> int:
+    code = 0
+    with StopKeys(session.stop, session.reporter):
+        try:
+            await work(session)
+        except asyncio.CancelledError:
+            session.outcome.interrupted = True
+        except HOUSE_ERRORS as error:
+            log.exception("the run failed")
+            sys.stderr.write(f"\nfailed: {error}\n  full logs: {session.folder.logs}\n")
+            session.extra["error"] = str(error)
+            code = FAILED
+    if session.outcome.interrupted:
+        code = INTERRUPTED
+    summary = session.summary()
+    session.folder.write_summary(summary)
+    session.reporter.summary({**summary, **_where_next(session, code)})
+    session.reporter.close()
+    return code
+
+
+def _where_next(session: Session, code: int) -> dict[str, object]:
+    folder = session.folder.path
+    if code:
+        return {
+            "to go on": f"the same command with resume=auto run_dir={folder}",
+            "logs": session.folder.logs,
+        }
+    return {
+        "trained model": session.folder.final,
+        "metrics": folder / "metrics.jsonl",
+        "samples": folder / "samples.jsonl",
+        "curves": f"tensorboard --logdir {folder / 'tensorboard'}",
+        "evaluate": f"offbeat-eval run_dir={folder}",
+    }

@@ -1,0 +1,86 @@
+"""From settings to the values that the parts of a run are built from. Nothing is started here."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_rollout.registry import adapter_environment
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
+from offbeat_trainer.reporters import (
+    ConsoleReporter,
+    FanOut,
+    JsonlReporter,
+    TensorBoardReporter,
+    WandbReporter,
+)
+
+if TYPE_CHECKING:
+    from offbeat_recipes.config import RunConfig
+    from offbeat_recipes.run_folder import RunFolder
+    from offbeat_rollout import RolloutConfig
+    from offbeat_trainer import Reporter
+
+
+def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> ClusterSpec:
+    """Return what the processes of a run are told; replicas start from `base_model`."""
+    rollout = config.rollout_config(base_model)
+    return ClusterSpec(
+        cluster=config.cluster,
+        train=TrainSpec(
+            engine_name=config.engine.name,
+            device=config.device,
+            num_ranks=config.engine.num_ranks,
+            threads_per_rank=threads_per_rank(config),
+            loss_fn=PolicyLoss(config=config.algorithm, max_completion_tokens=config.sampling.max_tokens),
+            updates_per_step=config.trainer.updates_per_step,
+            checkpoint_dir=str((folder.checkpoints / "policy").absolute()),
+            keep_checkpoints=config.trainer.keep_checkpoints,
+            collective_timeout_s=config.engine.collective_timeout_s,
+            sync=config.sync,
+        ),
+        rollout=RolloutSpec(
+            adapter_name=config.rollout.name,
+            rollout=rollout,
+            num_replicas=config.rollout.num_replicas,
+            environments=replica_environments(config, rollout),
+        ),
+        log_dir=str(folder.logs.absolute()),
+        step_timeout_s=config.trainer.step_timeout_s,
+        num_gpus=torch.cuda.device_count() if config.device == "cuda" else 0,
+    )
+
+
+def threads_per_rank(config: RunConfig) -> int:
+    """Return how many threads a training rank computes with: the cores, shared, unless the settings say."""
+    if config.engine.threads_per_rank:
+        return config.engine.threads_per_rank
+    return max(1, len(os.sched_getaffinity(0)) // config.engine.num_ranks)
+
+
+def replica_environments(config: RunConfig, rollout: RolloutConfig) -> tuple[dict[str, str], ...]:
+    """Return the environment of each replica's process. On CPU every replica has cores of its own while they last."""
+    cores = sorted(os.sched_getaffinity(0))
+    width = rollout.cpu_threads
+    environments: list[dict[str, str]] = []
+    for index in range(config.rollout.num_replicas):
+        mine = [cores[(index * width + offset) % len(cores)] for offset in range(width)]
+        # From the last core down: training rank 0 and the driver live on the first.
+        mine = sorted(cores[-1 - cores.index(core)] for core in mine)
+        environments.append(adapter_environment(config.rollout.name, rollout, mine))
+    return tuple(environments)
+
+
+def make_reporter(config: RunConfig, folder: RunFolder, *, steps: int) -> Reporter:
+    """Return where this run reports to: its files, and what the settings ask for."""
+    reporters: list[Reporter] = [JsonlReporter(folder.path)]
+    if config.report.console:
+        reporters.append(ConsoleReporter(total_steps=steps))
+    if config.report.tensorboard:
+        reporters.append(TensorBoardReporter(folder.path / "tensorboard"))
+    if config.report.wandb:
+        reporters.append(WandbReporter(config.report.wandb_project, config.name, folder.path))
+    return FanOut(reporters)

@@ -1,0 +1,63 @@
+"""One generation replica: the process around a rollout engine and its end of the weight sync."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offbeat_rollout.registry import adapter_class
+from offbeat_trainer.bridge import make_member
+from offbeat_trainer.cluster.process import redirect_output
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from offbeat_ckptsync import Echo, Flip, Sent, SyncConfig, SyncOffer
+    from offbeat_rollout import Completion, GenerateRequest, Health, RolloutEngine
+    from offbeat_trainer.cluster.spec import RolloutSpec
+
+
+class ReplicaWorker:
+    """Serves completions and takes weights. Its methods are coroutines of one event loop; both go on side by side."""
+
+    def __init__(self, name: str, spec: RolloutSpec, sync: SyncConfig, log_path: str) -> None:
+        redirect_output(log_path)
+        self._name = name
+        self._sync = sync
+        self._engine: RolloutEngine = adapter_class(spec.adapter_name)(spec.rollout)
+
+    async def start(self) -> None:
+        """Load the model; then the replica can generate and take weights."""
+        await self._engine.start()
+        self._member = await make_member(self._name, self._engine, self._sync)
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """See `RolloutEngine.generate_many`."""
+        return await self._engine.generate_many(requests)
+
+    async def abort_requests(self, request_ids: Collection[str]) -> None:
+        """See `RolloutEngine.abort`."""
+        await self._engine.abort(request_ids)
+
+    async def health(self) -> Health:
+        """See `RolloutEngine.health`."""
+        return await self._engine.health()
+
+    async def stop(self) -> None:
+        """See `RolloutEngine.stop`."""
+        await self._engine.stop()
+
+    async def begin(self, offer: SyncOffer) -> None:
+        """See `Member.begin`."""
+        await self._member.begin(offer)
+
+    async def transfer(self, offer: SyncOffer) -> list[Echo]:
+        """See `Member.transfer`."""
+        return await self._member.transfer(offer)
+
+    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
+        """See `Member.flip`."""
+        return await self._member.flip(offer, sent)
+
+    async def abort_sync(self, sync_id: str) -> int:
+        """See `Member.abort`."""
+        return await self._member.abort(sync_id)

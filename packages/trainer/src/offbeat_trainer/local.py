@@ -1,0 +1,90 @@
+"""A run in one process, without Ray: one training rank, one replica. For reading, debugging and tests.
+
+Nothing here is a stand-in: engine, replica, manager and transport are the ones a cluster uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from offbeat_ckptsync.manager import CheckpointEngineManager
+from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_engine.losses import SftLoss
+from offbeat_trainer.bridge import EngineWeights, make_member
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from offbeat_ckptsync import SyncConfig, SyncReport
+    from offbeat_engine import Engine, TrainBatch
+    from offbeat_rollout import RolloutEngine
+    from offbeat_trainer.metrics import Metric
+    from offbeat_trainer.roles import Actor
+
+_Result = TypeVar("_Result")
+
+
+class LocalPolicy:
+    """Satisfies `Policy` with an engine in this process, whose calls run in one thread of their own."""
+
+    def __init__(
+        self, engine: Engine, actor: Actor, checkpoints: Path, *, keep: int, timeout_s: float
+    ) -> None:
+        """Train `engine` through `actor`; every call must end within `timeout_s`."""
+        self._engine = engine
+        self._actor = actor
+        self._checkpoints = str(checkpoints)
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
+
+    async def update(self, batch: TrainBatch) -> list[Metric]:
+        """See `Policy.update`."""
+        return await self._call(lambda: self._actor.update(batch))
+
+    async def supervise(self, batch: TrainBatch) -> list[Metric]:
+        """See `Policy.supervise`."""
+        return await self._call(lambda: self._actor.supervise(batch, SftLoss()))
+
+    async def save(self, step: int) -> None:
+        """See `Policy.save`."""
+        await self._call(
+            lambda: self._engine.save_checkpoint(
+                self._checkpoints, global_step=step, max_ckpt_to_keep=self._keep
+            )
+        )
+
+    async def load(self, step: int | None) -> int | None:
+        """See `Policy.load`."""
+        return await self._call(lambda: self._engine.load_checkpoint(self._checkpoints, global_step=step))
+
+    async def export(self, path: str) -> None:
+        """See `Policy.export`."""
+        await self._call(lambda: self._engine.export_huggingface(path))
+
+    async def _call(self, work: Callable[[], _Result]) -> _Result:
+        async with asyncio.timeout(self._timeout_s):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class LocalPublisher:
+    """Satisfies the trainer's `Publisher` between an engine and one replica of this process."""
+
+    def __init__(self, manager: CheckpointEngineManager) -> None:
+        """Publish through `manager`."""
+        self._manager = manager
+
+    @classmethod
+    async def between(cls, engine: Engine, replica: RolloutEngine, sync: SyncConfig) -> LocalPublisher:
+        """Connect `engine` to a started `replica`."""
+        source = LocalSource(Publisher(EngineWeights(engine), sync))
+        manager = CheckpointEngineManager(source, sync)
+        manager.add(await make_member("replica 0", replica, sync))
+        return cls(manager)
+
+    async def publish(self, version: int) -> SyncReport:
+        """See `Publisher.publish`."""
+        return await self._manager.sync(version)

@@ -1,0 +1,164 @@
+"""The sync loop on real parts in one process: engine, replica, manager, transport. No Ray."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offbeat_ckptsync import SyncConfig
+from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, World, engine_class
+from offbeat_engine.testing import make_tiny_model
+from offbeat_rollout import RolloutConfig
+from offbeat_rollout.registry import adapter_class
+from offbeat_trainer import AlgorithmConfig, LoopConfig, Prompt, SamplingConfig, Score
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.local import LocalPolicy, LocalPublisher
+from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.parts import Parts, StopRequest
+from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.reporters.jsonl import JsonlReporter
+from offbeat_trainer.roles import Actor, Reference
+from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.seeds import derive_seed
+
+VOCAB = 32
+LOOP = LoopConfig(
+    steps=4,
+    prompts_per_step=4,
+    group_size=4,
+    validate_every=2,
+    validation_prompts=4,
+    save_every=2,
+    sample_every=2,
+)
+
+
+class LowTokens:
+    """A task: completions earn the share of their tokens that are below 16. Satisfies `Task`."""
+
+    def prompts(self, step, num_prompts):
+        return [self._prompt(derive_seed("train", step, index)) for index in range(num_prompts)]
+
+    def validation_prompts(self, num_prompts):
+        return [self._prompt(derive_seed("held out", index)) for index in range(num_prompts)]
+
+    def score(self, prompt, completion):
+        low = sum(token < VOCAB // 2 for token in completion.token_ids) / len(completion.token_ids)
+        return Score(reward=low, correct=low == 1)
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
+    def stop_token_ids(self):
+        return ()
+
+    def _prompt(self, seed):
+        ids = tuple(1 + (seed >> (5 * place)) % (VOCAB - 1) for place in range(4))
+        return Prompt(uid=str(seed), text=str(ids), token_ids=ids)
+
+
+async def run(
+    folder, model, *, loop=LOOP, algorithm=None, transport="loopback", resume=False, updates=1, stop=None
+):
+    algorithm = AlgorithmConfig() if algorithm is None else algorithm
+    config = EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=3e-3))
+
+    def new_engine():
+        engine = engine_class("fsdp2")(config, World())
+        engine.init_model()
+        return engine
+
+    engine = new_engine()
+    actor = Actor(
+        engine,
+        PolicyLoss(config=algorithm, max_completion_tokens=8),
+        updates_per_step=updates,
+        reference=Reference(new_engine()) if algorithm.kl_coef else None,
+    )
+    replica = adapter_class("hf")(RolloutConfig(model_path=model, max_model_len=32))
+    await replica.start()
+    reporter = JsonlReporter(folder)
+    policy = LocalPolicy(engine, actor, folder / "policy", keep=2, timeout_s=60)
+    sync = SyncConfig(transport=transport, disk_path=str(folder / "sync"))
+    parts = Parts(
+        task=LowTokens(),
+        policy=policy,
+        generator=GroupGenerator(replica.generate_many),
+        publisher=await LocalPublisher.between(engine, replica, sync),
+        reporter=reporter,
+        store=RunStore(folder / "state", keep=2),
+        seed=7,
+        loop=loop,
+        algorithm=algorithm,
+        sampling=SamplingConfig(max_tokens=8),
+        stop=StopRequest() if stop is None else stop,
+    )
+    outcome = Outcome()
+    start = 0
+    if resume:
+        start = await policy.load(None)
+        reporter.truncate_after(start)
+        state = parts.store.load(start)
+        outcome.accuracy_before, outcome.reward_first = state.accuracy_before, state.reward_first
+    try:
+        await run_sync(parts, outcome, start)
+    finally:
+        await replica.stop()
+        reporter.close()
+    return outcome
+
+
+def history(folder):
+    """Return the metrics of each step without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("time", "sync/")
+    return [{key: value for key, value in line.items() if not key.startswith(clocks)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB))
+
+
+async def test_a_policy_learns_and_what_was_sampled_is_what_is_trained(tmp_path, model):
+    outcome = await run(tmp_path, model, loop=replace(LOOP, steps=12, prompts_per_step=8, group_size=8))
+    assert outcome.reward_last > outcome.reward_first + 0.1
+    assert outcome.max_abs_logprob_diff < 1e-4
+    assert [line["step"] for line in history(tmp_path)] == list(range(1, 13))
+
+
+async def test_a_resumed_run_repeats_the_undisturbed_one_bit_for_bit(tmp_path, model):
+    await run(tmp_path / "whole", model)
+    await run(tmp_path / "parts", model, loop=replace(LOOP, steps=2))
+    await run(tmp_path / "parts", model, resume=True)
+    whole, resumed = history(tmp_path / "whole"), history(tmp_path / "parts")
+    assert len(whole) == 4
+    assert resumed[2:] == whole[2:]
+    same = [{key: value for key, value in line.items() if key != "accuracy/validation"} for line in whole[:2]]
+    assert [{k: v for k, v in line.items() if k != "accuracy/validation"} for line in resumed[:2]] == same
+
+
+async def test_kl_to_a_reference_and_several_updates_a_step(tmp_path, model):
+    await run(tmp_path, model, algorithm=AlgorithmConfig(kl_coef=0.1), updates=2, loop=replace(LOOP, steps=2))
+    first, second = history(tmp_path)
+    assert first["policy/ref_kl_nats"] >= 0
+    assert second["policy/ref_kl_nats"] > first["policy/ref_kl_nats"]
+    assert first["policy/ratio_max"] > 1  # the second mini-batch meets a policy that has moved
+
+
+async def test_the_disk_transport_gives_the_same_run(tmp_path, model):
+    await run(tmp_path / "loopback", model, loop=replace(LOOP, steps=2))
+    await run(tmp_path / "disk", model, loop=replace(LOOP, steps=2), transport="disk")
+    assert history(tmp_path / "disk") == history(tmp_path / "loopback")
+
+
+async def test_a_stop_request_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, model):
+    stop = StopRequest()
+    stop.requested = True
+    outcome = await run(tmp_path, model, stop=stop)
+    assert (outcome.steps, outcome.interrupted) == (1, True)
+    resumed = await run(tmp_path, model, resume=True)
+    assert (resumed.steps, resumed.steps_here, resumed.interrupted) == (4, 3, False)
