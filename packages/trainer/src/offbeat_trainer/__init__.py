@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from offbeat_trainer.errors import DeadlineExceeded, PlanRefused, ResumeError, TrainerError, WorkerGone
     from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Supervised, Task
     from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
+    from offbeat_trainer.reporters.console import ConsoleReporter
+    from offbeat_trainer.reporters.fanout import FanOut
+    from offbeat_trainer.reporters.jsonl import JsonlReporter
+    from offbeat_trainer.reporters.silent import Silent
+    from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
+    from offbeat_trainer.reporters.wandb import WandbReporter
     from offbeat_trainer.types import Example, Group, Prompt, Score
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
@@ -63,6 +69,12 @@ _HOMES = {
     "Metric": "metrics",
     "Sum": "metrics",
     "reduce_metrics": "metrics",
+    "ConsoleReporter": "reporters.console",
+    "FanOut": "reporters.fanout",
+    "JsonlReporter": "reporters.jsonl",
+    "Silent": "reporters.silent",
+    "TensorBoardReporter": "reporters.tensorboard",
+    "WandbReporter": "reporters.wandb",
     "Example": "types",
     "Group": "types",
     "Prompt": "types",
@@ -81,10 +93,13 @@ __all__ = [
     "Aggregation",
     "AlgorithmConfig",
     "ClusterConfig",
+    "ConsoleReporter",
     "DeadlineExceeded",
     "Example",
+    "FanOut",
     "Generator",
     "Group",
+    "JsonlReporter",
     "KlEstimator",
     "Last",
     "LoopConfig",
@@ -100,11 +115,14 @@ __all__ = [
     "ResumeError",
     "SamplingConfig",
     "Score",
+    "Silent",
     "Sum",
     "Supervised",
     "SupervisedLoss",
     "Task",
+    "TensorBoardReporter",
     "TrainerError",
+    "WandbReporter",
     "WarmupConfig",
     "WorkerGone",
     "aggregate",

@@ -1,0 +1,64 @@
+"""TensorBoard. Needs the extra `offbeat-trainer[tensorboard]`."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportMissingImports=false
+# pyright: reportUntypedFunctionDecorator=false, reportAttributeAccessIssue=false
+# (torch.utils.tensorboard is untyped and absent where the extra is not installed)
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.metrics import reduce_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from offbeat_trainer.metrics import Metric
+    from offbeat_trainer.types import Group
+
+
+class TensorBoardReporter:
+    """A `Reporter` into an event file: one scalar per key, samples and summary as text."""
+
+    def __init__(self, folder: str | Path, first_step: int = 0) -> None:
+        """Write to `folder`. A resumed run gives its `first_step`: what is there from that step on is hidden.
+
+        Raises:
+            TrainerError: TensorBoard is not installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as missing:
+            raise TrainerError(
+                "the TensorBoard reporter needs the package tensorboard; "
+                "install `offbeat-trainer[tensorboard]` or leave the reporter out"
+            ) from missing
+        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Nothing: phases are for people."""
+
+    def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
+        """Write one scalar per key."""
+        for key, value in reduce_metrics(metrics).items():
+            self._writer.add_scalar(key, value, step)
+
+    def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
+        """Write the completions as one text, prompt by prompt."""
+        parts = [
+            f"    {group.prompt.text}\n\n" + "\n\n".join(f"    → {text}" for text in group_texts)
+            for group, group_texts in zip(groups, texts, strict=True)
+        ]
+        self._writer.add_text(f"samples/{title}", "\n\n---\n\n".join(parts), step)
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        """Write the values as text."""
+        self._writer.add_text("summary", f"```\n{json.dumps(dict(values), indent=2, default=str)}\n```")
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close; safe to call twice."""
+        self._writer.close()

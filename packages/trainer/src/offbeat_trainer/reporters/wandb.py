@@ -1,0 +1,83 @@
+"""Weights & Biases. Needs the extra `offbeat-trainer[wandb]`."""
+
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+# (wandb is optional: where it is not installed nothing of it has a type)
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.metrics import reduce_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from offbeat_trainer.metrics import Metric
+    from offbeat_trainer.types import Group
+
+
+class WandbReporter:
+    """A `Reporter` into a Weights & Biases run.
+
+    Offline it writes below `folder` only, to be sent later with `wandb sync`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        project: str,
+        name: str,
+        config: Mapping[str, object] | None = None,
+        offline: bool = True,
+    ) -> None:
+        """Start a run called `name`, or go on with it: a run of the same project and name is the same run.
+
+        Raises:
+            TrainerError: wandb is not installed.
+        """
+        try:
+            import wandb
+        except ImportError as missing:
+            raise TrainerError(
+                "the W&B reporter needs the package wandb; install `offbeat-trainer[wandb]` or leave the reporter out"
+            ) from missing
+        self._table: Any = wandb.Table
+        self._run: Any = wandb.init(
+            dir=str(folder),
+            project=project,
+            name=name,
+            id=name,
+            resume="allow",
+            config=dict(config or {}),
+            mode="offline" if offline else "online",
+        )
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Nothing: phases are for people."""
+
+    def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
+        """Log every key."""
+        self._run.log(reduce_metrics(metrics), step=step)
+
+    def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
+        """Log a table of prompt, completion and reward."""
+        rows = [
+            [group.prompt.text, text, group.scores[index].reward if group.scores else None]
+            for group, group_texts in zip(groups, texts, strict=True)
+            for index, text in enumerate(group_texts)
+        ]
+        table = self._table(columns=["prompt", "completion", "reward"], data=rows)
+        # Not committed: the metrics of this step are still to come, and W&B closes a step when it is committed.
+        self._run.log({f"samples/{title}": table}, step=step, commit=False)
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        """Write the values into the run's summary."""
+        self._run.summary.update(dict(values))
+
+    def close(self) -> None:
+        """Finish the run; safe to call twice."""
+        self._run.finish()

@@ -1,0 +1,59 @@
+import pytest
+
+from offbeat_trainer.reporters.figures import (
+    COLUMNS,
+    clock,
+    header,
+    number,
+    percent,
+    row,
+    seconds,
+    visible,
+    with_speed,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0.000"), (0.31234, "0.312"), (-1.5, "-1.500"), (12.34, "12.3"), (456.7, "457"), (8912, "8.9k"),
+        (999.9, "1.0k"), (123456, "123k"), (2.5e6, "2.5M"), (3e-6, "3e-6"), (float("nan"), "nan"),
+    ],
+)  # fmt: skip
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(4.23, "4.2 s"), (59.9, "59.9 s"), (185, "3:05"), (3729, "1:02:09")]
+)
+def test_clock(value, text):
+    assert clock(value) == text
+
+
+def test_percent_and_seconds():
+    assert [percent(0.3149), percent(1.0), percent(float("nan"))] == ["31.5%", "100.0%", "nan"]
+    assert [seconds(0.834), seconds(12.34), seconds(123.4)] == ["0.83", "12.3", "123"]
+
+
+def test_speed_counts_the_whole_step():
+    values = {"tokens/generated": 300.0, "time/generate_s": 1.0, "time/train_s": 2.0, "time/validate_s": 9.0}
+    assert with_speed(values)["tokens/per_s"] == 100
+    assert "tokens/per_s" not in with_speed({"tokens/generated": 300.0})
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"reward/mean": -123.4, "policy/ref_kl_nats": 1e-9, "train/grad_norm": 1e9}]
+)
+def test_rows_stand_under_their_header_within_a_narrow_terminal(values):
+    titles, line = header(values, 4).plain, row(12, values, 4).plain
+    assert len(titles) == len(line) <= 80
+    ends = [
+        index for index in range(len(titles) - 1) if titles[index] != " " and titles[index + 1 :][:2] == "  "
+    ]
+    assert len(ends) == len(COLUMNS)
+    assert all(line[end] != " " and line[end + 1] == " " for end in ends)
+
+
+def test_completions_cannot_draw_on_the_screen():
+    assert visible("a\r\nb\x1b[2Jc\td") == "a⏎b\\x1b[2Jc\\td"

@@ -1,0 +1,113 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from offbeat_rollout import Completion, Finish
+from offbeat_trainer.metrics import Last, Max, Mean, Metric
+from offbeat_trainer.reporters.jsonl import JsonlReporter
+from offbeat_trainer.types import Group, Prompt, Score
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+SCORED = (Score(reward=1.0, correct=True),)
+
+
+def a_group(scores=SCORED):
+    made = Completion(
+        request_id="r", token_ids=(1, 2), logprobs=(0.0, 0.0), policy_versions=(1, 1), finish=Finish.STOP
+    )
+    return Group(prompt=Prompt(uid="u", text="1+1=", token_ids=(1,)), completions=(made,), scores=scores)
+
+
+def test_one_line_per_step_reduced_and_sorted(tmp_path):
+    reporter = JsonlReporter(tmp_path / "run")
+    before = time.time()
+    reporter.metrics(1, [Metric("b/x", Mean(1.0)), Metric("a/x", Max(3.0)), Metric("b/x", Mean(3.0))])
+    reporter.metrics(2, [Metric("a/nan", Last(math.nan)), Metric("a/inf", Last(-math.inf))])
+    first, second = lines(tmp_path / "run" / "metrics.jsonl")  # not closed: every line is there at once
+    assert list(first) == ["step", "time_s", "a/x", "b/x"]
+    assert (first["step"], first["a/x"], first["b/x"]) == (1, 3.0, 2.0)
+    assert before - 1 <= first["time_s"] <= time.time() + 1
+    assert (second["a/inf"], second["a/nan"]) == (None, None)
+    reporter.close()
+    reporter.close()
+
+
+def test_samples_read_back_whatever_is_in_them(tmp_path):
+    text = "ß \u2028 \x85 \ud800 \n \x00"
+    reporter = JsonlReporter(tmp_path)
+    reporter.samples(4, "before", [a_group()], [[text]])
+    reporter.samples(5, "after", [a_group(scores=())], [["3"]])
+    reporter.truncate_after(4)
+    reporter.close()
+    assert lines(tmp_path / "samples.jsonl") == [
+        {
+            "step": 4,
+            "title": "before",
+            "uid": "u",
+            "prompt": "1+1=",
+            "completion": text,
+            "num_tokens": 2,
+            "finish": "stop",
+            "reward": 1.0,
+            "correct": True,
+        }
+    ]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "a/x"', b"{", b'{"step": 3}'])
+def test_a_torn_last_line_is_dropped_on_reopening(tmp_path, torn):
+    first = JsonlReporter(tmp_path)
+    for step in (1, 2):
+        first.metrics(step, [])
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + torn)
+    again = JsonlReporter(tmp_path)
+    again.metrics(3, [])
+    again.close()
+    assert [line["step"] for line in lines(path)] == [1, 2, 3]
+
+
+def test_a_resumed_run_forgets_what_came_after_its_step(tmp_path):
+    reporter = JsonlReporter(tmp_path)
+    for step in (1, 2, 3, 4):
+        reporter.metrics(step, [Metric("a/x", Last(step))])
+    reporter.truncate_after(2)
+    reporter.metrics(3, [Metric("a/x", Last(30))])
+    reporter.close()
+    assert [(line["step"], line["a/x"]) for line in lines(tmp_path / "metrics.jsonl")] == [
+        (1, 1),
+        (2, 2),
+        (3, 30),
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path):
+    code = (
+        "import itertools, sys\n"
+        "from offbeat_trainer.reporters.jsonl import JsonlReporter\n"
+        "reporter = JsonlReporter(sys.argv[1])\n"
+        "for step in itertools.count(1):\n"
+        "    reporter.metrics(step, [])\n"
+        "    if step == 50: print('there', flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "there\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(30)
+    process.stdout.close()
+    JsonlReporter(tmp_path).close()
+    steps = [line["step"] for line in lines(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 50

@@ -1,0 +1,51 @@
+import sys
+
+import pytest
+
+from offbeat_rollout import Completion, Finish
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.metrics import Last, Mean, Metric
+from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
+from offbeat_trainer.types import Group, Prompt
+
+
+def read(folder):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_scalars_and_texts_read_back(tmp_path):
+    made = Completion(
+        request_id="r", token_ids=(1,), logprobs=(0.0,), policy_versions=(1,), finish=Finish.STOP
+    )
+    group = Group(prompt=Prompt(uid="u", text="1+1=", token_ids=(1,)), completions=(made,))
+    reporter = TensorBoardReporter(tmp_path)
+    reporter.metrics(1, [Metric("reward/mean", Mean(1.0)), Metric("reward/mean", Mean(0.0))])
+    reporter.metrics(2, [Metric("reward/mean", Mean(0.75))])
+    reporter.samples(2, "after", [group], [["two"]])
+    reporter.summary({"accuracy_after": 0.9})
+    reporter.close()
+    reporter.close()
+    events = read(tmp_path)
+    assert [(one.step, one.value) for one in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.75)]
+    (shown,) = events.Tensors("samples/after/text_summary")
+    assert b"1+1=" in shown.tensor_proto.string_val[0]
+    assert b"two" in shown.tensor_proto.string_val[0]
+    assert b"accuracy_after" in events.Tensors("summary/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_a_resumed_run_hides_what_came_after_its_step(tmp_path):
+    for first_step, steps in ((0, (1, 2, 3)), (2, (2, 3))):
+        reporter = TensorBoardReporter(tmp_path, first_step)
+        for step in steps:
+            reporter.metrics(step, [Metric("a/x", Last(step + 10 * first_step))])
+        reporter.close()
+    assert [(one.step, one.value) for one in read(tmp_path).Scalars("a/x")] == [(1, 1), (2, 22), (3, 23)]
+
+
+def test_where_it_is_missing_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(TrainerError, match=r"offbeat-trainer\[tensorboard\]"):
+        TensorBoardReporter(tmp_path)
