@@ -119,10 +119,10 @@ def test_dependencies_finds_an_undeclared_import(checkout, module, code):
     checkout.write(PLANTED, f"def later() -> None:\n    import {module}\n")
     after = checkout.gate("dependencies")
     assert after.returncode == 1
-    found = [line for line in after.stdout.splitlines() if f"'{module}'" in line]
-    assert len(found) == 1
-    assert found[0].startswith("packages/engine: src/offbeat_engine/planted.py")
-    assert code in found[0]
+    planted = [line for line in after.stdout.splitlines() if "planted.py" in line]
+    assert len(planted) == 1
+    assert planted[0].startswith("packages/engine: ")
+    assert f"{code} '{module}'" in planted[0]
 
 
 def test_dependencies_finds_one_that_is_not_used(checkout):
