@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_engine import check_batch
@@ -60,7 +60,6 @@ groups_of_tokens = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(groups_of_tokens)
 def test_every_sequence_reads_back(drawn):
     groups = with_advantages(

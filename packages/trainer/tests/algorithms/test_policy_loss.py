@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -189,7 +189,6 @@ def test_on_policy_the_gradient_is_the_plain_policy_gradient():
 
 
 @pytest.mark.parametrize("aggregation", Aggregation)
-@settings(deadline=None)
 @given(data=st.data())
 def test_micro_batches_and_order_change_nothing(aggregation, data):
     loss = make(replace(EVERYTHING, aggregation=aggregation))

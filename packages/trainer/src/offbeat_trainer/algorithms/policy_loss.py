@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -103,8 +103,9 @@ class PolicyLoss:
         """Return this micro-batch's share of the loss and what is worth watching."""
         config = self.config
         mask_BT = batch["loss_mask"]
+        # This one `where` keeps NaN and infinity outside the mask out of the gradient, `aggregate` out of the loss.
         logprobs_BT = inside(predictions["logprobs"], mask_BT)
-        old_BT = _optional(batch, "old_logprobs", mask_BT)
+        old_BT = _optional(batch, "old_logprobs")
         old_BT = logprobs_BT.detach() if old_BT is None else old_BT
         ratio_BT = importance_ratio(logprobs_BT, old_BT)
         surrogate = clipped_surrogate(
@@ -128,7 +129,7 @@ class PolicyLoss:
         if entropy_BT is not None:
             token_loss_BT = token_loss_BT - config.entropy_coef * entropy_BT
             sums["policy/entropy_nats"] = entropy_BT
-        rollout_BT = _optional(batch, "rollout_logprobs", mask_BT)
+        rollout_BT = _optional(batch, "rollout_logprobs")
         if rollout_BT is not None:
             diff_BT = (rollout_BT - old_BT).abs()
             sums["mismatch/mean_abs_logprob_diff"] = diff_BT
@@ -143,13 +144,13 @@ class PolicyLoss:
         )
 
     def _advantages(self, batch: TrainBatch) -> torch.Tensor:
-        advantages_BT = _optional(batch, "advantages", batch["loss_mask"])
+        advantages_BT = _optional(batch, "advantages")
         if advantages_BT is None:
             raise TrainerError("a policy loss needs `advantages` in the batch; build it with `assemble`")
         return advantages_BT
 
     def _reference(self, batch: TrainBatch) -> torch.Tensor | None:
-        ref_BT = _optional(batch, "ref_logprobs", batch["loss_mask"])
+        ref_BT = _optional(batch, "ref_logprobs")
         if ref_BT is None and self.config.kl_coef:
             raise TrainerError(
                 f"`kl_coef` is {self.config.kl_coef} but the batch has no `ref_logprobs`; "
@@ -158,7 +159,7 @@ class PolicyLoss:
         return ref_BT
 
     def _entropy(self, predictions: Predictions, batch: TrainBatch) -> torch.Tensor | None:
-        entropy_BT = _optional(predictions, "entropy", batch["loss_mask"])
+        entropy_BT = _optional(predictions, "entropy")
         if not self.config.entropy_coef:
             return None if entropy_BT is None else entropy_BT.detach()
         if entropy_BT is None or (
@@ -172,8 +173,8 @@ class PolicyLoss:
         return entropy_BT
 
 
-def _optional(values: TrainBatch, key: str, mask_BT: torch.Tensor) -> torch.Tensor | None:
-    return inside(values[key], mask_BT) if key in values else None
+def _optional(values: TrainBatch, key: str) -> torch.Tensor | None:
+    return cast("torch.Tensor | None", values.get(key, None))
 
 
 def _peak(values_BT: torch.Tensor) -> torch.Tensor:

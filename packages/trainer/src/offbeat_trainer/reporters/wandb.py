@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat_trainer.errors import TrainerError
@@ -13,7 +14,6 @@ from offbeat_trainer.metrics import reduce_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from offbeat_trainer.metrics import Metric
     from offbeat_trainer.types import Group
@@ -45,6 +45,9 @@ class WandbReporter:
             raise TrainerError(
                 "the W&B reporter needs the package wandb; install `offbeat-trainer[wandb]` or leave the reporter out"
             ) from missing
+        Path(folder).mkdir(
+            parents=True, exist_ok=True
+        )  # W&B writes to the temporary folder where there is none
         self._table: Any = wandb.Table
         self._run: Any = wandb.init(
             dir=str(folder),
@@ -54,6 +57,8 @@ class WandbReporter:
             resume="allow",
             config=dict(config or {}),
             mode="offline" if offline else "online",
+            # Without these W&B wraps standard output, under the console's live line, and prints a page at the end.
+            settings=wandb.Settings(silent=True, console="off"),
         )
 
     def phase(self, name: str, detail: str = "") -> None:
