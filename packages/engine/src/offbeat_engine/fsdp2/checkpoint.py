@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 
+Moments = dict[str, dict[str, torch.Tensor]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -74,7 +76,7 @@ def load(target: Target, folder: Path) -> None:
 
     world, updater = target.world, target.updater
 
-    def read() -> None:
+    def prepare() -> tuple[dict[str, Any], Moments, dict[str, torch.Tensor]]:
         meta = json.loads((folder / folders.META).read_text())
         if meta["format"] != FORMAT:
             raise CheckpointError(f"{folder} has format {meta['format']}, this version reads {FORMAT}")
@@ -82,10 +84,15 @@ def load(target: Target, folder: Path) -> None:
         state = _tensors(target, moments)
         if meta["num_ranks"] == world.size:
             state[_rng_key(world)] = torch.empty_like(_random_state())
-        reader = FileSystemReader(folder)
-        _check_fit(state, reader.read_metadata().state_dict_metadata, folder)
+        _check_fit(state, FileSystemReader(folder).read_metadata().state_dict_metadata, folder)
+        return meta, moments, state
+
+    # All ranks must agree before the first collective inside DCP: one that fails before would leave them waiting.
+    meta, moments, state = _together(world, prepare, f"could not load {folder}")
+
+    def read() -> None:
         with _quiet():
-            dcp.load(state, storage_reader=reader, no_dist=world.size == 1)
+            dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=world.size == 1)
         updater.set_moments(moments)
         updater.set_num_steps(meta["scheduled_steps"])
         if _rng_key(world) in state:
@@ -147,7 +154,7 @@ def _state(target: Target) -> dict[str, torch.Tensor]:
     return state
 
 
-def _tensors(target: Target, moments: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _tensors(target: Target, moments: Moments) -> dict[str, torch.Tensor]:
     """Flatten to name and tensor, DTensors where the parameters are: DCP cuts and joins them as needed."""
     params = target.updater.params
     state = {f"model.{name}": param.detach() for name, param in params.items()}

@@ -87,7 +87,7 @@ def _checked_plan(step: Step, batch: TrainBatch) -> list[list[int]]:
         error = caught
     failure = first_failure(step.world, error)
     if failure is not None:
-        raise BatchError(failure.removeprefix("BatchError: ")) from error
+        raise BatchError(failure.replace("BatchError: ", "", 1)) from error
     lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
     return plan_micro_batches(lengths, max_tokens=step.max_tokens, padded=step.padded)
 

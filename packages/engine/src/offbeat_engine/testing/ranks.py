@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +31,13 @@ class RanksError(EngineError, RuntimeError):
 class RankPool:
     """`num_ranks` fresh processes in one gloo group; use as a context manager and call `run` as often as needed.
 
-    Each process computes with one thread. After an error the group is in an unknown state: make another pool.
+    Each process computes with one thread. After an error (`failed`) the group is in an unknown state: make another pool.
     """
 
     def __init__(self, num_ranks: int, timeout_s: float = 120.0) -> None:
         """Start the processes; `timeout_s` bounds the start, every `run` and every collective."""
         self.num_ranks = num_ranks
+        self.failed = False
         self._timeout_s = timeout_s
         # The store takes any free port; ranks learn which one from here.
         self._store = dist.TCPStore(
@@ -66,6 +68,7 @@ class RankPool:
             pipe.send(payload)
         deadline = time.monotonic() + self._timeout_s
         answers = [self._answer(rank, deadline) for rank in range(self.num_ranks)]
+        self.failed = any(text is not None for text, _ in answers)
         failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
         if failures:
             raise RanksError("\n".join(failures))
@@ -134,5 +137,9 @@ def _make_importable(module: str, path: str | None) -> None:
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
+    parent = module.rpartition(".")[0]
+    while parent:  # pickle imports the first part of a dotted name, so the parents must exist too
+        sys.modules.setdefault(parent, ModuleType(parent))
+        parent = parent.rpartition(".")[0]
     sys.modules[module] = loaded
     spec.loader.exec_module(loaded)

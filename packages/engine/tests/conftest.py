@@ -1,0 +1,32 @@
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from offbeat_engine.testing import RankPool, make_tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A Qwen2 of two layers with weights large enough that a wrong answer looks wrong."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def _pools():
+    with ExitStack() as stack:
+        yield stack, []
+
+
+@pytest.fixture
+def two_ranks(_pools):
+    """Two real gloo ranks, shared by the tests and started anew after one that left them out of step."""
+    stack, pools = _pools
+    if not pools or pools[-1].failed:
+        pools.append(stack.enter_context(RankPool(2)))
+    return pools[-1]

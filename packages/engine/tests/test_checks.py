@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offbeat_engine import (
+    ConfigError,
+    EngineConfig,
+    Feature,
+    ModelConfig,
+    OptimizerConfig,
+    Schedule,
+    World,
+    engine_class,
+)
+from offbeat_engine.fsdp2 import Fsdp2Engine
+from offbeat_engine.testing import make_tiny_model
+
+GOOD = EngineConfig(model=ModelConfig(path="nowhere"))
+
+
+def test_the_registry_knows_the_engine():
+    assert engine_class("fsdp2") is Fsdp2Engine
+
+
+def test_every_feature_is_either_there_or_missing_with_a_reason():
+    said = Fsdp2Engine.capabilities()
+    assert said.features | said.missing.keys() == set(Feature)
+    assert not said.features & said.missing.keys()
+    assert all(said.missing.values())
+
+
+def test_a_good_config_is_taken_on_any_number_of_ranks():
+    assert Fsdp2Engine.check(GOOD, 1) == Fsdp2Engine.check(GOOD, 8) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
+        ({"collective_timeout_s": 0.0}, "collective_timeout_s"),
+        ({"attention": "eager"}, "attention"),
+        ({"attention": "flash_attention_2"}, "attention"),
+        ({"optimizer": OptimizerConfig(lr=-1.0)}, "optimizer.lr"),
+        ({"optimizer": OptimizerConfig(beta2=1.0)}, "optimizer.beta2"),
+        ({"optimizer": OptimizerConfig(schedule=Schedule.COSINE)}, "optimizer.total_steps"),
+        pytest.param(
+            {"device": "cuda"},
+            "device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused_by_name(changes, setting):
+    refused = Fsdp2Engine.check(replace(GOOD, **changes), 1)
+    assert [refusal.setting for refusal in refused] == [setting]
+    with pytest.raises(ConfigError, match=setting):
+        Fsdp2Engine(replace(GOOD, **changes), World()).init_model()
+
+
+def test_all_reasons_come_at_once():
+    bad = replace(GOOD, micro_batch_tokens=0, optimizer=OptimizerConfig(lr=-1.0))
+    assert {refusal.setting for refusal in Fsdp2Engine.check(bad, 0)} == {
+        "num_ranks",
+        "micro_batch_tokens",
+        "optimizer.lr",
+    }
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        Fsdp2Engine(replace(GOOD, model=ModelConfig(path=str(tmp_path))), World()).init_model()
+
+
+def test_a_model_that_changes_its_logits_is_refused(tmp_path):
+    path = make_tiny_model(tmp_path, family="gemma2")
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        Fsdp2Engine(replace(GOOD, model=ModelConfig(path=path)), World()).init_model()
