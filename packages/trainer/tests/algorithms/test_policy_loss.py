@@ -269,6 +269,11 @@ def test_a_batch_without_what_the_loss_needs_is_refused(key, config):
         make(config)(predictions, batch, scale)
 
 
+def test_it_asks_the_engine_for_the_gradient_of_the_entropy_only_when_it_needs_it():
+    assert not make(AlgorithmConfig()).entropy_gradient
+    assert make(AlgorithmConfig(entropy_coef=0.01)).entropy_gradient
+
+
 def test_an_entropy_bonus_without_gradient_is_refused():
     predictions, batch, scale = some_batch()
     predictions["entropy"] = predictions["entropy"].detach()

@@ -99,6 +99,11 @@ class PolicyLoss:
             if not ok:
                 raise PlanRefused(f"`{name}` must be {wanted}, got {value}")
 
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether the engine must give `entropy` a gradient; engines read this, since it costs time and memory."""
+        return self.config.entropy_coef != 0
+
     def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
         """Return this micro-batch's share of the loss and what is worth watching."""
         config = self.config
@@ -160,7 +165,7 @@ class PolicyLoss:
 
     def _entropy(self, predictions: Predictions, batch: TrainBatch) -> torch.Tensor | None:
         entropy_BT = _optional(predictions, "entropy")
-        if not self.config.entropy_coef:
+        if not self.entropy_gradient:
             return None if entropy_BT is None else entropy_BT.detach()
         if entropy_BT is None or (
             predictions["logprobs"].requires_grad and not predictions["entropy"].requires_grad
