@@ -45,9 +45,19 @@ def test_one_precision_and_one_device_for_all():
 
 def test_sections_hand_on_every_field_of_the_package():
     config = parse({"engine": {"optimizer": {"lr": 0.5}, "packing": False}, "rollout": {"max_num_seqs": 7}})
-    assert config.engine_config("m").optimizer == OptimizerConfig(lr=0.5)
+    assert config.engine_config("m").optimizer == OptimizerConfig(lr=0.5, total_steps=100)
     assert config.engine_config("m").packing is False
     assert config.rollout_config("m").max_num_seqs == 7
+
+
+def test_what_follows_from_other_settings():
+    config = parse({"name": "x", "trainer": {"steps": 7, "updates_per_step": 3}, "device": "cuda"})
+    assert config.engine_config("m").optimizer.total_steps == 21
+    assert str(config.folder) == "runs/x"
+    assert (config.sync_config().device, config.sync_config().host) == ("cuda", "127.0.0.1")
+    assert config.sync_config().disk_path.endswith("runs/x/sync")
+    assert parse({"sync": {"disk_path": "/d"}}).sync_config().disk_path == "/d"
+    assert str(parse({"run_dir": "/r"}).folder) == "/r"
 
 
 @pytest.mark.parametrize("section", [EngineSection, RolloutSection, ModelSection])

@@ -6,7 +6,8 @@ engine and of the replicas. Reading and checking live in `offbeat_recipes.settin
 """
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
@@ -140,7 +141,7 @@ class EngineSection(EngineConfig):
 class RolloutSection(RolloutConfig):
     """The generation engine and how many replicas of it run."""
 
-    name: Literal["vllm", "hf"] = "vllm"
+    name: str = "vllm"
     num_replicas: int = 1
     model_path: str = field(default="", metadata={"derived": "model.path"})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
@@ -209,12 +210,27 @@ class RunConfig:
         derived: dict[str, Any] = {"path": path, "seed": self.seed}
         return ModelConfig(**{**_as(ModelConfig, self.model), **derived})
 
+    @property
+    def folder(self) -> Path:
+        """The run folder: `run_dir`, or runs/<name>."""
+        return Path(self.run_dir or f"runs/{self.name or self.task.name}")
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run, the warm-up not counted."""
+        return self.trainer.steps * self.trainer.updates_per_step
+
     def engine_config(self, path: str) -> EngineConfig:
-        """Return the settings of a training engine for the model in folder `path`."""
+        """Return the settings of a training engine for the model in folder `path`.
+
+        `optimizer.total_steps` 0 becomes the number of optimizer steps of the run.
+        """
+        optimizer = self.engine.optimizer
         derived: dict[str, Any] = {
             "model": self.model_config(path),
             "dtype": self.model.dtype,
             "device": self.device,
+            "optimizer": replace(optimizer, total_steps=optimizer.total_steps or self.num_updates),
         }
         return EngineConfig(**{**_as(EngineConfig, self.engine), **derived})
 
@@ -224,8 +240,12 @@ class RunConfig:
         return RolloutConfig(**{**_as(RolloutConfig, self.rollout), **derived})
 
     def sync_config(self) -> SyncConfig:
-        """Return the settings of the weight sync."""
-        derived: dict[str, Any] = {"host": self.cluster.rendezvous_host, "device": self.device}
+        """Return the settings of the weight sync; without `disk_path`, files go to the run folder."""
+        derived: dict[str, Any] = {
+            "host": self.cluster.rendezvous_host,
+            "device": self.device,
+            "disk_path": self.sync.disk_path or str((self.folder / "sync").absolute()),
+        }
         return SyncConfig(**{**_as(SyncConfig, self.sync), **derived})
 
 

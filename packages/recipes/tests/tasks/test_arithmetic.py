@@ -163,6 +163,14 @@ def test_the_folder_is_an_ordinary_model(task: ArithmeticTask, tmp_path: Path):
     assert weights[0] == weights[1] != weights[2]
 
 
+def test_a_named_model_is_used_if_it_speaks_the_same(task: ArithmeticTask, tmp_path: Path):
+    folder = task.model_folder(tmp_path, seed=0)
+    assert ArithmeticTask(ArithmeticConfig(), 0, str(folder)).model_folder(tmp_path / "no", seed=0) == folder
+    assert not (tmp_path / "no").exists()
+    with pytest.raises(TaskError, match=r"model\.path"):
+        ArithmeticTask(ArithmeticConfig(), 0, str(tmp_path)).model_folder(tmp_path, seed=0)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

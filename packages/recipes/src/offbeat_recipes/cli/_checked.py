@@ -19,14 +19,14 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
     """Plan `config`; run `offbeat_recipes.compose.<what>` if nothing is refused; return the exit code."""
     try:
         plan = plan_run(config, gather_facts(config))
+        for warning in plan.warnings:
+            sys.stderr.write(f"{prog}: note: {warning}\n")
+        if plan.refusals:
+            for refusal in plan.refusals:
+                sys.stderr.write(f"{prog}: refused: {refusal}\n")
+            return USAGE
+        # Composition brings Ray and the engines: not before everything is known to fit.
+        return int(getattr(import_module("offbeat_recipes.compose"), what)(config))
     except RecipeError as error:
         complain(prog, error)
         return USAGE
-    for warning in plan.warnings:
-        sys.stderr.write(f"{prog}: note: {warning}\n")
-    if plan.refusals:
-        for refusal in plan.refusals:
-            sys.stderr.write(f"{prog}: refused: {refusal}\n")
-        return USAGE
-    # Composition brings Ray and the engines: not before everything is known to fit.
-    return int(getattr(import_module("offbeat_recipes.compose"), what)(config))

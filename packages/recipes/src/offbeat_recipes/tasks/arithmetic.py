@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.tasks.char_model import CharModelShape, char_model_folder, char_tokenizer
+from offbeat_recipes.tasks.char_model import (
+    CharModelShape,
+    char_model_folder,
+    char_tokenizer,
+    folder_vocabulary,
+)
 from offbeat_recipes.tasks.streams import Stream, stream
 from offbeat_rollout import Finish
 from offbeat_trainer import Example, Prompt, Score
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import numpy as np
     from transformers import PreTrainedTokenizerFast
@@ -71,8 +76,8 @@ class ArithmeticTask:
     and training never meet one.
     """
 
-    def __init__(self, config: ArithmeticConfig, seed: int) -> None:
-        """Check `config`; `seed` decides the order of prompts.
+    def __init__(self, config: ArithmeticConfig, seed: int, model_path: str = "") -> None:
+        """Check `config`; `seed` decides the order of prompts, `model_path` names a model instead of a fresh one.
 
         Raises:
             TaskError: a level, a share or a shape that cannot be.
@@ -92,6 +97,7 @@ class ArithmeticTask:
         self.notes: tuple[str, ...] = ()
         self._config = config
         self._seed = seed
+        self._model_path = model_path
         self._num_pairs = (9 * 10 ** (config.level - 1)) ** 2
 
     @property
@@ -118,8 +124,16 @@ class ArithmeticTask:
         )
 
     def model_folder(self, cache_dir: Path, seed: int) -> Path:
-        """Return a folder with a model of `shape`, its weights drawn from `seed`; made where it is not there."""
-        return char_model_folder(self.shape, cache_dir, seed)
+        """Return a folder with a model of `shape`, its weights drawn from `seed`; made where it is not there.
+
+        Raises:
+            TaskError: a model was named, and its tokens are not this task's.
+        """
+        if not self._model_path:
+            return char_model_folder(self.shape, cache_dir, seed)
+        if folder_vocabulary(Path(self._model_path)) != self.tokenizer.get_vocab():
+            raise TaskError(f"model.path: {self._model_path} has not the tokens of this task ({ALPHABET})")
+        return Path(self._model_path)
 
     def is_held_out(self, left: int, right: int) -> bool:
         """Say whether this sum is for validation alone."""
@@ -134,7 +148,7 @@ class ArithmeticTask:
 
     def validation_prompts(self, num_prompts: int) -> list[Prompt]:
         """Return up to `num_prompts` different held-out prompts, the same whatever the run's seed."""
-        count = min(num_prompts, self._available(held_out=True))
+        count = min(num_prompts, self.num_available(held_out=True))
         rng = stream(0, Stream.HELD_OUT)
         return [self._prompt(*pair) for pair in self._distinct(rng, count, held_out=True)]
 
@@ -194,15 +208,16 @@ class ArithmeticTask:
             data={"left": left, "right": right, "answer": str(left + right)},
         )
 
-    def _available(self, *, held_out: bool) -> int:
+    def num_available(self, *, held_out: bool) -> int:
+        """Return how many different prompts may be asked for at once."""
         # Half of the pool at most: drawing with rejection stays quick.
         share = self._config.held_out_fraction if held_out else 1 - self._config.held_out_fraction
         return int(self._num_pairs * share / 2)
 
     def _distinct(self, rng: np.random.Generator, count: int, *, held_out: bool) -> list[tuple[int, int]]:
-        if count > self._available(held_out=held_out):
+        if count > self.num_available(held_out=held_out):
             raise TaskError(
-                f"{count} different prompts asked of a pool of about {2 * self._available(held_out=held_out)}; "
+                f"{count} different prompts asked of a pool of about {2 * self.num_available(held_out=held_out)}; "
                 "raise task.level or take fewer prompts"
             )
         pairs: dict[tuple[int, int], None] = {}  # a set that keeps the order of drawing

@@ -58,7 +58,7 @@ def make_task(config: TaskConfig, model_path: str, seed: int) -> RunnableTask:
         case ArithmeticConfig():
             from offbeat_recipes.tasks.arithmetic import ArithmeticTask
 
-            return ArithmeticTask(config, seed)
+            return ArithmeticTask(config, seed, model_path)
         case Gsm8kConfig():
             from offbeat_recipes.tasks.gsm8k import Gsm8kTask
 

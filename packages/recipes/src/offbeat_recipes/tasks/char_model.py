@@ -55,6 +55,12 @@ def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
+def folder_vocabulary(folder: Path) -> dict[str, int]:
+    """Return the vocabulary of the tokenizer in `folder`; empty when it has none."""
+    path = folder / "tokenizer.json"
+    return dict(json.loads(path.read_text())["model"]["vocab"]) if path.is_file() else {}
+
+
 def char_model_config(shape: CharModelShape) -> Qwen2Config:
     """Return the configuration of the tiny model: tied embeddings, rotary positions, no dropout."""
     from transformers import Qwen2Config

@@ -1,0 +1,114 @@
+"""How much memory each process is expected to take: each line says what it counts.
+
+What the libraries themselves take (Python, torch, vLLM: one to two GiB a process) comes on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat_engine.config import Dtype
+
+if TYPE_CHECKING:
+    from offbeat_recipes.config import RunConfig
+    from offbeat_recipes.facts import ModelFacts
+
+GIB = 1 << 30
+MIB = 1 << 20
+_FP32 = 4
+# Stored activations of one transformer layer, in bytes per token and hidden unit at two bytes a number; attention
+# scores are recomputed by the fused kernels (Korthikanti et al. 2022, arXiv 2205.05198, equations 1 and 2).
+_LAYER_BYTES = 34
+_CHECKPOINTED_LAYER_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one process of a kind takes, item by item, in bytes; `num` processes of that kind run.
+
+    `certain` of the items are arithmetic; the others depend on what is generated and are upper bounds.
+    """
+
+    process: str
+    num: int
+    items: tuple[tuple[str, int], ...]
+    certain: int
+
+    @property
+    def total(self) -> int:
+        """All items of one process."""
+        return sum(num_bytes for _, num_bytes in self.items)
+
+
+def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, sequences: int) -> Memory:
+    """Return the memory of a training rank that holds `sequences` of at most `longest_tokens` a mini-batch."""
+    ranks, params = config.engine.num_ranks, model.num_params
+    width = bytes_of(config.model.dtype)
+    shard = -(-params // ranks)
+    states = (
+        ("master weights, float32, sharded", shard * _FP32),
+        ("gradients, float32, sharded", shard * _FP32),
+        ("Adam's two moments, float32, sharded", shard * 2 * _FP32),
+    )
+    reference = (("reference weights, sharded", shard * _FP32),) if config.algorithm.kl_coef else ()
+    tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))
+    return Memory(
+        process="training rank",
+        num=ranks,
+        items=(
+            *states,
+            *reference,
+            (f"gathered weights, {config.model.dtype.value}, at most", params * width),
+            (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
+            ("buckets of the weight sync", int(2 * config.sync.bucket_mib * MIB)),
+        ),
+        certain=sum(num_bytes for _, num_bytes in (*states, *reference)),
+    )
+
+
+def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memory:
+    """Return the memory of one replica (of one device of it, with tensor parallelism)."""
+    width, devices = bytes_of(config.model.dtype), config.rollout.tensor_parallel_size
+    weights = -(-model.num_params * width // devices)
+    staged = model.num_params * width
+    if config.device == "cuda":
+        # vLLM takes its fraction whole: weights, activations, and keys and values in what is left.
+        cache = max(0, int(config.rollout.gpu_memory_fraction * gpu_gib * GIB) - weights)
+        cache_item = ("keys, values and activations, what is left of gpu_memory_fraction", cache)
+    else:
+        cache = int(config.rollout.kv_cache_gib * GIB)
+        cache_item = ("keys and values", cache)
+    return Memory(
+        process="replica",
+        num=config.rollout.num_replicas * devices,
+        items=(
+            (f"weights, {config.model.dtype.value}", weights),
+            cache_item,
+            ("new weights, staged until verified", staged),
+        ),
+        certain=weights + cache,
+    )
+
+
+def driver_memory(config: RunConfig) -> Memory:
+    """Return the memory of what a private Ray sets aside."""
+    store = config.cluster.object_store_mib * MIB
+    return Memory(process="object store", num=1, items=(("shared memory, at most", store),), certain=0)
+
+
+def kv_bytes_per_token(config: RunConfig, model: ModelFacts) -> int:
+    """Return the bytes that keys and values of one token take, over all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * bytes_of(config.model.dtype)
+
+
+def bytes_of(dtype: Dtype) -> int:
+    """Return the bytes of one number."""
+    return 2 if dtype is Dtype.BFLOAT16 else 4
+
+
+def _activations(config: RunConfig, model: ModelFacts, tokens: int) -> int:
+    per_layer = tokens * model.hidden_size * bytes_of(config.model.dtype) // 2
+    if config.engine.activation_checkpointing:
+        return per_layer * (_CHECKPOINTED_LAYER_BYTES * model.num_layers + _LAYER_BYTES)
+    return per_layer * _LAYER_BYTES * model.num_layers

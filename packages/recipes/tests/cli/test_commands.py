@@ -1,0 +1,53 @@
+"""The commands up to the point where something would start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from offbeat_recipes.cli import evaluate, plan, sft, train
+
+
+def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]):
+    assert plan.main(["engine.num_ranks=2", "rollout.num_replicas=2", "cluster.num_devices=2"]) == 0
+    out = capsys.readouterr().out
+    assert "16 prompts x 16 = 256" in out
+    assert "training rank 1 (fsdp2)" in out
+    assert "This can run. Nothing was started." in out
+
+
+def test_plan_for_machines(capsys: pytest.CaptureFixture[str]):
+    assert plan.main(["--json", "trainer.updates_per_step=3"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is False
+    assert [item["setting"] for item in answer["refusals"]] == ["trainer.updates_per_step"]
+    assert answer["batch"]["completions_per_step"] == 256
+
+
+@pytest.mark.parametrize("command", [train.main, sft.main, evaluate.main])
+def test_nothing_starts_that_is_refused(command, capsys: pytest.CaptureFixture[str]):
+    assert command(["rollout.num_replicas=3", "cluster.num_devices=2", "trainer.group_size=1"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    refused = [line.split(": ")[2] for line in said if ": refused: " in line]
+    assert refused == ["rollout.num_replicas", "trainer.group_size"]
+
+
+@pytest.mark.parametrize("command", [train.main, sft.main, evaluate.main, plan.main])
+def test_every_command_knows_the_settings(command, capsys: pytest.CaptureFixture[str]):
+    assert command(["trainer.stpes=5"]) == 2
+    assert "did you mean `trainer.steps`?" in capsys.readouterr().err
+
+
+def test_a_refusal_comes_before_ray_and_vllm():
+    code = (
+        "import sys; from offbeat_recipes.cli import train; code = train.main(['trainer.group_size=1']);"
+        "print(sorted({'ray', 'vllm', 'offbeat_recipes.compose'} & set(sys.modules))); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stdout.strip() == "[]"

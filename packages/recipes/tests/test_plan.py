@@ -1,0 +1,205 @@
+"""The plan as a table: settings and facts in, arithmetic and refusals out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offbeat_engine.capabilities import Refusal
+from offbeat_recipes.cli._hydra import compose_run
+from offbeat_recipes.facts import Facts, ModelFacts
+from offbeat_recipes.memory import GIB, kv_bytes_per_token, rank_memory, replica_memory
+from offbeat_recipes.plan import Plan, plan_run
+
+MODEL = ModelFacts(
+    num_params=1_000_000,
+    num_layers=2,
+    hidden_size=64,
+    vocab_size=32,
+    num_kv_heads=2,
+    head_dim=32,
+    max_positions=256,
+)
+CPU = Facts(
+    num_cores=2,
+    num_gpus=0,
+    gpu_gib=0,
+    ram_gib=16,
+    model=MODEL,
+    max_prompt_tokens=8,
+    num_train_prompts=1000,
+    longest_answer_tokens=32,
+)
+GPUS = replace(CPU, num_gpus=4, gpu_gib=80)
+
+
+def _plan(*settings: str, facts: Facts = CPU) -> Plan:
+    return plan_run(compose_run(settings), facts)
+
+
+def _refused(plan: Plan) -> list[str]:
+    return [item.setting for item in plan.refusals]
+
+
+def test_the_defaults_can_run_on_two_cores():
+    plan = _plan()
+    assert plan.refusals == ()
+    assert plan.warnings == ()
+
+
+def test_the_arithmetic_of_a_step():
+    batch = _plan(
+        "trainer.prompts_per_step=6",
+        "trainer.group_size=4",
+        "trainer.updates_per_step=3",
+        "trainer.steps=10",
+        "engine.num_ranks=2",
+    ).batch
+    assert (batch.completions_per_step, batch.sequences_per_update, batch.sequences_per_rank) == (24, 8, 4)
+    assert (batch.max_tokens_per_sequence, batch.max_tokens_per_step) == (40, 960)
+    assert (batch.optimizer_steps, batch.final_version, batch.completions_in_all) == (30, 10, 240)
+
+
+def test_placement_names_every_process():
+    names = [item.process for item in _plan("engine.num_ranks=2", "rollout.num_replicas=2").placement]
+    assert names == [
+        "driver",
+        "training rank 0 (fsdp2)",
+        "training rank 1 (fsdp2)",
+        "replica 0 (vllm)",
+        "replica 1 (vllm)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ([], []),
+        (["engine.num_ranks=2", "rollout.num_replicas=2"], []),
+        (["engine.num_ranks=3"], ["engine.num_ranks"]),
+        (["rollout.num_replicas=3"], ["rollout.num_replicas"]),
+        (["rollout.num_replicas=3", "cluster.num_devices=4"], []),
+        (["rollout.num_replicas=2", "cluster.num_devices=1"], ["rollout.num_replicas"]),
+        (["rollout.num_replicas=99", "cluster.ray_address=there:1"], []),
+        (["trainer.group_size=1"], ["trainer.group_size"]),
+        (["trainer.updates_per_step=3"], ["trainer.updates_per_step"]),
+        (["trainer.updates_per_step=4"], []),
+        (
+            ["trainer.prompts_per_step=2", "trainer.group_size=2", "trainer.updates_per_step=4"],
+            [],
+        ),
+        (
+            [
+                "trainer.prompts_per_step=2",
+                "trainer.group_size=2",
+                "trainer.updates_per_step=4",
+                "engine.num_ranks=2",
+            ],
+            ["engine.num_ranks"],
+        ),
+        (["trainer.prompts_per_step=3", "trainer.group_size=3", "engine.num_ranks=2"], []),
+        (["warmup.batch_size=1", "engine.num_ranks=2"], ["warmup.batch_size"]),
+        (["warmup.batch_size=1", "warmup.steps=0", "engine.num_ranks=2"], []),
+        (["rollout.max_model_len=39"], ["rollout.max_model_len"]),
+        (["rollout.max_model_len=40"], []),
+        (["rollout.max_model_len=257"], ["rollout.max_model_len"]),
+        (["sampling.temperature=0"], ["sampling.temperature"]),
+        (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip"]),
+        (["algorithm.dual_clip=3"], []),
+        (["sync.transport=loopback"], ["sync.transport"]),
+        (["sync=disk"], []),
+        (["trainer.prompts_per_step=1001"], ["trainer.prompts_per_step"]),
+        (["rollout.kv_cache_gib=100"], ["rollout.kv_cache_gib"]),
+        (["rollout.kv_cache_gib=0.00001"], ["rollout.kv_cache_gib"]),
+        (["device=cuda"], ["device"]),
+    ],
+)
+def test_what_two_cores_refuse(settings: list[str], refused: list[str]):
+    assert _refused(_plan(*settings)) == refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ([], []),
+        (["engine.num_ranks=2", "rollout.num_replicas=2"], []),
+        (["engine.num_ranks=2", "rollout.tensor_parallel_size=2"], []),
+        (["engine.num_ranks=3", "rollout.num_replicas=2"], ["engine.num_ranks"]),
+        (
+            ["engine.num_ranks=1", "rollout.num_replicas=2", "rollout.tensor_parallel_size=2"],
+            ["engine.num_ranks"],
+        ),
+    ],
+)
+def test_what_four_gpus_refuse(settings: list[str], refused: list[str]):
+    assert _refused(_plan("device=cuda", *settings, facts=GPUS)) == refused
+
+
+def test_models_too_large_for_the_gpus():
+    huge = replace(GPUS, model=replace(MODEL, num_params=40_000_000_000))
+    assert _refused(_plan("device=cuda", facts=huge)) == ["engine.num_ranks", "rollout.tensor_parallel_size"]
+    halves = _plan("device=cuda", "model.dtype=bfloat16", "rollout.tensor_parallel_size=2", facts=huge)
+    assert _refused(halves) == ["engine.num_ranks"]
+
+
+def test_refusals_of_the_parts_come_first():
+    part = Refusal(setting="engine.packing", reason="no", remedy="off")
+    plan = _plan("trainer.group_size=1", facts=replace(CPU, refusals=(part,)))
+    assert _refused(plan) == ["engine.packing", "trainer.group_size"]
+    assert str(plan.refusals[0]) == "engine.packing: no; off"
+
+
+def test_every_refusal_says_why_and_what_to_do():
+    plan = _plan(
+        "trainer.group_size=1", "rollout.num_replicas=3", "trainer.updates_per_step=3", "engine.num_ranks=3"
+    )
+    assert len(plan.refusals) == 4
+    assert all(item.setting and item.reason and item.remedy for item in plan.refusals)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["sampling.max_tokens=31"], "cuts off right answers"),
+        (["rollout.cpu_threads=2", "rollout.num_replicas=2"], "4 generating threads share 2 cores"),
+        (["cluster.ray_address=there:1"], "are not counted"),
+        (["warmup.steps=0"], "never right"),
+        (["rollout.kv_cache_gib=15.9"], "memory may reach"),
+    ],
+)
+def test_notes(settings: list[str], words: str):
+    plan = _plan(*settings)
+    assert plan.refusals == ()
+    assert any(words in warning for warning in plan.warnings)
+
+
+def test_memory_of_a_rank_by_hand():
+    config = compose_run(
+        ["engine.num_ranks=2", "sync.bucket_mib=1", "model.dtype=bfloat16", "algorithm.kl_coef=0.1"]
+    )
+    memory = rank_memory(config, MODEL, longest_tokens=40, sequences=4)
+    items = [num_bytes for _, num_bytes in memory.items]
+    half = 500_000
+    # master, gradients, moments, reference, bf16 copy, activations, two buckets
+    assert items == [4 * half, 4 * half, 8 * half, 4 * half, 2_000_000, 160 * 64 * 34 * 2, 2 << 20]
+    assert (memory.num, memory.certain, memory.total) == (2, 20 * half, sum(items))
+
+
+def test_activations_are_bounded_by_the_micro_batch_and_shrink_with_checkpointing():
+    few = rank_memory(compose_run(["engine.micro_batch_tokens=80"]), MODEL, longest_tokens=40, sequences=400)
+    assert few.items[-2] == ("activations of 80 tokens, at most", 80 * 64 * 34 * 2 * 2)
+    one = rank_memory(compose_run(["engine.micro_batch_tokens=10"]), MODEL, longest_tokens=40, sequences=400)
+    assert one.items[-2][0] == "activations of 40 tokens, at most"
+    config = compose_run(["engine.activation_checkpointing=true", "engine.micro_batch_tokens=80"])
+    assert rank_memory(config, MODEL, 40, 400).items[-2][1] == 80 * 64 * 2 * (2 * 2 + 34)
+
+
+def test_memory_of_a_replica_by_hand():
+    cpu = replica_memory(compose_run(["rollout.kv_cache_gib=2"]), MODEL, gpu_gib=0)
+    assert [num_bytes for _, num_bytes in cpu.items] == [4_000_000, 2 * GIB, 4_000_000]
+    config = compose_run(["device=cuda", "rollout.tensor_parallel_size=2", "rollout.gpu_memory_fraction=0.5"])
+    gpu = replica_memory(config, MODEL, gpu_gib=80)
+    assert gpu.num == 2
+    assert [num_bytes for _, num_bytes in gpu.items] == [2_000_000, 40 * GIB - 2_000_000, 4_000_000]
+    assert kv_bytes_per_token(config, MODEL) == 2 * 2 * 2 * 32 * 4
