@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         UpdateRefused,
     )
     from offbeat_rollout.interface import RolloutEngine
+    from offbeat_rollout.pool import Replica, ReplicaPool
+    from offbeat_rollout.registry import adapter_class, adapter_environment, adapter_names
     from offbeat_rollout.types import (
         Completion,
         Finish,
@@ -38,6 +40,11 @@ _HOMES = {
     "RolloutError": "errors",
     "UpdateRefused": "errors",
     "RolloutEngine": "interface",
+    "Replica": "pool",
+    "ReplicaPool": "pool",
+    "adapter_class": "registry",
+    "adapter_environment": "registry",
+    "adapter_names": "registry",
     "Completion": "types",
     "Finish": "types",
     "GenerateRequest": "types",
@@ -63,7 +70,9 @@ __all__ = [
     "Health",
     "NoReplica",
     "PauseMode",
+    "Replica",
     "ReplicaGone",
+    "ReplicaPool",
     "RequestError",
     "RolloutCapabilities",
     "RolloutConfig",
@@ -71,4 +80,7 @@ __all__ = [
     "RolloutError",
     "SamplingParams",
     "UpdateRefused",
+    "adapter_class",
+    "adapter_environment",
+    "adapter_names",
 ]

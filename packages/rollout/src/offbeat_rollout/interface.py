@@ -28,6 +28,15 @@ class RolloutEngine(ABC):
     def capabilities(cls) -> RolloutCapabilities:
         """Return what this adapter can do, without importing its library."""
 
+    @classmethod
+    def environment(cls, config: RolloutConfig, cores: Sequence[int] = ()) -> dict[str, str]:
+        """Return the environment variables the engine's process must start with; by default none.
+
+        `cores` are the CPU cores the replica should keep to, where the library takes such a wish.
+        """
+        del config, cores
+        return {}
+
     @property
     @abstractmethod
     def version(self) -> int:
@@ -49,12 +58,18 @@ class RolloutEngine(ABC):
         """
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Return the completions of `requests`, in their order; one call for a whole batch."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self.generate(request), name=f"generate {request.request_id}")
-                for request in requests
-            ]
+        """Return the completions of `requests`, in their order; one call for a whole batch.
+
+        The first request that fails ends the others, and its error is raised.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self.generate(request), name=f"generate {request.request_id}")
+                    for request in requests
+                ]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None  # callers know this interface's errors, not a group of them
         return [task.result() for task in running]
 
     @abstractmethod

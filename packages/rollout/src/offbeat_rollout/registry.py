@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, cast
 from offbeat_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat_rollout.config import RolloutConfig
     from offbeat_rollout.interface import RolloutEngine
 
 ENTRY_POINT_GROUP = "offbeat.rollouts"
@@ -41,3 +44,15 @@ def adapter_class(name: str) -> type[RolloutEngine]:
         f"no rollout adapter named {name!r}; installed: {', '.join(adapter_names())}. "
         f"A package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
     )
+
+
+def adapter_environment(name: str, config: RolloutConfig, cores: Sequence[int] = ()) -> dict[str, str]:
+    """Return the environment a process needs before it imports anything, to hold an engine of adapter `name`.
+
+    `cores` are the CPU cores the replica should keep to, where its library takes such a wish. An adapter that needs
+    variables says so by a class method `environment(config, cores)`; see `RolloutEngine`.
+
+    Raises:
+        ConfigError: nothing is registered under that name.
+    """
+    return adapter_class(name).environment(config, cores)

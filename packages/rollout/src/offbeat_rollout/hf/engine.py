@@ -67,6 +67,15 @@ class HfEngine(RolloutEngine):
             },
         )
 
+    @classmethod
+    def environment(cls, config: RolloutConfig, cores: Sequence[int] = ()) -> dict[str, str]:
+        """Return the thread count torch starts with; no network either."""
+        del cores
+        return {
+            "HF_HUB_OFFLINE": "1",
+            **({"OMP_NUM_THREADS": str(config.cpu_threads)} if config.device == "cpu" else {}),
+        }
+
     @property
     def version(self) -> int:
         """Version of the weights being served."""

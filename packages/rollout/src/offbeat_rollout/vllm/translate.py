@@ -1,0 +1,111 @@
+"""Our values to vLLM's and back."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportMissingTypeStubs=false
+# vLLM types its interfaces in part.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from offbeat_rollout.errors import EngineStateError
+from offbeat_rollout.types import Completion, Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.types import GenerateRequest
+
+GIB = 2**30
+
+
+def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
+    """Return the arguments of `AsyncLLM` for `config`."""
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    cpu = config.device == "cpu"
+    return AsyncEngineArgs(
+        model=config.model_path,
+        skip_tokenizer_init=True,  # token in, token out
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        tensor_parallel_size=config.tensor_parallel_size,
+        distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
+        enforce_eager=config.enforce_eager or cpu,
+        enable_prefix_caching=config.prefix_caching,
+        kv_cache_memory_bytes=int(config.kv_cache_gib * GIB) if cpu else None,
+        gpu_memory_utilization=config.gpu_memory_fraction,
+        enable_sleep_mode=not cpu,
+        # Log-probs of the distribution that was drawn from; greedy rows are given at temperature 1 there.
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # sampling is what the request says, nothing from the model folder
+        weight_transfer_config=WeightTransferConfig(backend=config.weight_backend),
+        disable_log_stats=True,
+        enable_log_requests=False,
+    )
+
+
+def sampling_params(request: GenerateRequest, eos: Sequence[int]) -> VllmSamplingParams:
+    """Return vLLM's parameters for a checked request; `eos` ends it like its own stop tokens."""
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    return VllmSamplingParams(
+        temperature=sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy or sampling.top_k == -1 else sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        # Every 64 bits are a seed here; vLLM takes those of a signed integer.
+        seed=None if sampling.seed is None else sampling.seed % 2**63,
+        stop_token_ids=sorted({*sampling.stop_token_ids, *eos}),
+        ignore_eos=True,  # end-of-sequence tokens are in `stop_token_ids`, the same for every adapter
+        logprobs=0,  # the sampled token's own
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def version_of(label: str | None) -> int:
+    """Return the version a weight label names; vLLM calls the weights it started with "default"."""
+    if label is None or label == "default":
+        return 0
+    try:
+        return int(label)
+    except ValueError:
+        raise EngineStateError(
+            f"vLLM serves weights labelled {label!r}, which is no version number; "
+            "something other than this adapter updated them"
+        ) from None
+
+
+def completion(request: GenerateRequest, output: Any) -> Completion:  # noqa: ANN401 - vllm.RequestOutput
+    """Return the completion in a finished `RequestOutput`."""
+    answer = output.outputs[0]
+    token_ids = tuple(answer.token_ids)
+    versions = [0] * len(token_ids)
+    for span in answer.weight_versions or ():
+        label, start, end = span.version, span.start, span.end
+        versions[start:end] = [version_of(label)] * (end - start)
+    match answer.finish_reason:
+        case "stop" | "length" | "abort" as reason:
+            finish = Finish(reason)
+        case other:
+            raise EngineStateError(f"vLLM ended request {request.request_id!r} with {other!r}; see its log")
+    return Completion(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        # With logprobs=0 there is one entry per position: the sampled token's.
+        logprobs=tuple(answer.logprobs.logprobs) if answer.logprobs is not None else (),
+        policy_versions=tuple(versions),
+        finish=finish,
+    )
