@@ -41,6 +41,7 @@ def test_every_command_knows_the_settings(command, capsys: pytest.CaptureFixture
     assert "did you mean `trainer.steps`?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_refusal_comes_before_ray_and_vllm():
     code = (
         "import sys; from offbeat_recipes.cli import train; code = train.main(['trainer.group_size=1']);"

@@ -33,7 +33,7 @@ class CharModelShape:
     intermediate_size: int
     initializer_range: float
     rope_theta: float
-    max_positions: int = 256
+    max_positions: int = 512
 
 
 def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
