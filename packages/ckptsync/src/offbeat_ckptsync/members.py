@@ -124,6 +124,7 @@ class ControlMember:
         self._gate = NoGate() if gate is None else gate
         self._staged_key = ""
         self._start_note = ""
+        self._in_session = False
 
     @property
     def name(self) -> str:
@@ -165,6 +166,7 @@ class ControlMember:
         except SyncError:
             await self._gate.resume()
             raise
+        self._in_session = False
         await self._control("finish", {"version": sent.version})
         await self._gate.resume()
         pause_s = time.perf_counter() - mark
@@ -178,8 +180,10 @@ class ControlMember:
 
     async def abort(self, sync_id: str) -> int:
         """Drop what was staged on every rank, close the engine's session, return the version served."""
-        await self._start()
+        if not self._in_session:
+            await self._start()
         answers = await self._ask("abort", {"sync_id": sync_id}, self._config.begin_timeout_s)
+        self._in_session = False
         await self._control("finish", {})
         versions = {int(cast("int", answer["version"])) for answer in answers}
         if len(versions) != 1:
@@ -197,6 +201,7 @@ class ControlMember:
             self._start_note = f"(opening the update session said: {error})"
         else:
             self._start_note = ""
+        self._in_session = True
 
     async def _ask(self, op: str, request: Json, timeout_s: float) -> list[Json]:
         reply = f"reply-{uuid.uuid4().hex}"
@@ -207,6 +212,7 @@ class ControlMember:
             )
         except Exception as error:  # noqa: BLE001 -- the mailbox tells more; raised below where it does not
             failure = error
+            self._in_session = False  # the engine closes its session when an update fails
         if failure is not None and not await self._mailbox.has(f"{reply}/0"):
             raise TransferError(f"{self._name}: {op} failed: {failure} {self._start_note}") from failure
         answers = await self._mailbox.read(reply, who=self._name, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""The sending side of one sync: gather and pack bucket k+1 while bucket k is digested and sent."""
+"""The sending side of one sync: gather, pack and digest bucket k+1 while bucket k is sent."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def send_weights(
 ) -> Sent:
     """Send what `source` yields as `offer` says it, and return what was sent.
 
-    The caller's thread iterates and packs; a second thread opens the sender (so that meeting the receivers overlaps
-    with gathering), digests and sends. Whatever fails, `source` is iterated to its end before the error is raised:
+    The caller's thread iterates, packs and digests; a second thread opens the sender (so that meeting the receivers
+    overlaps with gathering) and sends. Whatever fails, `source` is iterated to its end before the error is raised:
     the other ranks of a collective source are never left waiting half-way.
 
     Raises:
@@ -70,7 +70,8 @@ class BucketStream:
 
     def __init__(self, offer: SyncOffer, open_sender: Callable[[], BucketSender], *, device: str) -> None:
         self.gather_s = 0.0
-        self._pack_s = 0.0
+        self._pack_s = 0.0  # digests included
+        self._digests: list[str] = []
         self._offer = offer
         self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         self._next_spec = 0
@@ -112,11 +113,11 @@ class BucketStream:
         if self._next_spec < len(specs):
             self.cancel()
             raise ManifestError(f"the source ended before {specs[self._next_spec].name!r}, which it offered")
-        digests, wire_s = self._shipper.finish()
+        wire_s = self._shipper.finish()
         return Sent(
             version=self._offer.version,
             manifest_digest=self._offer.manifest.digest,
-            bucket_digests=digests,
+            bucket_digests=tuple(self._digests),
             num_bytes=sum(bucket.num_bytes for bucket in self._buckets),
             gather_s=self.gather_s,
             pack_s=self._pack_s,
@@ -144,6 +145,10 @@ class BucketStream:
         self._next_piece += 1
         if self._next_piece == len(bucket.pieces):
             assert self._buffer is not None
+            mark = time.perf_counter()
+            # Here, before the transport has it: what a transport spoils must not get a digest that fits.
+            self._digests.append(digest(self._buffer[: bucket.num_bytes]))
+            self._pack_s += time.perf_counter() - mark
             self._shipper.ship(bucket, self._buffer)
             self._buffer = None
             self._next_bucket += 1
@@ -151,7 +156,7 @@ class BucketStream:
 
 
 class _Shipper:
-    """The thread that digests and sends full buffers, and hands them back empty."""
+    """The thread that sends full buffers and hands them back empty."""
 
     def __init__(
         self, offer: SyncOffer, open_sender: Callable[[], BucketSender], buffer_bytes: int, device: str
@@ -162,7 +167,7 @@ class _Shipper:
         self._full: queue.Queue[tuple[Bucket, torch.Tensor] | None] = queue.Queue()
         for _ in range(_NUM_BUFFERS):
             self._free.put(torch.empty(buffer_bytes, dtype=torch.uint8, device=device))
-        self._digests: list[str] = []
+        self._num_sent = 0
         self._wire_s = 0.0
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
@@ -176,7 +181,7 @@ class _Shipper:
             buffer = self._free.get(timeout=self._timeout_s)
         except queue.Empty:
             raise TransferError(
-                f"sending bucket {len(self._digests)} of version {self._offer.version} took longer than "
+                f"sending bucket {self._num_sent} of version {self._offer.version} took longer than "
                 f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
             ) from None
         if buffer is None:
@@ -190,23 +195,23 @@ class _Shipper:
         self._cancelled.set()
         self._full.put(None)
 
-    def finish(self) -> tuple[tuple[str, ...], float]:
+    def finish(self) -> float:
         self._full.put(None)
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             self.cancel()
             raise TransferError(
-                f"bucket {len(self._digests)} of version {self._offer.version} did not leave within "
+                f"bucket {self._num_sent} of version {self._offer.version} did not leave within "
                 f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
             )
         if self._error is not None:
             raise self._failure()
-        return tuple(self._digests), self._wire_s
+        return self._wire_s
 
     def _failure(self) -> SyncError:
         if isinstance(self._error, SyncError):
             return self._error
-        return TransferError(f"sending bucket {len(self._digests)} failed: {self._error!r}")
+        return TransferError(f"sending bucket {self._num_sent} failed: {self._error!r}")
 
     def _run(self) -> None:
         try:
@@ -226,7 +231,7 @@ class _Shipper:
         mark = time.perf_counter()
         sender.send(bucket, payload)
         self._wire_s += time.perf_counter() - mark
-        self._digests.append(digest(payload))
+        self._num_sent += 1
         self._free.put(buffer)
 
 

@@ -24,11 +24,11 @@ class ModuleSource:
 
     def manifest(self) -> Manifest:
         """Return what `tensors` will yield."""
-        return manifest_of(_distinct(self._module))
+        return manifest_of(distinct_tensors(self._module))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors themselves, detached; nothing is copied."""
-        yield from _distinct(self._module)
+        yield from distinct_tensors(self._module)
 
 
 class ModuleSink:
@@ -44,7 +44,7 @@ class ModuleSink:
 
     def expected(self) -> Manifest:
         """Return the module's own tensors, tied ones once."""
-        return manifest_of(_distinct(self._module))
+        return manifest_of(distinct_tensors(self._module))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Check everything, then copy everything; raises `ManifestError` before the first copy."""
@@ -56,7 +56,7 @@ class ModuleSink:
             allow_cast=self._allow_cast,
         )
         with torch.no_grad():
-            for name, live in _distinct(self._module):
+            for name, live in distinct_tensors(self._module):
                 live.copy_(given[name])
 
 
@@ -91,7 +91,7 @@ def specs_of(weights: Iterable[tuple[str, tuple[int, ...], torch.dtype | str]]) 
     )
 
 
-def _distinct(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def distinct_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers; of those that share one tensor only the first name."""
     seen: set[tuple[int, int]] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():

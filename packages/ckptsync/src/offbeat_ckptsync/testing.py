@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_ckptsync.errors import SyncFailed
+from offbeat_ckptsync.errors import SyncError, SyncFailed
 from offbeat_ckptsync.manager import CheckpointEngineManager
 from offbeat_ckptsync.manifest import manifest_of
 from offbeat_ckptsync.members import LocalMember
@@ -15,9 +16,11 @@ from offbeat_ckptsync.receiver import Receiver
 from offbeat_ckptsync.sinks import DictSink
 from offbeat_ckptsync.source import LocalSource, Publisher
 from offbeat_ckptsync.types import Manifest, Seat
+from offbeat_ckptsync.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from multiprocessing.connection import Connection
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.interface import BucketReceiver, BucketSender, Transport, WeightSink
@@ -153,6 +156,34 @@ class TornSink(DictSink):
         super().load(tensors, version)
 
 
+def serve_worker(pipe: Connection, rank: int, num_ranks: int) -> None:
+    """Be one rank of a replica: a `Worker` that takes `awkward_weights`, driven through `pipe`; for a process of its own.
+
+    Says b"ready" first. A JSON request is handled and answered with the text of its error, or with nothing, as engines do; b"sum" is
+    answered with [version, {name: sum}]; b"end" ends it.
+    """
+    torch.set_num_threads(1)
+    sink = DictSink(manifest_of(awkward_weights(0).items()))
+    worker = Worker(sink, rank=rank, num_ranks=num_ranks)
+    pipe.send_bytes(b"ready")
+    while (request := pipe.recv_bytes()) != b"end":
+        if request == b"sum":
+            pipe.send_bytes(json.dumps([worker.version, sums_of(sink.weights)]).encode())
+            continue
+        try:
+            worker.handle(json.loads(request))
+        except SyncError as error:
+            pipe.send_bytes(str(error).encode())
+        else:
+            pipe.send_bytes(b"")
+    worker.close()
+
+
+def sums_of(weights: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the sum of each tensor in float64: a fingerprint that crosses a pipe."""
+    return {name: float(tensor.double().sum()) for name, tensor in weights.items()}
+
+
 class House:
     """A source, a manager and members in this process over one transport: the smallest whole."""
 
@@ -216,12 +247,14 @@ async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, 
         AssertionError: it does not hold.
     """
     sinks = {f"replica-{i}": DictSink(manifest_of(awkward_weights(0).items())) for i in range(num_receivers)}
-    faults = [Fault("corrupt", 1, times=0), Fault("die", 2, times=0)]
+    faults = [Fault("corrupt", 1, times=0), Fault("die", 2, times=0), Fault("corrupt", 0, times=0)]
     house = House(
         DictSource(awkward_weights(1)),
         dict(sinks),
         config,
-        lambda: FaultyTransport(make(), on_receive=faults[0], on_send=faults[1]),
+        lambda: FaultyTransport(
+            FaultyTransport(make(), on_send=faults[2]), on_receive=faults[0], on_send=faults[1]
+        ),
     )
     try:
         await _good(house, sinks, 1)

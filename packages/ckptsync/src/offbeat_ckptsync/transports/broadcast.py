@@ -181,7 +181,7 @@ class _Group:
     def __init__(self, group_id: str, seats: Seats) -> None:
         self.id = group_id
         self.seats = seats
-        self._group: Any = None
+        self._held: list[Any] = []  # the process group, once built
 
     def build(self, store: Store, rank: int, host: str, device: str, timeout_s: float) -> None:
         world = len(self.seats) + 1
@@ -192,7 +192,7 @@ class _Group:
 
                 options: Any = ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
-                self._group = ProcessGroupNCCL(own, rank, world, options)
+                self._held = [ProcessGroupNCCL(own, rank, world, options)]
                 return
             options = ProcessGroupGloo._Options()  # noqa: SLF001 -- as above
             options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
@@ -203,7 +203,7 @@ class _Group:
                 if local
                 else ProcessGroupGloo.create_default_device()
             ]
-            self._group = ProcessGroupGloo(own, rank, world, options)
+            self._held = [ProcessGroupGloo(own, rank, world, options)]
         except (RuntimeError, ValueError) as error:
             names = ", ".join(f"rank {seat_rank} of {member}" for member, seat_rank in self.seats)
             raise TransferError(
@@ -216,7 +216,7 @@ class _Group:
         options.timeout = timedelta(seconds=max(timeout_s, 0.001))
         works: deque[Any] = deque()
         for start in range(0, payload.numel(), CHUNK_BYTES):
-            works.append(self._group.broadcast([payload[start : start + CHUNK_BYTES]], options))
+            works.append(self._held[0].broadcast([payload[start : start + CHUNK_BYTES]], options))
             if len(works) >= IN_FLIGHT:
                 works.popleft().wait()
         for work in works:
@@ -227,7 +227,10 @@ class _Group:
             ).synchronize()  # NCCL only queues; the caller reuses `payload`
 
     def leave(self) -> None:
-        self._group = None  # the last reference closes the sockets, which frees the peers at once
+        # The last reference closes the sockets, which frees the peers at once. It first waits for what this rank has
+        # in flight, up to its deadline, so it is dropped in a thread of its own.
+        held, self._held = self._held, []
+        threading.Thread(target=held.clear, name="leave group", daemon=True).start()
 
 
 class _End:
@@ -242,7 +245,7 @@ class _End:
             raise TransferError(f"broadcast: aborted before bucket {bucket.index}")
         try:
             self._group.broadcast(payload, self._deadline - time.monotonic())
-        except (RuntimeError, AttributeError) as error:  # AttributeError: the group was dropped by `abort`
+        except (RuntimeError, IndexError) as error:  # IndexError: the group was dropped by `abort`
             self._transport.failed(self._group)
             raise TransferError(
                 f"broadcast: bucket {bucket.index} of version {self._offer.version} could not be {what}: {error}"

@@ -16,24 +16,17 @@ import numpy as np
 
 from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.manifest import dtype_of, num_bytes_of
 from offbeat_ckptsync.plan import gaps
+from offbeat_ckptsync.safetensors_header import write_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from offbeat_ckptsync.types import Bucket, Manifest, Seat, SyncOffer
+    from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
 
 _POLL_S = 0.005
-
-# The format's own names (github.com/huggingface/safetensors, "Format").
-_DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
-    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
-}  # fmt: skip
 
 
 class DiskTransport:
@@ -77,7 +70,7 @@ class _Sender:
         self._offer = offer
         self._path = path
         self._digests: list[str] = []
-        header, self._starts = _header(offer.manifest)
+        header, self._starts = write_header(offer.manifest.specs)
         partial = _partial(path)
         partial.mkdir()
         self._target = partial / "model.safetensors"
@@ -129,7 +122,7 @@ class _Receiver:
         about = json.loads((path / "sync.json").read_text())
         if (about["version"], about["manifest_digest"]) != (offer.version, offer.manifest.digest):
             raise TransferError(f"disk: {path} holds version {about['version']}, offered was {offer.version}")
-        _, self._starts = _header(offer.manifest)
+        _, self._starts = write_header(offer.manifest.specs)
         self._bytes = np.memmap(path / "model.safetensors", dtype=np.uint8, mode="r")
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
@@ -149,33 +142,3 @@ class _Receiver:
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".partial-{path.name}")
-
-
-def _header(manifest: Manifest) -> tuple[bytes, dict[int, int]]:
-    """Return a safetensors header for `manifest` and where each spec's bytes start in the file.
-
-    Tensors lie in the file by falling element size, so that each is aligned to its own elements.
-    """
-    by_size = sorted(
-        range(len(manifest.specs)), key=lambda index: (-dtype_of(manifest.specs[index].dtype).itemsize, index)
-    )
-    table: dict[str, object] = {}
-    offsets: dict[int, int] = {}
-    end = 0
-    for index in by_size:
-        spec = manifest.specs[index]
-        if spec.dtype not in _DTYPES:
-            raise TransferError(
-                f"disk: safetensors has no dtype {spec.dtype} ({spec.name!r}); use another transport"
-            )
-        offsets[index] = end
-        end += num_bytes_of(spec)
-        table[spec.name] = {
-            "dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offsets[index], end],
-        }  # fmt: skip
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {
-        index: start + offset for index, offset in offsets.items()
-    }

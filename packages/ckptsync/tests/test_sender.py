@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.errors import ManifestError, TransferError
+from offbeat_ckptsync.manifest import manifest_of
+from offbeat_ckptsync.plan import plan_buckets
+from offbeat_ckptsync.sender import send_weights, walk
+from offbeat_ckptsync.source import Publisher
+from offbeat_ckptsync.testing import DictSource, LyingSource, awkward_weights
+
+CONFIG = SyncConfig(
+    transport="loopback", bucket_mib=4096 / (1 << 20), begin_timeout_s=2, transfer_timeout_s=2
+)
+
+
+class Collector:
+    """A sender that keeps what it is given, or fails at one bucket, or hangs."""
+
+    def __init__(self, fail_at=-1, hang_at=-1):
+        self.payloads = []
+        self.fail_at, self.hang_at = fail_at, hang_at
+        self.closed = False
+        self.release = threading.Event()
+
+    def send(self, bucket, payload):
+        if bucket.index == self.fail_at:
+            raise OSError("planted")
+        if bucket.index == self.hang_at:
+            self.release.wait(20)
+        self.payloads.append(payload.clone())
+
+    def close(self):
+        self.closed = True
+
+
+def offer_of(source):
+    return Publisher(source, CONFIG).offer(1, [])
+
+
+def test_what_is_sent_is_the_plan_packed_byte_by_byte():
+    source, sender = DictSource(awkward_weights(1)), Collector()
+    offer = offer_of(source)
+    sent = send_weights(source, offer, lambda: sender)
+    buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+    assert sender.closed
+    assert len(buckets) == len(sender.payloads) == len(sent.bucket_digests) > 4
+    for bucket, payload in zip(buckets, sender.payloads, strict=True):
+        want = bytearray(bucket.num_bytes)  # padding is zero
+        for piece in bucket.pieces:
+            tensor = source.weights[offer.manifest.specs[piece.spec_index].name].contiguous().reshape(-1)
+            raw = bytes(tensor.view(torch.uint8).tolist())[piece.tensor_offset :][: piece.num_bytes]
+            want[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = raw
+        assert bytes(payload.tolist()) == bytes(want)
+
+
+@pytest.mark.parametrize("sender", [Collector(fail_at=0), Collector(fail_at=2), Collector(hang_at=1)])
+def test_whatever_fails_the_source_is_walked_to_its_end(sender):
+    source = DictSource(awkward_weights(1))
+    with pytest.raises(TransferError, match="bucket"):
+        send_weights(source, offer_of(source), lambda: sender)
+    assert source.walks == 1
+    sender.release.set()
+
+
+def test_a_sender_that_cannot_open_fails_the_sync_after_the_walk():
+    def refuse():
+        raise TransferError("nobody came")
+
+    source = DictSource(awkward_weights(1))
+    with pytest.raises(TransferError, match="nobody came"):
+        send_weights(source, offer_of(source), refuse)
+    assert source.walks == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda w: {k: t for k, t in w.items() if k != "half"},
+            "yields 'transposed' .* where it offered 'half'",
+        ),
+        (lambda w: {k: t for k, t in w.items() if k != "head"}, "ended before 'head'"),
+        (lambda w: {**w, "extra": torch.ones(1)}, "yields 'extra' after the 11 tensors"),
+        (lambda w: {**w, "count": torch.ones(3)}, "yields 'count' .* float32 where it offered 'count'"),
+    ],
+)
+def test_a_source_that_yields_other_than_it_offers_is_found(change, named):
+    weights = awkward_weights(1)
+    source = LyingSource(change(weights), manifest_of(weights.items()))
+    sender = Collector()
+    with pytest.raises(ManifestError, match=named):
+        send_weights(source, offer_of(source), lambda: sender)
+    assert source.walks == 1
+    assert not sender.closed, "an incomplete sync must not look complete"
+
+
+def test_other_ranks_walk_along():
+    source = DictSource(awkward_weights(1))
+    assert walk(source) == len(source.weights)
+    assert source.walks == 1
