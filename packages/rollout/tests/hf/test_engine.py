@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from offbeat_rollout import (
+    ConfigError,
+    EngineStateError,
+    Finish,
+    GenerateRequest,
+    PauseMode,
+    RolloutConfig,
+    SamplingParams,
+    UpdateRefused,
+)
+from offbeat_rollout.hf import HfEngine
+from offbeat_rollout.testing import make_tiny_model, reference_logprobs
+
+
+def request(name, max_tokens=8, **sampling):
+    return GenerateRequest(
+        request_id=name, prompt_ids=(3, 4, 5), sampling=SamplingParams(max_tokens=max_tokens, **sampling)
+    )
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return [make_tiny_model(tmp_path_factory.mktemp("model") / str(seed), seed=seed) for seed in (0, 1)]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(paths):
+    engine = HfEngine(RolloutConfig(model_path=paths[0], max_model_len=256))
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+def weights(path):
+    return load_file(f"{path}/model.safetensors")
+
+
+async def test_specs_are_what_save_pretrained_writes(engine, paths):
+    answer = await engine.control("weight_specs", {})
+    saved = weights(paths[0])
+    assert {name: (shape, dtype) for name, shape, dtype in answer["specs"]} == {
+        name: (tuple(tensor.shape), "float32") for name, tensor in saved.items()
+    }
+    assert "lm_head.weight" not in saved, "this model ties its head; the test means nothing otherwise"
+
+
+async def test_new_weights_in_the_middle_of_a_completion(engine, paths):
+    long = asyncio.create_task(engine.generate(request("long", 250, seed=1)))
+    await asyncio.sleep(0.15)
+    await engine.control("load_weights", {"tensors": weights(paths[1]).items(), "version": 7})
+    assert engine.version == 7
+    done = await long
+    assert done.finish is Finish.LENGTH
+    assert set(done.policy_versions) == {0, 7}
+    assert list(done.policy_versions) == sorted(done.policy_versions)
+    # From here on the engine is the second model.
+    fresh = await engine.generate(request("fresh", 12, seed=2))
+    other = AutoModelForCausalLM.from_pretrained(paths[1]).eval()
+    expected = reference_logprobs(other, (3, 4, 5), fresh.token_ids, SamplingParams(max_tokens=12))
+    assert max(abs(a - b) for a, b in zip(fresh.logprobs, expected, strict=True)) <= 1e-4
+    assert set(fresh.policy_versions) == {7}
+
+
+async def test_weights_are_taken_during_a_pause(engine, paths):
+    await engine.pause(PauseMode.KEEP)
+    await engine.control("load_weights", {"tensors": weights(paths[1]).items(), "version": 3})
+    waiting = asyncio.create_task(engine.generate(request("waiting")))
+    await engine.resume()
+    assert set((await waiting).policy_versions) == {3}
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda w: w.update(extra=torch.zeros(1)), "extra is unknown"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(65)}),
+            r"model.norm.weight has shape \(65,\), expected \(64,\)",
+        ),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(64).bfloat16()}),
+            "model.norm.weight has dtype bfloat16",
+        ),
+    ],
+)
+async def test_a_wrong_update_is_refused_by_name_and_changes_nothing(engine, paths, damage, named):
+    before = await engine.generate(request("before", 20, seed=5))
+    update = weights(paths[1])
+    damage(update)
+    with pytest.raises(UpdateRefused, match=named):
+        await engine.control("load_weights", {"tensors": update.items(), "version": 1})
+    after = await engine.generate(request("after", 20, seed=5))
+    assert engine.version == 0
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    with pytest.raises(UpdateRefused, match="came twice"):
+        await engine.control("load_weights", {"tensors": [*weights(paths[1]).items()] * 2, "version": 1})
+    with pytest.raises(UpdateRefused, match="integer `version`"):
+        await engine.control("load_weights", {"tensors": weights(paths[1]).items()})
+
+
+async def test_sync_while_nothing_runs_takes_no_longer_than_a_moment(engine, paths):
+    for version in (1, 2):
+        await engine.control(
+            "load_weights", {"tensors": weights(paths[version % 2]).items(), "version": version}
+        )
+        assert (await engine.health()).version == version
+
+
+async def test_the_event_loop_stays_responsive(engine):
+    work = asyncio.create_task(engine.generate_many([request(str(i), 100) for i in range(64)]))
+    ticks = 0
+    while not work.done():
+        await asyncio.sleep(0.001)
+        ticks += 1
+    assert ticks >= 20
+
+
+async def test_end_of_sequence_of_the_folder_ends_a_completion(tmp_path, paths):
+    plain = HfEngine(RolloutConfig(model_path=paths[0], max_model_len=64))
+    await plain.start()
+    free = await plain.generate(request("free", 20, seed=1))
+    await plain.stop()
+    eos = free.token_ids[4]
+    engine = HfEngine(RolloutConfig(model_path=make_tiny_model(tmp_path, eos_token_id=eos), max_model_len=64))
+    await engine.start()
+    done = await engine.generate(request("ended", 20, seed=1))
+    await engine.stop()
+    assert done.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
+    assert done.finish is Finish.STOP
+
+
+async def test_a_missed_deadline_is_told_and_the_request_ended(paths):
+    engine = HfEngine(RolloutConfig(model_path=paths[0], max_model_len=256, request_timeout_s=0.2))
+    await engine.start()
+    await engine.pause(PauseMode.KEEP)
+    with pytest.raises(EngineStateError, match=r"1 of 1 requests did not end within 0\.2 s"):
+        await engine.generate(request("late"))
+    await engine.resume()
+    assert len((await engine.generate(request("next", 1))).token_ids) == 1
+    await engine.stop()
+
+
+async def test_calls_out_of_order(paths):
+    engine = HfEngine(RolloutConfig(model_path=paths[0], max_model_len=64))
+    with pytest.raises(EngineStateError, match="call `start` first"):
+        await engine.generate(request("early"))
+    await engine.stop()
+    await engine.start()
+    doomed = asyncio.create_task(engine.generate(request("doomed", 60)))
+    await asyncio.sleep(0)
+    await engine.stop()
+    await engine.stop()
+    with pytest.raises(EngineStateError, match="stopped"):
+        await doomed
+    with pytest.raises(EngineStateError, match="call `start` first"):
+        await engine.generate(request("after"))
+    await engine.start()  # a stopped engine can be started again
+    assert len((await engine.generate(request("again"))).token_ids) == 8
+    with pytest.raises(ConfigError, match="no operation 'fly'"):
+        await engine.control("fly", {})
+    await engine.sleep(1)
+    with pytest.raises(EngineStateError, match="sleeps"):
+        await engine.generate(request("tired"))
+    await engine.wake()
+    assert len((await engine.generate(request("fresh"))).token_ids) == 8
+    await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_path": "/nowhere"}, "holds no config.json"),
+        ({"max_model_len": 100_000}, "made for 512 positions"),
+        ({"tensor_parallel_size": 2}, "no more than 1"),
+        ({"max_num_seqs": 0}, "`max_num_seqs` must be >= 1"),
+        ({"dtype": "float8"}, "dtype 'float8'"),
+    ],
+)
+async def test_settings_it_cannot_honour_are_refused_at_start(paths, changes, message):
+    engine = HfEngine(RolloutConfig(**{"model_path": paths[0], "max_model_len": 64, **changes}))
+    with pytest.raises(ConfigError, match=message):
+        await engine.start()
+    assert not (await engine.health()).ok
+
+
+async def test_a_sliding_window_is_refused(tmp_path):
+    path = make_tiny_model(tmp_path, use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    with pytest.raises(ConfigError, match="window of 16 tokens"):
+        await HfEngine(RolloutConfig(model_path=path, max_model_len=64)).start()
+
+
+async def test_more_requests_than_rows_wait_their_turn(paths):
+    engine = HfEngine(RolloutConfig(model_path=paths[0], max_model_len=64, max_num_seqs=5))
+    await engine.start()
+    done = await engine.generate_many([request(str(i), 1 + i % 4, seed=i) for i in range(23)])
+    assert [len(c.token_ids) for c in done] == [1 + i % 4 for i in range(23)]
+    mark = time.monotonic()
+    await engine.stop()
+    assert time.monotonic() - mark < 20
