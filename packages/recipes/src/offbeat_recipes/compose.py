@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from offbeat_recipes.evaluation import evaluate_run
 from offbeat_recipes.session import Session, drive
-from offbeat_recipes.wiring import cluster_spec
+from offbeat_recipes.wiring import cluster_spec, on_model
 from offbeat_trainer import ResumeError
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.concurrency import together
@@ -20,7 +20,6 @@ from offbeat_trainer.warmup import run_warm_up, warm_up_engine
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_engine import EngineConfig
     from offbeat_recipes.config import RunConfig
     from offbeat_trainer.cluster.train_group import TrainGroup
 
@@ -33,6 +32,11 @@ def train(config: RunConfig) -> int:
 def sft(config: RunConfig) -> int:
     """Supervised training alone: `warmup.steps` steps, ends in `<run>/model`; returns the exit code."""
     return drive(config, _supervise)
+
+
+def evaluate(config: RunConfig) -> int:
+    """Accuracy of a finished or interrupted run's policy on held-out prompts; returns the exit code."""
+    return drive(config, evaluate_run, reopen=True)
 
 
 async def _reinforce(session: Session) -> None:
@@ -74,7 +78,7 @@ async def _prepare_training(session: Session, train: TrainGroup, store: RunStore
         "start", f"{config.engine.num_ranks} training rank(s), {config.rollout.num_replicas} replica(s)"
     )
     await train.start()
-    engine = _on(config.engine_config(""), await _starting_model(session, train))
+    engine = on_model(config.engine_config(""), await _starting_model(session, train))
     await train.build(engine, engine if config.algorithm.kl_coef else None)
     step = await train.load(None) if session.folder.resumed else None
     if step is None:
@@ -87,7 +91,8 @@ async def _prepare_training(session: Session, train: TrainGroup, store: RunStore
     session.outcome.accuracy_before = state.accuracy_before
     session.outcome.reward_first = state.reward_first
     session.outcome.warmup_s = state.warmup_s
-    session.jsonl.truncate_after(step)
+    if session.jsonl is not None:
+        session.jsonl.truncate_after(step)
     session.reporter.phase("resume", f"from the checkpoint of step {step}")
     return step
 
@@ -106,14 +111,10 @@ async def _starting_model(session: Session, train: TrainGroup) -> Path:
 
 async def _warm_up(session: Session, train: TrainGroup) -> None:
     config = session.config
-    engine = _on(config.engine_config(""), session.base_model)
+    engine = on_model(config.engine_config(""), session.base_model)
     await train.build(warm_up_engine(engine, config.warmup))
     await run_warm_up(train, session.task, config.warmup, session.reporter)
     await train.export(str(session.folder.model.absolute()))
-
-
-def _on(engine: EngineConfig, model: Path) -> EngineConfig:
-    return replace(engine, model=replace(engine.model, path=str(model), random_init=False))
 
 
 async def _supervise(session: Session) -> None:

@@ -8,13 +8,15 @@ import os
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, cast
 
+import yaml
+
 from offbeat_recipes.errors import RunFolderError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-CONFIG = "config.json"
+CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 # Settings that may differ when a run goes on: they change neither the data nor the arithmetic of a step.
 MAY_CHANGE = (
@@ -81,7 +83,7 @@ def open_run_folder(path: Path, settings: Mapping[str, object], *, resume: bool)
 
     Args:
         path: the folder.
-        settings: the resolved settings, dotted name to plain value.
+        settings: the resolved settings, nested plain values.
         resume: go on from what is there, if anything is.
 
     Raises:
@@ -98,10 +100,23 @@ def open_run_folder(path: Path, settings: Mapping[str, object], *, resume: bool)
     if there:
         _check_same(path, settings)
     else:
-        (path / CONFIG).write_text(json.dumps(dict(settings), indent=2) + "\n")
+        (path / CONFIG).write_text(yaml.safe_dump(dict(settings), sort_keys=False))
     folder = RunFolder(path=path, resumed=there, lock=lock)
     folder.logs.mkdir(exist_ok=True)
     return folder
+
+
+def reopen_run_folder(path: Path) -> RunFolder:
+    """Open a run folder that is there, to look at it.
+
+    Raises:
+        RunFolderError: there is none, or another process is at work in it.
+    """
+    if not (path / CONFIG).exists():
+        raise RunFolderError(
+            f"{path} is not a run folder (it has no {CONFIG}); give run_dir=<folder of a run>"
+        )
+    return RunFolder(path=path, resumed=True, lock=_locked(path))
 
 
 def _aside(path: Path) -> Path:
@@ -129,8 +144,8 @@ def _locked(path: Path) -> IO[str]:
 
 
 def _check_same(path: Path, settings: Mapping[str, object]) -> None:
-    before = cast("dict[str, object]", json.loads((path / CONFIG).read_text()))
-    now = cast("dict[str, object]", json.loads(json.dumps(dict(settings))))
+    before = _flatten(cast("dict[str, object]", yaml.safe_load((path / CONFIG).read_text())))
+    now = _flatten(cast("dict[str, object]", yaml.safe_load(yaml.safe_dump(dict(settings)))))
     changed = [
         f"{name}: was {before.get(name)!r}, is {now.get(name)!r}"
         for name in sorted({*before, *now})
@@ -142,3 +157,13 @@ def _check_same(path: Path, settings: Mapping[str, object]) -> None:
             + "\n  ".join(changed)
             + "\nset them back, or start a new run with resume=never"
         )
+
+
+def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(cast("dict[str, object]", value), f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

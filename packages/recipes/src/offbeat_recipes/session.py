@@ -16,7 +16,7 @@ from offbeat_engine import EngineError
 from offbeat_recipes.errors import RecipeError
 from offbeat_recipes.interrupts import StopKeys
 from offbeat_recipes.quiet import logs_to
-from offbeat_recipes.run_folder import RunFolder, open_run_folder
+from offbeat_recipes.run_folder import RunFolder, open_run_folder, reopen_run_folder
 from offbeat_recipes.settings import to_dict
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.wiring import make_reporter
@@ -24,6 +24,7 @@ from offbeat_rollout import RolloutError
 from offbeat_trainer import TrainerError
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.parts import StopRequest
+from offbeat_trainer.reporters.jsonl import JsonlReporter
 
 if TYPE_CHECKING:
     from offbeat_recipes.config import RunConfig
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 HOUSE_ERRORS = (TrainerError, SyncError, EngineError, RolloutError, RecipeError)
 INTERRUPTED = 130
 FAILED = 1
+USAGE = 2
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Session:
     folder: RunFolder
     task: RunnableTask
     reporter: Reporter
+    jsonl: JsonlReporter | None
     base_model: Path
     outcome: Outcome = field(default_factory=Outcome)
     stop: StopRequest = field(default_factory=StopRequest)
@@ -68,37 +71,41 @@ Work = Callable[[Session], Awaitable[None]]
 """The body of a command: does the run, fills the session."""
 
 
-def drive(config: RunConfig, work: Work) -> int:
-    """Open the run folder, do `work` in it, and end well whatever happens; returns the exit code."""
-    settings = flatten(to_dict(config))
-    path = Path(config.run_dir or f"runs/{config.name}")
-    folder = open_run_folder(path, settings, resume=config.resume == "auto")
+def drive(config: RunConfig, work: Work, *, reopen: bool = False) -> int:
+    """Open the run folder, do `work` in it, and end well whatever happens; returns the exit code.
+
+    With `reopen` the folder must hold a run, whose metrics and summary are left as they are.
+    """
+    path = config.folder
+    try:
+        if reopen:
+            folder = reopen_run_folder(path)
+        else:
+            folder = open_run_folder(path, to_dict(config), resume=config.resume == "auto")
+    except RecipeError as error:
+        sys.stderr.write(f"{error}\n")
+        return USAGE
     try:
         with logs_to(folder.logs / "driver.log"):
-            return asyncio.run(_guarded(_open(config, folder), work))
+            return asyncio.run(_guarded(_open(config, folder, reopen=reopen), work))
     finally:
         folder.close()
 
 
-def flatten(values: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested settings as one level of dotted names."""
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _open(config: RunConfig, folder: RunFolder) -> Session:
+def _open(config: RunConfig, folder: RunFolder, *, reopen: bool) -> Session:
     task = make_task(config.task, config.model.path, config.seed)
-    reporter = make_reporter(config, folder)
+    jsonl = None if reopen else JsonlReporter(folder.path)
+    reporter = make_reporter(config, jsonl, folder)
     for note in task.notes:
         reporter.phase("task", note)
     base_model = task.model_folder(folder.path / "base", config.seed)
     return Session(
-        config=config, folder=folder, task=task, reporter=reporter, base_model=base_model.absolute()
+        config=config,
+        folder=folder,
+        task=task,
+        reporter=reporter,
+        jsonl=jsonl,
+        base_model=base_model.absolute(),
     )
 
 
@@ -111,16 +118,24 @@ async def _guarded(session: Session, work: Work) -> int:
             session.outcome.interrupted = True
         except HOUSE_ERRORS as error:
             log.exception("the run failed")
-            sys.stderr.write(f"\nfailed: {error}\n  full logs: {session.folder.logs}\n")
-            session.extra["error"] = str(error)
-            code = FAILED
+            code = _failed(session, str(error))
+        except Exception as error:
+            log.exception("the run failed in a way nobody foresaw")
+            code = _failed(session, f"{type(error).__name__}: {error} (a defect; the log has the traceback)")
     if session.outcome.interrupted:
         code = INTERRUPTED
-    summary = session.summary()
-    session.folder.write_summary(summary)
-    session.reporter.summary({**summary, **_where_next(session, code)})
+    if session.jsonl is not None:
+        summary = session.summary()
+        session.folder.write_summary(summary)
+        session.reporter.summary({**summary, **_where_next(session, code)})
     session.reporter.close()
     return code
+
+
+def _failed(session: Session, message: str) -> int:
+    session.extra["error"] = message
+    sys.stderr.write(f"\nfailed: {message}\n  full logs: {session.folder.logs}\n")
+    return FAILED
 
 
 def _where_next(session: Session, code: int) -> dict[str, object]:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_rollout.registry import adapter_environment
+from offbeat_rollout.vllm.environment import vllm_environment
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
-from offbeat_trainer.reporters import (
-    ConsoleReporter,
-    FanOut,
-    JsonlReporter,
-    TensorBoardReporter,
-    WandbReporter,
-)
+from offbeat_trainer.reporters.console import ConsoleReporter
+from offbeat_trainer.reporters.fanout import FanOut
+from offbeat_trainer.reporters.silent import Silent
+from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
+from offbeat_trainer.reporters.wandb import WandbReporter
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_engine import EngineConfig
     from offbeat_recipes.config import RunConfig
     from offbeat_recipes.run_folder import RunFolder
     from offbeat_rollout import RolloutConfig
     from offbeat_trainer import Reporter
+    from offbeat_trainer.reporters.jsonl import JsonlReporter
 
 
 def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> ClusterSpec:
@@ -40,7 +43,7 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
             checkpoint_dir=str((folder.checkpoints / "policy").absolute()),
             keep_checkpoints=config.trainer.keep_checkpoints,
             collective_timeout_s=config.engine.collective_timeout_s,
-            sync=config.sync,
+            sync=config.sync_config(),
         ),
         rollout=RolloutSpec(
             adapter_name=config.rollout.name,
@@ -52,6 +55,11 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
         step_timeout_s=config.trainer.step_timeout_s,
         num_gpus=torch.cuda.device_count() if config.device == "cuda" else 0,
     )
+
+
+def on_model(engine: EngineConfig, model: Path) -> EngineConfig:
+    """Return `engine` with the weights in folder `model`."""
+    return replace(engine, model=replace(engine.model, path=str(model), random_init=False))
 
 
 def threads_per_rank(config: RunConfig) -> int:
@@ -70,15 +78,17 @@ def replica_environments(config: RunConfig, rollout: RolloutConfig) -> tuple[dic
         mine = [cores[(index * width + offset) % len(cores)] for offset in range(width)]
         # From the last core down: training rank 0 and the driver live on the first.
         mine = sorted(cores[-1 - cores.index(core)] for core in mine)
-        environments.append(adapter_environment(config.rollout.name, rollout, mine))
+        environments.append(vllm_environment(rollout, mine) if config.rollout.name == "vllm" else {})
     return tuple(environments)
 
 
-def make_reporter(config: RunConfig, folder: RunFolder, *, steps: int) -> Reporter:
-    """Return where this run reports to: its files, and what the settings ask for."""
-    reporters: list[Reporter] = [JsonlReporter(folder.path)]
+def make_reporter(config: RunConfig, jsonl: JsonlReporter | None, folder: RunFolder) -> Reporter:
+    """Return where this run reports to: `jsonl` unless None, and what the settings ask for."""
+    if jsonl is None:
+        return ConsoleReporter(title=config.name) if config.report.console else Silent()
+    reporters: list[Reporter] = [jsonl]
     if config.report.console:
-        reporters.append(ConsoleReporter(total_steps=steps))
+        reporters.append(ConsoleReporter(title=config.name, steps=config.trainer.steps))
     if config.report.tensorboard:
         reporters.append(TensorBoardReporter(folder.path / "tensorboard"))
     if config.report.wandb:

@@ -24,7 +24,7 @@ def warm_up_engine(engine: EngineConfig, config: WarmupConfig) -> EngineConfig:
         lr=config.lr,
         max_grad_norm=engine.optimizer.max_grad_norm,
         schedule=Schedule.LINEAR,
-        warmup_steps=config.lr_warmup_steps,
+        warmup_steps=min(config.lr_warmup_steps, config.steps // 2),
         total_steps=config.steps,
     )
     return replace(engine, optimizer=optimizer)

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from offbeat_recipes.cli._environment import prepare_environment
 from offbeat_recipes.cli._hydra import USAGE, complain
 from offbeat_recipes.errors import RecipeError
 from offbeat_recipes.facts import gather_facts
@@ -25,6 +26,7 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
             for refusal in plan.refusals:
                 sys.stderr.write(f"{prog}: refused: {refusal}\n")
             return USAGE
+        prepare_environment()
         # Composition brings Ray and the engines: not before everything is known to fit.
         return int(getattr(import_module("offbeat_recipes.compose"), what)(config))
     except RecipeError as error:

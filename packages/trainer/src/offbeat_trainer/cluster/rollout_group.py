@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from offbeat_rollout import Completion, GenerateRequest, Health
     from offbeat_trainer.cluster.spec import ClusterSpec
+
+log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 20.0
 MAX_CALLS = 1024  # of one replica at once; a call carries a whole batch, so this is never the limit
@@ -38,13 +41,15 @@ class RolloutGroup:
         gpus = rollout.rollout.tensor_parallel_size if rollout.rollout.device == "cuda" else 0
         timeout_s = spec.cluster.start_timeout_s
         self._placement = reserve("rollout", rollout.num_replicas, gpus, timeout_s=timeout_s)
-        actor_class = ray.remote(ReplicaWorker).options(
-            num_cpus=CPUS_PER_PROCESS, num_gpus=gpus, max_restarts=0, max_concurrency=MAX_CALLS
-        )
+        actor_class = ray.remote(ReplicaWorker)
         for index in range(rollout.num_replicas):
             name = f"replica {index}"
             environment = rollout.environments[index] if rollout.environments else {}
             self.handles[name] = actor_class.options(
+                num_cpus=CPUS_PER_PROCESS,
+                num_gpus=gpus,
+                max_restarts=0,
+                max_concurrency=MAX_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
                 runtime_env={"env_vars": environment},
             ).remote(name, rollout, spec.train.sync, f"{spec.log_dir}/replica{index}.log")
@@ -54,7 +59,9 @@ class RolloutGroup:
             what="load the model and become able to generate",
             timeout_s=timeout_s,
         )
-        self._pool = ReplicaPool([RemoteReplica(name, handle, spec.step_timeout_s) for name, handle in self.handles.items()])
+        self._pool = ReplicaPool(
+            [RemoteReplica(name, handle, spec.step_timeout_s) for name, handle in self.handles.items()],
+        )
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Complete a batch over all admitted replicas, in the order of `requests`."""
@@ -76,10 +83,40 @@ class RolloutGroup:
         for name, handle in self.handles.items():
             try:
                 await answer(handle.stop.remote(), owner=name, what="stop", timeout_s=STOP_TIMEOUT_S)
-            except Exception:  # noqa: BLE001 -- whatever it says, it is ended below
+            except Exception:
                 log.warning("%s did not stop by itself", name, exc_info=True)
             ray.kill(handle)
         self.handles = {}
         if hasattr(self, "_placement"):
             release(self._placement)
             del self._placement
+
+
+class RemoteReplica:
+    """Satisfies `Replica`: forwards to the process of one replica."""
+
+    def __init__(self, name: str, handle: Any, timeout_s: float) -> None:  # noqa: ANN401
+        self._name = name
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    @property
+    def name(self) -> str:
+        """The replica's name."""
+        return self._name
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Forward."""
+        call = self._handle.generate_many.remote(requests)
+        return await answer(call, owner=self._name, what="complete a batch", timeout_s=self._timeout_s)
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """Forward."""
+        call = self._handle.abort_requests.remote(request_ids)
+        await answer(call, owner=self._name, what="abort requests", timeout_s=self._timeout_s)
+
+    async def health(self) -> Health:
+        """Forward."""
+        return await answer(
+            self._handle.health.remote(), owner=self._name, what="say how it is", timeout_s=self._timeout_s
+        )

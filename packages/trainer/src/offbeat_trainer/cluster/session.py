@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Actors ask for slices of a logical core: what they may really use is decided by the plan, not by Ray.
 CPUS_PER_PROCESS = 0.01
-LOGICAL_CPUS = 4
+LOGICAL_CPUS = 1
 
 
 def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:

@@ -30,12 +30,14 @@ class TrainGroup:
         spec = self._spec
         gpus = 1 if spec.train.device == "cuda" else 0
         self._placement = reserve("train", spec.train.num_ranks, gpus, timeout_s=spec.cluster.start_timeout_s)
-        actor_class = ray.remote(TrainWorker).options(
-            num_cpus=CPUS_PER_PROCESS, num_gpus=gpus, max_restarts=0, concurrency_groups={"control": 1}
-        )
+        # "control" is a thread of its own, so that a sync can be given up while the rank computes.
+        actor_class = ray.remote(concurrency_groups={"control": 1})(TrainWorker)
         self._workers: list[Any] = [
             actor_class.options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank)
+                num_cpus=CPUS_PER_PROCESS,
+                num_gpus=gpus,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
             ).remote(spec.train, rank, f"{spec.log_dir}/train_rank{rank}.log")
             for rank in range(spec.train.num_ranks)
         ]

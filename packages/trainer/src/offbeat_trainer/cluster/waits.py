@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from offbeat_trainer.concurrency import together
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
+
+
+log = logging.getLogger(__name__)
 
 
 async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: float) -> Any:  # noqa: ANN401
@@ -30,7 +34,14 @@ async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: floa
             f"waited {timeout_s:g} s for {owner} to {what} and got no answer; its log in the run folder says what it "
             "was doing. If it was only slow, raise trainer.step_timeout_s"
         ) from error
-    except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
+    except RayTaskError as error:
+        cause = error.cause
+        log.error("%s failed to %s:\n%s", owner, what, error)
+        if isinstance(cause, Exception):
+            cause.add_note(f"({owner}, {what})")
+            raise cause from None  # Ray's wrapper holds a page of remote traceback: it is in the log
+        raise
+    except RayActorError as error:
         reason = str(error).strip().splitlines()
         raise WorkerGone(
             f"{owner} died while it should {what}; its log in the run folder says why "

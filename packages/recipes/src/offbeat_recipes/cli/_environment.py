@@ -1,0 +1,22 @@
+"""What the libraries below read from the environment when they are imported. Set here, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+
+_WANTED = {
+    # `uv run` in front of the command would make Ray pack the folder and start every worker through uv again.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+
+
+def prepare_environment() -> None:
+    """Set what is not set yet, before Ray or a model library is imported; child processes inherit it."""
+    for name, value in _WANTED.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,95 @@
+"""`offbeat-eval`: how good a run's policy is on held-out prompts, with the run's own parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offbeat_recipes.wiring import cluster_spec, on_model
+from offbeat_rollout import SamplingParams
+from offbeat_trainer.cluster.cluster import Cluster
+from offbeat_trainer.concurrency import together
+from offbeat_trainer.errors import ResumeError
+from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_recipes.session import Session
+    from offbeat_trainer.types import Group
+
+
+async def evaluate_run(session: Session) -> None:
+    """Sample held-out prompts from the model that `evaluation.step` names; write and report what came out."""
+    config = session.config
+    start = session.folder.model if session.folder.model.exists() else session.base_model
+    cluster = Cluster(cluster_spec(config, session.folder, str(start.absolute())))
+    try:
+        if config.evaluation.step == 0:
+            await cluster.rollout.start()
+            cluster.rollout.admit_all(0)
+            step = 0
+        else:
+            step = await _load_and_publish(session, cluster, start)
+        groups = await _sample(session, cluster)
+    finally:
+        await cluster.stop()
+    _report(session, step, groups)
+
+
+async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> int:
+    wanted = None if session.config.evaluation.step < 0 else session.config.evaluation.step
+
+    async def prepare() -> int:
+        await cluster.train.start()
+        await cluster.train.build(on_model(session.config.engine_config(""), start))
+        step = await cluster.train.load(wanted)
+        if step is None:
+            raise ResumeError(
+                f"{session.folder.path} has no whole checkpoint; evaluation.step=0 evaluates the model it started from"
+            )
+        return step
+
+    _, step = await together({"start replicas": cluster.rollout.start(), "load": prepare()})
+    await cluster.publisher().publish(1)
+    assert step is not None
+    return step
+
+
+async def _sample(session: Session, cluster: Cluster) -> list[Group]:
+    config, task = session.config, session.task
+    prompts = task.validation_prompts(config.trainer.validation_prompts)
+    session.reporter.phase("validate", f"{len(prompts)} held-out prompts")
+    sampling = SamplingParams(
+        max_tokens=config.sampling.max_tokens,
+        temperature=config.evaluation.temperature,
+        stop_token_ids=task.stop_token_ids(),
+        seed=derive_seed(config.seed, "evaluate"),
+    )
+    generator = GroupGenerator(cluster.rollout.generate_many)
+    groups = await generator.collect(prompts, sampling, config.evaluation.num_samples)
+    return [
+        replace(group, scores=tuple(task.score(group.prompt, one) for one in group.completions))
+        for group in groups
+    ]
+
+
+def _report(session: Session, step: int, groups: list[Group]) -> None:
+    scores = [score for group in groups for score in group.scores]
+    result = {
+        "step": step,
+        "prompts": len(groups),
+        "samples_per_prompt": len(groups[0].scores),
+        "temperature": session.config.evaluation.temperature,
+        "accuracy": sum(score.correct for score in scores) / len(scores),
+        "solved_at_least_once": sum(any(s.correct for s in group.scores) for group in groups) / len(groups),
+        "reward": sum(score.reward for score in scores) / len(scores),
+    }
+    folder = session.folder.path / "evaluations"
+    folder.mkdir(exist_ok=True)
+    (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n")
+    texts = [[session.task.decode(one.token_ids) for one in group.completions] for group in groups[:4]]
+    session.reporter.samples(step, "evaluated", groups[:4], texts)
+    session.reporter.summary(result)
