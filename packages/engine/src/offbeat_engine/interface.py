@@ -77,8 +77,8 @@ class StepContext:
 class StepStats:
     """What one `forward_backward_step` did, the same on every rank.
 
-    `loss`, `sums` and `maxes` are reduced over all ranks. `num_tokens` counts real tokens fed forward over all
-    ranks, `num_loss_tokens` those under the mask, `num_micro_batches` the largest count of any rank.
+    `loss`, `sums` and `maxes` are reduced over all ranks. `num_tokens` counts the real tokens of the batch over
+    all ranks, `num_loss_tokens` those under the mask, `num_micro_batches` the largest count of any rank.
     """
 
     loss: float
