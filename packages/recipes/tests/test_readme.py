@@ -16,6 +16,6 @@ def test_the_example_runs_and_says_what_it_promises(capsys: pytest.CaptureFixtur
     exec(compile(example, "README.md", "exec"), {})
     prompts, worked, plan, error = capsys.readouterr().out.splitlines()
     assert len(re.findall(r"'\d\d\+\d\d='", prompts)) == 4
-    assert re.fullmatch(r"[\d+=,]+;\d+", worked)
+    assert re.fullmatch(r"[\d+=,]+:\d+", worked)
     assert plan == "64 ()"
     assert error == "unknown setting `trainer.stpes`; did you mean `trainer.steps`?"

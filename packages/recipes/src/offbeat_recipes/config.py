@@ -35,17 +35,19 @@ class ModeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArithmeticConfig:
-    """Sums to be worked out digit by digit, with a tiny model and tokenizer made on the spot.
+    """Sums to be worked out column by column, with a tiny model and tokenizer made on the spot.
 
-    `level` is the number of digits of both operands. `forget_carry` is the share of carries that the worked
-    examples of the warm-up forget: it makes a policy that is right sometimes. `held_out_fraction` of all
-    prompts is kept for validation alone. The rest is the shape of the model.
+    `level` is the number of digits of both operands. Each column but the last carries with probability `carry_share`.
+    `forget_carry` is the share of the warm-up's worked examples that leave out every carry: it makes a policy that is
+    right sometimes. `held_out_fraction` of all prompts is kept for validation alone. The rest is the shape of the
+    model.
     """
 
     name: Literal["arithmetic"] = "arithmetic"
-    level: int = 3
+    level: int = 2
+    carry_share: float = 0.7
+    forget_carry: float = 0.7
     held_out_fraction: float = 0.1
-    forget_carry: float = 0.6
     hidden_size: int = 96
     num_layers: int = 2
     num_heads: int = 3

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync import SyncError
@@ -27,6 +26,8 @@ from offbeat_trainer.loops.parts import StopRequest
 from offbeat_trainer.reporters.jsonl import JsonlReporter
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from offbeat_recipes.config import RunConfig
     from offbeat_recipes.tasks.base import RunnableTask
     from offbeat_trainer import Reporter

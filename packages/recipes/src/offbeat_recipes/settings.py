@@ -37,7 +37,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "warmup.lr_warmup_steps algorithm.clip_low algorithm.clip_high algorithm.dual_clip algorithm.kl_coef",
         "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
-        "task.forget_carry task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
+        "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
     ),
     "-1": ("evaluation.step",),
 }
@@ -47,7 +47,12 @@ _MORE_THAN_ZERO = (
     "task.initializer_range",
     "task.rope_theta",
 )  # and everything that ends in `_timeout_s`
-_AT_MOST_ONE = ("task.forget_carry", "task.held_out_fraction", "rollout.gpu_memory_fraction")
+_AT_MOST_ONE = (
+    "task.forget_carry",
+    "task.carry_share",
+    "task.held_out_fraction",
+    "rollout.gpu_memory_fraction",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,24 +46,32 @@ def task() -> ArithmeticTask:
 
 @given(st.integers(100, 999), st.integers(100, 999))
 def test_a_worked_answer_without_forgetting_is_right(left: int, right: int):
-    answer = worked_answer(left, right, [False] * 3)
+    answer = worked_answer(left, right, forgetful=False)
     assert is_right(answer, left, right)
-    for step in answer.split(";")[0].split(","):
-        said, total = step.split("=")
-        assert eval(said) == int(total)
+    for column in re.split("[,;]", answer.split(":")[0]):
+        said, *totals = column.split("=")
+        assert all(eval(before) == eval(after.split("+")[0]) for before, after in pairwise([said, *totals]))
     assert len(answer) + 1 <= max_answer_tokens(3)
 
 
 @given(st.integers(10, 99), st.integers(10, 99))
 def test_forgetting_hurts_exactly_where_there_is_a_carry(left: int, right: int):
     carries = left % 10 + right % 10 >= 10
-    assert is_right(worked_answer(left, right, [True, True]), left, right) is not carries
+    assert is_right(worked_answer(left, right, forgetful=True), left, right) is not carries
 
 
 def test_worked_example_by_hand():
-    assert worked_answer(345, 678, [False] * 3) == "5+8=13,4+7+1=12,3+6+1=10;1023"
-    assert worked_answer(345, 678, [False, True, False]) == "5+8=13,4+7=11,3+6+1=10;1013"
-    assert max_answer_tokens(3) == len("9+9=18,9+9+1=19,9+9+1=19;1998") + len("+1") + 1
+    assert worked_answer(345, 678, forgetful=False) == "5+8=13,4+7=11+1=12;3+6=9+1=10:1023"
+    assert worked_answer(345, 678, forgetful=True) == "5+8=13,4+7=11;3+6=9:913"
+    assert max_answer_tokens(3) == len("9+9=18,9+9=18+1=19;9+9=18+1=19:1998") + 1
+    assert max_answer_tokens(1) == len("9+9=18:18") + 1
+
+
+def test_columns_carry_as_often_as_asked():
+    task = ArithmeticTask(ArithmeticConfig(level=2, carry_share=0.7), seed=0)
+    operands = [_operands(prompt) for step in range(40) for prompt in task.prompts(step, 50)]
+    share = sum(left % 10 + right % 10 >= 10 for left, right in operands) / len(operands)
+    assert 0.65 < share < 0.75
 
 
 def test_prompts_are_a_function_of_seed_and_step(task: ArithmeticTask):
@@ -100,14 +110,14 @@ def test_the_share_held_out_is_what_was_asked():
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        ("5+7=12,2+3+1=6;62", 1.0),
-        (";62", 1.0),  # the result alone counts
+        ("5+7=12,2+3=5+1=6:62", 1.0),
+        (":62", 1.0),  # the result alone counts
         ("62", 0.0),
-        (";63", 0.0),
-        (";062", 0.0),
-        (";62,", 0.0),
-        ("62;", 0.0),
-        (";62;0", 0.0),
+        (":63", 0.0),
+        (":062", 0.0),
+        (":62,", 0.0),
+        ("62:", 0.0),
+        (":0:62", 0.0),
     ],
 )
 def test_the_reward_is_exact(task: ArithmeticTask, text: str, reward: float):
@@ -118,9 +128,9 @@ def test_the_reward_is_exact(task: ArithmeticTask, text: str, reward: float):
 
 def test_no_reward_without_an_end(task: ArithmeticTask):
     prompt = Prompt(uid="x", text="25+37=", token_ids=(), data={"left": 25, "right": 37})
-    assert task.score(prompt, _completion(task, ";62", end=False, finish=Finish.LENGTH)).reward == 0
-    assert task.score(prompt, _completion(task, ";62", finish=Finish.LENGTH)).reward == 0
-    padded = _completion(task, ";62<pad>")
+    assert task.score(prompt, _completion(task, ":62", end=False, finish=Finish.LENGTH)).reward == 0
+    assert task.score(prompt, _completion(task, ":62", finish=Finish.LENGTH)).reward == 0
+    padded = _completion(task, ":62<pad>")
     assert task.score(prompt, padded).reward == 0
     assert task.score(prompt, _completion(task, "", end=False)).reward == 0
 
@@ -174,7 +184,7 @@ def test_a_named_model_is_used_if_it_speaks_the_same(task: ArithmeticTask, tmp_p
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ArithmeticConfig(level=10), "1 to 9"),
+        (ArithmeticConfig(level=6), "1 to 5"),
         (ArithmeticConfig(held_out_fraction=0.0), "held_out_fraction"),
         (ArithmeticConfig(hidden_size=50), "multiple"),
     ],

@@ -17,15 +17,16 @@ TOLD_EVERY = 10
 
 
 def warm_up_engine(engine: EngineConfig, config: WarmupConfig) -> EngineConfig:
-    """Return `engine` with the optimizer of the warm-up: linear decay after a short rise, no weight decay."""
-    from offbeat_engine import OptimizerConfig, Schedule
+    """Return `engine` with the schedule of the warm-up: a short rise, then half a cosine down to a tenth."""
+    from offbeat_engine import Schedule
 
-    optimizer = OptimizerConfig(
+    optimizer = replace(
+        engine.optimizer,
         lr=config.lr,
-        max_grad_norm=engine.optimizer.max_grad_norm,
-        schedule=Schedule.LINEAR,
+        schedule=Schedule.COSINE,
         warmup_steps=min(config.lr_warmup_steps, config.steps // 2),
         total_steps=config.steps,
+        min_lr_ratio=0.1,
     )
     return replace(engine, optimizer=optimizer)
 

@@ -1,9 +1,9 @@
-"""Sums to be worked out digit by digit, from the right: `345+678=` is `5+8=13,4+7+1=12,3+6+1=10;1023`.
+"""Sums to be worked out column by column, from the right: `37+48=` is `7+8=15,3+4=7+1=8:85`.
 
-The reward is exact and looks at the result alone: what stands after the last `;` must be the sum, and the
-completion must have ended by itself. The worked examples of the warm-up forget each carry with probability
-`forget_carry`; a policy that imitates them is right about as often as sums need no carry, and reinforcement
-learning has to find out that carries pay.
+The reward is exact and looks at the result alone: what stands after the `:` must be the sum, and the completion must
+have ended by itself. The worked examples of the warm-up come from a forgetful hand: a share `forget_carry` of them
+leaves out every carry. Greedily, a policy that imitates it is right about as often as sums need no carry; what carries
+are worth, reinforcement learning has to find out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from offbeat_recipes.config import ArithmeticConfig
     from offbeat_rollout import Completion
 
-ALPHABET = "0123456789+=,;"
-MAX_LEVEL = 9
+COLUMN_ENDS = ",;/|"  # one mark of its own after each column but the last: a tiny model sees where it is
+RESULT = ":"
+ALPHABET = f"0123456789+={COLUMN_ENDS}{RESULT}"
+MAX_LEVEL = len(COLUMN_ENDS) + 1
 
 
 def max_prompt_tokens(level: int) -> int:
@@ -44,29 +46,34 @@ def max_prompt_tokens(level: int) -> int:
 
 def max_answer_tokens(level: int) -> int:
     """Return the length of the longest right answer of `level`, its end token included."""
-    return 9 * level + level + 2  # `9+9+1=19` and a separator for each digit, the sum, the end
+    # `9+9=18` and a mark for each column, `+1=19` for each but the first, the sum, the end
+    return 7 * level + 5 * (level - 1) + (level + 1) + 1
 
 
-def worked_answer(left: int, right: int, forget: Sequence[bool]) -> str:
-    """Return the worked sum of two operands of equally many digits; `forget[i]` forgets the carry into digit i.
+def worked_answer(left: int, right: int, *, forgetful: bool) -> str:
+    """Return the worked sum of two operands of equally many digits; a forgetful hand leaves out every carry.
 
-    With nothing forgotten the result is the sum.
+    Otherwise the result is the sum.
     """
-    carry, steps, digits = 0, list[str](), ""
-    pairs = zip(reversed(str(left)), reversed(str(right)), strict=True)
-    for (one, other), forgets in zip(pairs, forget, strict=True):
-        used = 0 if forgets else carry
-        total = int(one) + int(other) + used
-        steps.append(f"{one}+{other}{'+1' if used else ''}={total}")
-        digits = f"{total % 10}{digits}"
+    carry, columns, digits = 0, list[str](), ""
+    pairs = list(zip(reversed(str(left)), reversed(str(right)), strict=True))
+    for place, (one, other) in enumerate(pairs):
+        total = int(one) + int(other)
+        column = f"{one}+{other}={total}"
+        if carry and not forgetful:
+            total += 1
+            column += f"+1={total}"
+        last = place == len(pairs) - 1
+        columns.append(column + (RESULT if last else COLUMN_ENDS[place]))
+        digits = f"{total if last else total % 10}{digits}"
         carry = total // 10
-    return f"{','.join(steps)};{'1' if carry else ''}{digits}"
+    return "".join(columns) + digits
 
 
 def is_right(text: str, left: int, right: int) -> bool:
-    """Say whether the answer `text` ends in `;` and the exact sum, nothing before or after it."""
-    _, mark, result = text.rpartition(";")
-    return mark == ";" and result == str(left + right)
+    """Say whether the answer `text` ends in `:` and the exact sum, with one `:` in all."""
+    work, mark, result = text.partition(RESULT)
+    return mark == RESULT and RESULT not in work and result == str(left + right)
 
 
 class ArithmeticTask:
@@ -153,13 +160,12 @@ class ArithmeticTask:
         return [self._prompt(*pair) for pair in self._distinct(rng, count, held_out=True)]
 
     def examples(self, step: int, num_examples: int) -> list[Example]:
-        """Return worked examples of training prompts, carries forgotten at `forget_carry`."""
+        """Return worked examples of training prompts, a share `forget_carry` of them forgetful."""
         rng = stream(self._seed, Stream.EXAMPLES, step)
         made: list[Example] = []
         for _ in range(num_examples):
             left, right = self._draw(rng, held_out=False)
-            forget = rng.random(self._config.level) < self._config.forget_carry
-            answer = worked_answer(left, right, [bool(value) for value in forget])
+            answer = worked_answer(left, right, forgetful=bool(rng.random() < self._config.forget_carry))
             made.append(
                 Example(
                     prompt_ids=self._encode(f"{left}+{right}="),
@@ -174,7 +180,7 @@ class ArithmeticTask:
         assert isinstance(left, int)
         assert isinstance(right, int)
         ended = completion.finish is Finish.STOP and completion.token_ids[-1:] == self.stop_token_ids()
-        # The end token is cut off first: decoded with it, `;12<pad><eos>` must not pass for `;12`.
+        # The end token is cut off first: decoded with it, `:12<pad><eos>` must not pass for `:12`.
         right_answer = ended and is_right(self._raw(completion.token_ids[:-1]), left, right)
         return Score(reward=float(right_answer), correct=right_answer)
 
@@ -210,7 +216,7 @@ class ArithmeticTask:
 
     def num_available(self, *, held_out: bool) -> int:
         """Return how many different prompts may be asked for at once."""
-        # Half of the pool at most: drawing with rejection stays quick.
+        # Half of the pool at most: drawing with rejection stays quick, also where carries make some pairs rare.
         share = self._config.held_out_fraction if held_out else 1 - self._config.held_out_fraction
         return int(self._num_pairs * share / 2)
 
@@ -226,8 +232,25 @@ class ArithmeticTask:
         return list(pairs)
 
     def _draw(self, rng: np.random.Generator, *, held_out: bool) -> tuple[int, int]:
-        low, high = 10 ** (self._config.level - 1), 10**self._config.level
+        """Draw a pair in which every column but the last carries with probability `carry_share`."""
         while True:
-            left, right = (int(value) for value in rng.integers(low, high, size=2))
+            left = right = carry = 0
+            for place in range(self._config.level):
+                last = place == self._config.level - 1
+                wanted = None if last else bool(rng.random() < self._config.carry_share)
+                one, other = _draw_column(rng, carry, wanted, lowest=int(last))
+                left += one * 10**place
+                right += other * 10**place
+                carry = int(one + other + carry >= 10)
             if self.is_held_out(left, right) is held_out:
                 return left, right
+
+
+def _draw_column(
+    rng: np.random.Generator, carry: int, wanted: bool | None, *, lowest: int
+) -> tuple[int, int]:
+    """Draw the two digits of a column that carries as `wanted` (None = either), with `carry` coming in."""
+    while True:
+        one, other = (int(value) for value in rng.integers(lowest, 10, size=2))
+        if wanted is None or (one + other + carry >= 10) is wanted:
+            return one, other
