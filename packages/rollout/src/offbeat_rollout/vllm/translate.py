@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from offbeat_rollout.types import GenerateRequest
 
 GIB = 2**30
+_CPU_STEP_TOKENS = 8192  # a batch of short prompts in one step
 
 
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
@@ -38,6 +39,12 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         tensor_parallel_size=config.tensor_parallel_size,
         distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
         enforce_eager=config.enforce_eager or cpu,
+        # On CPU vLLM 0.32 dies of a seeded request whose prompt it computes in two steps (it moves the offset of a
+        # generator that has none), so prompts are computed whole there.
+        enable_chunked_prefill=False if cpu else None,
+        max_num_batched_tokens=max(_CPU_STEP_TOKENS, config.max_model_len, config.max_num_seqs)
+        if cpu
+        else None,
         enable_prefix_caching=config.prefix_caching,
         kv_cache_memory_bytes=int(config.kv_cache_gib * GIB) if cpu else None,
         gpu_memory_utilization=config.gpu_memory_fraction,

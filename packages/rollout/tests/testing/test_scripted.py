@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from offbeat_rollout import Finish, GenerateRequest, RolloutConfig, SamplingParams, UpdateRefused
+from offbeat_rollout.testing import ScriptedRollout
+
+
+def request(name, prompt, **sampling):
+    return GenerateRequest(
+        request_id=name, prompt_ids=prompt, sampling=SamplingParams(max_tokens=50, **sampling)
+    )
+
+
+async def test_it_says_its_script_and_stamps_the_version_of_the_moment():
+    lines = {(1,): [10, 11, 12], (2,): list(range(40))}
+    engine = ScriptedRollout(
+        RolloutConfig(model_path=""),
+        lambda asked: lines[asked.prompt_ids],
+        token_s=0.005,
+        specs=[("w", (2,), "float32")],
+    )
+    await engine.start()
+    short = await engine.generate(request("a", (1,), stop_token_ids=(11,)))
+    assert (short.token_ids, short.finish) == ((10, 11), Finish.STOP)
+    whole = await engine.generate(request("b", (1,)))
+    assert (whole.token_ids, whole.finish) == ((10, 11, 12), Finish.LENGTH)
+    running = asyncio.create_task(engine.generate(request("c", (2,))))
+    await asyncio.sleep(0.05)
+    with pytest.raises(UpdateRefused, match="unknown or missing: v, w"):
+        await engine.control("load_weights", {"tensors": [("v", None)], "version": 1})
+    await engine.control("load_weights", {"tensors": [("w", None)], "version": 1})
+    done = await running
+    assert set(done.policy_versions) == {0, 1}
+    assert list(done.policy_versions) == sorted(done.policy_versions)
+    await engine.stop()

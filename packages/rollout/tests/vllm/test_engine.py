@@ -1,0 +1,216 @@
+"""One real vLLM engine on CPU, through the contract and a weight update.
+
+The update comes through a weight-transfer backend made here for the test: a plugin in a folder of its own, found by
+vLLM's processes the way every plugin is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import textwrap
+
+import pytest
+import pytest_asyncio
+from transformers import AutoModelForCausalLM
+
+from offbeat_rollout import (
+    ConfigError,
+    EngineStateError,
+    Finish,
+    GenerateRequest,
+    PauseMode,
+    RolloutConfig,
+    SamplingParams,
+    UpdateRefused,
+)
+from offbeat_rollout.testing import Subject, make_tiny_model, reference_logprobs, rollout_contract
+from offbeat_rollout.vllm import VllmEngine, vllm_environment
+
+pytestmark = pytest.mark.vllm
+
+VOCAB = 96
+
+PLUGIN = """
+from dataclasses import dataclass
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+@dataclass
+class Init(WeightTransferInitInfo):
+    pass
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    path: str
+    expected: list
+
+class FileEngine(WeightTransferEngine):
+    init_info_cls = Init
+    update_info_cls = Update
+
+    def init_transfer_engine(self, init_info):
+        pass
+
+    def start_weight_update(self):
+        pass
+
+    def update_weights(self, update_info):
+        self.receive_weights(Update(**update_info))
+
+    def receive_weights(self, info):
+        from safetensors.torch import load_file
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        tensors = load_file(info.path)
+        if sorted(tensors) != sorted(info.expected):
+            raise ValueError(f"update refused: {sorted(set(tensors) ^ set(info.expected))}")
+        with torch.no_grad():
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(iter(tensors.items()))
+            finalize_layerwise_reload(self.model, self.vllm_config.model_config)
+
+    def finish_weight_update(self):
+        pass
+
+    def shutdown(self):
+        pass
+
+def register():
+    WeightTransferEngineFactory.register_engine("file", FileEngine)
+"""
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return [make_tiny_model(tmp_path_factory.mktemp("model") / str(seed), seed=seed) for seed in (0, 1)]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine(paths, tmp_path_factory):
+    plugin = tmp_path_factory.mktemp("plugin")
+    (plugin / "file_weights.py").write_text(textwrap.dedent(PLUGIN))
+    metadata = plugin / "file_weights-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: file-weights\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nfile_weights = file_weights:register\n"
+    )
+    config = RolloutConfig(
+        model_path=paths[0], max_model_len=256, max_num_seqs=256, kv_cache_gib=0.25, weight_backend="file"
+    )
+    saved = dict(os.environ)
+    os.environ.update(vllm_environment(config))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugin), saved.get("PYTHONPATH")]))
+    engine = VllmEngine(config)
+    await engine.start()
+    yield engine
+    await engine.stop()
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+@pytest.fixture(scope="module")
+def subject(engine, paths):
+    model = AutoModelForCausalLM.from_pretrained(paths[0]).eval()
+    return Subject(
+        engine=engine,
+        vocab_size=VOCAB,
+        logprobs=lambda prompt, tokens, sampling: reference_logprobs(model, prompt, tokens, sampling),
+    )
+
+
+def request(name, max_tokens=8, prompt=(3, 4, 5), **sampling):
+    return GenerateRequest(
+        request_id=name, prompt_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens, **sampling)
+    )
+
+
+@pytest.mark.parametrize("check", rollout_contract)
+async def test_contract(check, subject):
+    await rollout_contract[check](subject)
+
+
+async def test_log_probs_are_those_of_the_truncated_distribution(subject):
+    requests = [
+        request(f"p{i}", 20, seed=i, temperature=0.7, top_p=0.8, top_k=20 if i % 2 else -1) for i in range(8)
+    ]
+    for asked, done in zip(requests, await subject.engine.generate_many(requests), strict=True):
+        expected = subject.logprobs(asked.prompt_ids, done.token_ids, asked.sampling)
+        assert max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)) <= 1e-4
+
+
+async def test_many_seeded_prompts_beyond_one_step(engine):
+    """vLLM on CPU dies of a seeded prompt that is computed in two steps; ours must never be."""
+    requests = [request(f"m{i}", 2, tuple(1 + (i + j) % 90 for j in range(250)), seed=i) for i in range(100)]
+    done = await engine.generate_many(requests)
+    assert [len(completion.token_ids) for completion in done] == [2] * 100
+
+
+async def test_specs_are_the_checkpoint_s(engine, paths):
+    from safetensors.torch import load_file
+
+    answer = await engine.control("weight_specs", {})
+    saved = load_file(f"{paths[0]}/model.safetensors")
+    assert {name: (shape, dtype) for name, shape, dtype in answer["specs"]} == {
+        name: (tuple(tensor.shape), "float32") for name, tensor in saved.items()
+    }
+
+
+async def test_a_refused_update_changes_nothing(engine, paths):
+    before = await engine.generate(request("before", 20, seed=5))
+    await engine.control("start", {})
+    with pytest.raises(UpdateRefused, match="nonsense"):
+        await engine.control("update", {"path": f"{paths[1]}/model.safetensors", "expected": ["nonsense"]})
+    after = await engine.generate(request("after", 20, seed=5))
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert engine.version == 0
+    with pytest.raises(EngineStateError, match="worker failed in `finish`"):
+        await engine.control("finish", {"version": 9})  # the refusal ended the session
+    with pytest.raises(ConfigError, match="no operation 'fly'"):
+        await engine.control("fly", {})
+
+
+@pytest.mark.parametrize(("version", "recompute"), [(3, False), (4, True)])
+async def test_new_weights_in_the_middle_of_a_completion(engine, paths, version, recompute):
+    """After the first round the engine serves the second model, after the second round the first again."""
+    target = paths[version % 2]
+    specs = [name for name, _, _ in (await engine.control("weight_specs", {}))["specs"]]
+    served = engine.version
+    long = asyncio.create_task(engine.generate(request(f"long{version}", 250, seed=1)))
+    await asyncio.sleep(0.1)
+    await engine.pause(PauseMode.KEEP)
+    await engine.control("start", {})
+    await engine.control("update", {"path": f"{target}/model.safetensors", "expected": specs})
+    await engine.control("finish", {"version": version, "recompute_kv": recompute})
+    await engine.resume()
+    done = await long
+    assert done.finish is Finish.LENGTH
+    assert len(done.token_ids) == 250
+    assert set(done.policy_versions) == {served, version}
+    assert list(done.policy_versions) == sorted(done.policy_versions)
+    assert engine.version == version
+    fresh = await engine.generate(request(f"fresh{version}", 12, seed=2))
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    expected = reference_logprobs(model, (3, 4, 5), fresh.token_ids, SamplingParams(max_tokens=12))
+    assert max(abs(a - b) for a, b in zip(fresh.logprobs, expected, strict=True)) <= 1e-4
+    assert set(fresh.policy_versions) == {version}
+
+
+async def test_stop_leaves_no_process(engine):
+    """Last in the file: the engine is gone afterwards."""
+    children = multiprocessing.active_children()
+    assert children
+    await engine.stop()
+    assert not any(child.is_alive() for child in children)
+    assert not (await engine.health()).ok
+    with pytest.raises(EngineStateError, match="call `start` first"):
+        await engine.generate(request("late"))
+
+
+async def test_a_head_dimension_vllm_has_no_kernel_for_is_refused_at_start(tmp_path, engine):
+    path = make_tiny_model(tmp_path, hidden_size=48)
+    with pytest.raises(ConfigError, match="head dimension of 24"):
+        await VllmEngine(RolloutConfig(model_path=path, max_model_len=64, weight_backend="file")).start()
