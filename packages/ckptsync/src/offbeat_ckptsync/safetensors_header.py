@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.manifest import dtype_of, num_bytes_of
@@ -60,15 +60,16 @@ def folder_specs(folder: Path) -> tuple[TensorSpec, ...]:
 
 
 def _file_specs(path: Path) -> list[TensorSpec]:
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        table = cast("dict[str, dict[str, object]]", json.loads(file.read(size)))
-    return [
-        TensorSpec(
-            name=name,
-            shape=tuple(cast("list[int]", entry["shape"])),
-            dtype=_FROM_FORMAT.get(str(entry["dtype"]), str(entry["dtype"])),
-        )
-        for name, entry in table.items()
-        if name != "__metadata__"
-    ]
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as opened:
+        file: Any = opened  # the library has no types
+        parts: dict[str, Any] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
+        return [
+            TensorSpec(
+                name=name,
+                shape=tuple(part.get_shape()),
+                dtype=_FROM_FORMAT.get(part.get_dtype(), part.get_dtype()),
+            )
+            for name, part in parts.items()
+        ]

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.plan import plan_buckets
+from offbeat_ckptsync.source import Publisher
+from offbeat_ckptsync.testing import DictSource, awkward_weights
+from offbeat_ckptsync.transports.broadcast import BroadcastTransport
+from offbeat_ckptsync.types import Seat
+
+CONFIG = SyncConfig(bucket_mib=4096 / (1 << 20), begin_timeout_s=5, transfer_timeout_s=10)
+
+
+class Line:
+    """A source transport and receiving seats in threads."""
+
+    def __init__(self, *seats):
+        self.source = DictSource(awkward_weights(1))
+        self.transport = BroadcastTransport()
+        self.publisher = Publisher(self.source, CONFIG, transport=self.transport)
+        self.seats = {seat: BroadcastTransport() for seat in seats}
+        self.version = 0
+
+    def sync(self, seats=None):
+        seats = list(self.seats) if seats is None else seats
+        self.version += 1
+        offer = self.publisher.offer(self.version, list(dict.fromkeys(seat.member for seat in seats)))
+        buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        got = {}
+
+        def take(seat):
+            receiver = self.seats[seat].receiver(offer, seat)
+            parts = [torch.empty(bucket.num_bytes, dtype=torch.uint8) for bucket in buckets]
+            for bucket, part in zip(buckets, parts, strict=True):
+                receiver.receive(bucket, part)
+            got[seat] = parts
+
+        threads = [threading.Thread(target=take, args=(seat,)) for seat in seats]
+        for thread in threads:
+            thread.start()
+        self.publisher.send(offer)
+        for thread in threads:
+            thread.join(10)
+        assert len(got) == len(seats)
+        first = next(iter(got.values()))
+        assert all(torch.equal(a, b) for parts in got.values() for a, b in zip(first, parts, strict=True))
+
+    def close(self):
+        for transport in [self.transport, *self.seats.values()]:
+            transport.close()
+
+
+A, B0, B1 = Seat(member="a"), Seat(member="b", rank=0, num_ranks=2), Seat(member="b", rank=1, num_ranks=2)
+
+
+def test_the_group_is_kept_while_the_membership_is_the_same_and_built_anew_when_not():
+    line = Line(A, B0, B1)
+    line.sync()
+    group = line.transport._group
+    line.sync()
+    assert line.transport._group is group
+    line.sync([A])
+    assert line.transport._group is not group
+    line.sync()
+    line.close()
+
+
+def test_a_receiver_that_was_started_anew_gets_a_new_group():
+    line = Line(A, B0, B1)
+    line.sync()
+    line.seats[B1].close()
+    line.seats[B1] = BroadcastTransport()
+    line.sync()
+    line.close()
+
+
+def test_the_roll_call_names_who_is_missing_and_the_wait_ends_on_time():
+    config = SyncConfig(begin_timeout_s=0.3)
+    transport = BroadcastTransport()
+    publisher = Publisher(DictSource(awkward_weights(1)), config, transport=transport)
+    offer = publisher.offer(1, ["here", "b", "gone"])
+    store = transport._served
+    store.set(f"{offer.sync_id}/here/here/0", '{"num_ranks": 1, "group": ""}')
+    store.set(f"{offer.sync_id}/here/b/0", '{"num_ranks": 2, "group": ""}')
+    started = time.monotonic()
+    with pytest.raises(TransferError, match=r"no answer within 0\.3 s .* missing: rank 0 of gone$"):
+        publisher.send(offer)
+    assert time.monotonic() - started < 3
+    offer = publisher.offer(1, ["b"])
+    store.set(f"{offer.sync_id}/here/b/0", '{"num_ranks": 2, "group": ""}')
+    with pytest.raises(TransferError, match=r"missing: rank 1 of b$"):
+        publisher.send(offer)
+    transport.close()
+
+
+def test_an_abort_ends_the_wait_at_once():
+    transport = BroadcastTransport()
+    publisher = Publisher(DictSource(awkward_weights(1)), CONFIG, transport=transport)
+    offer = publisher.offer(1, ["gone"])
+    threading.Timer(0.1, publisher.abort, args=(offer.sync_id,)).start()
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="aborted"):
+        publisher.send(offer)
+    assert time.monotonic() - started < 3
+    transport.close()
+
+
+def test_nothing_listens_beyond_loopback():
+    transport = BroadcastTransport()
+    port = int(transport.open("s", [])["port"])
+    tables = [Path(f"/proc/net/{table}").read_text() for table in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines() if f":{port:04X} " in line]
+    listening = [line[1] for line in lines if line[3] == "0A"]
+    assert listening == [f"0100007F:{port:04X}"]
+    transport.close()
+
+
+def test_a_source_that_is_not_there_is_said_so():
+    transport = BroadcastTransport()
+    publisher = Publisher(
+        DictSource(awkward_weights(1)), SyncConfig(begin_timeout_s=0.5), transport=transport
+    )
+    offer = publisher.offer(1, ["a"])
+    offer.endpoint["port"] = 1
+    with pytest.raises(TransferError, match=r"no store answers at 127\.0\.0\.1:1 within 0\.5 s"):
+        BroadcastTransport().receiver(offer, A)
+    transport.close()
