@@ -7,22 +7,16 @@ import torch
 from torch.testing import assert_close
 
 from offbeat_engine import (
-    BatchError,
     Dtype,
     EngineConfig,
     LossOutput,
     ModelConfig,
-    NonFinite,
-    NonFiniteError,
     OptimizerConfig,
     SftLoss,
-    StateError,
-    StepContext,
     World,
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine, model
 from offbeat_engine.testing import (
-    RanksError,
     make_tiny_model,
     random_batch,
     reference_logprobs,
@@ -262,160 +256,3 @@ def test_a_rank_with_an_empty_batch_keeps_step(tiny, two_ranks):
         assert other[1] == pytest.approx(norm, rel=1e-5)
         assert other[2].num_micro_batches == stats.num_micro_batches > 1
         assert max(relative_error(other[3][name], weights[name]) for name in weights) <= 1e-5
-
-
-@dataclass(frozen=True)
-class PoisonedLoss:
-    """Finite everywhere but on the batch that holds token 63."""
-
-    poison: float = float("nan")
-
-    def __call__(self, predictions, batch, scale):
-        loss = SftLoss()(predictions, batch, scale).loss
-        return LossOutput(loss=loss * self.poison if bool((batch["input_ids"] == 63).any()) else loss)
-
-
-def poisoned(world, path, choice):
-    batch = random_batch(6, vocab_size=60, seed=world.rank)
-    if world.rank == world.size - 1:
-        batch["input_ids"][0, 0] = 63
-    engine = make_engine(config_of(path, on_nonfinite=choice), world, PoisonedLoss())
-    before = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    raised, norm = "", None
-    with engine.train_mode():
-        try:
-            engine.forward_backward_step(batch)
-        except NonFiniteError as error:
-            raised = str(error)
-        try:
-            norm = engine.optimizer_step()
-        except NonFiniteError as error:
-            raised += str(error)
-    same = all(torch.equal(before[name], tensor) for name, tensor in engine.named_weights())
-    engine.optimizer_zero_grad()
-    with engine.train_mode():
-        engine.forward_backward_step(random_batch(6, vocab_size=60, seed=7))
-        return raised, norm, same, engine.optimizer_step()
-
-
-@pytest.mark.parametrize("choice", list(NonFinite))
-def test_all_ranks_agree_on_a_loss_that_is_not_finite(tiny, two_ranks, choice):
-    for raised, norm, same, later in two_ranks.run(poisoned, tiny, choice):
-        assert same
-        assert later == later > 0
-        if choice is NonFinite.STOP:
-            assert "the loss is nan" in raised
-            assert norm is None
-        else:
-            assert raised == ""
-            assert norm != norm
-
-
-def bad_on_one_rank(world, path):
-    engine = make_engine(config_of(path), world)
-    batch = random_batch(3)
-    if world.rank == 1:
-        batch["lengths"] = batch["lengths"].float()
-    with engine.train_mode(), pytest.raises(BatchError, match=r"rank 1: `lengths` must be"):
-        engine.forward_backward_step(batch)
-    return True
-
-
-def test_a_bad_batch_on_one_rank_is_raised_on_all(tiny, two_ranks):
-    assert two_ranks.run(bad_on_one_rank, tiny) == [True, True]
-
-
-def shard_and_back(world, batch, path):
-    engine = Fsdp2Engine(config_of(path), world)
-    share = engine.shard_data(batch)
-    return len(share["lengths"]), engine.unshard_data(share)
-
-
-@pytest.mark.parametrize("num_sequences", [1, 7])
-def test_unshard_undoes_shard(tiny, two_ranks, num_sequences):
-    batch = random_batch(num_sequences, seed=3)
-    results = two_ranks.run(shard_and_back, batch, tiny)
-    assert sum(count for count, _ in results) == num_sequences
-    for _, back in results:
-        assert set(back.keys()) == set(batch.keys())
-        assert all(torch.equal(back[key], batch[key]) for key in batch.keys())  # noqa: SIM118
-
-
-def test_hooks_run_once_per_micro_batch_and_are_heard(tiny):
-    engine = make_engine(config_of(tiny, micro_batch_tokens=40))
-    seen = []
-
-    def halve(batch, ctx):
-        seen.append(len(batch["lengths"]))
-        mask = batch["loss_mask"].clone()
-        mask[:, ::2] = False
-        return batch.clone(recurse=False).update({"loss_mask": mask})
-
-    def flip(predictions, batch, ctx):
-        ctx.user["asked"] = True
-        return predictions.clone(recurse=False).update({"logprobs": -predictions["logprobs"]})
-
-    batch, ctx = BATCHES[0], StepContext()
-    with engine.eval_mode():
-        plain, _ = engine.forward_backward_step(batch, forward_only=True)
-        hooked, _ = engine.forward_backward_step(
-            batch, ctx, forward_only=True, preprocess_fn=halve, postprocess_fn=flip
-        )
-    expected = -plain["logprobs"].clone()
-    expected[:, ::2] = 0
-    assert_close(hooked["logprobs"], expected, rtol=0, atol=1e-5)
-    assert sum(seen) == len(batch["lengths"])
-    assert len(seen) == ctx.stats.num_micro_batches > 1
-    assert ctx.user["asked"]
-
-
-def test_a_given_scale_makes_accumulation_by_hand_exact(tiny, reference):
-    engine = make_engine(config_of(tiny))
-    batch = BATCHES[0]
-    whole_batch = train(World(), config_of(tiny), [batch])
-    with engine.train_mode():
-        ctx = StepContext()
-        engine.forward_backward_step(batch, ctx)
-        engine.optimizer_zero_grad()
-        for part in (batch[:4], batch[4:]):
-            engine.forward_backward_step(part, StepContext(scale=ctx.scale))
-        assert engine.optimizer_step() == pytest.approx(whole_batch[1][0], rel=1e-5)
-
-
-def test_methods_out_of_order_say_what_to_do(tiny):
-    engine = Fsdp2Engine(config_of(tiny), World())
-    with pytest.raises(StateError, match="call `init_model` first"):
-        engine.weight_manifest()
-    engine.init_model()
-    with pytest.raises(StateError, match="called before"):
-        engine.init_model()
-    with pytest.raises(StateError, match=r"engine\.train_mode"):
-        engine.forward_backward_step(BATCHES[0])
-    with engine.train_mode():
-        with pytest.raises(StateError, match="set_loss_fn"):
-            engine.forward_backward_step(BATCHES[0])
-        with pytest.raises(StateError, match="without a gradient"):
-            engine.optimizer_step()
-    with engine.eval_mode(), pytest.raises(StateError, match="training in eval_mode"):
-        engine.forward_backward_step(BATCHES[0])
-    engine.close()
-    engine.close()
-
-
-def test_an_empty_batch_on_every_rank_is_a_step_of_nothing(tiny):
-    engine = make_engine(config_of(tiny))
-    with engine.train_mode():
-        predictions, loss, _ = engine.forward_backward_step(BATCHES[0][:0])
-    assert loss == 0.0
-    assert predictions["logprobs"].shape == (0, 24)
-
-
-def boom(world):
-    if world.rank == 1:
-        raise ValueError("rank one is unwell")
-    return "fine"
-
-
-def test_an_error_of_one_rank_comes_back_with_its_rank(two_ranks):
-    with pytest.raises(RanksError, match=r"(?s)rank 1: .*rank one is unwell"):
-        two_ranks.run(boom)
