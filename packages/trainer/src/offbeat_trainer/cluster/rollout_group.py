@@ -61,6 +61,7 @@ class RolloutGroup:
         )
         self._pool = ReplicaPool(
             [RemoteReplica(name, handle, spec.step_timeout_s) for name, handle in self.handles.items()],
+            call_timeout_s=spec.step_timeout_s,
         )
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
@@ -72,6 +73,11 @@ class RolloutGroup:
         """Give the replica traffic: it serves `version`, verified."""
         assert self._pool is not None
         self._pool.admit(name, version)
+
+    def admit_all(self, version: int) -> None:
+        """Give every replica traffic at the version it was started with."""
+        for name in self.handles:
+            self.admit(name, version)
 
     def fence(self, name: str, reason: str) -> None:
         """Give the replica no more traffic."""
