@@ -38,20 +38,22 @@ def make_engine(config, world=None, loss_fn=None):
 
 @dataclass(frozen=True)
 class PoisonedLoss:
-    """Finite everywhere but on the batch that holds token 63."""
+    """Finite everywhere but on the batch that holds token 63; its gradient is finite there too, or not."""
 
-    poison: float = float("nan")
+    gradient_too: bool
 
     def __call__(self, predictions, batch, scale):
         loss = SftLoss()(predictions, batch, scale).loss
-        return LossOutput(loss=loss * self.poison if bool((batch["input_ids"] == 63).any()) else loss)
+        if not bool((batch["input_ids"] == 63).any()):
+            return LossOutput(loss=loss)
+        return LossOutput(loss=loss * float("nan") if self.gradient_too else loss + float("nan"))
 
 
-def poisoned(world, path, choice):
+def poisoned(world, path, choice, gradient_too):
     batch = random_batch(6, vocab_size=60, seed=world.rank)
     if world.rank == world.size - 1:
         batch["input_ids"][0, 0] = 63
-    engine = make_engine(config_of(path, on_nonfinite=choice), world, PoisonedLoss())
+    engine = make_engine(config_of(path, on_nonfinite=choice), world, PoisonedLoss(gradient_too))
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
     raised, norm = "", None
     with engine.train_mode():
@@ -70,9 +72,10 @@ def poisoned(world, path, choice):
         return raised, norm, same, engine.optimizer_step()
 
 
+@pytest.mark.parametrize("gradient_too", [True, False])
 @pytest.mark.parametrize("choice", list(NonFinite))
-def test_all_ranks_agree_on_a_loss_that_is_not_finite(tiny, two_ranks, choice):
-    for raised, norm, same, later in two_ranks.run(poisoned, tiny, choice):
+def test_all_ranks_agree_on_a_loss_that_is_not_finite(tiny, two_ranks, choice, gradient_too):
+    for raised, norm, same, later in two_ranks.run(poisoned, tiny, choice, gradient_too):
         assert same
         assert later == later > 0
         if choice is NonFinite.STOP:

@@ -208,7 +208,8 @@ class Fsdp2Engine(Engine):
         norm = parts.updater.grad_norm()
         if self._lost_step or not math.isfinite(norm):
             if self.config.on_nonfinite is NonFinite.STOP:
-                raise NonFiniteError(f"the gradient norm is {norm} (all ranks agree); no weight was changed")
+                what = "the loss was not finite" if self._lost_step else f"the gradient norm is {norm}"
+                raise NonFiniteError(f"{what} (all ranks agree); no weight was changed")
             return math.nan
         parts.updater.step(norm)
         return norm

@@ -67,9 +67,23 @@ def build_scorer(config: EngineConfig) -> Scorer:
     for setting, neutral in _LOGIT_SETTINGS.items():
         if getattr(hf.config, setting, None) not in (None, neutral):
             raise ConfigError(f"{type(hf).__name__} uses `{setting}`, which this engine does not apply")
+    if _renames_weights(hf):
+        raise ConfigError(
+            f"{type(hf).__name__} holds its weights under other names or shapes than its files do, "
+            "which `named_weights` cannot undo yet; use a dense model"
+        )
     if config.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     return Scorer(hf, config.model.head)
+
+
+def _renames_weights(hf: Any) -> bool:  # noqa: ANN401
+    """Return whether transformers (5 and later) converts this family's weights as it loads and saves them."""
+    if find_spec("transformers.conversion_mapping") is None:
+        return False
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(hf, add_legacy=False))
 
 
 def attention_name(config: EngineConfig) -> str:
