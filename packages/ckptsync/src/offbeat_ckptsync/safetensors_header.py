@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.manifest import dtype_of, num_bytes_of
@@ -62,14 +62,12 @@ def folder_specs(folder: Path) -> tuple[TensorSpec, ...]:
 def _file_specs(path: Path) -> list[TensorSpec]:
     from safetensors import safe_open
 
-    with safe_open(path, framework="pt") as opened:
-        file: Any = opened  # the library has no types
-        parts: dict[str, Any] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
-        return [
-            TensorSpec(
-                name=name,
-                shape=tuple(part.get_shape()),
-                dtype=_FROM_FORMAT.get(part.get_dtype(), part.get_dtype()),
-            )
-            for name, part in parts.items()
-        ]
+    # The library's stub knows neither names nor slices.
+    with cast("Any", safe_open)(path, framework="pt") as file:
+        names: list[str] = list(file.keys())
+        return [_spec(name, file.get_slice(name)) for name in names]
+
+
+def _spec(name: str, part: Any) -> TensorSpec:  # noqa: ANN401 -- a slice of the library's
+    dtype = str(part.get_dtype())
+    return TensorSpec(name=name, shape=tuple(part.get_shape()), dtype=_FROM_FORMAT.get(dtype, dtype))
