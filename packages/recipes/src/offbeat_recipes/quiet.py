@@ -7,6 +7,8 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from transformers.utils import logging as transformers_logging
+
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
@@ -24,6 +26,7 @@ def logs_to(path: Path) -> Generator[None]:
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     warnings.simplefilter("default")
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:

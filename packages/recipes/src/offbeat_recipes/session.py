@@ -142,14 +142,14 @@ def _failed(session: Session, message: str) -> int:
 def _where_next(session: Session, code: int) -> dict[str, object]:
     folder = session.folder.path
     if code:
-        return {
-            "to go on": f"the same command with resume=auto run_dir={folder}",
-            "logs": session.folder.logs,
-        }
+        again = f"uv run offbeat-train --config {folder / 'config.yaml'} run_dir={folder} resume=auto"
+        return {"resume_command": again, "paths": {"logs": str(session.folder.logs)}}
     return {
-        "trained model": session.folder.final,
-        "metrics": folder / "metrics.jsonl",
-        "samples": folder / "samples.jsonl",
-        "curves": f"tensorboard --logdir {folder / 'tensorboard'}",
-        "evaluate": f"offbeat-eval run_dir={folder}",
+        "paths": {
+            "trained model": str(session.folder.final),
+            "metrics": str(folder / "metrics.jsonl"),
+            "samples": str(folder / "samples.jsonl"),
+            "curves": f"uv run tensorboard --logdir {folder / 'tensorboard'}",
+            "evaluate": f"uv run offbeat-eval --config {folder / 'config.yaml'} run_dir={folder}",
+        }
     }
