@@ -7,8 +7,10 @@ vLLM's processes the way every plugin is.
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
+import sys
 import textwrap
 
 import pytest
@@ -28,7 +30,8 @@ from offbeat_rollout import (
 from offbeat_rollout.testing import Subject, make_tiny_model, reference_logprobs, rollout_contract
 from offbeat_rollout.vllm import VllmEngine, vllm_environment
 
-pytestmark = pytest.mark.vllm
+# vLLM leaves a message-queue context to the garbage collector; it is collected in the last tests of this file.
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")]
 
 VOCAB = 96
 
@@ -85,7 +88,10 @@ def register():
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    return [make_tiny_model(tmp_path_factory.mktemp("model") / str(seed), seed=seed) for seed in (0, 1)]
+    return [
+        make_tiny_model(tmp_path_factory.mktemp("model") / str(seed), seed=seed, tie_word_embeddings=False)
+        for seed in (0, 1)
+    ]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -103,11 +109,12 @@ async def engine(paths, tmp_path_factory):
     )
     saved = dict(os.environ)
     os.environ.update(vllm_environment(config))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(plugin), saved.get("PYTHONPATH")]))
+    sys.path.insert(0, str(plugin))  # spawned processes search where this one does
     engine = VllmEngine(config)
     await engine.start()
     yield engine
     await engine.stop()
+    sys.path.remove(str(plugin))
     os.environ.clear()
     os.environ.update(saved)
 
@@ -204,6 +211,7 @@ async def test_stop_leaves_no_process(engine):
     children = multiprocessing.active_children()
     assert children
     await engine.stop()
+    gc.collect()
     assert not any(child.is_alive() for child in children)
     assert not (await engine.health()).ok
     with pytest.raises(EngineStateError, match="call `start` first"):
