@@ -92,5 +92,5 @@ def make_reporter(config: RunConfig, jsonl: JsonlReporter | None, folder: RunFol
     if config.report.tensorboard:
         reporters.append(TensorBoardReporter(folder.path / "tensorboard"))
     if config.report.wandb:
-        reporters.append(WandbReporter(config.report.wandb_project, config.name, folder.path))
+        reporters.append(WandbReporter(folder.path, project=config.report.wandb_project, name=config.name))
     return FanOut(reporters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -31,7 +31,7 @@ class TrainGroup:
         gpus = 1 if spec.train.device == "cuda" else 0
         self._placement = reserve("train", spec.train.num_ranks, gpus, timeout_s=spec.cluster.start_timeout_s)
         # "control" is a thread of its own, so that a sync can be given up while the rank computes.
-        actor_class = ray.remote(concurrency_groups={"control": 1})(TrainWorker)
+        actor_class: Any = cast("Any", ray.remote)(concurrency_groups={"control": 1})(TrainWorker)
         self._workers: list[Any] = [
             actor_class.options(
                 num_cpus=CPUS_PER_PROCESS,
