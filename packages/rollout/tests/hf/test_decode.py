@@ -16,7 +16,7 @@ VARIANTS = [{}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"temp
 
 
 @pytest.fixture(
-    scope="module", params=[{}, {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}]
+    scope="module", params=[{}, {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}]
 )
 def model(request, tmp_path_factory):
     path = make_tiny_model(tmp_path_factory.mktemp("model"), **request.param)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat_rollout.errors import ConfigError
+from offbeat_rollout.vllm.plugin import ENVIRONMENT_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ def vllm_environment(config: RolloutConfig, cores: Sequence[int] = ()) -> dict[s
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        ENVIRONMENT_VARIABLE: "1",
     }
     if config.device == "cpu":
         environment["OMP_NUM_THREADS"] = str(config.cpu_threads)
