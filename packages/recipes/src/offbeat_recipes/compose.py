@@ -24,19 +24,22 @@ if TYPE_CHECKING:
     from offbeat_trainer.cluster.train_group import TrainGroup
 
 
-def train(config: RunConfig) -> int:
-    """Reinforcement learning, after a warm-up if the settings have one; returns the exit code."""
-    return drive(config, _reinforce)
+def train(config: RunConfig, started: float) -> int:
+    """Reinforcement learning, after a warm-up if the settings have one; returns the exit code.
+
+    `started` is when the command began, on `time.perf_counter`; so for all commands here.
+    """
+    return drive(config, _reinforce, started)
 
 
-def sft(config: RunConfig) -> int:
+def sft(config: RunConfig, started: float) -> int:
     """Supervised training alone: `warmup.steps` steps, ends in `<run>/model`; returns the exit code."""
-    return drive(config, _supervise)
+    return drive(config, _supervise, started)
 
 
-def evaluate(config: RunConfig) -> int:
+def evaluate(config: RunConfig, started: float) -> int:
     """Accuracy of a finished or interrupted run's policy on held-out prompts; returns the exit code."""
-    return drive(config, evaluate_run, reopen=True)
+    return drive(config, evaluate_run, started, reopen=True)
 
 
 async def _reinforce(session: Session) -> None:

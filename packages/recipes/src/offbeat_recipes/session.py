@@ -15,6 +15,7 @@ from offbeat_engine import EngineError
 from offbeat_recipes.errors import RecipeError
 from offbeat_recipes.interrupts import StopKeys
 from offbeat_recipes.quiet import logs_to
+from offbeat_recipes.random_model import random_model_folder
 from offbeat_recipes.run_folder import RunFolder, open_run_folder, reopen_run_folder
 from offbeat_recipes.settings import to_dict
 from offbeat_recipes.tasks.base import make_task
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 HOUSE_ERRORS = (TrainerError, SyncError, EngineError, RolloutError, RecipeError)
 INTERRUPTED = 130
 FAILED = 1
-USAGE = 2
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ class Session:
     reporter: Reporter
     jsonl: JsonlReporter | None
     base_model: Path
+    started: float
     outcome: Outcome = field(default_factory=Outcome)
     stop: StopRequest = field(default_factory=StopRequest)
-    started: float = field(default_factory=time.perf_counter)
     startup_s: float = 0.0
     extra: dict[str, object] = field(default_factory=dict[str, object])
 
@@ -72,34 +72,35 @@ Work = Callable[[Session], Awaitable[None]]
 """The body of a command: does the run, fills the session."""
 
 
-def drive(config: RunConfig, work: Work, *, reopen: bool = False) -> int:
+def drive(config: RunConfig, work: Work, started: float, *, reopen: bool = False) -> int:
     """Open the run folder, do `work` in it, and end well whatever happens; returns the exit code.
 
     With `reopen` the folder must hold a run, whose metrics and summary are left as they are.
+
+    Raises:
+        RecipeError: the folder or the task cannot be used; nothing was started.
     """
-    path = config.folder
-    try:
-        if reopen:
-            folder = reopen_run_folder(path)
-        else:
-            folder = open_run_folder(path, to_dict(config), resume=config.resume == "auto")
-    except RecipeError as error:
-        sys.stderr.write(f"{error}\n")
-        return USAGE
+    if reopen:
+        folder = reopen_run_folder(config.folder)
+    else:
+        folder = open_run_folder(config.folder, to_dict(config), resume=config.resume == "auto")
     try:
         with logs_to(folder.logs / "driver.log"):
-            return asyncio.run(_guarded(_open(config, folder, reopen=reopen), work))
+            return asyncio.run(_guarded(_open(config, folder, started, reopen=reopen), work))
     finally:
         folder.close()
 
 
-def _open(config: RunConfig, folder: RunFolder, *, reopen: bool) -> Session:
+def _open(config: RunConfig, folder: RunFolder, started: float, *, reopen: bool) -> Session:
     task = make_task(config.task, config.model.path, config.seed)
     jsonl = None if reopen else JsonlReporter(folder.path)
     reporter = make_reporter(config, jsonl, folder)
     for note in task.notes:
         reporter.phase("task", note)
-    base_model = task.model_folder(folder.path / "base", config.seed)
+    base = folder.path / "base"
+    base_model = task.model_folder(base, config.seed)
+    if config.model.random_init:
+        base_model = random_model_folder(base_model, base, config.seed)
     return Session(
         config=config,
         folder=folder,
@@ -107,6 +108,7 @@ def _open(config: RunConfig, folder: RunFolder, *, reopen: bool) -> Session:
         reporter=reporter,
         jsonl=jsonl,
         base_model=base_model.absolute(),
+        started=started,
     )
 
 
@@ -146,7 +148,9 @@ def _where_next(session: Session, code: int) -> dict[str, object]:
         return {"resume_command": again, "paths": {"logs": str(session.folder.logs)}}
     return {
         "paths": {
-            "trained model": str(session.folder.final),
+            "trained model": str(
+                session.folder.final if session.folder.final.exists() else session.folder.model
+            ),
             "metrics": str(folder / "metrics.jsonl"),
             "samples": str(folder / "samples.jsonl"),
             "curves": f"uv run tensorboard --logdir {folder / 'tensorboard'}",

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from offbeat_recipes.cli import STARTED_S
 from offbeat_recipes.cli._environment import prepare_environment
 from offbeat_recipes.cli._hydra import USAGE, complain
 from offbeat_recipes.errors import RecipeError
@@ -28,7 +29,7 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
             return USAGE
         prepare_environment()
         # Composition brings Ray and the engines: not before everything is known to fit.
-        return int(getattr(import_module("offbeat_recipes.compose"), what)(config))
+        return int(getattr(import_module("offbeat_recipes.compose"), what)(config, STARTED_S))
     except RecipeError as error:
         complain(prog, error)
         return USAGE

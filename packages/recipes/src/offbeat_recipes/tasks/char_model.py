@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
+
+from offbeat_recipes.whole import make_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,20 +93,15 @@ def char_model_folder(shape: CharModelShape, cache_dir: Path, seed: int) -> Path
     folder = cache_dir / f"char-model-{digest}"
     if folder.is_dir():
         return folder
+    make_whole(folder, lambda beside: _write_model(shape, beside, seed))
+    return folder
+
+
+def _write_model(shape: CharModelShape, folder: Path, seed: int) -> None:
     import torch
     from transformers import Qwen2ForCausalLM
 
     with torch.random.fork_rng(devices=[]):  # the caller's random state is none of our business
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(char_model_config(shape))
-    beside = cache_dir / f".{folder.name}.{os.getpid()}"
-    beside.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(beside)
-    char_tokenizer(shape.alphabet).save_pretrained(beside)
-    try:
-        beside.rename(folder)
-    except OSError:
-        shutil.rmtree(beside)
-        if not folder.is_dir():  # another process was first: its folder is the same
-            raise
-    return folder
+        Qwen2ForCausalLM(char_model_config(shape)).save_pretrained(folder)
+    char_tokenizer(shape.alphabet).save_pretrained(folder)
