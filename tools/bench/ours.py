@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, cast
 
@@ -67,11 +68,13 @@ def run(given: Input, adapter: str, layout: Layout, steps: int, folder: Path) ->
     Raises:
         BenchError: the command failed, or its completions are not as long as the work says.
     """
-    command = [sys.executable, "-m", "offbeat_recipes.cli.train"]
-    command += _settings(given, adapter, layout, folder) + [f"trainer.steps={steps}"]
+    settings = [*_settings(given, adapter, layout, folder), f"trainer.steps={steps}"]
+    command = [sys.executable, "-m", "offbeat_recipes.cli.train", *settings]
     log = folder.with_suffix(".log")
     with log.open("wb") as output:
-        code = subprocess.run(command, stdout=output, stderr=output, timeout=RUN_TIMEOUT_S, check=False).returncode
+        code = subprocess.run(
+            command, stdout=output, stderr=output, timeout=RUN_TIMEOUT_S, check=False
+        ).returncode
     if code:
         raise BenchError(f"offbeat-train with rollout={adapter} ended with code {code}:\n{tail(log)}")
     return {**_read(folder / "metrics.jsonl", given.work), "layout": str(layout)}
@@ -120,9 +123,11 @@ def _read(path: Path, work: Work) -> dict[str, object]:
     wanted = work.completions * work.completion_tokens
     for line in lines:
         if line["tokens/generated"] != wanted:
-            raise BenchError(f"step {line['step']} made {line['tokens/generated']} tokens, the work has {wanted}")
+            raise BenchError(
+                f"step {line['step']} made {line['tokens/generated']} tokens, the work has {wanted}"
+            )
     # A step lasts from one line of metrics to the next. The last one validates before its line: it does not count.
-    walls = [after["time_s"] - before["time_s"] for before, after in zip(lines, lines[1:], strict=False)]
+    walls = [after["time_s"] - before["time_s"] for before, after in pairwise(lines)]
     counted = lines[WARM_UP:-1]
     return {
         "step_s": median(walls[WARM_UP - 1 : -1]),

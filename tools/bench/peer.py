@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 TRL = "1.16.0"
-DATASETS = "5.2.0"
+ITS_OWN = (f"trl=={TRL}", "datasets==5.2.0", "accelerate==1.15.0")
+SHARED = ("torch", "transformers")
 WARM_UP = 2
 INSTALL_TIMEOUT_S = 1200.0
 RUN_TIMEOUT_S = 3600.0
@@ -28,13 +29,12 @@ RUN_TIMEOUT_S = 3600.0
 def environment(folder: Path) -> Path:
     """Return the Python of the environment in `folder`, installing it there unless it is there and complete.
 
-    torch, transformers and accelerate are those of this environment: the comparison is of the trainers.
+    torch and transformers are those of the calling environment: the comparison is of the trainers.
 
     Raises:
         BenchError: uv is missing, or the installation failed.
     """
-    same = [f"{name}=={version(name).partition('+')[0]}" for name in ("torch", "transformers", "accelerate")]
-    pins = [f"trl=={TRL}", f"datasets=={DATASETS}", *same]
+    pins = [*ITS_OWN, *(f"{name}=={version(name).partition('+')[0]}" for name in SHARED)]
     python, done = folder / "bin" / "python", folder / "installed.json"
     if done.is_file() and python.exists() and json.loads(done.read_text()) == pins:
         return python
@@ -90,7 +90,9 @@ def run(python: Path, given: Input, options: dict[str, int], folder: Path) -> di
     )
     command = [str(python), str(HERE / "trl_step.py"), str(asked)]
     with log.open("wb") as output:
-        code = subprocess.run(command, stdout=output, stderr=output, timeout=RUN_TIMEOUT_S, check=False).returncode
+        code = subprocess.run(
+            command, stdout=output, stderr=output, timeout=RUN_TIMEOUT_S, check=False
+        ).returncode
     if code:
         raise BenchError(f"TRL ended with code {code}:\n{tail(log)}")
     return _read(answer, given)

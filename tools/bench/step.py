@@ -70,7 +70,9 @@ class Bench:
             where = folder / f"{adapter}{number}"
             measured = self._measure(
                 f"offbeat, {adapter}, {layout}",
-                lambda layout=layout, where=where: ours.run(given, adapter, layout, self.options.steps, where),
+                lambda layout=layout, where=where: ours.run(
+                    given, adapter, layout, self.options.steps, where
+                ),
             )
             if measured is not None:
                 tried.append(measured)
@@ -103,7 +105,9 @@ class Bench:
             self.failed.append(f"{what}: {str(error).splitlines()[0]}")
             say(f"  failed: {error}")
             return None
-        say(f"    {seconds(measured):.3f} s per step {measured['phases']} ({time.perf_counter() - started:.0f} s)")
+        say(
+            f"    {seconds(measured):.3f} s per step {measured['phases']} ({time.perf_counter() - started:.0f} s)"
+        )
         return measured
 
 
@@ -118,7 +122,9 @@ def say(text: str) -> None:
 
 
 def _joined(parameters: int, sides: dict[str, dict[str, object] | None]) -> dict[str, object]:
-    times = {side: None if sides.get(side) is None else seconds(sides[side] or {}) for side in (*ADAPTERS, "trl")}
+    times = {
+        side: None if sides.get(side) is None else seconds(sides[side] or {}) for side in (*ADAPTERS, "trl")
+    }
     mine = [times[adapter] for adapter in ADAPTERS if times[adapter] is not None]
     ratio = min(cast("list[float]", mine)) / times["trl"] if mine and times["trl"] else None
     return {
@@ -153,14 +159,22 @@ def machine() -> dict[str, object]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--only", choices=sorted(SHAPES), help="one model instead of both")
-    parser.add_argument("--steps", type=int, default=12, help="per run; the first two and the last do not count")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="per run; the first two and the last do not count"
+    )
     parser.add_argument("--adapters", default="vllm,hf", help="which of ours, by commas; empty for none")
     parser.add_argument("--no-trl", action="store_true", help="ours alone")
-    parser.add_argument("--layouts", choices=["usual", "all"], default="usual", help="of ours: the best counts")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for each side")
+    parser.add_argument(
+        "--layouts", choices=["usual", "all"], default="usual", help="of ours: the best counts"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for each side"
+    )
     parser.add_argument("--trl-micro-batch", default="256", help="completions, by commas: the best counts")
     parser.add_argument("--keep", metavar="FOLDER", help="keep models, logs and run folders there")
     options = parser.parse_args()
@@ -170,9 +184,13 @@ def _options() -> argparse.Namespace:
     if unknown:
         parser.error(f"--adapters: expected some of {', '.join(ADAPTERS)}, got {', '.join(sorted(unknown))}")
     if options.steps < 4:
-        parser.error(f"--steps: expected at least 4 (the first two and the last do not count), got {options.steps}")
+        parser.error(
+            f"--steps: expected at least 4 (the first two and the last do not count), got {options.steps}"
+        )
     if any(size < 1 or Work().completions % size for size in options.trl_micro_batch):
-        parser.error(f"--trl-micro-batch: sizes must divide {Work().completions}, got {options.trl_micro_batch}")
+        parser.error(
+            f"--trl-micro-batch: sizes must divide {Work().completions}, got {options.trl_micro_batch}"
+        )
     return options
 
 

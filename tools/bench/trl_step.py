@@ -79,13 +79,16 @@ def _trainer(options: dict[str, Any]) -> tuple[Any, Any]:
 
     rows = [json.loads(line) for line in Path(options["prompts"]).read_text().splitlines()]
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(options["model"])
+    # TRL cannot do without an end token. This one lies behind the model's vocabulary: it is never sampled.
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
     clock = Clock()
     trainer = Timed(
         model=model,
         reward_funcs=_reward(options["reward"]),
         args=_arguments(options),
         train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(options["model"]),
+        processing_class=tokenizer,
         callbacks=[clock],
     )
     trainer.making_s = []

@@ -1,7 +1,7 @@
 """The work that both sides do: a model folder and prompts, made on the spot from fixed seeds.
 
-Both sides start from the same folder. The end token's number lies behind the model's vocabulary: no sample can end
-early, so every completion has its full length, on both sides and in every step.
+Both sides start from the same folder. Its tokenizer has no end token: no sample can end early, so every completion has
+its full length, on both sides and in every step.
 """
 
 # transformers and tokenizers are typed in part.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-PAD, UNK, EOS = "<pad>", "<unk>", "<eos>"
+PAD, UNK = "<pad>", "<unk>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +70,12 @@ def make_model(folder: Path, shape: Shape, work: Work) -> int:
 
     letters = _alphabet(shape.vocab - 2)
     core = Tokenizer(
-        models.WordLevel({token: index for index, token in enumerate((PAD, UNK, *letters, EOS))}, unk_token=UNK)
+        models.WordLevel({token: index for index, token in enumerate((PAD, UNK, *letters))}, unk_token=UNK)
     )
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, unk_token=UNK, eos_token=EOS, padding_side="left"
+        tokenizer_object=core, pad_token=PAD, unk_token=UNK, padding_side="left"
     )
     config = Qwen2Config(
         vocab_size=shape.vocab,
@@ -95,6 +95,9 @@ def make_model(folder: Path, shape: Shape, work: Work) -> int:
         model = Qwen2ForCausalLM(config).float()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # Without these words transformers gives every Qwen2 tokenizer an end token of its own.
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": None}))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
