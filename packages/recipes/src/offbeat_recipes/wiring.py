@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_rollout.vllm.environment import vllm_environment
+from offbeat_rollout.registry import adapter_environment
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
 from offbeat_trainer.reporters.console import ConsoleReporter
@@ -72,14 +72,15 @@ def threads_per_rank(config: RunConfig) -> int:
 def replica_environments(config: RunConfig, rollout: RolloutConfig) -> tuple[dict[str, str], ...]:
     """Return the environment of each replica's process. On CPU every replica has cores of its own while they last."""
     cores = sorted(os.sched_getaffinity(0))
-    width = rollout.cpu_threads
-    environments: list[dict[str, str]] = []
-    for index in range(config.rollout.num_replicas):
-        mine = [cores[(index * width + offset) % len(cores)] for offset in range(width)]
-        # From the last core down: training rank 0 and the driver live on the first.
-        mine = sorted(cores[-1 - cores.index(core)] for core in mine)
-        environments.append(vllm_environment(rollout, mine) if config.rollout.name == "vllm" else {})
-    return tuple(environments)
+    width = rollout.cpu_threads * rollout.tensor_parallel_size
+    return tuple(
+        adapter_environment(
+            config.rollout.name,
+            rollout,
+            [cores[(index * width + offset) % len(cores)] for offset in range(width)],
+        )
+        for index in range(config.rollout.num_replicas)
+    )
 
 
 def make_reporter(config: RunConfig, jsonl: JsonlReporter | None, folder: RunFolder) -> Reporter:
