@@ -37,9 +37,10 @@ class RunStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: RunState) -> None:
-        """Write the state of its step, atomically, and forget the oldest beyond `keep` + 1.
+        """Write the state of its step, atomically, and forget the oldest beyond `keep` + 1, and any later ones.
 
         One more than the engine keeps: at this moment the checkpoint that belongs to `state` does not exist yet.
+        Later ones are leftovers of a crash before their checkpoint; they must not push out a state that counts.
         """
         target = self._path(state.step)
         beside = target.with_suffix(".writing")
@@ -48,7 +49,9 @@ class RunStore:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(target)
-        for path in sorted(self._folder.glob("step_*.json"))[: -(self._keep + 1)]:
+        states = sorted(self._folder.glob("step_*.json"))
+        until = states.index(target) + 1
+        for path in [*states[: max(0, until - self._keep - 1)], *states[until:]]:
             path.unlink()
 
     def load(self, step: int) -> RunState:

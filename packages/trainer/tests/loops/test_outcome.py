@@ -1,0 +1,167 @@
+"""What a run comes to, and the calendar at the end of each step: what is due when."""
+
+import json
+from types import SimpleNamespace
+
+from offbeat_rollout import Completion, Finish
+from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.loops.outcome import Outcome, close_step
+from offbeat_trainer.loops.parts import Parts, StopRequest, due
+from offbeat_trainer.metrics import Mean, Metric
+from offbeat_trainer.phases import PhaseClock
+from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.testing import Recorder
+from offbeat_trainer.types import Group, Prompt, Score
+
+TRAINED = [Metric("train/loss", Mean(0.5)), Metric("sync/gb_per_s", Mean(2.0))]
+
+
+def values(reward, *, tokens=10.0, speed=1.0, **more):
+    return {"reward/mean": reward, "tokens/generated": tokens, "sync/gb_per_s": speed, **more}
+
+
+def test_steps_rewards_tokens_and_times_of_a_run():
+    outcome = Outcome(steps=4)  # a resumed run: four steps were done by another process
+    phases = {"generate": 1.0, "reward": 0.5, "train": 2.0, "sync": 0.25, "validate": 100.0}
+    outcome.take(4, values(0.25, speed=1.0, **{"mismatch/max_abs_logprob_diff": 1e-3}), phases)
+    outcome.take(5, values(0.75, speed=3.0, **{"mismatch/max_abs_logprob_diff": 1e-6}), {"train": 0.25})
+    assert (outcome.steps, outcome.steps_here) == (6, 2)
+    summary = outcome.summary()
+    json.dumps(summary, allow_nan=False)
+    assert summary == {
+        "steps": 6,
+        "interrupted": False,
+        "accuracy_before": None,
+        "accuracy_after": None,
+        "reward_first": 0.25,
+        "reward_last": 0.75,
+        "tokens_per_s": 20.0 / 4.0,
+        "phase_s": {"generate": 0.5, "reward": 0.25, "train": 1.125, "sync": 0.125},
+        "sync_gb_per_s": 2.0,
+        "max_abs_logprob_diff": 1e-3,
+        "warmup_s": 0.0,
+    }
+
+
+def test_the_first_reward_of_a_resumed_run_is_that_of_the_first_process():
+    outcome = Outcome(reward_first=-1.0)
+    outcome.take(7, values(0.5), {})
+    assert (outcome.reward_first, outcome.reward_last) == (-1.0, 0.5)
+
+
+def test_a_first_reward_of_zero_counts():
+    outcome = Outcome()
+    outcome.take(0, values(0.0), {})
+    outcome.take(1, values(1.0), {})
+    assert outcome.reward_first == 0.0
+
+
+def test_a_run_without_steps_has_a_summary():
+    summary = Outcome().summary()
+    assert (summary["steps"], summary["tokens_per_s"], summary["sync_gb_per_s"]) == (0, None, None)
+    json.dumps(summary, allow_nan=False)
+
+
+def test_due():
+    assert [step for step in range(1, 8) if due(step, 3)] == [3, 6]
+    assert not any(due(step, 0) for step in range(8))
+
+
+class Yes:
+    """A task whose every completion is correct. Satisfies `Task`."""
+
+    def prompts(self, step, num_prompts):
+        raise AssertionError("the end of a step asks for no training prompts")
+
+    def validation_prompts(self, num_prompts):
+        return [Prompt(uid=f"held out {index}", text="", token_ids=(1,)) for index in range(num_prompts)]
+
+    def score(self, prompt, completion):
+        return Score(reward=1.0, correct=True)
+
+    def decode(self, token_ids):
+        return "text"
+
+    def stop_token_ids(self):
+        return ()
+
+
+def completion(request_id):
+    return Completion(
+        request_id=request_id,
+        token_ids=(4, 5),
+        logprobs=(-1.0, -1.0),
+        policy_versions=(1, 1),
+        finish=Finish.LENGTH,
+    )
+
+
+async def complete(requests):
+    return [completion(request.request_id) for request in requests]
+
+
+async def walk(folder, loop, *, stop_at=None):
+    """Close all steps of a run; return, per step, what was done."""
+    saved = []
+    reporter = Recorder()
+
+    async def save(step):
+        assert json.loads((folder / f"step_{step:08d}.json").read_text())["step"] == step, (
+            "the state goes first"
+        )
+        saved.append(step)
+
+    parts = Parts(
+        task=Yes(),
+        policy=SimpleNamespace(save=save),
+        generator=GroupGenerator(complete),
+        publisher=SimpleNamespace(),
+        reporter=reporter,
+        store=RunStore(folder, keep=2),
+        seed=0,
+        loop=loop,
+        algorithm=AlgorithmConfig(),
+        sampling=SamplingConfig(),
+        stop=StopRequest(),
+    )
+    outcome = Outcome()
+    group = Group(
+        prompt=Prompt(uid="p", text="", token_ids=(1,)),
+        completions=(completion("r"),),
+        scores=(Score(reward=0.5, correct=False),),
+        advantages=(0.0,),
+    )
+    for step in range(loop.steps):
+        parts.stop.requested = step + 1 == stop_at
+        clock = PhaseClock(reporter)
+        await close_step(parts, outcome, clock, step, [group], TRAINED)
+    validated = [step for step, some in reporter.steps.items() if "accuracy/validation" in some]
+    shown = [(step, title) for step, title, _ in reporter.shown]
+    return SimpleNamespace(
+        saved=saved, validated=validated, shown=shown, steps=reporter.steps, outcome=outcome
+    )
+
+
+async def test_what_is_due_is_done_and_the_last_step_validates_and_saves(tmp_path):
+    loop = LoopConfig(steps=7, validate_every=3, save_every=2, sample_every=4, validation_prompts=2)
+    done = await walk(tmp_path, loop)
+    assert done.validated == [3, 6, 7]
+    assert done.saved == [2, 4, 6, 7]
+    assert done.shown == [(4, "sampled"), (7, "after")]
+    assert list(done.steps) == [1, 2, 3, 4, 5, 6, 7]
+    assert done.outcome.accuracy_after == 1.0
+    assert done.steps[3]["accuracy/validation"] == 1.0
+    assert done.steps[3]["reward/mean"] == 0.5
+    assert done.steps[3]["train/loss"] == 0.5
+    assert done.steps[3]["time/validate_s"] > 0
+
+
+async def test_never_means_only_at_the_end(tmp_path):
+    done = await walk(tmp_path, LoopConfig(steps=3, validate_every=0, save_every=0, sample_every=0))
+    assert (done.validated, done.saved, done.shown) == ([3], [3], [(3, "after")])
+
+
+async def test_a_stop_request_saves_the_step_it_met(tmp_path):
+    done = await walk(tmp_path, LoopConfig(steps=5, validate_every=0, save_every=0), stop_at=2)
+    assert done.saved == [2, 5]

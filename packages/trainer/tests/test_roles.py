@@ -1,0 +1,112 @@
+"""Roles on a real engine of one rank."""
+
+import pytest
+import torch
+
+from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, StepStats, World, engine_class
+from offbeat_engine.losses import SftLoss
+from offbeat_engine.testing import make_tiny_model, random_batch
+from offbeat_trainer.metrics import Last, Max, Mean, Metric, reduce_metrics
+from offbeat_trainer.roles import Actor, Reference, split_evenly, stats_metrics
+
+LR = 1e-2
+
+
+class SeenBatches:
+    """A loss that remembers what it was given: [(keys, sequences)]. Satisfies `LossFn`."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, predictions, batch, ctx):
+        self.seen.append((set(batch.keys()), batch.batch_size[0], batch))
+        return SftLoss()(predictions, batch, ctx)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def new_engine(model):
+    config = EngineConfig(
+        model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=LR), micro_batch_tokens=100_000
+    )
+    engine = engine_class("fsdp2")(config, World())
+    engine.init_model()
+    return engine
+
+
+def by_sequence(batch, values_BT):
+    """Return {tokens: values} of each sequence: an engine may order the sequences of a batch as it likes."""
+    rows = zip(batch["lengths"].tolist(), batch["input_ids"].tolist(), values_BT.tolist(), strict=True)
+    return {tuple(ids[:length]): values[:length] for length, ids, values in rows}
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 6])
+def test_split_evenly_keeps_the_order_and_loses_nothing(num_parts):
+    batch = random_batch(6)
+    parts = split_evenly(batch, num_parts)
+    assert [part.batch_size[0] for part in parts] == [6 // num_parts] * num_parts
+    for key in batch.keys():  # noqa: SIM118 - iterating a TensorDict goes over its sequences
+        assert torch.equal(torch.cat([part[key] for part in parts]), batch[key]), key
+
+
+def test_split_evenly_refuses_a_rest():
+    with pytest.raises(ValueError, match=r"6 sequences cannot be cut into 4 equal.*`updates_per_step`"):
+        split_evenly(random_batch(6), 4)
+
+
+def test_stats_become_metrics_with_the_right_reduction():
+    stats = StepStats(
+        loss=0.5, sums={"policy/entropy": 2.0}, maxes={"policy/ratio_max": 1.5}, num_tokens=90,
+        num_loss_tokens=40, num_micro_batches=3,
+    )  # fmt: skip
+    assert {metric.key: metric.reduction for metric in stats_metrics(stats)} == {
+        "train/loss": Mean(0.5),
+        "train/micro_batches": Mean(3),
+        "train/tokens": Mean(90),
+        "policy/entropy": Mean(2.0),
+        "policy/ratio_max": Max(1.5),
+    }
+
+
+def test_one_update_is_one_step_on_the_whole_batch_without_extra_passes(model):
+    loss = SeenBatches()
+    metrics = Actor(new_engine(model), loss).update(random_batch(6))
+    assert [(number, "old_logprobs" in keys, "ref_logprobs" in keys) for keys, number, _ in loss.seen] == [
+        (6, False, False)
+    ]
+    assert Metric("train/lr", Last(LR)) in metrics
+    assert reduce_metrics(metrics)["train/grad_norm"] > 0
+
+
+def test_several_updates_are_taken_against_the_policy_before_the_first(model):
+    loss = SeenBatches()
+    engine, frozen, untouched = new_engine(model), new_engine(model), new_engine(model)
+    batch = random_batch(6)
+    share = untouched.shard_data(batch)
+    before = Reference(untouched).logprobs(share)
+    expected = by_sequence(share, before)
+    metrics = Actor(engine, loss, updates_per_step=3, reference=Reference(frozen)).update(batch)
+    assert [number for _, number, _ in loss.seen] == [2, 2, 2]
+    for _, _, mini in loss.seen:
+        for key in ("old_logprobs", "ref_logprobs"):
+            for sequence, logprobs in by_sequence(mini, mini[key]).items():
+                assert logprobs == pytest.approx(expected[sequence], abs=1e-5)
+    assert [metric.key for metric in metrics].count("train/loss") == 3
+    after = Reference(engine).logprobs(engine.shard_data(batch))
+    assert (after - before).abs().max() > 1e-3
+    still = Reference(frozen).logprobs(frozen.shard_data(batch))
+    assert torch.equal(still, before)
+
+
+def test_supervise_uses_the_loss_it_is_given_and_update_goes_back_to_its_own(model):
+    own, other = SeenBatches(), SeenBatches()
+    actor = Actor(new_engine(model), own)
+    losses = [reduce_metrics(actor.supervise(random_batch(6), other))["train/loss"] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert (len(own.seen), len(other.seen)) == (0, 5)
+    actor.update(random_batch(6))
+    assert (len(own.seen), len(other.seen)) == (1, 5)
