@@ -18,6 +18,7 @@ from offbeat_recipes.memory import (
     rank_memory,
     replica_memory,
 )
+from offbeat_trainer.loops.parts import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,7 +108,7 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
         max_tokens_per_step=completions * longest,
         steps=loop.steps,
         optimizer_steps=config.num_updates,
-        final_version=loop.steps,
+        final_version=version_of(loop.steps),
         completions_in_all=completions * loop.steps,
     )
 

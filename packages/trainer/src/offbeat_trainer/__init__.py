@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from offbeat_trainer.algorithms.aggregation import aggregate
     from offbeat_trainer.algorithms.kl import kl_estimate
     from offbeat_trainer.algorithms.policy_loss import PolicyLoss
-    from offbeat_trainer.algorithms.supervised_loss import SupervisedLoss
     from offbeat_trainer.assemble import assemble_examples, group_metrics, with_advantages
     from offbeat_trainer.config import (
         Advantage,
@@ -40,7 +39,6 @@ _HOMES = {
     "aggregate": "algorithms.aggregation",
     "kl_estimate": "algorithms.kl",
     "PolicyLoss": "algorithms.policy_loss",
-    "SupervisedLoss": "algorithms.supervised_loss",
     "assemble_examples": "assemble",
     "group_metrics": "assemble",
     "with_advantages": "assemble",
@@ -118,7 +116,6 @@ __all__ = [
     "Silent",
     "Sum",
     "Supervised",
-    "SupervisedLoss",
     "Task",
     "TensorBoardReporter",
     "TrainerError",
