@@ -27,9 +27,9 @@ CPU = Facts(
     gpu_gib=0,
     ram_gib=16,
     model=MODEL,
-    max_prompt_tokens=8,
+    max_prompt_tokens=6,
     num_train_prompts=1000,
-    longest_answer_tokens=32,
+    longest_answer_tokens=24,
 )
 GPUS = replace(CPU, num_gpus=4, gpu_gib=80)
 
@@ -57,7 +57,7 @@ def test_the_arithmetic_of_a_step():
         "engine.num_ranks=2",
     ).batch
     assert (batch.completions_per_step, batch.sequences_per_update, batch.sequences_per_rank) == (24, 8, 4)
-    assert (batch.max_tokens_per_sequence, batch.max_tokens_per_step) == (40, 960)
+    assert (batch.max_tokens_per_sequence, batch.max_tokens_per_step) == (30, 720)
     assert (batch.optimizer_steps, batch.final_version, batch.completions_in_all) == (30, 11, 240)
 
 
@@ -101,8 +101,8 @@ def test_placement_names_every_process():
         (["trainer.prompts_per_step=3", "trainer.group_size=3", "engine.num_ranks=2"], []),
         (["warmup.batch_size=1", "engine.num_ranks=2"], ["warmup.batch_size"]),
         (["warmup.batch_size=1", "warmup.steps=0", "engine.num_ranks=2"], []),
-        (["rollout.max_model_len=39"], ["rollout.max_model_len"]),
-        (["rollout.max_model_len=40"], []),
+        (["rollout.max_model_len=29"], ["rollout.max_model_len"]),
+        (["rollout.max_model_len=30"], []),
         (["rollout.max_model_len=257"], ["rollout.max_model_len"]),
         (["sampling.temperature=0"], ["sampling.temperature"]),
         (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip"]),

@@ -1,0 +1,50 @@
+"""What the libraries find in the environment: seen in fresh processes, because it is read when they are imported."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from offbeat_recipes.cli._environment import _WANTED
+
+
+def seen_by(program, **environment):
+    """Run `program` without any of the variables but `environment` and return what it prints, read as JSON."""
+    clean = {name: value for name, value in os.environ.items() if name not in _WANTED}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+ALL = "import json, os; print(json.dumps(dict(os.environ)))"
+PREPARE = "from offbeat_recipes.cli._environment import prepare_environment; prepare_environment()\n"
+
+
+def test_what_is_not_set_is_set_and_nothing_else_changes():
+    after = seen_by(PREPARE + ALL)
+    before = seen_by(ALL)
+    assert {name: value for name, value in after.items() if before.get(name) != value} == _WANTED
+
+
+def test_what_a_person_set_stays():
+    after = seen_by(PREPARE + ALL, HF_HUB_OFFLINE="0", RAY_worker_niceness="15")
+    assert (after["HF_HUB_OFFLINE"], after["RAY_worker_niceness"]) == ("0", "15")
+    assert after["RAY_USAGE_STATS_ENABLED"] == _WANTED["RAY_USAGE_STATS_ENABLED"]
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "evaluate", "plan"])
+def test_every_command_prepares_before_a_heavy_library_is_imported(command):
+    modules = seen_by(
+        f"import json, sys; import offbeat_recipes.cli.{command}\n"
+        "print(json.dumps([name for name in ('torch', 'ray', 'transformers', 'vllm') if name in sys.modules]))"
+    )
+    assert modules == []

@@ -1,0 +1,62 @@
+"""Real signals to this process."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from offbeat_recipes.interrupts import SIGNALS, StopKeys
+from offbeat_trainer.loops.parts import StopRequest
+from offbeat_trainer.testing import Recorder
+
+DEADLINE_S = 30.0
+
+
+async def press(number, until):
+    """Send the signal to this process and let the loop handle it."""
+    os.kill(os.getpid(), number)
+    async with asyncio.timeout(DEADLINE_S):
+        while not until():
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+async def test_the_first_asks_for_an_end_after_the_step_and_the_second_ends_at_once(number):
+    stop, reporter = StopRequest(), Recorder()
+    stop.listening = True
+    trail = []
+
+    async def run():
+        with StopKeys(stop, reporter):
+            await press(number, lambda: stop.requested)
+            trail.append("asked")
+            await press(number, lambda: False)
+            trail.append("never here")
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.create_task(run()), DEADLINE_S)
+    assert trail == ["asked"]
+    assert [name for name, _ in reporter.phases] == ["stopping"]
+    assert "Ctrl-C again" in reporter.phases[0][1]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+async def test_before_the_loop_listens_the_first_ends_the_run(number):
+    stop, reporter = StopRequest(), Recorder()
+
+    async def run():
+        with StopKeys(stop, reporter):
+            await press(number, lambda: False)
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.create_task(run()), DEADLINE_S)
+    assert stop.requested
+    assert reporter.phases == []
+
+
+async def test_afterwards_the_signals_do_what_they_did():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopKeys(StopRequest(), Recorder()):
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -1,0 +1,60 @@
+"""Third parties' words go to the log, and afterwards everything is as it was."""
+
+import logging
+import warnings
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from offbeat_recipes.quiet import logs_to
+
+
+def say_everything():
+    logging.getLogger("some.library").info("an info")
+    transformers_logging.get_logger("transformers.models").warning("from transformers")
+    warnings.warn("a warning", UserWarning, stacklevel=1)
+
+
+def test_all_that_is_said_goes_to_the_file_and_not_to_the_screen(tmp_path, capfd):
+    path = tmp_path / "logs" / "driver.log"
+    with logs_to(path):
+        say_everything()
+    assert capfd.readouterr() == ("", "")
+    text = path.read_text()
+    for words in ("some.library INFO an info", "transformers.models WARNING from transformers", "a warning"):
+        assert words in text
+
+
+def test_a_second_run_in_the_same_folder_adds(tmp_path):
+    path = tmp_path / "driver.log"
+    for _ in range(2):
+        with logs_to(path):
+            logging.getLogger("some.library").warning("once more")
+    assert path.read_text().count("once more") == 2
+
+
+def state():
+    root, library = logging.getLogger(), logging.getLogger("transformers")
+    return (
+        root.handlers[:],
+        root.level,
+        library.handlers[:],
+        library.propagate,
+        list(warnings.filters),
+        warnings.showwarning,
+        transformers_logging.is_progress_bar_enabled(),
+    )
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_afterwards_everything_is_as_it_was(tmp_path, error):
+    before = state()
+    if error is None:
+        with logs_to(tmp_path / "log"):
+            assert state() != before
+    else:
+        with pytest.raises(error), logs_to(tmp_path / "log"):
+            raise error
+    assert state() == before
+    with pytest.raises(UserWarning, match="a warning"):  # this project's pytest makes errors of them
+        warnings.warn("a warning", UserWarning, stacklevel=1)

@@ -1,0 +1,148 @@
+"""Run folders: nothing is lost, two processes never share one, and a run goes on only as the same run."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from offbeat_recipes.errors import RunFolderError
+from offbeat_recipes.run_folder import MAY_CHANGE, open_run_folder, reopen_run_folder
+from offbeat_recipes.settings import known_paths, parse, to_dict
+
+SETTINGS = {"seed": 0, "trainer": {"steps": 5, "group_size": 4}, "report": {"wandb": False}}
+HOLDER = """
+import sys
+from pathlib import Path
+from offbeat_recipes.run_folder import open_run_folder
+folder = open_run_folder(Path(sys.argv[1]), {"seed": 0}, resume=False)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_process(tmp_path):
+    """Another process that holds `tmp_path / "run"` until its stdin is closed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate(timeout=60)
+
+
+def open_and_close(path, settings, *, resume):
+    folder = open_run_folder(path, settings, resume=resume)
+    folder.close()
+    return folder
+
+
+def test_a_new_folder_holds_what_was_asked(tmp_path):
+    folder = open_and_close(tmp_path / "deep" / "run", SETTINGS, resume=True)
+    assert not folder.resumed
+    assert folder.logs.is_dir()
+    assert yaml.safe_load((folder.path / "config.yaml").read_text()) == SETTINGS
+
+
+def test_a_run_that_is_there_is_moved_aside_whole(tmp_path):
+    path = tmp_path / "run"
+    for number in range(3):
+        folder = open_and_close(path, {"seed": number}, resume=False)
+        (folder.path / "metrics.jsonl").write_text(str(number))
+    assert sorted(os.listdir(tmp_path)) == ["run", "run.1", "run.2"]
+    for name, number in (("run.1", 0), ("run.2", 1), ("run", 2)):
+        assert (tmp_path / name / "metrics.jsonl").read_text() == str(number)
+        assert yaml.safe_load((tmp_path / name / "config.yaml").read_text()) == {"seed": number}
+
+
+def test_a_folder_with_other_things_in_it_is_used_and_they_stay(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    folder = open_and_close(tmp_path, SETTINGS, resume=False)
+    assert (folder.resumed, (tmp_path / "notes.txt").read_text()) == (False, "mine")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_in_use_is_refused_with_the_process_that_has_it(tmp_path, other_process, resume):
+    path = tmp_path / "run"
+    with pytest.raises(RunFolderError, match=rf"in use by process {other_process.pid};"):
+        open_run_folder(path, {"seed": 0}, resume=resume)
+    with pytest.raises(RunFolderError, match=rf"in use by process {other_process.pid};"):
+        reopen_run_folder(path)
+    assert os.listdir(tmp_path) == ["run"], "a run at work is not moved aside"
+
+
+def test_a_killed_owner_leaves_the_folder_to_others(tmp_path, other_process):
+    other_process.kill()
+    other_process.wait(timeout=60)
+    assert open_and_close(tmp_path / "run", {"seed": 0}, resume=True).resumed
+
+
+def test_settings_that_differ_are_refused_each_by_name(tmp_path):
+    open_and_close(tmp_path, SETTINGS, resume=False)
+    other = {"seed": 1, "trainer": {"steps": 5, "group_size": 8}, "report": {"wandb": False}, "new": {"a": [1]}}
+    with pytest.raises(RunFolderError) as caught:
+        open_run_folder(tmp_path, other, resume=True)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert lines[1:4] == [
+        "new.a: was None, is [1]",
+        "seed: was 0, is 1",
+        "trainer.group_size: was 4, is 8",
+    ]
+    assert "resume=never" in lines[4]
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == SETTINGS
+    open_and_close(tmp_path, SETTINGS, resume=True)  # the refusal gave the lock back
+
+
+def test_settings_that_change_nothing_may_differ(tmp_path):
+    open_and_close(tmp_path, SETTINGS, resume=False)
+    other = {**SETTINGS, "trainer": {"steps": 9, "group_size": 4}, "report": {"wandb": True}, "resume": "auto"}
+    assert open_and_close(tmp_path, other, resume=True).resumed
+
+
+def test_every_setting_that_may_change_is_one_and_none_hides_another():
+    paths = known_paths()
+    for allowed in MAY_CHANGE:
+        covered = [path for path in paths if path.startswith(allowed)]
+        assert covered, f"{allowed} is no setting"
+        assert allowed.endswith(".") or covered == [allowed]
+
+
+def test_the_settings_of_a_real_run_come_back_equal(tmp_path):
+    settings = to_dict(parse({"seed": 3, "engine": {"optimizer": {"lr": 1e-05}}}))
+    open_and_close(tmp_path, settings, resume=False)
+    assert open_and_close(tmp_path, settings, resume=True).resumed
+
+
+def test_a_torn_config_is_refused_in_words(tmp_path):
+    open_and_close(tmp_path, SETTINGS, resume=False)
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(RunFolderError, match=r"config\.yaml"):
+        open_run_folder(tmp_path, SETTINGS, resume=True)
+
+
+def test_reopen_wants_a_run(tmp_path):
+    with pytest.raises(RunFolderError, match="is not a run folder"):
+        reopen_run_folder(tmp_path)
+    open_and_close(tmp_path, SETTINGS, resume=False)
+    folder = reopen_run_folder(tmp_path)
+    assert folder.resumed
+    folder.close()
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    folder = open_run_folder(tmp_path, SETTINGS, resume=False)
+    folder.write_summary({"steps": 3, "reward_last": 0.5})
+    with pytest.raises(TypeError):
+        folder.write_summary({"steps": 4, "reward_last": object()})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3, "reward_last": 0.5}
+    folder.write_summary({"steps": 5})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 5}
+    assert not list(tmp_path.glob("*.writing"))
+    folder.close()

@@ -1,0 +1,197 @@
+"""One real cluster of two ranks and two replicas: weights and calls go through, and every failure has a name.
+
+The tests share the cluster and run in the order they are written: the last ones kill what the first ones use.
+"""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from offbeat_ckptsync import SyncConfig
+from offbeat_engine import BatchError, EngineConfig, ModelConfig, OptimizerConfig
+from offbeat_engine.testing import make_tiny_model, random_batch
+from offbeat_rollout import GenerateRequest, NoReplica, RolloutConfig, SamplingParams
+from offbeat_trainer import AlgorithmConfig
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.config import ClusterConfig
+from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
+from offbeat_trainer.metrics import reduce_metrics
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEP_TIMEOUT_S = 120.0
+POLL_S = 0.02
+ENVIRONMENT = {
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def requests(number, *, max_tokens=8):
+    return [
+        GenerateRequest(
+            request_id=f"r{index}",
+            prompt_ids=(1 + index % 30, 3),
+            sampling=SamplingParams(max_tokens=max_tokens, seed=index),
+        )
+        for index in range(number)
+    ]
+
+
+async def pid_of(handle):
+    return await asyncio.wait_for(handle.__ray_call__.remote(lambda _: os.getpid()), STEP_TIMEOUT_S)
+
+
+async def until(condition, what):
+    """Wait until the coroutine function `condition` says yes."""
+    deadline = time.monotonic() + STEP_TIMEOUT_S
+    while not await condition():
+        assert time.monotonic() < deadline, f"waited {STEP_TIMEOUT_S:g} s for {what}"
+        await asyncio.sleep(POLL_S)
+
+
+def specification(model, folder):
+    from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
+
+    train = TrainSpec(
+        engine_name="fsdp2",
+        device="cpu",
+        num_ranks=2,
+        threads_per_rank=1,
+        loss_fn=PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=8),
+        updates_per_step=1,
+        checkpoint_dir=str(folder / "policy"),
+        keep_checkpoints=2,
+        collective_timeout_s=STEP_TIMEOUT_S,
+        sync=SyncConfig(),
+    )
+    rollout = RolloutSpec(
+        adapter_name="hf", rollout=RolloutConfig(model_path=model, max_model_len=1024), num_replicas=2
+    )
+    return ClusterSpec(
+        cluster=ClusterConfig(object_store_mib=128),
+        train=train,
+        rollout=rollout,
+        log_dir=str(folder / "logs"),
+        step_timeout_s=STEP_TIMEOUT_S,
+    )
+
+
+@pytest.fixture(scope="module")
+async def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    model = make_tiny_model(folder / "tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():  # Ray reads some of them when it is imported
+            patch.setenv(name, value)
+        from offbeat_trainer.cluster.cluster import Cluster
+
+        cluster = Cluster(specification(model, folder))
+        try:
+            await asyncio.gather(cluster.train.start(), cluster.rollout.start())
+            await cluster.train.build(
+                EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
+            )
+            yield cluster
+        finally:
+            await cluster.stop()
+
+
+@pytest.fixture(scope="module")
+async def publisher(cluster):
+    return cluster.publisher()
+
+
+async def test_a_replica_serves_nothing_before_its_first_sync(cluster):
+    with pytest.raises(NoReplica, match="replica 0: out"):
+        await cluster.rollout.generate_many(requests(4))
+
+
+async def test_publish_brings_both_replicas_to_the_version_and_their_tokens_say_so(cluster, publisher):
+    report = await publisher.publish(1)
+    assert sorted(report.members) == ["replica 0", "replica 1"]
+    before = await cluster.rollout.generate_many(requests(8))
+    assert {version for one in before for version in one.policy_versions} == {1}
+    assert [one.request_id for one in before] == [f"r{index}" for index in range(8)]
+
+    losses = [reduce_metrics(await cluster.train.supervise(random_batch(4)))["train/loss"] for _ in range(3)]
+    assert losses[-1] < losses[0]
+    await publisher.publish(2)
+    after = await cluster.rollout.generate_many(requests(8))
+    assert {version for one in after for version in one.policy_versions} == {2}
+    assert [one.logprobs for one in after] != [one.logprobs for one in before]
+    # Both replicas, asked one by one, give the same tokens: the weights are the same ones.
+    each = [await handle.generate_many.remote(requests(8)) for handle in cluster.rollout.handles.values()]
+    assert each[0] == each[1]
+    healths = [await handle.health.remote() for handle in cluster.rollout.handles.values()]
+    assert [health.version for health in healths] == [2, 2]
+
+
+async def test_an_error_over_there_comes_back_as_itself_and_says_where(cluster):
+    with pytest.raises(BatchError, match="lengths") as caught:
+        await cluster.train.supervise(random_batch(4).exclude("lengths"))
+    assert any("training rank" in note for note in caught.value.__notes__)
+    assert "ray" not in str(caught.value)
+
+
+async def test_a_timeout_over_there_is_not_taken_for_a_missing_answer(cluster):
+    def times_out(_):
+        raise TimeoutError("the peer over there did not come")
+
+    with pytest.raises(TimeoutError, match="the peer over there did not come") as caught:
+        await cluster.train.call("__ray_call__", times_out, what="meet a peer")
+    assert not isinstance(caught.value, DeadlineExceeded)
+
+
+async def test_a_late_answer_names_who_was_waited_for_and_for_what(cluster):
+    def dawdle(_):
+        time.sleep(2.0)
+
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.3 s for training rank [01] to take its time"):
+        await cluster.train.call("__ray_call__", dawdle, what="take its time", timeout_s=0.3)
+    assert reduce_metrics(await cluster.train.supervise(random_batch(4)))["train/loss"] > 0
+
+
+async def test_requests_of_a_killed_replica_go_to_the_other_one(cluster, publisher):
+    await publisher.publish(3)
+    asked = requests(8, max_tokens=500)
+    expected = await cluster.rollout.generate_many(asked)
+    doomed = cluster.rollout.handles["replica 1"]
+    pid = await pid_of(doomed)
+    work = asyncio.create_task(cluster.rollout.generate_many(asked))
+
+    async def busy():
+        assert not work.done(), "the batch was over before the replica could be killed"
+        return (await doomed.health.remote()).num_running > 0
+
+    await until(busy, "replica 1 to be at work")
+    os.kill(pid, signal.SIGKILL)
+    completions = await asyncio.wait_for(work, STEP_TIMEOUT_S)
+    # Each completion has a seed of its own, so it is the same wherever it is made.
+    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
+    assert [one.request_id for one in completions] == [one.request_id for one in asked]
+
+
+async def test_a_killed_rank_is_named_well_before_the_deadline(cluster):
+    pid = await pid_of(cluster.train._workers[1])
+
+    async def train_for_ever():
+        while True:
+            await cluster.train.supervise(random_batch(4))
+
+    work = asyncio.create_task(train_for_ever())
+    await asyncio.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerGone, match="training rank 1 died while it should train on a supervised batch"):
+        await asyncio.wait_for(work, STEP_TIMEOUT_S / 2)
+
+
+async def test_stop_is_safe_to_call_twice_and_with_dead_members(cluster):
+    await cluster.stop()
+    await cluster.stop()
