@@ -161,7 +161,7 @@ def test_every_refusal_says_why_and_what_to_do():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["sampling.max_tokens=31"], "cuts off right answers"),
+        (["sampling.max_tokens=23"], "cuts off right answers"),
         (["rollout.cpu_threads=2", "rollout.num_replicas=2"], "4 generating threads share 2 cores"),
         (["cluster.ray_address=there:1"], "are not counted"),
         (["warmup.steps=0"], "never right"),
