@@ -86,7 +86,12 @@ def test_a_killed_owner_leaves_the_folder_to_others(tmp_path, other_process):
 
 def test_settings_that_differ_are_refused_each_by_name(tmp_path):
     open_and_close(tmp_path, SETTINGS, resume=False)
-    other = {"seed": 1, "trainer": {"steps": 5, "group_size": 8}, "report": {"wandb": False}, "new": {"a": [1]}}
+    other = {
+        "seed": 1,
+        "trainer": {"steps": 5, "group_size": 8},
+        "report": {"wandb": False},
+        "new": {"a": [1]},
+    }
     with pytest.raises(RunFolderError) as caught:
         open_run_folder(tmp_path, other, resume=True)
     lines = [line.strip() for line in str(caught.value).splitlines()]
@@ -102,7 +107,12 @@ def test_settings_that_differ_are_refused_each_by_name(tmp_path):
 
 def test_settings_that_change_nothing_may_differ(tmp_path):
     open_and_close(tmp_path, SETTINGS, resume=False)
-    other = {**SETTINGS, "trainer": {"steps": 9, "group_size": 4}, "report": {"wandb": True}, "resume": "auto"}
+    other = {
+        **SETTINGS,
+        "trainer": {"steps": 9, "group_size": 4},
+        "report": {"wandb": True},
+        "resume": "auto",
+    }
     assert open_and_close(tmp_path, other, resume=True).resumed
 
 

@@ -20,17 +20,24 @@ def logs_to(path: Path) -> Generator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
+    root, library = logging.getLogger(), logging.getLogger("transformers")
+    transformers_logging.get_verbosity()  # lets the library set up its logger, which is to be put back
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in (root, library)]
+    progress_bars = transformers_logging.is_progress_bar_enabled()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    warnings.simplefilter("default")
+    library.handlers[:], library.propagate = [], True  # its own handler writes to the screen
     transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.captureWarnings(False)
-        root.handlers[:], level = before
-        root.setLevel(level)
-        handler.close()
+    with warnings.catch_warnings():
+        logging.captureWarnings(True)
+        warnings.simplefilter("default")
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            for logger, handlers, level, propagate in before:
+                logger.handlers[:], logger.propagate = handlers, propagate
+                logger.setLevel(level)
+            if progress_bars:
+                transformers_logging.enable_progress_bar()
+            handler.close()

@@ -67,9 +67,7 @@ class RunFolder:
 
     def write_summary(self, values: Mapping[str, object]) -> None:
         """Write `summary.json`, whole or not at all."""
-        beside = self.path / (SUMMARY + ".writing")
-        beside.write_text(json.dumps(dict(values), indent=2) + "\n")
-        beside.replace(self.path / SUMMARY)
+        _write_whole(self.path / SUMMARY, json.dumps(dict(values), indent=2) + "\n")
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -98,9 +96,13 @@ def open_run_folder(path: Path, settings: Mapping[str, object], *, resume: bool)
     path.mkdir(parents=True, exist_ok=True)
     lock = _locked(path)
     if there:
-        _check_same(path, settings)
+        try:
+            _check_same(path, settings)
+        except BaseException:
+            lock.close()
+            raise
     else:
-        (path / CONFIG).write_text(yaml.safe_dump(dict(settings), sort_keys=False))
+        _write_whole(path / CONFIG, yaml.safe_dump(dict(settings), sort_keys=False))
     folder = RunFolder(path=path, resumed=there, lock=lock)
     folder.logs.mkdir(exist_ok=True)
     return folder
@@ -117,6 +119,12 @@ def reopen_run_folder(path: Path) -> RunFolder:
             f"{path} is not a run folder (it has no {CONFIG}); give run_dir=<folder of a run>"
         )
     return RunFolder(path=path, resumed=True, lock=_locked(path))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    beside = path.with_name(path.name + ".writing")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def _aside(path: Path) -> Path:
@@ -144,7 +152,12 @@ def _locked(path: Path) -> IO[str]:
 
 
 def _check_same(path: Path, settings: Mapping[str, object]) -> None:
-    before = _flatten(cast("dict[str, object]", yaml.safe_load((path / CONFIG).read_text())))
+    written = yaml.safe_load((path / CONFIG).read_text())
+    if not isinstance(written, dict):
+        raise RunFolderError(
+            f"{path / CONFIG} should hold the settings of a run and holds {written!r}; start a new run with resume=never"
+        )
+    before = _flatten(cast("dict[str, object]", written))
     now = _flatten(cast("dict[str, object]", yaml.safe_load(yaml.safe_dump(dict(settings)))))
     changed = [
         f"{name}: was {before.get(name)!r}, is {now.get(name)!r}"

@@ -17,11 +17,18 @@ def make_whole(folder: Path, fill: Callable[[Path], None]) -> None:
     Another process may make the same folder at the same time: the first one wins, the other's is dropped.
     """
     beside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    beside.mkdir(parents=True, exist_ok=True)
-    fill(beside)
+    shutil.rmtree(beside, ignore_errors=True)  # of a killed process that had the same id
+    beside.mkdir(parents=True)
+    try:
+        fill(beside)
+        _put(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)  # gone already if it was put in place
+
+
+def _put(beside: Path, folder: Path) -> None:
     try:
         beside.rename(folder)
     except OSError:
-        shutil.rmtree(beside)
         if not folder.is_dir():
             raise

@@ -48,3 +48,16 @@ def test_every_command_prepares_before_a_heavy_library_is_imported(command):
         "print(json.dumps([name for name in ('torch', 'ray', 'transformers', 'vllm') if name in sys.modules]))"
     )
     assert modules == []
+
+
+def test_the_libraries_that_planning_imports_find_it_set():
+    # huggingface_hub reads its variables once, when it is imported, and looking at a model's config does that.
+    assert seen_by(
+        "import json, sys\n"
+        "from offbeat_recipes.cli._checked import checked\n"
+        "from offbeat_recipes.settings import parse\n"
+        "refused = parse({'trainer': {'group_size': 1}})\n"
+        "code = checked('test', refused, 'train')\n"
+        "from huggingface_hub import constants\n"
+        "print(json.dumps([code, constants.HF_HUB_OFFLINE, 'ray' in sys.modules]))"
+    ) == [2, True, False]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 def checked(prog: str, config: RunConfig, what: str) -> int:
     """Plan `config`; run `offbeat_recipes.compose.<what>` if nothing is refused; return the exit code."""
+    prepare_environment()
     try:
         plan = plan_run(config, gather_facts(config))
         for warning in plan.warnings:
@@ -27,7 +28,6 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
             for refusal in plan.refusals:
                 sys.stderr.write(f"{prog}: refused: {refusal}\n")
             return USAGE
-        prepare_environment()
         # Composition brings Ray and the engines: not before everything is known to fit.
         return int(getattr(import_module("offbeat_recipes.compose"), what)(config, STARTED_S))
     except RecipeError as error:
