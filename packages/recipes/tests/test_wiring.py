@@ -1,0 +1,137 @@
+"""From settings to what the parts are told."""
+
+import os
+
+import pytest
+
+from offbeat_recipes.run_folder import open_run_folder
+from offbeat_recipes.settings import parse, to_dict
+from offbeat_recipes.wiring import (
+    cluster_spec,
+    make_reporter,
+    on_model,
+    replica_environments,
+    threads_per_rank,
+)
+from offbeat_trainer.reporters.console import ConsoleReporter
+from offbeat_trainer.reporters.fanout import FanOut
+from offbeat_trainer.reporters.jsonl import JsonlReporter
+from offbeat_trainer.reporters.silent import Silent
+from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
+
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+CORES = 8
+
+
+@pytest.fixture
+def eight_cores(monkeypatch):
+    """This process may use cores 3..10, as a batch scheduler would have it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 3 + CORES)))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = open_run_folder(tmp_path / "run", to_dict(parse({})), resume=False)
+    yield folder
+    folder.close()
+
+
+@pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(("num_ranks", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (9, 1)])
+def test_ranks_share_the_cores_they_are_allowed(num_ranks, threads):
+    assert threads_per_rank(parse({"engine": {"num_ranks": num_ranks}})) == threads
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_threads_that_are_set_stay():
+    assert threads_per_rank(parse({"engine": {"num_ranks": 2, "threads_per_rank": 7}})) == 7
+
+
+def environments(num_replicas, **rollout):
+    config = parse({"rollout": {"name": "vllm", "num_replicas": num_replicas, **rollout}})
+    return replica_environments(config, config.rollout_config("/m"))
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_replicas_have_cores_of_their_own_while_they_last():
+    made = environments(3, tensor_parallel_size=2, cpu_threads=2)
+    bindings = [environment[BINDING] for environment in made]
+    assert bindings == ["3,4|5,6", "7,8|9,10", "3,4|5,6"]
+    assert [environment["OMP_NUM_THREADS"] for environment in made] == ["2", "2", "2"]
+
+
+def test_every_replica_has_an_environment_of_its_own():
+    made = environments(2)
+    assert len(made) == 2
+    assert made[0] is not made[1]
+    assert made[0]["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_replicas_of_this_machine_are_bound_to_cores_it_has():
+    allowed = os.sched_getaffinity(0)
+    for environment in environments(2, tensor_parallel_size=2):
+        assert {int(core) for core in environment[BINDING].split("|")} <= allowed
+
+
+def test_what_the_processes_are_told(folder, monkeypatch):
+    monkeypatch.chdir(folder.path)
+    config = parse(
+        {
+            "trainer": {"updates_per_step": 2, "keep_checkpoints": 5, "step_timeout_s": 33.0},
+            "engine": {"num_ranks": 2, "threads_per_rank": 1, "collective_timeout_s": 44.0},
+            "rollout": {"name": "hf", "num_replicas": 3},
+            "sampling": {"max_tokens": 21},
+            "algorithm": {"kl_coef": 0.5},
+        }
+    )
+    spec = cluster_spec(config, folder, "/m")
+    train, rollout = spec.train, spec.rollout
+    assert (train.engine_name, train.device, train.num_ranks, train.threads_per_rank) == (
+        "fsdp2",
+        "cpu",
+        2,
+        1,
+    )
+    assert (train.updates_per_step, train.keep_checkpoints, train.collective_timeout_s) == (2, 5, 44.0)
+    assert train.loss_fn.max_completion_tokens == 21
+    assert train.loss_fn.config == config.algorithm
+    assert (rollout.adapter_name, rollout.num_replicas, rollout.rollout.model_path) == ("hf", 3, "/m")
+    assert len(rollout.environments) == 3
+    assert (spec.step_timeout_s, spec.num_gpus) == (33.0, 0)
+    # Other processes have other working directories.
+    assert train.checkpoint_dir == str(folder.checkpoints.absolute() / "policy")
+    assert spec.log_dir == str(folder.logs.absolute())
+
+
+def test_a_model_folder_holds_the_weights_to_start_from(tmp_path):
+    engine = parse({"model": {"random_init": True}, "engine": {"packing": False}}).engine_config("/shape")
+    moved = on_model(engine, tmp_path)
+    assert (moved.model.path, moved.model.random_init) == (str(tmp_path), False)
+    assert (moved.packing, moved.optimizer) == (False, engine.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("report", "kinds"),
+    [
+        ({"console": False, "tensorboard": False}, [JsonlReporter]),
+        ({"console": True, "tensorboard": False}, [JsonlReporter, ConsoleReporter]),
+        ({"console": False, "tensorboard": True}, [JsonlReporter, TensorBoardReporter]),
+    ],
+)
+def test_a_run_reports_where_the_settings_say_and_always_to_its_folder(folder, report, kinds):
+    jsonl = JsonlReporter(folder.path)
+    reporter = make_reporter(parse({"report": report}), jsonl, folder)
+    assert isinstance(reporter, FanOut)
+    assert [type(one) for one in reporter._reporters] == kinds
+    assert reporter._reporters[0] is jsonl
+    assert (folder.path / "tensorboard").exists() == report["tensorboard"]
+    reporter.close()
+
+
+@pytest.mark.parametrize(("console", "kind"), [(True, ConsoleReporter), (False, Silent)])
+def test_looking_at_a_run_writes_nothing_into_its_folder(folder, console, kind):
+    before = sorted(folder.path.rglob("*"))
+    reporter = make_reporter(parse({"report": {"console": console, "tensorboard": True}}), None, folder)
+    assert type(reporter) is kind
+    reporter.close()
+    assert sorted(folder.path.rglob("*")) == before
