@@ -24,13 +24,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEP_TIMEOUT_S = 120.0
 POLL_S = 0.02
-ENVIRONMENT = {
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def requests(number, *, max_tokens=8):
@@ -87,20 +80,17 @@ def specification(model, folder):
 async def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     model = make_tiny_model(folder / "tiny")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():  # Ray reads some of them when it is imported
-            patch.setenv(name, value)
-        from offbeat_trainer.cluster.cluster import Cluster
+    from offbeat_trainer.cluster.cluster import Cluster
 
-        cluster = Cluster(specification(model, folder))
-        try:
-            await asyncio.gather(cluster.train.start(), cluster.rollout.start())
-            await cluster.train.build(
-                EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
-            )
-            yield cluster
-        finally:
-            await cluster.stop()
+    cluster = Cluster(specification(model, folder))
+    try:
+        await asyncio.gather(cluster.train.start(), cluster.rollout.start())
+        await cluster.train.build(
+            EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
+        )
+        yield cluster
+    finally:
+        await cluster.stop()
 
 
 @pytest.fixture(scope="module")

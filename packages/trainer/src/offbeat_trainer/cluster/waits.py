@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from offbeat_trainer.concurrency import together
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
-
 log = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""How long to listen to the others after a first failure: a rank often sees its peer's death before Ray tells of it."""
 
 
 async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: float) -> Any:  # noqa: ANN401
@@ -29,18 +30,19 @@ async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: floa
     try:
         async with asyncio.timeout(timeout_s):
             return await call
-    except TimeoutError as error:
-        raise DeadlineExceeded(
-            f"waited {timeout_s:g} s for {owner} to {what} and got no answer; its log in the run folder says what it "
-            "was doing. If it was only slow, raise trainer.step_timeout_s"
-        ) from error
     except RayTaskError as error:
+        # Before TimeoutError: Ray makes a remote error an instance of its cause's class, too.
         cause = error.cause
         log.error("%s failed to %s:\n%s", owner, what, error)
         if isinstance(cause, Exception):
             cause.add_note(f"({owner}, {what})")
             raise cause from None  # Ray's wrapper holds a page of remote traceback: it is in the log
         raise
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for {owner} to {what} and got no answer; its log in the run folder says what it "
+            "was doing. If it was only slow, raise trainer.step_timeout_s"
+        ) from error
     except RayActorError as error:
         reason = str(error).strip().splitlines()
         raise WorkerGone(
@@ -52,10 +54,26 @@ async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: floa
 async def answers(
     calls: Sequence[Awaitable[Any]], *, owners: Sequence[str], what: str, timeout_s: float
 ) -> list[Any]:
-    """Return all answers, in order; the first failure is raised once the rest have been given up."""
-    return await together(
-        {
-            f"{owner}: {what}": answer(call, owner=owner, what=what, timeout_s=timeout_s)
-            for call, owner in zip(calls, owners, strict=True)
-        }
-    )
+    """Return all answers, in order; the first failure is raised once the rest have been given up.
+
+    A dead process comes before everything else: its peers' broken connections are only what they saw of it.
+    """
+    waiting = [
+        asyncio.create_task(
+            answer(call, owner=owner, what=what, timeout_s=timeout_s), name=f"{owner}: {what}"
+        )
+        for call, owner in zip(calls, owners, strict=True)
+    ]
+    try:
+        done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        if rest:
+            await asyncio.wait(rest, timeout=GRACE_S)
+    finally:
+        for task in waiting:
+            task.cancel()
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+    first = [error for task in done if (error := task.exception()) is not None]
+    gone = [error for error in ended if isinstance(error, WorkerGone)]
+    for error in (*gone, *first):
+        raise error
+    return ended

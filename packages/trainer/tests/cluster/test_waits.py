@@ -1,0 +1,88 @@
+"""What becomes of Ray's own exceptions; no cluster is started."""
+
+import asyncio
+
+import pytest
+
+from offbeat_engine import BatchError
+from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
+
+ASK = {"what": "train", "timeout_s": 60.0}
+
+
+@pytest.fixture
+def waits():
+    from offbeat_trainer.cluster import waits
+
+    return waits
+
+
+def over_there(cause):
+    """Return `cause` the way Ray hands it over: an exception of a class made of its own and the cause's."""
+    from ray import exceptions
+
+    return exceptions.RayTaskError("update", "a page of traceback", cause).as_instanceof_cause()
+
+
+def died():
+    from ray import exceptions
+
+    return exceptions.ActorDiedError()
+
+
+async def fails(error, after_s=0.0):
+    await asyncio.sleep(after_s)
+    raise error
+
+
+async def says(value, after_s=0.0):
+    await asyncio.sleep(after_s)
+    return value
+
+
+async def test_answers_come_in_the_order_of_their_owners(waits):
+    calls = [says("a", 0.02), says("b")]
+    assert await waits.answers(calls, owners=["rank 0", "rank 1"], **ASK) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "cause", [BatchError("no lengths"), TimeoutError("no peer"), ConnectionError("closed"), KeyError("k")]
+)
+async def test_an_error_comes_back_as_itself_with_a_note_of_where(waits, cause):
+    with pytest.raises(type(cause)) as caught:
+        await waits.answer(fails(over_there(cause)), owner="rank 1", **ASK)
+    assert caught.value is cause
+    assert "(rank 1, train)" in cause.__notes__
+
+
+async def test_a_missing_answer_names_who_what_and_how_long(waits):
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for rank 1 to train and got no answer"):
+        await waits.answer(asyncio.Event().wait(), owner="rank 1", what="train", timeout_s=0.05)
+
+
+async def test_a_dead_process_is_named(waits):
+    with pytest.raises(WorkerGone, match="rank 1 died while it should train"):
+        await waits.answer(fails(died()), owner="rank 1", **ASK)
+
+
+async def test_a_death_comes_before_what_its_peers_saw_of_it(waits):
+    broken = over_there(RuntimeError("Connection closed by peer"))
+    calls = [fails(broken), fails(died(), 0.05), says("fine")]
+    with pytest.raises(WorkerGone, match="rank 1 died"):
+        await waits.answers(calls, owners=["rank 0", "rank 1", "rank 2"], **ASK)
+
+
+async def test_the_others_are_given_up_soon_after_a_failure(waits, monkeypatch):
+    monkeypatch.setattr(waits, "GRACE_S", 0.05)
+    given_up = asyncio.Event()
+
+    async def stuck():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    calls = [stuck(), fails(over_there(BatchError("no lengths")))]
+    with pytest.raises(BatchError, match="no lengths"):
+        await asyncio.wait_for(waits.answers(calls, owners=["rank 0", "rank 1"], **ASK), 30.0)
+    assert given_up.is_set()
