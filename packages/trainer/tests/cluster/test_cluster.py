@@ -124,8 +124,10 @@ async def test_publish_brings_both_replicas_to_the_version_and_their_tokens_say_
 
 
 async def test_an_error_over_there_comes_back_as_itself_and_says_where(cluster):
-    with pytest.raises(BatchError, match="lengths") as caught:
-        await cluster.train.supervise(random_batch(4).exclude("lengths"))
+    batch = random_batch(4)
+    batch["loss_mask"] = batch["loss_mask"].long()
+    with pytest.raises(BatchError, match="loss_mask") as caught:
+        await cluster.train.supervise(batch)
     assert any("training rank" in note for note in caught.value.__notes__)
     assert "ray" not in str(caught.value)
 
