@@ -126,7 +126,7 @@ def test_dependencies_finds_an_undeclared_import(checkout, module, code):
 
 
 def test_dependencies_finds_one_that_is_not_used(checkout):
-    checkout.replace("packages/engine/pyproject.toml", '"numpy>=1.26",', '"numpy>=1.26",\n  "cryptography",')
+    checkout.replace("packages/engine/pyproject.toml", '"safetensors>=0.5",', '"safetensors>=0.5",\n  "cryptography",')
     after = checkout.gate("dependencies")
     assert after.returncode == 1
     assert "DEP002 'cryptography'" in after.stdout
@@ -164,7 +164,7 @@ def test_lock_pins_by_hash(checkout):
 
 
 def test_lock_keeps_step_with_the_packages(checkout):
-    checkout.replace("packages/engine/pyproject.toml", '"numpy>=1.26"', '"numpy>=1.27"')
+    checkout.replace("packages/engine/pyproject.toml", '"safetensors>=0.5"', '"safetensors>=0.6"')
     after = checkout.gate("lock")
     assert after.returncode == 1
     assert "uv lock --check refuses" in after.stdout

@@ -30,8 +30,8 @@ def test_the_tiny_model_is_counted_without_being_made(tmp_path: Path, monkeypatc
     folder = make_task(config.task, "", 0).model_folder(tmp_path, 0)
     real = AutoModelForCausalLM.from_pretrained(folder)
     assert facts.model.num_params == sum(parameter.numel() for parameter in real.parameters())
-    assert (facts.model.num_layers, facts.model.vocab_size) == (2, 17)
-    assert facts.max_prompt_tokens == 8
+    assert (facts.model.num_layers, facts.model.vocab_size) == (2, 20)
+    assert facts.max_prompt_tokens == 6
     named = gather_facts(compose_run([f"model.path={folder}"]))
     assert named.model == facts.model
     assert facts.refusals == named.refusals == ()

@@ -101,8 +101,8 @@ def open_run_folder(path: Path, settings: Mapping[str, object], *, resume: bool)
         except BaseException:
             lock.close()
             raise
-    else:
-        _write_whole(path / CONFIG, yaml.safe_dump(dict(settings), sort_keys=False))
+    # Also on a resume: what may change did, and the next one compares with what is true now.
+    _write_whole(path / CONFIG, yaml.safe_dump(dict(settings), sort_keys=False))
     folder = RunFolder(path=path, resumed=there, lock=lock)
     folder.logs.mkdir(exist_ok=True)
     return folder

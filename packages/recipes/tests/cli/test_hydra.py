@@ -35,7 +35,7 @@ def test_there_are_the_groups_one_expects():
 
 
 def test_a_task_brings_settings_and_the_command_line_wins():
-    assert compose_run([]).sampling.max_tokens == 32
+    assert compose_run([]).sampling.max_tokens == 24
     assert compose_run(["task=gsm8k"]).sampling.max_tokens == 512
     assert compose_run(["sampling.max_tokens=9", "task=gsm8k"]).sampling.max_tokens == 9
 

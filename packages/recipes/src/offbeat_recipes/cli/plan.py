@@ -22,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(read, int):
         return read
     config, options = read
+    from offbeat_recipes.cli._environment import prepare_environment
+
+    prepare_environment()
     from offbeat_recipes.facts import gather_facts  # torch from here on
     from offbeat_recipes.plan import plan_run
     from offbeat_recipes.plan_view import plan_json, print_plan
