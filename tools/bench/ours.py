@@ -31,7 +31,7 @@ class Layout:
     threads_per_rank: int
     replicas: int
     threads_per_replica: int
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = 4096  # what one micro-batch touches should stay near the caches
 
     def __str__(self) -> str:
         return (

@@ -43,9 +43,8 @@ def main(path: str) -> None:
 
 
 def _trainer(options: dict[str, Any]) -> tuple[Any, Any]:
-    import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import TrainerCallback
     from trl import GRPOTrainer
 
     class Clock(TrainerCallback):
@@ -78,10 +77,7 @@ def _trainer(options: dict[str, Any]) -> tuple[Any, Any]:
             return scored
 
     rows = [json.loads(line) for line in Path(options["prompts"]).read_text().splitlines()]
-    model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(options["model"])
-    # TRL cannot do without an end token. This one lies behind the model's vocabulary: it is never sampled.
-    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    model, tokenizer = _model(options["model"])
     clock = Clock()
     trainer = Timed(
         model=model,
@@ -94,6 +90,16 @@ def _trainer(options: dict[str, Any]) -> tuple[Any, Any]:
     trainer.making_s = []
     trainer.completion_tokens = []
     return trainer, clock
+
+
+def _model(path: str) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    # TRL cannot do without an end token. This one lies behind the model's vocabulary: it is never sampled.
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tokenizer
 
 
 def _arguments(options: dict[str, Any]) -> Any:  # noqa: ANN401

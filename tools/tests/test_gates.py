@@ -126,7 +126,9 @@ def test_dependencies_finds_an_undeclared_import(checkout, module, code):
 
 
 def test_dependencies_finds_one_that_is_not_used(checkout):
-    checkout.replace("packages/engine/pyproject.toml", '"safetensors>=0.5",', '"safetensors>=0.5",\n  "cryptography",')
+    checkout.replace(
+        "packages/engine/pyproject.toml", '"safetensors>=0.5",', '"safetensors>=0.5",\n  "cryptography",'
+    )
     after = checkout.gate("dependencies")
     assert after.returncode == 1
     assert "DEP002 'cryptography'" in after.stdout
