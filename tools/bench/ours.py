@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, cast
 
-from failures import BenchError, tail
+from failures import BenchError, run_within, tail
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,16 +40,20 @@ class Layout:
         )
 
 
-def layouts(threads: int, adapter: str, *, every: bool) -> list[Layout]:
+def layouts(threads: int, *, every: bool) -> list[Layout]:
     """Return the layouts to try, the usual best one first (the only one unless `every`)."""
-    one_wide = Layout(ranks=1, threads_per_rank=threads, replicas=1, threads_per_replica=threads)
-    many_narrow = Layout(ranks=1, threads_per_rank=threads, replicas=threads, threads_per_replica=1)
-    if threads == 1:
-        return [one_wide]
-    # A vLLM replica has a scheduler and a sampler that know one thread: two replicas keep two cores busy.
-    first, second = (many_narrow, one_wide) if adapter == "vllm" else (one_wide, many_narrow)
-    ranks = Layout(ranks=threads, threads_per_rank=1, replicas=threads, threads_per_replica=1)
-    return [first, second, ranks] if every else [first]
+    # Narrow replicas: a vLLM scheduler knows one thread, and threads that never wait for each other suffer least
+    # from whatever else the machine does.
+    narrow = Layout(ranks=1, threads_per_rank=threads, replicas=threads, threads_per_replica=1)
+    if not every:
+        return [narrow]
+    tried = [
+        narrow,
+        replace(narrow, micro_batch_tokens=16384),  # fewer calls, each beyond the caches
+        replace(narrow, ranks=threads, threads_per_rank=1),
+        replace(narrow, replicas=1, threads_per_replica=threads),
+    ]
+    return list(dict.fromkeys(tried))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +75,7 @@ def run(given: Input, adapter: str, layout: Layout, steps: int, folder: Path) ->
     command = [sys.executable, "-m", "offbeat_recipes.cli.train", *settings]
     log = folder.with_suffix(".log")
     with log.open("wb") as output:
-        code = subprocess.run(
-            command, stdout=output, stderr=output, timeout=RUN_TIMEOUT_S, check=False
-        ).returncode
+        code = run_within(RUN_TIMEOUT_S, command, output)
     if code:
         raise BenchError(f"offbeat-train with rollout={adapter} ended with code {code}:\n{tail(log)}")
     return {**_read(folder / "metrics.jsonl", given.work), "layout": str(layout)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
 from importlib.metadata import version
@@ -12,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, cast
 
-from failures import BenchError, tail
+from failures import BenchError, run_within, tail
 
 if TYPE_CHECKING:
     from ours import Input
@@ -49,9 +48,7 @@ def environment(folder: Path) -> Path:
             [uv, "venv", "--clear", "--python", release, str(folder)],
             [uv, "pip", "install", "--compile-bytecode", "--python", str(python), *pins],
         ):
-            code = subprocess.run(
-                command, stdout=output, stderr=output, timeout=INSTALL_TIMEOUT_S, check=False
-            ).returncode
+            code = run_within(INSTALL_TIMEOUT_S, command, output)
             if code:
                 raise BenchError(
                     f"TRL's environment cannot be made: {' '.join(command[1:3])} ended with code {code}. It needs a "
@@ -90,9 +87,7 @@ def run(python: Path, given: Input, options: dict[str, int], folder: Path) -> di
     )
     command = [str(python), str(HERE / "trl_step.py"), str(asked)]
     with log.open("wb") as output:
-        code = subprocess.run(
-            command, stdout=output, stderr=output, timeout=RUN_TIMEOUT_S, check=False
-        ).returncode
+        code = run_within(RUN_TIMEOUT_S, command, output)
     if code:
         raise BenchError(f"TRL ended with code {code}:\n{tail(log)}")
     return _read(answer, given)

@@ -48,9 +48,8 @@ class Bench:
     def model(self, name: str) -> dict[str, object]:
         """Measure every side on model `name` and return its part of the answer."""
         folder = self.scratch / name
-        folder.mkdir()
+        folder.mkdir(parents=True)
         parameters = make_model(folder / "model", SHAPES[name], self.work)
-        # More steps than are trained: the tasks start a new epoch by themselves, TRL's dataset must be long enough.
         write_prompts(folder / "prompts.jsonl", self.work, self.options.steps)
         shutil.copyfile(Path(__file__).with_name("reward.py"), folder / "reward.py")
         given = ours.Input(model=folder / "model", prompts=folder / "prompts.jsonl", work=self.work)
@@ -65,7 +64,7 @@ class Bench:
 
     def _best(self, adapter: str, given: ours.Input, folder: Path) -> dict[str, object] | None:
         tried: list[dict[str, object]] = []
-        every = ours.layouts(self.options.threads, adapter, every=self.options.layouts == "all")
+        every = ours.layouts(self.options.threads, every=self.options.layouts == "all")
         for number, layout in enumerate(every):
             where = folder / f"{adapter}{number}"
             measured = self._measure(
@@ -191,6 +190,8 @@ def _options() -> argparse.Namespace:
         parser.error(
             f"--trl-micro-batch: sizes must divide {Work().completions}, got {options.trl_micro_batch}"
         )
+    if options.keep and Path(options.keep).exists():
+        parser.error(f"--keep: expected a folder that is not there yet, got {options.keep}")
     return options
 
 
@@ -200,7 +201,6 @@ def main() -> int:
     before = machine()
     say(f"{before['cpu']}, {before['cores']} cores, load {before['load_before']}")
     scratch = Path(options.keep) if options.keep else Path(tempfile.mkdtemp(prefix="offbeat-bench-"))
-    scratch.mkdir(parents=True, exist_ok=True)
     bench = Bench(options=options, scratch=scratch.absolute())
     try:
         answer: dict[str, object] = {

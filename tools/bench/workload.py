@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 import string
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def make_model(folder: Path, shape: Shape, work: Work) -> int:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     letters = _alphabet(shape.vocab - 2)
     core = Tokenizer(
         models.WordLevel({token: index for index, token in enumerate((PAD, UNK, *letters))}, unk_token=UNK)
@@ -109,11 +111,6 @@ def write_prompts(path: Path, work: Work, steps: int) -> None:
         for _ in range(work.prompts_per_step * steps)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_work(path: Path, work: Work) -> None:
-    """Write the work's numbers for the other environment to read."""
-    path.write_text(json.dumps(asdict(work)))
 
 
 def _alphabet(count: int) -> str:
