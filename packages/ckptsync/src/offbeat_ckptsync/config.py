@@ -14,7 +14,7 @@ class SyncConfig:
     """
 
     transport: Literal["loopback", "broadcast", "disk"] = "broadcast"
-    bucket_mib: float = 64.0
+    bucket_mib: float = 32.0
     begin_timeout_s: float = 30.0
     transfer_timeout_s: float = 300.0
     verify_timeout_s: float = 30.0
