@@ -1,4 +1,5 @@
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -8,6 +9,8 @@ from offbeat_trainer.metrics import Last, Mean, Metric
 from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
 from offbeat_trainer.types import Group, Prompt
 
+INSTALLED = pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs the extra [tensorboard]")
+
 
 def read(folder):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -16,6 +19,7 @@ def read(folder):
     return events
 
 
+@INSTALLED
 def test_scalars_and_texts_read_back(tmp_path):
     made = Completion(
         request_id="r", token_ids=(1,), logprobs=(0.0,), policy_versions=(1,), finish=Finish.STOP
@@ -36,6 +40,7 @@ def test_scalars_and_texts_read_back(tmp_path):
     assert b"accuracy_after" in events.Tensors("summary/text_summary")[0].tensor_proto.string_val[0]
 
 
+@INSTALLED
 def test_a_resumed_run_hides_what_came_after_its_step(tmp_path):
     for first_step, steps in ((0, (1, 2, 3)), (2, (2, 3))):
         reporter = TensorBoardReporter(tmp_path, first_step)
