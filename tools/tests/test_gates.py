@@ -144,7 +144,7 @@ def test_lock_is_sound(checkout):
 
 @pytest.mark.parametrize(
     "address",
-    ["https://example.org/simple", "http://127.0.0.1:8080/x", "file:///srv/wheels", "git+ssh://h/x"],
+    ["https://example.org/index", "http://127.0.0.1:8080/x", "file:///srv/wheels", "git+ssh://h/x"],
 )
 def test_lock_names_no_address(checkout, address):
     checkout.replace("uv.lock", 'registry = "registry"', f'registry = "{address}"')
@@ -175,7 +175,7 @@ def test_lock_keeps_step_with_the_packages(checkout):
 def test_stripping_removes_every_address(checkout):
     checkout.write(
         "raw.lock",
-        'source = { registry = "https://index.example/simple" }\n'
+        'source = { registry = "https://index.example/root" }\n'
         'sdist = { url = "https://files.example/a/b/thing-1.0.tar.gz", hash = "sha256:00" }\n',
     )
     ran = checkout.run("python", str(TOOLS / "strip_lock_addresses.py"), "raw.lock")
