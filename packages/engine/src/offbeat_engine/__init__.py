@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat_engine.batch import SCHEMA, TrainBatch, check_batch, train_batch
     from offbeat_engine.capabilities import Capabilities, Feature, Refusal
-    from offbeat_engine.config import Dtype, EngineConfig, ModelConfig, NonFinite, OptimizerConfig, Schedule
+    from offbeat_engine.config import (
+        Dtype,
+        EngineConfig,
+        LoraConfig,
+        LoraExport,
+        ModelConfig,
+        NonFinite,
+        OptimizerConfig,
+        OptimizerName,
+        Schedule,
+    )
     from offbeat_engine.errors import (
         BatchError,
         CheckpointError,
@@ -47,9 +57,12 @@ _HOMES = {
     "Refusal": "capabilities",
     "Dtype": "config",
     "EngineConfig": "config",
+    "LoraConfig": "config",
+    "LoraExport": "config",
     "ModelConfig": "config",
     "NonFinite": "config",
     "OptimizerConfig": "config",
+    "OptimizerName": "config",
     "Schedule": "config",
     "BatchError": "errors",
     "CheckpointError": "errors",
@@ -95,6 +108,8 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "Feature",
+    "LoraConfig",
+    "LoraExport",
     "LossFn",
     "LossOutput",
     "LossScale",
@@ -102,6 +117,7 @@ __all__ = [
     "NonFinite",
     "NonFiniteError",
     "OptimizerConfig",
+    "OptimizerName",
     "PostprocessFn",
     "Predictions",
     "PreprocessFn",

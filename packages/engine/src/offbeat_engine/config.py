@@ -28,6 +28,34 @@ class NonFinite(StrEnum):
     SKIP = "skip"
 
 
+class OptimizerName(StrEnum):
+    """Which optimizer: `adafactor` keeps no second moment per weight, only per row and column."""
+
+    ADAMW = "adamw"
+    ADAFACTOR = "adafactor"
+
+
+class LoraExport(StrEnum):
+    """What `named_weights` yields with LoRA: base weights with the adapter merged in, or the adapter alone."""
+
+    MERGED = "merged"
+    ADAPTER = "adapter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685) by peft; the base is frozen. `rank` 0 means none.
+
+    `targets` are endings of module names; empty means every linear layer but the head.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    export: LoraExport = LoraExport.MERGED
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which model the engine trains.
@@ -45,8 +73,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW on float32 master weights; `max_grad_norm` <= 0 turns clipping off."""
+    """One optimizer on float32 master weights; `max_grad_norm` <= 0 turns clipping off."""
 
+    name: OptimizerName = OptimizerName.ADAMW
     lr: float = 1e-6
     beta1: float = 0.9
     beta2: float = 0.95
@@ -65,6 +94,12 @@ class EngineConfig:
 
     `micro_batch_tokens` is the budget of one micro-batch, in tokens after packing; a single longer sequence
     gets a micro-batch of its own. `collective_timeout_s` bounds every wait for another rank.
+
+    `sequence_parallel_size` ranks share the tokens of each sequence (Ulysses, arXiv 2309.14509). `shard_size` ranks
+    hold one copy of the weights among them, the copies are replicas of each other (hybrid sharding); 0 = all ranks.
+    `offload_parameters` (gradients go along) and `offload_optimizer` keep them in host memory outside the modes.
+    `activation_offload` keeps what backward needs in host memory. `freeze` are patterns (fnmatch) over Hugging Face
+    weight names that are not trained. `deterministic` asks torch for deterministic kernels and refuses others.
     """
 
     model: ModelConfig
@@ -74,6 +109,15 @@ class EngineConfig:
     micro_batch_tokens: int = 16384
     packing: bool = True
     activation_checkpointing: bool = False
+    activation_offload: bool = False
+    sequence_parallel_size: int = 1
+    shard_size: int = 0
+    offload_parameters: bool = False
+    offload_optimizer: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    freeze: tuple[str, ...] = ()
+    compile: bool = False
+    deterministic: bool = False
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     on_nonfinite: NonFinite = NonFinite.STOP
     collective_timeout_s: float = 600.0

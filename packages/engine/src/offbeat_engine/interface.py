@@ -272,5 +272,17 @@ class Engine(ABC):
         """Return names, shapes and dtypes of `named_weights`, moving nothing."""
 
     @abstractmethod
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the accumulated gradient of every trained parameter: its name, full tensor, float32.
+
+        A collective: every rank iterates to the end. The sum over all ranks and micro-batches since
+        `optimizer_zero_grad`, before clipping; names as in `named_weights` where a parameter is exported. For
+        debugging and for the conformance suite, not for training.
+
+        Raises:
+            StateError: nothing has been accumulated.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Release device memory and leave nothing running; safe to call twice."""

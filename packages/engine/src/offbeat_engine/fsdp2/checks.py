@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
-from offbeat_engine.config import Schedule
+from offbeat_engine.config import OptimizerName, Schedule
 from offbeat_engine.fsdp2.model import attention_name, has_flash_attention
 
 if TYPE_CHECKING:
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 _MISSING = {
     Feature.LORA: "adapters are not built yet; all weights are trained",
+    Feature.ACTIVATION_OFFLOAD: "what backward needs stays on the device",
+    Feature.ADAFACTOR: "AdamW is the only optimizer",
+    Feature.FREEZING: "all weights are trained",
+    Feature.COMPILE: "models run uncompiled",
+    Feature.DETERMINISTIC: "torch's defaults decide the kernels",
+    Feature.HYBRID_SHARDING: "weights are sharded over all ranks",
     Feature.SEQUENCE_PARALLEL: "a sequence must fit on one rank; ranks share sequences, not tokens",
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
     Feature.PIPELINE_PARALLEL: "every rank runs all layers",
@@ -35,7 +41,24 @@ def capabilities() -> Capabilities:
 
 def refusals(config: EngineConfig, num_ranks: int) -> list[Refusal]:
     """Return every reason why `config` cannot run on `num_ranks` ranks, all at once."""
-    return [*_numbers(config, num_ranks), *_optimizer(config), *_device(config)]
+    return [*_numbers(config, num_ranks), *_optimizer(config), *_device(config), *_missing(config)]
+
+
+def _missing(config: EngineConfig) -> Iterator[Refusal]:
+    """Refuse what is asked for and not there, in the words of `_MISSING`."""
+    asked = {
+        Feature.LORA: ("lora.rank", config.lora.rank > 0),
+        Feature.ADAFACTOR: ("optimizer.name", config.optimizer.name is OptimizerName.ADAFACTOR),
+        Feature.FREEZING: ("freeze", bool(config.freeze)),
+        Feature.COMPILE: ("compile", config.compile),
+        Feature.DETERMINISTIC: ("deterministic", config.deterministic),
+        Feature.ACTIVATION_OFFLOAD: ("activation_offload", config.activation_offload),
+        Feature.HYBRID_SHARDING: ("shard_size", config.shard_size > 0),
+        Feature.SEQUENCE_PARALLEL: ("sequence_parallel_size", config.sequence_parallel_size > 1),
+    }
+    for feature, (setting, wanted) in asked.items():
+        if wanted and feature in _MISSING:
+            yield Refusal(setting=setting, reason=_MISSING[feature], remedy="leave it at its default")
 
 
 def _numbers(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:

@@ -288,6 +288,16 @@ class Fsdp2Engine(Engine):
     def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
         return weights.specs(weights.exported(self._ready().scorer.hf), self._compute_dtype())
 
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
+        gradients = {
+            name: tensor.grad
+            for name, tensor in weights.exported(self._ready().scorer.hf).items()
+            if tensor.grad is not None
+        }
+        if not gradients:
+            raise StateError("there are no gradients; call `forward_backward_step` first")
+        return weights.stream(gradients, torch.float32)
+
     def close(self) -> None:
         """Forget model and optimizer; a process group stays until `World.leave`."""
         self._parts = None
