@@ -15,7 +15,7 @@ from offbeat_engine import (
     SftLoss,
     World,
 )
-from offbeat_engine.fsdp2 import Fsdp2Engine, model
+from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
 from offbeat_engine.testing import (
     make_tiny_model,
     random_batch,
@@ -48,7 +48,7 @@ def train(world, config, batches, all_wrapped=False):
     """Train on `batches`; return losses, norms, last gradients, weights and predictions in batch order."""
     torch.set_num_threads(1)
     if all_wrapped:
-        model.SMALL_MODEL_BYTES = 0
+        sharding.SMALL_MODEL_BYTES = 0
     engine = make_engine(config, world)
     losses, norms = [], []
     with engine.train_mode():
@@ -64,7 +64,7 @@ def train(world, config, batches, all_wrapped=False):
     assert [(w.name, w.shape, w.dtype) for w in engine.weight_manifest()] == [
         (name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()
     ]
-    model.SMALL_MODEL_BYTES = 256 << 20
+    sharding.SMALL_MODEL_BYTES = 256 << 20
     return losses, norms, grads, weights, dict(predictions.items()), ctx.stats
 
 

@@ -17,7 +17,7 @@ import torch
 from offbeat_engine import folders
 from offbeat_engine.config import Dtype, NonFinite
 from offbeat_engine.errors import ConfigError, NonFiniteError, StateError
-from offbeat_engine.fsdp2 import checkpoint, checks, model, weights
+from offbeat_engine.fsdp2 import checkpoint, checks, model, sharding, weights
 from offbeat_engine.fsdp2.ranks import compute_device
 from offbeat_engine.fsdp2.shards import gather_shares, take_share
 from offbeat_engine.fsdp2.stepping import Step, run_step
@@ -59,7 +59,7 @@ class _Parts:
 class Fsdp2Engine(Engine):
     """Hugging Face causal models on 1..N ranks with `fully_shard`, gloo on CPU and NCCL on GPU.
 
-    One float32 rank runs unsharded (see `fsdp2.model.shard`). On a CPU in float32, the same calls on the same
+    One float32 rank runs unsharded (see `fsdp2.sharding.shard`). On a CPU in float32, the same calls on the same
     data and number of ranks give the same bits.
     """
 
@@ -92,8 +92,8 @@ class Fsdp2Engine(Engine):
         if refused:
             raise ConfigError("; ".join(map(str, refused)))
         scorer = model.build_scorer(self.config)
-        gather_once = model.is_small(scorer)
-        sharded = model.shard(scorer, self.config, self.world)
+        gather_once = sharding.is_small(scorer)
+        sharded = sharding.shard(scorer, self.config, self.world)
         device = compute_device(self.world)
         updater = Updater(self.config.optimizer, dict(scorer.hf.named_parameters()), self.world)
         self._parts = _Parts(scorer, updater, sharded, gather_once, device, device, device)

@@ -1,0 +1,67 @@
+"""Shard a built model over the ranks with `fully_shard`."""
+
+# transformers is typed in part: its modules answer with unknown types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from offbeat_engine.config import Dtype
+from offbeat_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.fsdp2.model import Scorer
+    from offbeat_engine.world import World
+
+# Below this size a model is one FSDP group, gathered once per step: on small models the hooks and collectives
+# of every layer cost more than the memory they save.
+SMALL_MODEL_BYTES = 256 << 20
+
+
+def shard(scorer: Scorer, config: EngineConfig, world: World) -> bool:
+    """Shard `scorer` in place over the ranks; return whether it is sharded.
+
+    One rank in float32 needs no sharding, no gather and no cast, so it is left alone. One rank in bfloat16
+    is sharded over itself: `fully_shard` keeps the float32 master weights and reduces gradients in float32.
+    """
+    device = torch.device("cuda", world.local_rank) if world.device == "cuda" else torch.device("cpu")
+    if world.size == 1 and config.dtype is Dtype.FLOAT32:
+        scorer.to(device)
+        return False
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    world.ensure_group(config.collective_timeout_s)
+    mesh = init_device_mesh(world.device, (world.size,))
+    # Inputs are not cast: temperatures must stay float32, and hidden states are in the compute dtype already.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.dtype is Dtype.BFLOAT16 else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    small = is_small(scorer)
+    if not small:
+        for layer in _layers(scorer):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False if small else None)
+    scorer.to(device)  # buffers
+    return True
+
+
+def is_small(scorer: Scorer) -> bool:
+    """Return whether the whole model may stay gathered during a step."""
+    return sum(param.numel() for param in scorer.parameters()) * 4 <= SMALL_MODEL_BYTES
+
+
+def _layers(scorer: Scorer) -> Iterator[torch.nn.Module]:
+    names = set(cast("list[str]", getattr(scorer.hf, "_no_split_modules", None) or []))
+    layers = [module for module in scorer.hf.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(scorer.hf).__name__} does not say which of its modules are layers to shard")
+    return iter(layers)
