@@ -289,11 +289,7 @@ class Fsdp2Engine(Engine):
         return weights.specs(weights.exported(self._ready().scorer.hf), self._compute_dtype())
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
-        gradients = {
-            name: tensor.grad
-            for name, tensor in weights.exported(self._ready().scorer.hf).items()
-            if tensor.grad is not None
-        }
+        gradients = weights.gradients(self._ready().scorer.hf)
         if not gradients:
             raise StateError("there are no gradients; call `forward_backward_step` first")
         return weights.stream(gradients, torch.float32)
@@ -324,7 +320,7 @@ class Fsdp2Engine(Engine):
 
     def _target(self) -> checkpoint.Target:
         parts = self._ready()
-        named = weights.exported(parts.scorer.hf)
+        named = weights.held(parts.scorer.hf)
         buffers: dict[str, Any] = {name: named[name] for name in named if name not in parts.updater.params}
         return checkpoint.Target(world=self.world, updater=parts.updater, buffers=buffers)
 

@@ -13,7 +13,7 @@ import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import attention
+from offbeat_engine.fsdp2 import attention, conversion, weights
 from offbeat_engine.fsdp2.heads import token_logprobs
 from offbeat_engine.fsdp2.layout import flash_inputs, packed_inputs, padded_inputs
 
@@ -26,7 +26,10 @@ _LOGIT_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_
 
 
 class Scorer(torch.nn.Module):
-    """A Hugging Face model that answers with what the loss needs instead of logits."""
+    """A Hugging Face model that answers with what the loss needs instead of logits.
+
+    Only the base model and the head run, so a mixture of experts adds no auxiliary loss for its router.
+    """
 
     def __init__(self, hf: Any, head: str) -> None:  # noqa: ANN401
         super().__init__()
@@ -60,23 +63,15 @@ def build_scorer(config: EngineConfig) -> Scorer:
     for setting, neutral in _LOGIT_SETTINGS.items():
         if getattr(hf.config, setting, None) not in (None, neutral):
             raise ConfigError(f"{type(hf).__name__} uses `{setting}`, which this engine does not apply")
-    if _renames_weights(hf):
+    if name == attention.NAME and getattr(hf.config, "attn_logit_softcapping", None) is not None:
         raise ConfigError(
-            f"{type(hf).__name__} holds its weights under other names or shapes than its files do, "
-            "which `named_weights` cannot undo yet; use a dense model"
+            f"{type(hf).__name__} uses `attn_logit_softcapping`, which packed attention does not apply; set "
+            "`packing: false` and `attention: eager`"
         )
+    conversion.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.held(hf).items()})
     if config.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     return Scorer(hf, config.model.head)
-
-
-def _renames_weights(hf: Any) -> bool:  # noqa: ANN401
-    """Return whether transformers (5 and later) converts this family's weights as it loads and saves them."""
-    if find_spec("transformers.conversion_mapping") is None:
-        return False
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(hf, add_legacy=False))
 
 
 def attention_name(config: EngineConfig) -> str:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from offbeat_engine.fsdp2 import conversion
 from offbeat_engine.interface import WeightSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 MAX_FILE_BYTES = 4 << 30
 # Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
@@ -26,7 +29,20 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def exported(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One tensor the model holds, and what leaves for it.
+
+    `parts` are the exported names and shapes, in the order they leave; `convert` makes them of the whole tensor,
+    None where there is one part that is the tensor itself.
+    """
+
+    tensor: torch.Tensor
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    convert: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
+
+
+def held(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
     """Return name to parameter (or persistent buffer), tied ones once, under the name `save_pretrained` keeps."""
     tied: Iterable[str] = (
         getattr(hf, "all_tied_weights_keys", None) or getattr(hf, "_tied_weights_keys", None) or ()
@@ -45,23 +61,54 @@ def exported(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
     return named
 
 
-def specs(named: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple[WeightSpec, ...]:
+def exported(hf: Any) -> list[Source]:  # noqa: ANN401
+    """Return what leaves the model, in order, under the names of a Hugging Face checkpoint."""
+    named = held(hf)
+    if not conversion.converts(hf):
+        return [Source(tensor=tensor, parts=((name, tuple(tensor.shape)),)) for name, tensor in named.items()]
+    return [
+        Source(
+            tensor=tensor,
+            parts=tuple(conversion.original_shapes(hf, name, tuple(tensor.shape)).items()),
+            convert=partial(conversion.original, hf, name),
+        )
+        for name, tensor in named.items()
+    ]
+
+
+def gradients(hf: Any) -> list[Source]:  # noqa: ANN401
+    """Return the accumulated gradients, named and cut like the weights they belong to."""
+    return [
+        replace(source, tensor=source.tensor.grad)
+        for source in exported(hf)
+        if source.tensor.grad is not None
+    ]
+
+
+def specs(sources: list[Source], dtype: torch.dtype) -> tuple[WeightSpec, ...]:
     """Describe what `stream` will yield; DTensors are described whole."""
     return tuple(
-        WeightSpec(name=name, shape=tuple(tensor.shape), dtype=_compute(tensor, dtype))
-        for name, tensor in named.items()
+        WeightSpec(name=name, shape=shape, dtype=_compute(source.tensor, dtype))
+        for source in sources
+        for name, shape in source.parts
     )
 
 
-def stream(named: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def stream(sources: list[Source], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole tensors in `dtype`, one at a time; a collective when they are sharded.
 
     A tensor may share memory with the live weight: copy it before the next optimizer step.
     """
-    for name, tensor in named.items():
+    for source in sources:
         # Cast first: in bfloat16 half as many bytes cross between the ranks.
-        cast = tensor.detach().to(_compute(tensor, dtype))
-        yield name, cast.full_tensor() if isinstance(cast, DTensor) else cast
+        whole = _whole(source.tensor.detach().to(_compute(source.tensor, dtype)))
+        converted = None if source.convert is None else source.convert(whole)
+        for name, _ in source.parts:
+            yield name, whole if converted is None else converted[name]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _compute(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -85,9 +132,9 @@ def plan_files(weights: tuple[WeightSpec, ...], max_bytes: int = MAX_FILE_BYTES)
 def write_folder(
     folder: Path | None,
     hf: Any,  # noqa: ANN401
-    named: dict[str, torch.Tensor],
+    sources: list[Source],
     dtype: torch.dtype,
-    source: str,
+    origin: str,
 ) -> None:
     """Write a Hugging Face folder; a collective, in which only the rank with a `folder` writes.
 
@@ -95,8 +142,8 @@ def write_folder(
     """
     from safetensors.torch import save_file
 
-    files = plan_files(specs(named, dtype))
-    weights = stream(named, dtype)
+    files = plan_files(specs(sources, dtype))
+    weights = stream(sources, dtype)
     index: dict[str, str] = {}
     total = 0
     for number, names in enumerate(files, start=1):
@@ -117,7 +164,7 @@ def write_folder(
     if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         (folder / "model.safetensors.index.json").write_text(text)
-    _write_config(folder, hf, dtype, Path(source))
+    _write_config(folder, hf, dtype, Path(origin))
 
 
 def _write_config(folder: Path, hf: Any, dtype: torch.dtype, source: Path) -> None:  # noqa: ANN401
