@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -44,7 +44,10 @@ class BucketSender(Protocol):
     """The sending end of a transport, for one sync."""
 
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
-        """Send the uint8 `payload` [bucket.num_bytes]; the caller may reuse it when `send` returns."""
+        """Send the uint8 `payload` [bucket.num_bytes]; the caller may reuse it when `send` returns.
+
+        A payload that lies in memory that `Transport.lend` gave is left as it is until the sync is over.
+        """
         ...
 
     def close(self) -> None:
@@ -55,12 +58,20 @@ class BucketSender(Protocol):
 class BucketReceiver(Protocol):
     """The receiving end of a transport, for one sync."""
 
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        """Return the memory in which buckets appear, end to end as `bucket_starts` says, or None if there is none.
+
+        uint8 [num_bytes]. `receive` is then called with slices of it and copies nothing. What was received stays as
+        it is for as long as any tensor over this memory lives, whatever the source does meanwhile.
+        """
+        ...
+
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         """Fill the uint8 `into` [bucket.num_bytes] with the bucket's bytes; called in bucket order."""
         ...
 
     def close(self) -> None:
-        """Release what this sync held."""
+        """Release what this sync held; called once, after the staged bytes were loaded or dropped."""
         ...
 
 
@@ -74,6 +85,14 @@ class Transport(Protocol):
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Source side: prepare for these members and return the rendezvous data; waits for nobody."""
+        ...
+
+    def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
+        """Source side: return memory to pack this sync's buckets into, end to end, or None: the caller then has its own.
+
+        uint8 [num_bytes]; called once per sync, between `open` and `sender`. Spares a copy where receivers can see
+        the source's memory.
+        """
         ...
 
     def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
@@ -90,6 +109,16 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release everything; the object is not used again."""
+        ...
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """A transport that picks another one for each sync; the report then says which and why."""
+
+    @property
+    def chosen(self) -> tuple[str, str]:
+        """The name of the transport picked last, and the reason in one sentence; both empty before the first."""
         ...
 
 

@@ -12,7 +12,7 @@ from offbeat_ckptsync.digest import check_echo
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
 from offbeat_ckptsync.manifest import check_digest, require_match
 from offbeat_ckptsync.plan import plan_buckets, tensor_views
-from offbeat_ckptsync.staging import allocate, stage
+from offbeat_ckptsync.staging import Staged, stage
 from offbeat_ckptsync.types import Bucket, Echo, Flip, Seat, Sent, SyncOffer
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 class _Session:
     offer: SyncOffer
     buckets: tuple[Bucket, ...]
-    staged: torch.Tensor | None = None
+    staged: Staged | None = None
     echo: Echo | None = None
 
 
@@ -140,10 +140,9 @@ class Receiver:
             self._move(Step.TRANSFER)
             session = self._open()
             spare, self._spare = self._spare, None
-        staged = allocate(session.buckets, spare, device=transport.device)
         mark = time.perf_counter()
         try:
-            digests, digest_s = stage(transport, session.offer, self.seat, session.buckets, staged)
+            staged = stage(transport, session.offer, self.seat, session.buckets, spare)
         except SyncError:
             raise
         except Exception as error:
@@ -155,13 +154,13 @@ class Receiver:
             rank=self.seat.rank,
             version=session.offer.version,
             manifest_digest=session.offer.manifest.digest,
-            bucket_digests=digests,
+            bucket_digests=staged.digests,
             transfer_s=time.perf_counter() - mark,
-            digest_s=digest_s,
+            digest_s=staged.digest_s,
         )
         with self._lock:
             if self._session is not session:
-                self._spare = staged  # nobody else holds it: its own thread is here
+                self._spare = staged.close()  # nobody else holds it: its own thread is here
                 raise PhaseError(
                     f"{self._who()}: sync {session.offer.sync_id} was aborted while its bytes arrived"
                 )
@@ -199,7 +198,7 @@ class Receiver:
         mark = time.perf_counter()
         try:
             self._sink.load(
-                tensor_views(session.offer.manifest, session.buckets, session.staged), sent.version
+                tensor_views(session.offer.manifest, session.buckets, session.staged.memory), sent.version
             )
         except SyncError:
             with self._lock:
@@ -216,7 +215,7 @@ class Receiver:
         with self._lock:
             self._move(Step.COMMIT)
             self._version = sent.version
-            self._spare, self._session = session.staged, None
+            self._spare, self._session = session.staged.close(), None
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def abort(self, sync_id: str) -> int:
@@ -233,6 +232,8 @@ class Receiver:
                 self._move(Step.ABORT)
                 if self._state is State.IDLE:
                     self._session = None
+                    if session.staged is not None:
+                        self._spare = session.staged.close()
             return self._version
 
     def _open(self, sync_id: str = "") -> _Session:

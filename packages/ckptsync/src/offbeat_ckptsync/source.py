@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import uuid
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import PhaseError
+from offbeat_ckptsync.interface import Chooser
 from offbeat_ckptsync.sender import send_weights
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports import make_transport
@@ -66,12 +68,14 @@ class Publisher:
             members = self._members.get(offer.sync_id)
             if members is None:
                 raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
-            return send_weights(
+            sent = send_weights(
                 self._source,
                 offer,
                 lambda: self._transport.sender(offer, members),
                 device=self._transport.device,
+                lend=lambda num_bytes: self._transport.lend(offer, num_bytes),
             )
+            return _explained(sent, self._transport)
         except BaseException:
             self._transport.abort(offer.sync_id)
             raise
@@ -86,6 +90,13 @@ class Publisher:
     def close(self) -> None:
         """Leave all connections."""
         self._transport.close()
+
+
+def _explained(sent: Sent, transport: Transport) -> Sent:
+    if not isinstance(transport, Chooser):
+        return sent
+    name, why = transport.chosen
+    return dataclasses.replace(sent, transport=name, why=why)
 
 
 class LocalSource:

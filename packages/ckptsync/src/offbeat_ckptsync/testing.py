@@ -97,6 +97,10 @@ class FaultyTransport:
         """As the wrapped transport."""
         return self._inner.open(sync_id, members)
 
+    def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
+        """As the wrapped transport."""
+        return self._inner.lend(offer, num_bytes)
+
     def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
         """As the wrapped transport, with the fault in `send`."""
         return _FaultySender(self._inner.sender(offer, members), self._on_send)
@@ -132,6 +136,9 @@ class _FaultyReceiver:
     def __init__(self, inner: BucketReceiver, fault: Fault | None) -> None:
         self._inner = inner
         self._fault = fault
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        return self._inner.lend(num_bytes)
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         self._inner.receive(bucket, into)

@@ -100,7 +100,11 @@ class Sent:
     num_bytes: int
     gather_s: float
     pack_s: float
-    wire_s: float
+    wire_s: float  # of the sending thread; overlaps with gathering and packing
+    digest_s: float = 0.0  # of the digesting thread; overlaps too
+    send_s: float = 0.0  # from the first tensor asked for to the last bucket gone
+    transport: str = ""  # the transport picked for this sync, where one was picked
+    why: str = ""  # and the reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +115,7 @@ class Flip:
     version: int
     pause_s: float
     load_s: float
+    drain_s: float = 0.0  # the part of the pause until no forward pass ran any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,9 @@ class BroadcastTransport:
                 self._served = Store.serve(self._host)
             return {"host": self._served.host, "port": self._served.port}
 
+    def lend(self, offer: SyncOffer, num_bytes: int) -> None:
+        """Nothing to lend: buckets are packed into buffers."""
+
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Call the roll and build or reuse the group."""
         store = self._served
@@ -274,6 +277,9 @@ class _Sender(_End):
 
 
 class _Receiver(_End):
+    def lend(self, num_bytes: int) -> None:
+        """Nothing to lend: buckets are staged in the receiver's memory."""
+
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         self.move(bucket, into, "received")
 

@@ -46,6 +46,9 @@ class DiskTransport:
         self._folder.mkdir(parents=True, exist_ok=True)
         return {"path": str(self._folder / sync_id)}
 
+    def lend(self, offer: SyncOffer, num_bytes: int) -> None:
+        """Nothing to lend: buckets are packed into buffers."""
+
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Start writing; a folder needs no receiver to be there."""
         return _Sender(offer, Path(str(offer.endpoint["path"])))
@@ -124,6 +127,9 @@ class _Receiver:
             raise TransferError(f"disk: {path} holds version {about['version']}, offered was {offer.version}")
         _, self._starts = write_header(offer.manifest.specs)
         self._bytes = np.memmap(path / "model.safetensors", dtype=np.uint8, mode="r")
+
+    def lend(self, num_bytes: int) -> None:
+        """Nothing to lend: buckets are staged in the receiver's memory."""
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         target = into.numpy()

@@ -48,6 +48,9 @@ class LoopbackTransport:
             _channels[sync_id] = _Channel()
         return {}
 
+    def lend(self, offer: SyncOffer, num_bytes: int) -> None:
+        """Nothing to lend: buckets are packed into buffers."""
+
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Wait until every rank of every member has come."""
         channel = _channel(offer.sync_id)
@@ -110,6 +113,9 @@ class _Receiver:
         self._seat = seat
         self._channel = channel
         self._inbox = inbox
+
+    def lend(self, num_bytes: int) -> None:
+        """Nothing to lend: buckets are staged in the receiver's memory."""
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         def take() -> bool:

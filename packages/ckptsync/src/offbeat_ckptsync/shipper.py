@@ -1,0 +1,163 @@
+"""The threads of a sender: full buckets are digested, then sent, while the caller fills the next ones."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_ckptsync.digest import digest
+from offbeat_ckptsync.errors import SyncError, TransferError
+from offbeat_ckptsync.plan import bucket_starts
+from offbeat_ckptsync.streams import Lane, mark_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from offbeat_ckptsync.interface import BucketSender
+    from offbeat_ckptsync.types import Bucket, SyncOffer
+
+NUM_BUFFERS = 3
+"""One being filled, one being digested, one on the wire."""
+
+
+@dataclass(slots=True)
+class Shipped:
+    """What has left, and the seconds it took in the shipping threads."""
+
+    digests: tuple[str, ...]
+    digest_s: float
+    wire_s: float
+
+
+class Shipper:
+    """Takes full buffers, hands them back empty; with lent memory every bucket has its own place and none comes back."""
+
+    def __init__(
+        self,
+        offer: SyncOffer,
+        open_sender: Callable[[], BucketSender],
+        buckets: tuple[Bucket, ...],
+        *,
+        device: str,
+        lent: torch.Tensor | None,
+    ) -> None:
+        """Start the threads; `open_sender` is called in one of them."""
+        self._offer = offer
+        self._open_sender = open_sender
+        self._buckets = buckets
+        self._lent = lent
+        self._starts, _ = bucket_starts(buckets)
+        self._free: queue.Queue[torch.Tensor | None] = queue.Queue()
+        self._full: queue.Queue[tuple[Bucket, torch.Tensor, Future[str]] | None] = queue.Queue()
+        self._digests: list[str] = []
+        self._digest_s = self._wire_s = 0.0
+        self._error: BaseException | None = None
+        self._cancelled = threading.Event()
+        self._timeout_s = float(offer.endpoint["timeout_s"])
+        if lent is None:
+            size = max((bucket.num_bytes for bucket in buckets), default=0)
+            for _ in range(NUM_BUFFERS):
+                self._free.put(torch.empty(size, dtype=torch.uint8, device=device))
+        self._digest_lane, self._wire_lane = Lane(device), Lane(device)
+        self._digester = ThreadPoolExecutor(1, thread_name_prefix=f"digest {offer.sync_id}")
+        # A daemon: a transport that hangs must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name=f"ship {offer.sync_id}", daemon=True)
+        self._thread.start()
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        """Return memory for `bucket`, uint8 of at least its size; waits for it at most the offer's `timeout_s`.
+
+        Raises:
+            TransferError: sending failed, or no buffer came free in time.
+        """
+        if self._error is not None:
+            raise self._failure()
+        if self._lent is not None:
+            start = self._starts[bucket.index]
+            return self._lent[start : start + bucket.num_bytes]
+        try:
+            buffer = self._free.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise TransferError(
+                f"sending bucket {len(self._digests)} of version {self._offer.version} took longer than "
+                f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
+            ) from None
+        if buffer is None:
+            raise self._failure()
+        return buffer
+
+    def ship(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Digest and send `buffer`, which is full."""
+        payload = buffer[: bucket.num_bytes]
+        filled = mark_of(payload)
+        # Before the transport has it: what a transport spoils must not get a digest that fits.
+        self._full.put((bucket, buffer, self._digester.submit(self._digest, payload, filled)))
+
+    def cancel(self) -> None:
+        """Stop; what is on the wire is lost. Harmless when nothing runs."""
+        self._cancelled.set()
+        self._full.put(None)
+        self._digester.shutdown(wait=False)
+
+    def finish(self) -> Shipped:
+        """Wait until everything has left, at most the offer's `timeout_s`.
+
+        Raises:
+            TransferError: it failed, or took longer.
+        """
+        self._full.put(None)
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            self.cancel()
+            raise TransferError(
+                f"bucket {len(self._digests)} of version {self._offer.version} did not leave within "
+                f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
+            )
+        self._digester.shutdown(wait=False)
+        if self._error is not None:
+            raise self._failure()
+        return Shipped(digests=tuple(self._digests), digest_s=self._digest_s, wire_s=self._wire_s)
+
+    def _failure(self) -> SyncError:
+        if isinstance(self._error, SyncError):
+            return self._error
+        return TransferError(f"sending bucket {len(self._digests)} failed: {self._error!r}")
+
+    def _digest(self, payload: torch.Tensor, filled: torch.cuda.Event | None) -> str:
+        mark = time.perf_counter()
+        with self._digest_lane.after(filled):
+            result = digest(payload)
+        self._digest_s += time.perf_counter() - mark
+        return result
+
+    def _run(self) -> None:
+        try:
+            sender = self._open_sender()
+            while (item := self._full.get()) is not None and not self._cancelled.is_set():
+                self._send(sender, *item)
+            if not self._cancelled.is_set():
+                mark = time.perf_counter()
+                sender.close()
+                self._wire_s += time.perf_counter() - mark
+        except BaseException as error:  # noqa: BLE001 -- handed to the packing thread, which raises it
+            self._error = error
+            self._free.put(None)  # wakes a packer that waits for a buffer
+
+    def _send(
+        self, sender: BucketSender, bucket: Bucket, buffer: torch.Tensor, digested: Future[str]
+    ) -> None:
+        result = digested.result(self._timeout_s)
+        mark = time.perf_counter()
+        with self._wire_lane.after(None):  # a digest has waited for the filling
+            sender.send(bucket, buffer[: bucket.num_bytes])
+        self._wire_s += time.perf_counter() - mark
+        self._digests.append(result)
+        if self._lent is None:
+            self._free.put(buffer)
