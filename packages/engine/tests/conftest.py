@@ -20,13 +20,23 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def _pools():
     with ExitStack() as stack:
-        yield stack, []
+        yield stack, {}
+
+
+def _fresh(pools, num_ranks):
+    stack, by_size = pools
+    if num_ranks not in by_size or by_size[num_ranks].failed:
+        by_size[num_ranks] = stack.enter_context(RankPool(num_ranks))
+    return by_size[num_ranks]
 
 
 @pytest.fixture
 def two_ranks(_pools):
     """Two real gloo ranks, shared by the tests and started anew after one that left them out of step."""
-    stack, pools = _pools
-    if not pools or pools[-1].failed:
-        pools.append(stack.enter_context(RankPool(2)))
-    return pools[-1]
+    return _fresh(_pools, 2)
+
+
+@pytest.fixture
+def four_ranks(_pools):
+    """Four of them."""
+    return _fresh(_pools, 4)

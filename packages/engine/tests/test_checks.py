@@ -59,6 +59,23 @@ def test_what_cannot_work_is_refused_by_name(changes, setting):
         Fsdp2Engine(replace(GOOD, **changes), World()).init_model()
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "reason"),
+    [
+        ({"sequence_parallel_size": 3}, 4, "must divide the number of ranks, 4, got 3"),
+        ({"sequence_parallel_size": 0}, 4, "must divide the number of ranks, 4, got 0"),
+        ({"sequence_parallel_size": 2, "packing": False}, 4, "only packed rows"),
+        ({"sequence_parallel_size": 8}, 8, "must divide the 4 attention heads"),
+    ],
+    ids=str,
+)
+def test_ranks_that_cannot_share_sequences_are_refused(tiny, changes, num_ranks, reason):
+    config = replace(GOOD, model=ModelConfig(path=tiny), **changes)
+    (refusal,) = Fsdp2Engine.check(config, num_ranks)
+    assert refusal.setting == "sequence_parallel_size"
+    assert reason in refusal.reason
+
+
 def test_all_reasons_come_at_once():
     bad = replace(GOOD, micro_batch_tokens=0, optimizer=OptimizerConfig(lr=-1.0))
     assert {refusal.setting for refusal in Fsdp2Engine.check(bad, 0)} == {

@@ -2,9 +2,12 @@ import multiprocessing as mp
 import socket
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from offbeat_engine import StateError, World
 from offbeat_engine.fsdp2.ranks import gather_ints
+from offbeat_engine.testing import RankPool
 
 
 def join(rank, address, pipe):
@@ -41,6 +44,41 @@ def test_a_rank_that_stays_alone_says_so():
     address = free_address()
     with pytest.raises(StateError, match=f"rank 0 of 2 .* at {address} within 0.5 s"):
         World.join(rank=0, size=2, store_address=address, timeout_s=0.5)
+
+
+def halves_and_pairs(world):
+    """Sum over each group tells who is in it."""
+    sums = []
+    for stride in (1, 2):
+        mine = world.split(2, 30.0, stride=stride)
+        tensor = torch.tensor(10**world.rank)
+        dist.all_reduce(tensor, group=mine.group)
+        sums.append((mine.rank, int(tensor)))
+    with pytest.raises(StateError, match="4 ranks cannot be split into groups of 3, 1 apart"):
+        world.split(3, 30.0)
+    return sums
+
+
+def test_ranks_split_into_neighbours_and_into_counterparts(four_ranks):
+    assert four_ranks.run(halves_and_pairs) == [
+        [(0, 11), (0, 101)],
+        [(1, 11), (0, 1010)],
+        [(0, 1100), (1, 101)],
+        [(1, 1100), (1, 1010)],
+    ]
+
+
+def waits_for_nobody(world):
+    group = world.split(2, 2.0).group
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout"):
+            dist.all_reduce(torch.zeros(1), group=group)
+    return True
+
+
+def test_a_group_waits_no_longer_than_it_was_told():
+    with RankPool(2) as ranks:
+        assert ranks.run(waits_for_nobody) == [True, True]
 
 
 def test_several_ranks_must_join_first():

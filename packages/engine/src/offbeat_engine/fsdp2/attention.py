@@ -7,11 +7,13 @@ needed) and put back. The cost is linear in the tokens times their own sequence'
 [N, N] mask over the packed row would be quadratic in the micro-batch.
 
 It enters through transformers' own attention registry: no model code is patched. Where flash-attention is
-installed its variable-length kernel is used instead.
+installed its variable-length kernel is used instead. Under sequence parallelism the row is cut among the ranks of
+a group; attention alone sees all of it, for some of the heads (see `fsdp2.ulysses`).
 """
 
-# transformers is typed in part: its registry takes any callable.
+# transformers is typed in part: its registry takes any callable. flash-attn is not typed, and often not installed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingImports=false
 
 # ruff: noqa: N815 shapes ride in names, of fields too
 
@@ -24,10 +26,13 @@ import torch
 from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2.ulysses import heads_of_all_tokens, tokens_of_all_heads
 from offbeat_engine.planning import plan_length_classes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from offbeat_engine.world import SubGroup
 
 NAME = "offbeat_packed"
 
@@ -48,6 +53,22 @@ class PackedRows:
 
     classes: tuple[LengthClass, ...]
     back_N: torch.Tensor  # int64, where each packed token lies in the concatenated, flattened classes
+    peers: SubGroup | None = None  # the ranks among which the row is cut
+
+    @property
+    def num_tokens(self) -> int:
+        """Return N."""
+        return len(self.back_N)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashRows:
+    """The same plan for flash-attention's variable-length kernel."""
+
+    ends_S: torch.Tensor  # int32 [sequences + 1], where each sequence starts, and the last one ends
+    longest: int
+    num_tokens: int
+    peers: SubGroup | None = None
 
 
 def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:
@@ -90,7 +111,7 @@ def packed_attention(
         [1, N, A, D] and None (no attention weights).
     """
     packed = options.get("packed")
-    if not isinstance(packed, PackedRows) or attention_mask is not None:
+    if not isinstance(packed, PackedRows | FlashRows) or attention_mask is not None:
         raise ConfigError(
             f"{type(module).__name__} does not hand the packing plan down to attention; set `packing: false`"
         )
@@ -98,23 +119,71 @@ def packed_attention(
         if options.get(name) is not None:
             raise ConfigError(f"packed attention does not know `{name}`; set `packing: false`")
     query_NAD, key_NAD, value_NAD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    peers = packed.peers
+    if peers is None:
+        return _attend(packed, query_NAD, key_NAD, value_NAD, options)[None], None
+    num_tokens = packed.num_tokens  # without the padding to equal slices
+    query_NaD, key_NaD, value_NaD = heads_of_all_tokens(query_NAD, key_NAD, value_NAD, peers)
+    output_NaD = _attend(
+        packed, query_NaD[:num_tokens], key_NaD[:num_tokens], value_NaD[:num_tokens], options
+    )
+    output_NaD = functional.pad(output_NaD, (0, 0, 0, 0, 0, len(query_NaD) - num_tokens))
+    return tokens_of_all_heads(output_NaD, peers)[None], None
+
+
+def _attend(
+    packed: PackedRows | FlashRows,
+    query_NAD: torch.Tensor,
+    key_NAD: torch.Tensor,
+    value_NAD: torch.Tensor,
+    options: dict[str, object],
+) -> torch.Tensor:
+    """Attend within each sequence of the whole row; [N, A, D]."""
     window = options.get("sliding_window")
+    window = window if isinstance(window, int) else None
+    dropout = float(options.get("dropout") or 0.0)  # type: ignore[arg-type]
+    scaling = options.get("scaling")
+    if isinstance(packed, FlashRows):
+        return _attend_flash(packed, (query_NAD, key_NAD, value_NAD), dropout, scaling, window)
     outputs: list[torch.Tensor] = []
     for group in packed.classes:
-        mask = _window_mask(window if isinstance(window, int) else None, group.source_BT)
+        mask = _window_mask(window, group.source_BT)
         output_BATD = functional.scaled_dot_product_attention(
             _spread(query_NAD, group.source_BT),
             _spread(key_NAD, group.source_BT),
             _spread(value_NAD, group.source_BT),
             attn_mask=mask,
             is_causal=mask is None,
-            dropout_p=float(options.get("dropout") or 0.0),  # type: ignore[arg-type]
-            scale=options.get("scaling"),  # type: ignore[arg-type]
-            enable_gqa=query.shape[1] != key.shape[1],
+            dropout_p=dropout,
+            scale=scaling,  # type: ignore[arg-type]
+            enable_gqa=query_NAD.shape[1] != key_NAD.shape[1],
         )
         outputs.append(output_BATD.transpose(1, 2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.index_select(0, packed.back_N)[None], None
+    return joined.index_select(0, packed.back_N)
+
+
+def _attend_flash(
+    packed: FlashRows,
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dropout: float,
+    scaling: object,
+    window: int | None,
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        *(tensor.contiguous() for tensor in heads),
+        cu_seqlens_q=packed.ends_S,
+        cu_seqlens_k=packed.ends_S,
+        max_seqlen_q=packed.longest,
+        max_seqlen_k=packed.longest,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=True,
+        # The kernel counts the tokens left of the own one.
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+    )
 
 
 def _spread(tensor_NAD: torch.Tensor, source_BT: torch.Tensor) -> torch.Tensor:

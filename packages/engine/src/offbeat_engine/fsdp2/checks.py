@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName, Schedule
-from offbeat_engine.fsdp2.model import attention_name, has_flash_attention
+from offbeat_engine.fsdp2.model import has_flash_attention, wants_flash
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +25,6 @@ _MISSING = {
     Feature.COMPILE: "models run uncompiled",
     Feature.DETERMINISTIC: "torch's defaults decide the kernels",
     Feature.HYBRID_SHARDING: "weights are sharded over all ranks",
-    Feature.SEQUENCE_PARALLEL: "a sequence must fit on one rank; ranks share sequences, not tokens",
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
     Feature.PIPELINE_PARALLEL: "every rank runs all layers",
 }
@@ -41,7 +42,13 @@ def capabilities() -> Capabilities:
 
 def refusals(config: EngineConfig, num_ranks: int) -> list[Refusal]:
     """Return every reason why `config` cannot run on `num_ranks` ranks, all at once."""
-    return [*_numbers(config, num_ranks), *_optimizer(config), *_device(config), *_missing(config)]
+    return [
+        *_numbers(config, num_ranks),
+        *_layout_of_ranks(config, num_ranks),
+        *_optimizer(config),
+        *_device(config),
+        *_missing(config),
+    ]
 
 
 def _missing(config: EngineConfig) -> Iterator[Refusal]:
@@ -54,7 +61,6 @@ def _missing(config: EngineConfig) -> Iterator[Refusal]:
         Feature.DETERMINISTIC: ("deterministic", config.deterministic),
         Feature.ACTIVATION_OFFLOAD: ("activation_offload", config.activation_offload),
         Feature.HYBRID_SHARDING: ("shard_size", config.shard_size > 0),
-        Feature.SEQUENCE_PARALLEL: ("sequence_parallel_size", config.sequence_parallel_size > 1),
     }
     for feature, (setting, wanted) in asked.items():
         if wanted and feature in _MISSING:
@@ -78,6 +84,44 @@ def _numbers(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:
             reason=f"must be positive, got {config.collective_timeout_s:g}",
             remedy="use the longest time one rank may wait for another",
         )
+
+
+def _layout_of_ranks(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:
+    peers = config.sequence_parallel_size
+    if peers < 1 or num_ranks % peers:
+        yield Refusal(
+            setting="sequence_parallel_size",
+            reason=f"must divide the number of ranks, {num_ranks}, got {peers}",
+            remedy="use 1 or another divisor",
+        )
+    elif peers > 1:
+        yield from _sequence_parallel(config)
+
+
+def _sequence_parallel(config: EngineConfig) -> Iterator[Refusal]:
+    if not config.packing:
+        yield Refusal(
+            setting="sequence_parallel_size",
+            reason="only packed rows are cut among ranks, padded ones would share out their padding",
+            remedy="set `packing: true`",
+        )
+    num_heads = _num_heads(config.model.path)
+    if num_heads is not None and num_heads % config.sequence_parallel_size:
+        yield Refusal(
+            setting="sequence_parallel_size",
+            reason=f"must divide the {num_heads} attention heads of the model, got {config.sequence_parallel_size}",
+            remedy="use a divisor of both the heads and the ranks",
+        )
+
+
+def _num_heads(path: str) -> int | None:
+    """Return how many query heads the model has, or None where its folder does not say (then building it tells)."""
+    try:
+        shape = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    heads = shape.get("text_config", shape).get("num_attention_heads")
+    return heads if isinstance(heads, int) else None
 
 
 def _optimizer(config: EngineConfig) -> Iterator[Refusal]:
@@ -110,7 +154,7 @@ def _device(config: EngineConfig) -> Iterator[Refusal]:
             reason="eager attention knows no packed rows",
             remedy="set `packing: false`, or use auto",
         )
-    if attention_name(config) != "flash_attention_2":
+    if not wants_flash(config):
         return
     if not has_flash_attention() or config.device != "cuda" or config.dtype != "bfloat16":
         yield Refusal(

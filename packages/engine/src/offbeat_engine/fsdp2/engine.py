@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.interface import LossFn, PostprocessFn, Predictions, PreprocessFn, WeightSpec
-    from offbeat_engine.world import World
+    from offbeat_engine.world import SubGroup, World
 
 
 class _Mode(Enum):
@@ -49,6 +49,7 @@ class _Parts:
 
     scorer: model.Scorer
     updater: Updater
+    peers: SubGroup | None
     sharded: bool
     gather_once: bool
     device: torch.device
@@ -94,9 +95,10 @@ class Fsdp2Engine(Engine):
         scorer = model.build_scorer(self.config)
         gather_once = sharding.is_small(scorer)
         sharded = sharding.shard(scorer, self.config, self.world)
+        peers = sharding.peers_of(self.config, self.world)
         device = compute_device(self.world)
         updater = Updater(self.config.optimizer, dict(scorer.hf.named_parameters()), self.world)
-        self._parts = _Parts(scorer, updater, sharded, gather_once, device, device, device)
+        self._parts = _Parts(scorer, updater, peers, sharded, gather_once, device, device, device)
 
     @contextmanager
     def train_mode(self) -> Generator[None]:
@@ -167,8 +169,9 @@ class Fsdp2Engine(Engine):
         step = Step(
             scorer=parts.scorer,
             world=self.world,
+            peers=parts.peers,
             make_inputs=model.inputs_maker(self.config),
-            max_tokens=self.config.micro_batch_tokens,
+            max_tokens=self.config.micro_batch_tokens * self.config.sequence_parallel_size,
             padded=not self.config.packing,
             sharded=parts.sharded,
             gather_once=parts.gather_once,
@@ -218,7 +221,7 @@ class Fsdp2Engine(Engine):
         return self._ready().updater.advance()
 
     def shard_data(self, data: TrainBatch) -> TrainBatch:  # noqa: D102
-        share, self._shares = take_share(data, self.world)
+        share, self._shares = take_share(data, self.world, self.config.sequence_parallel_size)
         return share
 
     def unshard_data(self, data: TensorDict) -> TensorDict:
@@ -229,7 +232,7 @@ class Fsdp2Engine(Engine):
         """
         if self._shares is None:
             raise StateError("`unshard_data` before `shard_data`: there is no order to go back to")
-        return gather_shares(data, self._shares, self.world)
+        return gather_shares(data, self._shares, self.world, self.config.sequence_parallel_size)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:  # noqa: D102
         parts = self._ready()

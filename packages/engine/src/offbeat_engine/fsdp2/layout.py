@@ -12,15 +12,19 @@ prompts cost no logits, and what follows the last trained token costs nothing. C
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch.nn import functional
 
-from offbeat_engine.fsdp2.attention import packed_rows
+from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2.attention import FlashRows, PackedRows, packed_rows
+from offbeat_engine.fsdp2.ulysses import padded_length
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.world import SubGroup
 
 # b = sequences of the micro-batch, T = tokens of its longest, N = tokens fed, M = tokens asked for.
 
@@ -32,6 +36,9 @@ class Layout:
     `model_inputs` are keyword arguments of the Hugging Face base model; `select_M` indexes its flattened hidden
     states; `targets_M` are the tokens predicted there; `place_M` is where each answer goes in a flattened [b, T].
     A `dummy` layout asks for one answer that belongs to nobody: it keeps the ranks' collectives paired.
+
+    Under sequence parallelism this is one rank's slice of the row: it feeds its tokens and answers what is asked
+    for there. `counts_P` says how many answers each peer gives; `place_M` is still the place of all of them.
     """
 
     model_inputs: dict[str, object]
@@ -40,6 +47,7 @@ class Layout:
     temperature_M: torch.Tensor | None
     place_M: torch.Tensor
     dummy: bool
+    counts_P: tuple[int, ...] = ()
 
 
 class MakeInputs(Protocol):
@@ -58,6 +66,38 @@ def fed_lengths(loss_mask_BT: torch.Tensor) -> torch.Tensor:
     if loss_mask_BT.numel() == 0:
         return torch.zeros(loss_mask_BT.shape[0], dtype=torch.int64, device=loss_mask_BT.device)
     return (loss_mask_BT * position_T).amax(1)
+
+
+def slice_layout(layout: Layout, peers: SubGroup) -> Layout:
+    """Cut a packed row among `peers`, padded to equal slices; return this rank's.
+
+    Each token keeps its position in its own sequence. The slices' answers, one rank after the other, are in the
+    order of the whole layout, because a packed row is laid out in that order.
+    """
+    inputs = dict(layout.model_inputs)
+    plan, ids_1N = inputs.get("packed"), inputs["input_ids"]
+    if not isinstance(plan, PackedRows | FlashRows):
+        raise ConfigError("sequence parallelism cuts packed rows only; set `packing: true`")
+    assert isinstance(ids_1N, torch.Tensor)
+    num_tokens = ids_1N.shape[1]
+    padding = padded_length(num_tokens, peers.size) - num_tokens
+    share = (num_tokens + padding) // peers.size
+    start = peers.rank * share
+    for name in ("input_ids", "position_ids"):
+        row_1N = inputs[name]
+        assert isinstance(row_1N, torch.Tensor)
+        inputs[name] = functional.pad(row_1N, (0, padding))[:, start : start + share]
+    owner_M = layout.select_M // share
+    mine_M = owner_M == peers.rank
+    temperature_M = layout.temperature_M
+    return replace(
+        layout,
+        model_inputs={**inputs, "packed": replace(plan, peers=peers)},
+        select_M=layout.select_M[mine_M] - start,
+        targets_M=layout.targets_M[mine_M],
+        temperature_M=None if temperature_M is None else temperature_M[mine_M],
+        counts_P=tuple(map(int, owner_M.bincount(minlength=peers.size).tolist())),
+    )
 
 
 def lay_out(batch: TrainBatch | None, make_inputs: MakeInputs, device: torch.device) -> Layout:
@@ -99,6 +139,15 @@ def flash_inputs(
     spans = {"cu_seq_lens_q": ends_S, "cu_seq_lens_k": ends_S}
     longest = max(lengths)
     return {**inputs, **spans, "max_length_q": longest, "max_length_k": longest}, where_bT
+
+
+def flash_rows_inputs(
+    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+) -> tuple[dict[str, object], torch.Tensor]:
+    """One row of all fed tokens, for flash-attention's kernel behind `offbeat_packed` (it can be cut among ranks)."""
+    inputs, where_bT, lengths = _one_row(ids_bT, fed_bT, device)
+    ends_S = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return {**inputs, "packed": FlashRows(ends_S, max(lengths), sum(lengths))}, where_bT
 
 
 def padded_inputs(

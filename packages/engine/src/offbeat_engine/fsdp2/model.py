@@ -15,7 +15,7 @@ from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import attention, conversion, weights
 from offbeat_engine.fsdp2.heads import token_logprobs
-from offbeat_engine.fsdp2.layout import flash_inputs, packed_inputs, padded_inputs
+from offbeat_engine.fsdp2.layout import flash_inputs, flash_rows_inputs, packed_inputs, padded_inputs
 
 if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig, ModelConfig
@@ -76,18 +76,31 @@ def build_scorer(config: EngineConfig) -> Scorer:
 
 def attention_name(config: EngineConfig) -> str:
     """Return the transformers attention implementation that `config` comes to."""
-    chosen = config.attention
-    if chosen == "auto":
-        flash = config.device == "cuda" and config.dtype is Dtype.BFLOAT16 and has_flash_attention()
-        chosen = "flash_attention_2" if flash else "sdpa"
-    return attention.NAME if chosen == "sdpa" and config.packing else chosen
+    chosen = _kernel(config)
+    # Flash-attention goes through ours where the row is cut among ranks, which transformers' own cannot do.
+    ours = chosen == "sdpa" or (chosen == "flash_attention_2" and config.sequence_parallel_size > 1)
+    return attention.NAME if ours and config.packing else chosen
+
+
+def wants_flash(config: EngineConfig) -> bool:
+    """Return whether attention comes to flash-attention's kernels, through transformers or through ours."""
+    return _kernel(config) == "flash_attention_2"
+
+
+def _kernel(config: EngineConfig) -> str:
+    if config.attention != "auto":
+        return config.attention
+    flash = config.device == "cuda" and config.dtype is Dtype.BFLOAT16 and has_flash_attention()
+    return "flash_attention_2" if flash else "sdpa"
 
 
 def inputs_maker(config: EngineConfig) -> MakeInputs:
     """Return the arrangement of tokens that goes with the attention of `config`."""
     if not config.packing:
         return padded_inputs
-    return packed_inputs if attention_name(config) == attention.NAME else flash_inputs
+    if attention_name(config) != attention.NAME:
+        return flash_inputs
+    return flash_rows_inputs if wants_flash(config) else packed_inputs
 
 
 def has_flash_attention() -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.fsdp2.model import Scorer
-    from offbeat_engine.world import World
+    from offbeat_engine.world import SubGroup, World
 
 # Below this size a model is one FSDP group, gathered once per step: on small models the hooks and collectives
 # of every layer cost more than the memory they save.
@@ -52,6 +52,13 @@ def shard(scorer: Scorer, config: EngineConfig, world: World) -> bool:
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False if small else None)
     scorer.to(device)  # buffers
     return True
+
+
+def peers_of(config: EngineConfig, world: World) -> SubGroup | None:
+    """Return the group of ranks that share this rank's sequences; None without sequence parallelism. A collective."""
+    if config.sequence_parallel_size == 1:
+        return None
+    return world.split(config.sequence_parallel_size, config.collective_timeout_s)
 
 
 def is_small(scorer: Scorer) -> bool:

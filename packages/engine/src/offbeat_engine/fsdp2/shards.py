@@ -16,17 +16,21 @@ if TYPE_CHECKING:
     from offbeat_engine.world import World
 
 
-def take_share(data: TrainBatch, world: World) -> tuple[TrainBatch, list[list[int]]]:
-    """Return this rank's rows of `data` (perhaps none) and the plan: every rank's row numbers."""
-    shares = plan_shards([int(length) for length in data["lengths"].tolist()], world.size)
-    rows = torch.tensor(shares[world.rank], dtype=torch.int64, device=data["lengths"].device)
+# Ranks that share the tokens of their sequences (`num_peers` consecutive ones) hold the same rows.
+
+
+def take_share(data: TrainBatch, world: World, num_peers: int = 1) -> tuple[TrainBatch, list[list[int]]]:
+    """Return this rank's rows of `data` (perhaps none) and the plan: every group of peers' row numbers."""
+    lengths = [int(length) for length in data["lengths"].tolist()]
+    shares = plan_shards(lengths, world.size // num_peers)
+    rows = torch.tensor(shares[world.rank // num_peers], dtype=torch.int64, device=data["lengths"].device)
     tensors = {str(key): data[key].index_select(0, rows) for key in data.keys()}  # noqa: SIM118 rows otherwise
     return TensorDict(tensors, batch_size=[len(rows)]), shares  # pyright: ignore[reportArgumentType]
 
 
-def gather_shares(data: TensorDict, shares: list[list[int]], world: World) -> TensorDict:
+def gather_shares(data: TensorDict, shares: list[list[int]], world: World, num_peers: int = 1) -> TensorDict:
     """Undo `take_share`: every rank passes its rows and gets all of them, in the first order, on the CPU."""
-    expected, got = len(shares[world.rank]), data.batch_size[0]
+    expected, got = len(shares[world.rank // num_peers]), data.batch_size[0]
     fits = gather(world, got == expected)
     if not all(fits):
         raise StateError(
@@ -34,7 +38,8 @@ def gather_shares(data: TensorDict, shares: list[list[int]], world: World) -> Te
             f"(here: {got} for {expected}); unshard what came of the last share"
         )
     mine = {str(key): data[key].cpu() for key in data.keys()}  # noqa: SIM118 rows otherwise
-    parts = gather(world, mine)
+    # Peers hold the same rows: the first of them speaks for all.
+    parts = gather(world, mine if world.rank % num_peers == 0 else {})[::num_peers]
     order = torch.tensor([row for share in shares for row in share], dtype=torch.int64)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))

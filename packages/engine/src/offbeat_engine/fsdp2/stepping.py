@@ -14,8 +14,9 @@ from tensordict import TensorDict
 
 from offbeat_engine.batch import SCHEMA, check_batch
 from offbeat_engine.errors import BatchError, EngineError
-from offbeat_engine.fsdp2.layout import fed_lengths, lay_out
+from offbeat_engine.fsdp2.layout import fed_lengths, lay_out, slice_layout
 from offbeat_engine.fsdp2.ranks import compute_device, first_failure, gather, gather_ints
+from offbeat_engine.fsdp2.ulysses import gather_answers
 from offbeat_engine.interface import LossScale, StepContext, StepStats
 from offbeat_engine.planning import plan_micro_batches
 
@@ -24,17 +25,21 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.layout import Layout, MakeInputs
     from offbeat_engine.fsdp2.model import Scorer
     from offbeat_engine.interface import LossFn, PostprocessFn, Predictions, PreprocessFn
-    from offbeat_engine.world import World
+    from offbeat_engine.world import SubGroup, World
 
 _PER_TOKEN = frozenset(entry.key for entry in SCHEMA if entry.dims == "BT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one call needs besides its batch; `loss_fn` is None when there is only a forward pass."""
+    """What one call needs besides its batch; `loss_fn` is None when there is only a forward pass.
+
+    `peers` are the consecutive ranks that share the tokens of the same sequences, None where each has its own.
+    """
 
     scorer: Scorer
     world: World
+    peers: SubGroup | None
     make_inputs: MakeInputs
     max_tokens: int
     padded: bool
@@ -43,6 +48,11 @@ class Step:
     loss_fn: LossFn | None
     preprocess_fn: PreprocessFn | None
     postprocess_fn: PostprocessFn | None
+
+    @property
+    def num_peers(self) -> int:
+        """Return how many ranks share each sequence."""
+        return 1 if self.peers is None else self.peers.size
 
 
 @dataclass(slots=True)
@@ -55,7 +65,7 @@ class _Totals:
 def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     """Run every micro-batch of `batch`, fill `ctx`, and return detached predictions in the batch's order."""
     plan = _checked_plan(step, batch)
-    num_micro, num_tokens, num_loss_tokens = _count(step.world, batch, len(plan), ctx)
+    num_micro, num_tokens, num_loss_tokens = _count(step, batch, len(plan), ctx)
     device = compute_device(step.world)
     names = ("values",) if step.scorer.head == "value" else ("logprobs", "entropy")
     answers = {name: torch.zeros(batch["input_ids"].shape, device=device) for name in names}
@@ -66,7 +76,7 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
         predictions = _run_micro(step, batch, indices, ctx, totals)
         for name in predictions.keys():  # noqa: SIM118 a TensorDict iterates over its batch, not its keys
             _collect(answers, str(name), indices, predictions[name].detach())
-    totals = _reduce(step.world, totals)
+    totals = _reduce(step, totals)
     ctx.stats = StepStats(
         loss=totals.loss,
         sums=totals.sums,
@@ -92,15 +102,31 @@ def _checked_plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     return plan_micro_batches(lengths, max_tokens=step.max_tokens, padded=step.padded)
 
 
-def _count(world: World, batch: TrainBatch, num_micro: int, ctx: StepContext) -> tuple[int, int, int]:
+def _count(step: Step, batch: TrainBatch, num_micro: int, ctx: StepContext) -> tuple[int, int, int]:
     """Fill `ctx.scale` if it is open; return micro-batches per rank, tokens and loss tokens over all ranks."""
     mine = (num_micro, len(batch["lengths"]), int(batch["lengths"].sum()), int(batch["loss_mask"].sum()))
-    counts = gather_ints(world, *mine)
-    _, num_sequences, num_tokens, num_loss_tokens = (sum(column) for column in zip(*counts, strict=True))
+    counts = gather_ints(step.world, *mine, 0 if step.peers is None else _fingerprint(batch))
+    for rank, count in enumerate(counts):
+        first = rank - rank % step.num_peers
+        if count != counts[first]:
+            raise BatchError(
+                f"ranks {first} and {rank} share the tokens of their sequences, but were given different batches; "
+                "give each rank what `shard_data` returns there"
+            )
+    # Peers hold the same sequences, which count once.
+    columns = zip(*counts[:: step.num_peers], strict=True)
+    _, num_sequences, num_tokens, num_loss_tokens, _ = (sum(column) for column in columns)
     if ctx.scale is None:
         # At least 1: with nothing under any mask there is nothing to divide either.
         ctx.scale = LossScale(num_tokens=max(1, num_loss_tokens), num_sequences=max(1, num_sequences))
     return max(count[0] for count in counts), num_tokens, num_loss_tokens
+
+
+def _fingerprint(batch: TrainBatch) -> int:
+    """Return a number that differs, all but surely, between batches of other tokens, lengths or masks."""
+    ids_BT = batch["input_ids"] * 2 + batch["loss_mask"]
+    weight_BT = torch.arange(1, ids_BT.numel() + 1, device=ids_BT.device).view(ids_BT.shape)
+    return int((ids_BT * weight_BT).sum() + batch["lengths"].sum())
 
 
 def _sync_gradients(step: Step, last: bool) -> None:
@@ -122,8 +148,13 @@ def _run_micro(
         micro = step.preprocess_fn(micro, ctx)
         check_batch(micro)
     layout = lay_out(micro if indices else None, step.make_inputs, compute_device(step.world))
+    if step.peers is not None:
+        layout = slice_layout(layout, step.peers)
     wants_entropy_gradient = bool(getattr(step.loss_fn, "entropy_gradient", False))
     outputs: tuple[torch.Tensor, ...] = step.scorer(layout, wants_entropy_gradient)
+    if step.peers is not None:
+        # A loss may look at whole sequences: every peer gets all answers.
+        outputs = gather_answers(outputs, layout.counts_P, step.peers)
     predictions = _predictions(step, micro, layout, outputs)
     if indices and step.postprocess_fn is not None:
         predictions = step.postprocess_fn(predictions, micro, ctx)
@@ -152,8 +183,9 @@ def _backward(
             totals.sums[key] = totals.sums.get(key, 0.0) + float(value)
         for key, value in output.maxes.items():
             totals.maxes[key] = _larger(totals.maxes.get(key, -math.inf), float(value))
-    # FSDP averages gradients over ranks; a loss that is one share of a global sum wants them added.
-    (loss * step.world.size if step.sharded else loss).backward()
+    # FSDP averages gradients over ranks; a loss that is one share of a global sum wants them added. Peers compute
+    # the same share, and the gather adds theirs up: it counts once.
+    (loss * (step.world.size / step.num_peers) if step.sharded else loss).backward()
 
 
 def _predictions(
@@ -189,10 +221,11 @@ def _collect(answers: dict[str, torch.Tensor], name: str, indices: list[int], pa
     answers[name][rows, : part.shape[1]] = part
 
 
-def _reduce(world: World, mine: _Totals) -> _Totals:
+def _reduce(step: Step, mine: _Totals) -> _Totals:
     """Combine over ranks in rank order, so that every rank adds the same numbers in the same order."""
     total = _Totals()
-    for part in gather(world, (mine.loss, mine.sums, mine.maxes)):
+    # Peers computed the same loss: the first of them speaks for all.
+    for part in gather(step.world, (mine.loss, mine.sums, mine.maxes))[:: step.num_peers]:
         total.loss += part[0]
         for key, value in part[1].items():
             total.sums[key] = total.sums.get(key, 0.0) + value
