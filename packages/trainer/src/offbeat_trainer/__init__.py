@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.algorithms.aggregation import aggregate
     from offbeat_trainer.algorithms.kl import kl_estimate
     from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+    from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
     from offbeat_trainer.assemble import assemble_examples, group_metrics, with_advantages
     from offbeat_trainer.config import (
         Advantage,
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from offbeat_trainer.reporters.silent import Silent
     from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
     from offbeat_trainer.reporters.wandb import WandbReporter
+    from offbeat_trainer.roles import Actor, Reference
     from offbeat_trainer.types import Example, Group, Prompt, Score
+    from offbeat_trainer.value_roles import Critic, RewardModel
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 # (`assemble` itself is not among them: here that name is its module.)
@@ -39,6 +42,8 @@ _HOMES = {
     "aggregate": "algorithms.aggregation",
     "kl_estimate": "algorithms.kl",
     "PolicyLoss": "algorithms.policy_loss",
+    "ValueLoss": "algorithms.value_loss",
+    "gae": "algorithms.value_loss",
     "assemble_examples": "assemble",
     "group_metrics": "assemble",
     "with_advantages": "assemble",
@@ -77,6 +82,10 @@ _HOMES = {
     "Group": "types",
     "Prompt": "types",
     "Score": "types",
+    "Actor": "roles",
+    "Reference": "roles",
+    "Critic": "value_roles",
+    "RewardModel": "value_roles",
 }
 
 
@@ -87,11 +96,13 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "Actor",
     "Advantage",
     "Aggregation",
     "AlgorithmConfig",
     "ClusterConfig",
     "ConsoleReporter",
+    "Critic",
     "DeadlineExceeded",
     "Example",
     "FanOut",
@@ -109,8 +120,10 @@ __all__ = [
     "PolicyLoss",
     "Prompt",
     "Publisher",
+    "Reference",
     "Reporter",
     "ResumeError",
+    "RewardModel",
     "SamplingConfig",
     "Score",
     "Silent",
@@ -119,12 +132,14 @@ __all__ = [
     "Task",
     "TensorBoardReporter",
     "TrainerError",
+    "ValueLoss",
     "WandbReporter",
     "WarmupConfig",
     "WorkerGone",
     "aggregate",
     "assemble_examples",
     "compute_advantages",
+    "gae",
     "group_metrics",
     "kl_estimate",
     "reduce_metrics",

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.metrics import Metric
 
+# A step frees and takes the same large buffers again and again. By default glibc hands each back to the kernel, and
+# the page faults were a sixth of a step's CPU time; so on CPU a rank keeps what it has freed, up to its own peak.
+CPU_RANK_ENVIRONMENT = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "MALLOC_ARENA_MAX": "1",
+}
+
 
 class TrainGroup:
     """Satisfies `Policy`. Every method runs on all ranks; a rank that dies or is late is named in the error."""
@@ -29,6 +38,7 @@ class TrainGroup:
         """Reserve devices, start the ranks and let them meet."""
         spec = self._spec
         gpus = 1 if spec.train.device == "cuda" else 0
+        environment = {} if gpus else CPU_RANK_ENVIRONMENT
         self._placement = reserve("train", spec.train.num_ranks, gpus, timeout_s=spec.cluster.start_timeout_s)
         # "control" is a thread of its own, so that a sync can be given up while the rank computes.
         actor_class: Any = cast("Any", ray.remote)(concurrency_groups={"control": 1})(TrainWorker)
@@ -38,6 +48,7 @@ class TrainGroup:
                 num_gpus=gpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+                runtime_env={"env_vars": environment},
             ).remote(spec.train, rank, f"{spec.log_dir}/train_rank{rank}.log")
             for rank in range(spec.train.num_ranks)
         ]

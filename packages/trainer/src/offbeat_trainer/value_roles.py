@@ -1,0 +1,94 @@
+"""Roles with a value head: the critic of PPO, and a reward model. They know the `Engine` interface alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+
+from offbeat_engine import TrainBatch, train_batch
+from offbeat_trainer.algorithms.value_loss import ValueLoss, explained_variance
+from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
+from offbeat_trainer.roles import split_evenly, train_on
+
+if TYPE_CHECKING:
+    from offbeat_engine import Engine
+
+_MOMENTS = ("value/error_square", "value/return_mean", "value/return_square")
+
+
+class Critic:
+    """A value function being trained: V(tokens so far) before each token of a completion."""
+
+    def __init__(
+        self, engine: Engine, loss_fn: ValueLoss | None = None, *, updates_per_step: int = 1
+    ) -> None:
+        """Take an initialised engine whose model has a value head."""
+        self._engine = engine
+        self._loss_fn = ValueLoss() if loss_fn is None else loss_fn
+        self._updates_per_step = updates_per_step
+
+    def values(self, batch: TrainBatch) -> torch.Tensor:
+        """Return the values [B, T] float32 of `batch` (the same on every rank), in its order, zero outside `loss_mask`.
+
+        `values[b, t]` is the value of the state in which token t is chosen, so it goes with the log-prob of t. A
+        collective.
+        """
+        return _predict_values(self._engine, batch)
+
+    def update(self, batch: TrainBatch) -> list[Metric]:
+        """Train on `batch`, the same on every rank, with `returns` and the old `values` in it. A collective.
+
+        Returns:
+            The step's metrics under `critic/` and `value/`, equal on all ranks.
+
+        Raises:
+            ValueError: the batch cannot be cut into `updates_per_step` mini-batches.
+        """
+        self._engine.set_loss_fn(self._loss_fn)
+        minis = split_evenly(batch, self._updates_per_step)
+        metrics = [
+            metric for mini in minis for metric in train_on(self._engine, self._engine.shard_data(mini))
+        ]
+        means = reduce_metrics([metric for metric in metrics if metric.key in _MOMENTS])
+        return [
+            *(
+                Metric(metric.key.replace("train/", "critic/"), metric.reduction)
+                for metric in metrics
+                if metric.key not in _MOMENTS
+            ),
+            Metric("value/explained_variance", Mean(explained_variance(*(means[key] for key in _MOMENTS)))),
+        ]
+
+
+class RewardModel:
+    """A frozen judge: one number for a whole sequence, read where its last token was read."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Take an initialised engine whose model has a value head; its optimizer is never stepped."""
+        self._engine = engine
+
+    def scores(self, batch: TrainBatch) -> torch.Tensor:
+        """Return the score [B] float32 of every sequence of `batch` (the same on every rank), in its order.
+
+        A collective. The value head answers at t with what it read before t. So that it reads the last token too,
+        it is asked for the place after it; what stands there is never looked at.
+        """
+        lengths_B = batch["lengths"]
+        position_T = torch.arange(batch["input_ids"].shape[1] + 1)
+        judged = train_batch(
+            input_ids=torch.nn.functional.pad(batch["input_ids"], (0, 1)),
+            lengths=lengths_B + 1,
+            loss_mask=position_T[None] == lengths_B[:, None],
+        )
+        return _predict_values(self._engine, judged).sum(-1)
+
+
+def _predict_values(engine: Engine, batch: TrainBatch) -> torch.Tensor:
+    """Shard, run forward, and gather the values in the order and shape of `batch`."""
+    share = engine.shard_data(batch)
+    with engine.eval_mode():
+        predictions, _ = engine.forward_backward_step(share, forward_only=True)
+    mine = TensorDict({"values": predictions["values"].cpu()}, batch_size=predictions.batch_size)
+    return engine.unshard_data(mine)["values"]
