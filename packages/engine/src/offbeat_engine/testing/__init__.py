@@ -1,15 +1,21 @@
-"""What a test of an engine needs: tiny models, real ranks, and a plain reference to compare with."""
+"""What a test of an engine needs: the conformance suite, tiny models, real ranks, and a plain reference."""
 
 from __future__ import annotations
 
-from offbeat_engine.testing.models import make_tiny_model, random_batch
+from offbeat_engine.testing.models import FAMILIES, Family, make_tiny_model, random_batch
 from offbeat_engine.testing.ranks import RankPool, RanksError, run_ranks
 from offbeat_engine.testing.reference import Reference, reference_logprobs, reference_step, relative_error
+from offbeat_engine.testing.runner import Tolerances
+from offbeat_engine.testing.suite import conformance
 
 __all__ = [
+    "FAMILIES",
+    "Family",
     "RankPool",
     "RanksError",
     "Reference",
+    "Tolerances",
+    "conformance",
     "make_tiny_model",
     "random_batch",
     "reference_logprobs",

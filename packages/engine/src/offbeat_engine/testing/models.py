@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +15,59 @@ import torch
 from offbeat_engine.batch import train_batch
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from offbeat_engine.batch import TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One kind of model of the conformance suite: a transformers model type and what is special in its config."""
+
+    name: str
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    dense: bool = True
+
+
+_UNTIED = {"tie_word_embeddings": False}
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(name="qwen2", model_type="qwen2"),
+        Family(name="qwen2_untied", model_type="qwen2", settings=_UNTIED),
+        Family(name="llama", model_type="llama", settings=_UNTIED),
+        Family(name="llama_tied", model_type="llama"),
+        Family(name="qwen3", model_type="qwen3"),
+        # Gemma scales its embeddings and has heads wider than hidden / heads.
+        Family(name="gemma", model_type="gemma", settings={"head_dim": 16}),
+        # A window shorter than the sequences: attention that forgets it shows.
+        Family(name="mistral", model_type="mistral", settings={**_UNTIED, "sliding_window": 7}),
+        Family(
+            name="mixtral",
+            model_type="mixtral",
+            settings={**_UNTIED, "num_local_experts": 4, "num_experts_per_tok": 2},
+            dense=False,
+        ),
+        Family(
+            name="qwen3_moe",
+            model_type="qwen3_moe",
+            settings={**_UNTIED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            dense=False,
+        ),
+    )
+}
+"""The families of the conformance suite: dense and mixture of experts, tied and untied embeddings."""
 
 
 def make_tiny_model(
     path: str | Path,
     *,
     family: str = "qwen2",
+    head: str = "lm",
     vocab_size: int = 64,
     hidden: int = 32,
-    layers: int = 2,
     seed: int = 0,
     **config: Any,  # noqa: ANN401 whatever the family's config takes
 ) -> str:
@@ -31,19 +76,20 @@ def make_tiny_model(
     Args:
         path: the folder to make.
         family: a transformers model type with a causal language model, such as "qwen2", "llama" or "qwen3".
+        head: "lm", or "value" for a token classifier with one label.
         vocab_size: tokens.
         hidden: hidden size, a multiple of 4; there are 4 heads on 2 key-value heads.
-        layers: decoder layers.
         seed: of the weights.
-        config: further settings of the family's config, which win over the above.
+        config: further settings of the family's config, which win over the above; `layers` (2) is short for
+            its number of layers.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     shape: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": config.pop("layers", 2),
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": hidden // 4,
@@ -52,19 +98,36 @@ def make_tiny_model(
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **({"num_labels": 1} if head == "value" else {}),
         **config,
     }
-    with torch.random.fork_rng(devices=[]):
+    auto: Any = AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]), without_bars():
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(family, **shape), dtype=torch.float32
-        )
-    # At the usual 0.02 a tiny model is all but uniform, and a wrong one would look right.
-    for param in model.parameters():
-        if param.dim() > 1:
-            param.data.mul_(5.0)
-    model.save_pretrained(Path(path))
+        model: Any = auto.from_config(AutoConfig.for_model(family, **shape), dtype=torch.float32)
+        # At the usual 0.02 a tiny model is all but uniform, and biases of zero and norms of one are all the same:
+        # a wrong one would look right.
+        for param in model.parameters():
+            if param.dim() > 1:
+                param.data.mul_(5.0)
+            else:
+                param.data.add_(torch.randn_like(param), alpha=0.1)
+        model.save_pretrained(Path(path))
     return str(path)
+
+
+@contextmanager
+def without_bars() -> Generator[None]:
+    """Without transformers' progress bars, whose lines would fill a test's output."""
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
 
 
 def random_batch(
@@ -83,3 +146,18 @@ def random_batch(
         loss_mask=real_BT & (position_T[None] >= prompts_B[:, None]),
         temperature=0.5 + torch.rand(num_sequences, generator=draw),
     )
+
+
+def scored_batch(seed: int, num_sequences: int = 9) -> TrainBatch:
+    """Return a `random_batch` of the suite: with a weight for each token, a target for each value, and a silent row.
+
+    `advantages` are positive, so that the loss is a sum without cancellation and can be held to 1e-6. The last
+    sequence has nothing under its mask.
+    """
+    batch = random_batch(num_sequences, seed=seed, min_tokens=3)
+    draw = torch.Generator().manual_seed(1000 + seed)
+    shape = batch["input_ids"].shape
+    batch["advantages"] = 0.5 + torch.rand(shape, generator=draw)
+    batch["returns"] = 3.0 + torch.randn(shape, generator=draw)
+    batch["loss_mask"][-1] = False
+    return batch

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import multiprocessing as mp
 import pickle
 import sys
 import time
 import traceback
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +37,11 @@ class RankPool:
     Each process computes with one thread. After an error (`failed`) the group is in an unknown state: make another pool.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 120.0) -> None:
-        """Start the processes; `timeout_s` bounds the start, every `run` and every collective."""
+    def __init__(self, num_ranks: int, timeout_s: float = 120.0, device: str = "cpu") -> None:
+        """Start the processes; `timeout_s` bounds the start, every `run` and every collective.
+
+        With `device` "cuda" rank r computes on GPU r and the group is NCCL's.
+        """
         self.num_ranks = num_ranks
         self.failed = False
         self._timeout_s = timeout_s
@@ -48,8 +54,13 @@ class RankPool:
         self._processes: list[Any] = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            arguments = (rank, num_ranks, self._store.port, timeout_s, theirs)
-            process = context.Process(target=_serve, args=arguments, name=f"rank-{rank}", daemon=True)
+            world = World(rank=rank, size=num_ranks, local_rank=rank, device=device)
+            process = context.Process(
+                target=_serve,
+                args=(world, self._store.port, timeout_s, theirs),
+                name=f"rank-{rank}",
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -58,12 +69,13 @@ class RankPool:
     def run(self, fn: Callable[..., Any], *args: object) -> list[Any]:
         """Call `fn(world, *args)` on every rank and return the results in rank order.
 
-        `fn` is a module-level function; its module may be a test file that cannot be imported by name.
+        `fn` is a module-level function. Its module, and those of the arguments' types and of the types in
+        dataclasses among them, may be test files that cannot be imported by name.
 
         Raises:
             RanksError: naming every rank that raised or did not answer before the deadline.
         """
-        payload = (fn.__module__, sys.modules[fn.__module__].__file__, pickle.dumps((fn, args)))
+        payload = (_homes(fn, args), pickle.dumps((fn, args)))
         for pipe in self._pipes:
             pipe.send(payload)
         deadline = time.monotonic() + self._timeout_s
@@ -78,7 +90,7 @@ class RankPool:
         try:
             if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
                 return f"no answer within {self._timeout_s:g} s; it may wait for a rank that raised", None
-            return self._pipes[rank].recv()
+            return pickle.loads(self._pipes[rank].recv_bytes())
         except EOFError:
             self._processes[rank].join(1.0)
             return f"died with exit code {self._processes[rank].exitcode}", None
@@ -89,11 +101,22 @@ class RankPool:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ask the processes to leave, and end those that do not within five seconds."""
+        """As `stop`."""
+        self.stop()
+
+    def release(self) -> None:
+        """Ask the processes to leave, and do not wait for it."""
         for pipe in self._pipes:
             pipe.close()
+
+    def stop(self) -> None:
+        """Ask the processes to leave, and end those that do not within five seconds; safe to call twice."""
+        self.release()
+        deadline = time.monotonic() + (
+            0.5 if self.failed else 5.0
+        )  # after a failure some wait for others in vain
         for process in self._processes:
-            process.join(5.0)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join(5.0)
@@ -105,33 +128,51 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: 
         return pool.run(fn, *args)
 
 
-def _serve(rank: int, size: int, port: int, timeout_s: float, pipe: Connection) -> None:
+def _homes(fn: Callable[..., Any], args: tuple[object, ...]) -> dict[str, str | None]:
+    """Return module names and files of everything a rank must import to unpickle `fn` and `args`."""
+    things: list[object] = [fn, *args]
+    for arg in args:
+        if is_dataclass(arg) and not isinstance(arg, type):
+            things += [getattr(arg, entry.name) for entry in fields(arg)]
+    owners = [thing if isinstance(thing, type | FunctionType) else type(thing) for thing in things]
+    modules = {owner.__module__: sys.modules.get(owner.__module__) for owner in owners}
+    return {name: getattr(module, "__file__", None) for name, module in modules.items()}
+
+
+def _serve(world: World, port: int, timeout_s: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    world = World(rank=rank, size=size)
+    if world.device == "cuda":
+        torch.cuda.set_device(world.local_rank)
+    backend = "nccl" if world.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     while True:
         try:
-            module, path, pickled = pipe.recv()
+            homes, pickled = pipe.recv()
         except EOFError:
             break
-        pipe.send(_call(world, module, path, pickled))
+        # Plain bytes: multiprocessing's own way shares tensors by file descriptor, one each, and those run out.
+        pipe.send_bytes(_call(world, homes, pickled))
     world.leave()
 
 
-def _call(world: World, module: str, path: str | None, pickled: bytes) -> tuple[str | None, Any]:
+def _call(world: World, homes: dict[str, str | None], pickled: bytes) -> bytes:
     try:
-        _make_importable(module, path)
+        for module, path in homes.items():
+            _make_importable(module, path)
         fn, args = pickle.loads(pickled)
-        return None, fn(world, *args)
+        return pickle.dumps((None, fn(world, *args)))
     except Exception:  # noqa: BLE001 whatever the test's function raised is its answer
-        return traceback.format_exc(), None
+        return pickle.dumps((traceback.format_exc(), None))
 
 
 def _make_importable(module: str, path: str | None) -> None:
     """Load the file of `module` under its name where no import would find it (a test file, say)."""
     if module in sys.modules or path is None:
+        return
+    with suppress(ImportError):  # an installed module is imported as everyone does it, with its package
+        importlib.import_module(module)
         return
     spec = importlib.util.spec_from_file_location(module, path)
     assert spec is not None

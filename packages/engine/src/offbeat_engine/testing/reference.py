@@ -2,91 +2,216 @@
 
 # transformers' auto classes answer with unknown types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import fnmatch
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
 
+from offbeat_engine.config import LoraConfig, OptimizerConfig, OptimizerName
 from offbeat_engine.interface import LossScale
 from offbeat_engine.schedules import learning_rate
+from offbeat_engine.testing.adapters import adapt, adapter_tensors
+from offbeat_engine.testing.compare import Named, relative_error
+from offbeat_engine.testing.models import without_bars
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.config import OptimizerConfig
     from offbeat_engine.interface import LossFn, Predictions
+
+__all__ = [
+    "Reference",
+    "Setup",
+    "load_reference",
+    "reference_logprobs",
+    "reference_run",
+    "reference_step",
+    "relative_error",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is trained and how; the same words as in `EngineConfig`.
+
+    `adapter` holds the adapter's first values by name as in peft's files (see `testing.adapters`); `bfloat16`
+    computes in that precision on float32 master weights, without any care beyond that.
+    """
+
+    path: str
+    optimizer: OptimizerConfig
+    head: str = "lm"
+    freeze: tuple[str, ...] = ()
+    lora: LoraConfig | None = None
+    adapter: Named = field(default_factory=dict[str, torch.Tensor])
+    bfloat16: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a plain training run comes to; `grads` are the last step's, before clipping, as `weights` by name."""
+    """What a plain training run comes to, one entry per step; tensors go by the names of the model's files.
+
+    `grads` are those of the last step and `first_grads` of the first, before clipping; `predictions` are the
+    first step's. `weights` are the last, `weights_after` those after so many steps, 0 being the start.
+    """
 
     losses: list[float]
     grad_norms: list[float]
-    grads: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
+    rates: list[float]
+    predictions: Predictions
+    first_grads: Named
+    grads: Named
+    weights: Named
+    weights_after: dict[int, Named]
 
 
-def load_reference(path: str) -> Any:  # noqa: ANN401
+class _Plain(torch.nn.Module):
+    """A Hugging Face model that is asked about one sequence at a time."""
+
+    def __init__(self, hf: Any, head: str) -> None:  # noqa: ANN401
+        super().__init__()
+        self.hf = hf
+        self.head = head
+
+    def forward(self, ids: torch.Tensor, temperature: float) -> dict[str, torch.Tensor]:
+        """Return what is predicted at the tokens after the first, float32 [length - 1] each."""
+        if self.head == "value":
+            # Not `self.hf(ids)`: its dropout before the head belongs to classification.
+            states_TH = self.hf.base_model(ids[None]).last_hidden_state[0]
+            return {"values": self.hf.score(states_TH).float()[:-1, 0]}
+        logprobs_TV = (self.hf(ids[None]).logits[0].float() / temperature).log_softmax(-1)
+        picked = logprobs_TV[:-1].gather(1, ids[1:, None]).squeeze(1)
+        return {"logprobs": picked, "entropy": -(logprobs_TV.exp() * logprobs_TV).sum(-1)[:-1]}
+
+
+def load_reference(path: str, head: str = "lm") -> Any:  # noqa: ANN401
     """Return the model of `path` in float32 with eager attention."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    auto: Any = AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
+    with without_bars():
+        return auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
 def reference_logprobs(model: Any, batch: TrainBatch) -> Predictions:  # noqa: ANN401
     """Return log-probabilities and entropy as `Predictions`, with gradient, from whole logits per sequence."""
-    shape = batch["input_ids"].shape
-    rows: dict[str, list[torch.Tensor]] = {"logprobs": [], "entropy": []}
-    for number in range(shape[0]):
+    return _predict(_Plain(model, "lm"), batch, bfloat16=False)
+
+
+def _predict(plain: _Plain, batch: TrainBatch, *, bfloat16: bool) -> Predictions:
+    num_rows, num_tokens = batch["input_ids"].shape
+    low = {name: param.to(torch.bfloat16) for name, param in plain.named_parameters()} if bfloat16 else {}
+    rows: dict[str, list[torch.Tensor]] = {}
+    for number in range(num_rows):
         length = int(batch["lengths"][number])
-        ids = batch["input_ids"][number, :length]
-        temperature = batch["temperature"][number] if "temperature" in batch else 1.0
-        logprobs_TV = (model(ids[None]).logits[0].float() / temperature).log_softmax(-1)
-        picked = logprobs_TV[:-1].gather(1, ids[1:, None]).squeeze(1)
-        entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1)[:-1]
-        for name, values in (("logprobs", picked), ("entropy", entropy)):
-            padded = torch.nn.functional.pad(values, (1, shape[1] - length))
-            rows[name].append(padded * batch["loss_mask"][number])
-    return TensorDict({name: torch.stack(row) for name, row in rows.items()}, batch_size=[shape[0]])
+        temperature = float(batch["temperature"][number]) if "temperature" in batch else 1.0
+        inputs = (batch["input_ids"][number, :length], temperature)
+        answers = torch.func.functional_call(plain, low, inputs) if bfloat16 else plain(*inputs)
+        for name, values in answers.items():
+            padded = torch.nn.functional.pad(values, (1, num_tokens - length))
+            rows.setdefault(name, []).append(padded * batch["loss_mask"][number])
+    return TensorDict({name: torch.stack(row) for name, row in rows.items()}, batch_size=[num_rows])  # pyright: ignore[reportArgumentType]
 
 
 def reference_step(
     path: str, batches: list[TrainBatch], loss_fn: LossFn, config: OptimizerConfig
 ) -> Reference:
-    """Train on each of `batches` in turn with `torch.optim.AdamW` and torch's own clipping, on one process."""
-    model = load_reference(path).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
+    """Train on each of `batches` in turn with torch's own optimizer and clipping, on one process."""
+    return reference_run(Setup(path=path, optimizer=config), batches, loss_fn)
+
+
+def reference_run(
+    setup: Setup, batches: list[TrainBatch], loss_fn: LossFn, keep_after: tuple[int, ...] = ()
+) -> Reference:
+    """Train as `setup` says on each of `batches` in turn, one optimizer step each."""
+    model = load_reference(setup.path, setup.head)
+    trained = _choose_trained(model, setup)
+    optimizer = _optimizer(setup.optimizer, list(trained.values()))
+    plain = _Plain(model, setup.head).train()
+    losses: list[float] = []
+    norms: list[float] = []
+    rates: list[float] = []
+    kept: dict[int, Named] = {}
+    first: tuple[Predictions, Named] | None = None
+    grads: Named = {}
+    for step, batch in enumerate(batches):
+        if step in keep_after:
+            kept[step] = _weights(model, setup, trained)
+        rates.append(learning_rate(setup.optimizer, step))
+        for group in optimizer.param_groups:
+            group["lr"] = rates[-1]
+        optimizer.zero_grad()
+        scale = LossScale(num_tokens=int(batch["loss_mask"].sum()), num_sequences=batch.batch_size[0])
+        predictions = _predict(plain, batch, bfloat16=setup.bfloat16)
+        loss = loss_fn(predictions, batch, scale).loss
+        loss.backward()
+        grads = {name: param.grad.clone() for name, param in trained.items() if param.grad is not None}
+        first = first or (predictions.detach(), grads)
+        limit = setup.optimizer.max_grad_norm
+        limit = limit if limit > 0 else float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(list(trained.values()), limit)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert first is not None, "a reference run needs at least one batch"
+    weights = _weights(model, setup, trained)
+    return Reference(
+        losses=losses,
+        grad_norms=norms,
+        rates=rates,
+        predictions=first[0],
+        first_grads=_as_in_files(model, setup, first[1]),
+        grads=_as_in_files(model, setup, grads),
+        weights=weights,
+        weights_after={**kept, len(batches): weights},
+    )
+
+
+def _choose_trained(model: Any, setup: Setup) -> dict[str, torch.nn.Parameter]:  # noqa: ANN401
+    if setup.lora is not None:
+        return adapt(model, setup.lora, setup.adapter)
+    trained: dict[str, torch.nn.Parameter] = {}
+    for name, param in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in setup.freeze):
+            param.requires_grad_(False)
+        else:
+            trained[name] = param
+    return trained
+
+
+def _optimizer(config: OptimizerConfig, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if config.name is OptimizerName.ADAFACTOR:
+        return torch.optim.Adafactor(params, weight_decay=config.weight_decay, foreach=False)
+    return torch.optim.AdamW(
+        params,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         weight_decay=config.weight_decay,
         foreach=False,
     )
-    losses: list[float] = []
-    norms: list[float] = []
-    grads: dict[str, torch.Tensor] = {}
-    for step, batch in enumerate(batches):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        optimizer.zero_grad()
-        scale = LossScale(num_tokens=int(batch["loss_mask"].sum()), num_sequences=batch.batch_size[0])
-        loss = loss_fn(reference_logprobs(model, batch), batch, scale).loss
-        loss.backward()
-        grads = {name: param.grad.clone() for name, param in model.named_parameters()}
-        limit = config.max_grad_norm if config.max_grad_norm > 0 else float("inf")
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return Reference(losses=losses, grad_norms=norms, grads=grads, weights=weights)
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return |got - expected| / |expected| in L2; the absolute error where nothing is expected."""
-    scale = float(expected.double().norm())
-    error = float((got.double() - expected.double()).norm())
-    return error / scale if scale else error
+def _weights(model: Any, setup: Setup, trained: dict[str, torch.nn.Parameter]) -> Named:  # noqa: ANN401
+    if setup.lora is not None:
+        return adapter_tensors(model, setup.lora, trained)
+    named = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return _as_in_files(model, setup, named)
+
+
+def _as_in_files(model: Any, setup: Setup, tensors: Named) -> Named:  # noqa: ANN401
+    """Rename, and cut up where need be, from the names in memory to those that `save_pretrained` writes."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    with safe_open(Path(setup.path) / "model.safetensors", "pt") as file:
+        if setup.lora is not None or tensors.keys() <= set(file.keys()):
+            return tensors
+    with TemporaryDirectory(prefix="offbeat-reference-") as folder, without_bars():
+        model.save_pretrained(folder, state_dict=tensors)
+        return load_file(Path(folder) / "model.safetensors")

@@ -1,0 +1,155 @@
+"""Cases of single features that need more than another way to run the same training."""
+
+# tensordict is typed in part.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_engine.capabilities import Feature
+from offbeat_engine.config import Dtype, LoraConfig, LoraExport
+from offbeat_engine.testing import probes
+from offbeat_engine.testing.cases_training import check_agreement, check_training, check_weights
+from offbeat_engine.testing.compare import check_number, check_tensors, check_tokens, relative_error
+from offbeat_engine.testing.models import FAMILIES
+from offbeat_engine.testing.runner import BATCHES, KEPT, OPTIMIZER, STEPS, Case
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from offbeat_engine.testing.compare import Named
+    from offbeat_engine.testing.probes import Record
+    from offbeat_engine.testing.reference import Reference
+    from offbeat_engine.testing.runner import Options, Runner
+
+LORA = LoraConfig(rank=4, alpha=8.0, export=LoraExport.ADAPTER)
+_TARGETS = replace(LORA, targets=("q_proj", "down_proj"))
+# Half a unit in the last of bfloat16's eight bits: what rounding the answer alone may cost.
+_ROUNDING = 2.0**-8
+# A step of this size is lost when added to a bfloat16 weight.
+_SMALL_LR = 1e-6
+
+
+def cases(options: Options) -> Iterator[Case]:
+    """Yield the cases of this file."""
+    first = options.families[0]
+    yield Case(
+        name="deterministic_bits",
+        check=partial(_same_bits, family=first),
+        features=frozenset({Feature.DETERMINISTIC}),
+        num_ranks=2,
+    )
+    low = frozenset({Feature.BFLOAT16})
+    # Two precisions may send a token to different experts, so mixtures have no error to speak of here.
+    for family in (name for name in options.families if FAMILIES[name].dense):
+        for num_ranks in (1, 2):
+            check = partial(_bfloat16, family=family, num_ranks=num_ranks)
+            yield Case(name=f"bfloat16_{family}_{num_ranks}", check=check, features=low, num_ranks=num_ranks)
+    yield Case(name="bfloat16_masters", check=partial(_masters, family=first), features=low)
+    adapters = frozenset({Feature.LORA})
+    for family in options.families:
+        check = partial(_lora, family=family, config=LORA)
+        yield Case(name=f"lora_{family}", check=check, features=adapters, num_ranks=2)
+    for name, config in (("targets", _TARGETS), ("one_rank", LORA)):
+        num_ranks = 1 if name == "one_rank" else 2
+        check = partial(_lora, family=first, config=config, num_ranks=num_ranks)
+        yield Case(name=f"lora_{name}", check=check, features=adapters, num_ranks=num_ranks)
+
+
+def _same_bits(runner: Runner, family: str) -> None:
+    """Two runs of the same come to the same bits."""
+    job = runner.job(family, deterministic=True)
+    first: Record = runner.run(probes.train, 2, job, BATCHES, KEPT)[0]
+    again: Record = runner.run(probes.train, 2, job, BATCHES, KEPT)[0]
+    if first.losses != again.losses or first.norms != again.norms:
+        raise AssertionError(
+            f"two runs differ: losses {first.losses} and {again.losses}, norms {first.norms} and {again.norms}"
+        )
+    assert first.predictions is not None
+    assert again.predictions is not None
+    check_tokens("second run", again.predictions, first.predictions, BATCHES[0], 0.0)
+    check_tensors("gradient of the second run", again.grads, first.grads, 0.0)
+    for step, weights in first.weights_after.items():
+        check_tensors(
+            f"weights of the second run after {step} steps", again.weights_after[step], weights, 0.0
+        )
+
+
+def _bfloat16(runner: Runner, family: str, num_ranks: int) -> None:
+    """The engine strays from float32 hardly more than a plain bfloat16 model with float32 master weights does."""
+    job = runner.job(family, dtype=Dtype.BFLOAT16)
+    record: Record = runner.run(probes.train, num_ranks, job, BATCHES, KEPT)[0]
+    exact, plain = runner.reference(job), runner.reference(job, bfloat16=True)
+    limit = partial(_limit, factor=runner.tolerances.bfloat16)
+    assert record.predictions is not None
+    for name in ("logprobs", "entropy"):
+        error = float((plain.predictions[name] - exact.predictions[name]).abs().max())
+        one = exact.predictions.select(name)
+        check_tokens("bfloat16 against float32", record.predictions, one, BATCHES[0], limit(error))
+        if float((record.predictions[name] - exact.predictions[name]).abs().max()) < 0.05 * error:
+            raise AssertionError(f"`{name}` is as exact as float32; the engine does not compute in bfloat16")
+    for step in range(STEPS):
+        error = abs(plain.losses[step] - exact.losses[step]) / abs(exact.losses[step])
+        check_number(
+            f"bfloat16 loss of step {step + 1}", record.losses[step], exact.losses[step], limit(error)
+        )
+    _check_no_worse("bfloat16 gradient", record.grads, exact.first_grads, plain.first_grads, limit)
+    for step in (1, STEPS):
+        weights = record.weights_after[step]
+        wrong = {name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.bfloat16}
+        if wrong:
+            raise AssertionError(f"`named_weights` should yield the compute dtype bfloat16, got {wrong}")
+        rounded = {name: tensor.bfloat16() for name, tensor in plain.weights_after[step].items()}
+        _check_no_worse(
+            f"bfloat16 weights after {step} steps", weights, exact.weights_after[step], rounded, limit
+        )
+
+
+def _limit(plain_error: float, factor: float) -> float:
+    return factor * plain_error + _ROUNDING
+
+
+def _check_no_worse(
+    what: str, got: Named, exact: Named, plain: Named, limit: Callable[[float], float]
+) -> None:
+    for name, tensor in exact.items():
+        allowed = limit(relative_error(plain[name], tensor))
+        check_tensors(what, {name: got[name].float()} if name in got else {}, {name: tensor}, allowed)
+
+
+def _masters(runner: Runner, family: str) -> None:
+    """A step too small for bfloat16 weights is kept in the float32 ones, which a checkpoint holds."""
+    small = replace(OPTIMIZER, lr=_SMALL_LR)
+    job = runner.job(family, dtype=Dtype.BFLOAT16, optimizer=small)
+    exact = runner.job(family, optimizer=small)
+    folder = runner.folder()
+    runner.run(probes.save, 1, job, BATCHES[:1], folder)
+    _, loaded, _ = runner.run(probes.resume, 1, exact, [], BATCHES[:1], folder)[0]
+    reference = runner.reference(exact)
+    start, after = reference.weights_after[0], reference.weights_after[1]
+    moved = {name: after[name] - start[name] for name in after}
+    check_tensors("master weights after one small bfloat16 step", loaded, after, 0.5, moved)
+
+
+def _lora(runner: Runner, family: str, config: LoraConfig, num_ranks: int = 2) -> None:
+    """Adapters train as the plain formula says, the base stays, and both exports say so."""
+    job = runner.job(family, lora=config)
+    records: list[Record] = runner.run(probes.train, num_ranks, job, BATCHES, KEPT)
+    adapter = records[0].weights_after[0]
+    check_training(runner, records[0], runner.reference(job, adapter=adapter))
+    check_agreement(records)
+    merged_job = runner.job(family, lora=replace(config, export=LoraExport.MERGED))
+    record: Record = runner.run(probes.train, num_ranks, merged_job, BATCHES, KEPT)[0]
+    # The same seed draws the same adapter, whatever is exported.
+    _check_merged(runner, record, runner.reference(merged_job, adapter=adapter))
+
+
+def _check_merged(runner: Runner, record: Record, reference: Reference) -> None:
+    for step, (got, expected) in enumerate(zip(record.losses, reference.losses, strict=True), start=1):
+        check_number(f"loss of step {step}, merged export", got, expected, runner.tolerances.later_loss)
+    check_weights(runner, record.weights_after, reference)

@@ -1,0 +1,149 @@
+"""Cases about state: checkpoints, export, the manifest, and moving between devices."""
+
+# tensordict and safetensors are typed in part.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_engine.capabilities import Feature
+from offbeat_engine.testing import probes
+from offbeat_engine.testing.cases_training import check_weights
+from offbeat_engine.testing.compare import check_number, check_tensors, check_tokens
+from offbeat_engine.testing.reference import load_reference, reference_logprobs
+from offbeat_engine.testing.runner import BATCHES, KEPT, STALE, STEPS, Case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_engine.testing.probes import Job, Record
+    from offbeat_engine.testing.runner import Options, Runner
+
+_SAVED = 2  # steps before the checkpoint; the rest of BATCHES follow after it
+
+
+def cases(options: Options) -> Iterator[Case]:
+    """Yield the cases of this file."""
+    for family in options.families:
+        yield Case(name=f"manifest_{family}", check=partial(_manifest, family=family))
+        yield Case(
+            name=f"export_{family}",
+            check=partial(_export, family=family),
+            features=frozenset({Feature.HUGGINGFACE_EXPORT}),
+        )
+    first = options.families[0]
+    for written, read, slow in ((1, 1, False), (2, 2, False), (2, 1, False), (1, 2, False), (2, 4, True)):
+        yield Case(
+            name=f"checkpoint_{written}_to_{read}",
+            check=partial(_checkpoint, family=first, written=written, read=read),
+            features=frozenset({Feature.RESHARDING} if written != read else ()),
+            num_ranks=max(written, read),
+            slow=slow,
+        )
+    remote = frozenset({Feature.REMOTE_CHECKPOINTS})
+    yield Case(name="checkpoint_remote", check=partial(_remote, family=first), features=remote)
+    yield Case(name="checkpoint_keep", check=partial(_keep, family=first))
+    for num_ranks in (1, 2):
+        yield Case(
+            name=f"move_{num_ranks}",
+            check=partial(_move, family=first, num_ranks=num_ranks),
+            features=frozenset({Feature.OFFLOAD}),
+            num_ranks=num_ranks,
+        )
+
+
+def _checkpoint(runner: Runner, family: str, written: int, read: int) -> None:
+    """Save, load over other weights, step: the same as never having stopped."""
+    job, folder = runner.job(family), runner.folder()
+    saved = runner.run(probes.save, written, job, BATCHES[:_SAVED], folder)[0]
+    check_resumed(runner, job, runner.run(probes.resume, read, job, STALE, BATCHES[_SAVED:], folder), saved)
+
+
+def check_resumed(
+    runner: Runner,
+    job: Job,
+    answers: list[tuple[int | None, dict[str, torch.Tensor], Record]],
+    saved: dict[str, torch.Tensor],
+) -> None:
+    """Compare what `probes.resume` answered with the weights saved, and its steps with the reference."""
+    reference = runner.reference(job)
+    for rank, (found, loaded, record) in enumerate(answers):
+        if found != _SAVED:
+            raise AssertionError(f"`load_checkpoint` on rank {rank} should find step {_SAVED}, got {found}")
+        check_tensors(f"weights on rank {rank} after loading", loaded, saved, 0.0)
+        for number, loss in enumerate(record.losses, start=_SAVED):
+            check_number(
+                f"loss of step {number + 1}, after loading step {_SAVED}",
+                loss,
+                reference.losses[number],
+                runner.tolerances.later_loss,
+            )
+        for rate, expected in zip(record.rates, reference.rates[_SAVED + 1 :], strict=False):
+            check_number("learning rate after loading and a step", rate, expected, 1e-6)
+        check_weights(runner, {STEPS: record.weights_after[STEPS - _SAVED]}, reference)
+
+
+def _remote(runner: Runner, family: str) -> None:
+    """A checkpoint copied to an fsspec URL loads where the local folder is gone."""
+    job, folder, remote = runner.job(family), runner.folder(), f"file://{runner.folder()}"
+    saved = runner.run(probes.save, 1, job, BATCHES[:_SAVED], folder, remote, 1)[0]
+    shutil.rmtree(folder)
+    answers = runner.run(probes.resume, 1, job, STALE, BATCHES[_SAVED:], runner.folder(), remote)
+    check_resumed(runner, job, answers, saved)
+
+
+def _keep(runner: Runner, family: str) -> None:
+    """Only the newest checkpoints stay, the newest is found, and one that is cut short is passed over."""
+    job, folder = runner.job(family), runner.folder()
+    saved = runner.run(probes.save, 1, job, BATCHES[:_SAVED], folder, None, 1)[0]
+    there = sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith("."))
+    if there != [f"step_{_SAVED}"]:
+        raise AssertionError(f"with `max_ckpt_to_keep=1` {folder} should hold step_{_SAVED}, got {there}")
+    Path(folder, f"step_{_SAVED + 1}").mkdir()  # what a crash might leave
+    check_resumed(runner, job, runner.run(probes.resume, 1, job, STALE, BATCHES[_SAVED:], folder), saved)
+    found, _, _ = runner.run(probes.resume, 1, job, [], BATCHES[:1], runner.folder())[0]
+    if found is not None:
+        raise AssertionError(f"`load_checkpoint` of a folder that does not exist should be None, got {found}")
+
+
+def _manifest(runner: Runner, family: str) -> None:
+    """`weight_manifest` says what `named_weights` yields, in the same order."""
+    manifest, seen = runner.run(probes.describe, 1, runner.job(family))[0]
+    for number in range(max(len(manifest), len(seen))):
+        said = manifest[number] if number < len(manifest) else None
+        got = seen[number] if number < len(seen) else None
+        if said != got:
+            raise AssertionError(f"entry {number} of the manifest is {said}, `named_weights` yields {got}")
+
+
+def _export(runner: Runner, family: str) -> None:
+    """The exported folder is a Hugging Face model with the streamed weights and the same predictions."""
+    job, folder = runner.job(family), runner.folder()
+    streamed = runner.run(probes.export, 1, job, BATCHES[:1], folder)[0]
+    from safetensors.torch import load_file
+
+    files: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        files |= load_file(path)
+    check_tensors("exported files", files, streamed, 0.0)
+    with torch.no_grad():
+        predictions = reference_logprobs(load_reference(folder), BATCHES[1])
+    job = replace(job, config=replace(job.config, model=replace(job.config.model, path=folder)))
+    got = runner.run(probes.score, 1, job, BATCHES[1])[0]
+    check_tokens("engine on its own export", got, predictions, BATCHES[1], runner.tolerances.logprob)
+
+
+def _move(runner: Runner, family: str, num_ranks: int) -> None:
+    """Away to the CPU and back, in parts or whole, between all steps: nothing changes."""
+    job = runner.job(family)
+    for record, same in runner.run(probes.move, num_ranks, job, BATCHES, KEPT):
+        if not same:
+            raise AssertionError('`named_weights` gave other values after `to("cpu")` or after moving back')
+        check_weights(runner, record.weights_after, runner.reference(job))

@@ -1,0 +1,215 @@
+"""Cases that train five steps and compare with the plain reference: every family, every way to compute the same."""
+
+# tensordict and safetensors are typed in part.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat_engine.capabilities import Feature
+from offbeat_engine.config import OptimizerName
+from offbeat_engine.testing import probes
+from offbeat_engine.testing.compare import Named, check_names, check_number, check_tensors, check_tokens
+from offbeat_engine.testing.models import FAMILIES
+from offbeat_engine.testing.runner import BATCHES, KEPT, OPTIMIZER, STEPS, Case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_engine.testing.probes import Job, Record
+    from offbeat_engine.testing.reference import Reference
+    from offbeat_engine.testing.runner import Options, Runner
+
+FROZEN = ("model.embed_tokens.weight", "model.layers.0.*", "*norm.weight")
+"""The patterns of the case `frozen`: a weight that may be tied, a whole layer, and all norms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run the same training: changed settings, the features they exercise, the ranks they need."""
+
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    features: frozenset[Feature] = frozenset()
+    num_ranks: int = 2
+    slow: bool = False
+    head: str = "lm"
+    families: tuple[str, ...] | None = None  # None: all
+
+
+def _variant(name: str, *features: Feature, **rest: Any) -> Variant:  # noqa: ANN401
+    return Variant(name=name, features=frozenset(features), **rest)
+
+
+VARIANTS = (
+    _variant("one_rank", num_ranks=1),
+    _variant("two_ranks"),
+    _variant("four_ranks", num_ranks=4, slow=True),
+    _variant("unpacked", Feature.PACKING, changes={"packing": False}),
+    _variant("one_at_a_time", Feature.DYNAMIC_MICRO_BATCHES, changes={"micro_batch_tokens": 1}),
+    _variant("all_at_once", Feature.DYNAMIC_MICRO_BATCHES, changes={"micro_batch_tokens": 1 << 20}),
+    _variant("checkpointed", Feature.ACTIVATION_CHECKPOINTING, changes={"activation_checkpointing": True}),
+    _variant("activations_away", Feature.ACTIVATION_OFFLOAD, changes={"activation_offload": True}),
+    _variant(
+        "activations_away_checkpointed",
+        Feature.ACTIVATION_OFFLOAD,
+        Feature.ACTIVATION_CHECKPOINTING,
+        changes={"activation_offload": True, "activation_checkpointing": True},
+        families=("qwen2",),
+    ),
+    _variant("offloaded", Feature.OFFLOAD, changes={"offload_parameters": True, "offload_optimizer": True}),
+    _variant("replicated", Feature.HYBRID_SHARDING, changes={"shard_size": 1}),
+    _variant("two_copies_of_two", Feature.HYBRID_SHARDING, changes={"shard_size": 2}, num_ranks=4, slow=True),
+    _variant("sequence_2", Feature.SEQUENCE_PARALLEL, changes={"sequence_parallel_size": 2}),
+    _variant(
+        "sequence_2_of_4",
+        Feature.SEQUENCE_PARALLEL,
+        changes={"sequence_parallel_size": 2},
+        num_ranks=4,
+        slow=True,
+    ),
+    # The tiny models have four heads on two key-value heads: fewer than the ranks of a sequence here.
+    _variant(
+        "sequence_4",
+        Feature.SEQUENCE_PARALLEL,
+        changes={"sequence_parallel_size": 4},
+        num_ranks=4,
+        slow=True,
+    ),
+    _variant("frozen", Feature.FREEZING, changes={"freeze": FROZEN}),
+    _variant(
+        "adafactor",
+        Feature.ADAFACTOR,
+        changes={"optimizer": replace(OPTIMIZER, name=OptimizerName.ADAFACTOR)},
+    ),
+    _variant("values", Feature.VALUE_HEAD, head="value"),
+    _variant(
+        "compiled", Feature.COMPILE, changes={"compile": True}, num_ranks=1, families=("qwen2",), slow=True
+    ),
+    _variant("deterministic", Feature.DETERMINISTIC, changes={"deterministic": True}, families=("qwen2",)),
+)
+
+
+def cases(options: Options) -> Iterator[Case]:
+    """Yield a case for each family and variant, and those of order and accumulation."""
+    for family in options.families:
+        for variant in VARIANTS:
+            if variant.families is None or family in variant.families:
+                yield Case(
+                    name=f"training_{family}_{variant.name}",
+                    check=partial(_training, family=family, variant=variant),
+                    features=variant.features,
+                    num_ranks=variant.num_ranks,
+                    slow=variant.slow,
+                )
+    first = options.families[0]
+    for num_ranks in (1, 2):
+        where = {"family": first, "num_ranks": num_ranks}
+        ranks = "one_rank" if num_ranks == 1 else "two_ranks"
+        yield Case(name=f"order_{ranks}", check=partial(_order, **where), num_ranks=num_ranks)
+        yield Case(name=f"accumulation_{ranks}", check=partial(_accumulation, **where), num_ranks=num_ranks)
+        yield Case(name=f"scoring_{ranks}", check=partial(_scoring, **where), num_ranks=num_ranks)
+
+
+def check_agreement(records: list[Record]) -> None:
+    """Raise `AssertionError` unless all ranks report the same numbers, predictions and weights, to the bit."""
+    first = records[0]
+    for rank, other in enumerate(records[1:], start=1):
+        for name in ("losses", "norms", "rates", "stats"):
+            if getattr(first, name) != getattr(other, name):
+                raise AssertionError(
+                    f"ranks disagree on `{name}`: rank 0 has {getattr(first, name)}, rank {rank} {getattr(other, name)}"
+                )
+        for step, weights in first.weights_after.items():
+            check_tensors(
+                f"weights of rank {rank} after {step} steps, against rank 0's",
+                other.weights_after[step],
+                weights,
+                0.0,
+            )
+
+
+def check_training(runner: Runner, record: Record, reference: Reference) -> None:
+    """Compare a run over `BATCHES` with the reference: tokens, loss, gradients, norm, rate, weights, counts."""
+    limits = runner.tolerances
+    assert record.predictions is not None
+    check_tokens("first step", record.predictions, reference.predictions, BATCHES[0], limits.logprob)
+    check_number("loss of step 1", record.losses[0], reference.losses[0], limits.loss)
+    check_tensors("gradient of step 1", record.grads, reference.first_grads, limits.gradient)
+    check_number("gradient norm of step 1", record.norms[0], reference.grad_norms[0], limits.norm)
+    for step, (rate, expected) in enumerate(zip(record.rates, reference.rates[1:], strict=False), start=1):
+        check_number(f"learning rate after step {step}", rate, expected, 1e-6)
+    check_weights(runner, record.weights_after, reference)
+    for step in range(1, STEPS):
+        check_number(
+            f"loss of step {step + 1}", record.losses[step], reference.losses[step], limits.later_loss
+        )
+    for step, (stats, batch) in enumerate(zip(record.stats, BATCHES, strict=True), start=1):
+        seen = (stats.num_tokens, stats.num_loss_tokens)
+        expected_counts = (int(batch["lengths"].sum()), int(batch["loss_mask"].sum()))
+        if seen != expected_counts:
+            raise AssertionError(
+                f"tokens and loss tokens of step {step}: expected {expected_counts}, got {seen}"
+            )
+
+
+def check_weights(runner: Runner, weights_after: dict[int, Named], reference: Reference) -> None:
+    """Compare weights after so many steps; errors are relative to how far each tensor moved."""
+    start = reference.weights_after[0]
+    for step, weights in weights_after.items():
+        expected = reference.weights_after[step]
+        if step == 0:
+            check_tensors("weights at the start", weights, expected, 0.0)
+            continue
+        check_names(f"weights after {step} steps", weights, expected)
+        moved = {name: expected[name] - start[name] for name in expected}
+        still = {name: tensor for name, tensor in expected.items() if not bool(moved[name].any())}
+        check_tensors(
+            f"untrained weights after {step} steps", {name: weights[name] for name in still}, still, 0.0
+        )
+        check_tensors(f"weights after {step} steps", weights, expected, runner.tolerances.step_weight, moved)
+
+
+def _training(runner: Runner, family: str, variant: Variant) -> None:
+    job = runner.job(family, variant.head, **variant.changes)
+    records = runner.run(probes.train, variant.num_ranks, job, BATCHES, KEPT)
+    check_training(runner, records[0], runner.reference(job))
+    check_agreement(records)
+
+
+def _order(runner: Runner, family: str, num_ranks: int) -> None:
+    """The order of samples changes nothing but the order of the answers."""
+    job = runner.job(family)
+    order = torch.randperm(BATCHES[0].batch_size[0], generator=torch.Generator().manual_seed(5))
+    back = order.argsort()
+    record: Record = runner.run(probes.train, num_ranks, job, [batch[order] for batch in BATCHES], KEPT)[0]
+    assert record.predictions is not None
+    record.predictions = record.predictions[back]
+    check_training(runner, record, runner.reference(job))
+
+
+def _accumulation(runner: Runner, family: str, num_ranks: int) -> None:
+    """Two calls of a fixed scale come to the same as one."""
+    job = runner.job(family)
+    record: Record = runner.run(probes.train, num_ranks, job, BATCHES, KEPT, 2)[0]
+    reference = runner.reference(job)
+    limits = runner.tolerances
+    check_number("summed loss of two calls", record.losses[0], reference.losses[0], limits.loss)
+    check_tensors("gradient accumulated over two calls", record.grads, reference.first_grads, limits.gradient)
+    check_weights(runner, record.weights_after, reference)
+
+
+def _scoring(runner: Runner, family: str, num_ranks: int) -> None:
+    """A forward-only call in `eval_mode` predicts what training predicts."""
+    job: Job = runner.job(family)
+    expected = runner.reference(job).predictions
+    for predictions in runner.run(probes.score, num_ranks, job, BATCHES[0]):
+        check_tokens("forward only", predictions, expected, BATCHES[0], runner.tolerances.logprob)
+
+
+assert all(name in FAMILIES for variant in VARIANTS for name in variant.families or ())
