@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         PreprocessFn,
         StepContext,
         StepStats,
+        WeightKind,
         WeightSpec,
     )
     from offbeat_engine.losses import SftLoss
@@ -80,6 +81,7 @@ _HOMES = {
     "PreprocessFn": "interface",
     "StepContext": "interface",
     "StepStats": "interface",
+    "WeightKind": "interface",
     "WeightSpec": "interface",
     "SftLoss": "losses",
     "plan_micro_batches": "planning",
@@ -128,6 +130,7 @@ __all__ = [
     "StepContext",
     "StepStats",
     "TrainBatch",
+    "WeightKind",
     "WeightSpec",
     "World",
     "check_batch",

@@ -73,7 +73,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """One optimizer on float32 master weights; `max_grad_norm` <= 0 turns clipping off."""
+    """One optimizer on float32 master weights; `max_grad_norm` <= 0 turns clipping off.
+
+    Adafactor takes `lr` (the most that a relative step may be) and `weight_decay`; the betas and `eps` are AdamW's.
+    """
 
     name: OptimizerName = OptimizerName.ADAMW
     lr: float = 1e-6

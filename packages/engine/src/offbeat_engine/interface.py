@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, overload
 
 import torch
@@ -89,13 +90,24 @@ class StepStats:
     num_micro_batches: int
 
 
+class WeightKind(StrEnum):
+    """What an exported weight is: one of the whole model, or one of an adapter to be laid over a base."""
+
+    FULL = "full"
+    ADAPTER = "adapter"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpec:
-    """One exported weight, under its Hugging Face name, as `named_weights` will yield it."""
+    """One exported weight, under its Hugging Face name, as `named_weights` will yield it.
+
+    An `ADAPTER` weight has the name that peft's `adapter_model.safetensors` gives it.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    kind: WeightKind = WeightKind.FULL
 
 
 PreprocessFn = Callable[[TrainBatch, StepContext], TrainBatch]
@@ -257,14 +269,18 @@ class Engine(ABC):
 
     @abstractmethod
     def export_huggingface(self, path: str) -> None:
-        """Write config, tokenizer and full weights as a Hugging Face safetensors folder, atomically."""
+        """Write config, tokenizer and full weights as a Hugging Face safetensors folder, atomically.
+
+        With adapters exported alone (`LoraExport.ADAPTER`) it is a folder that peft loads over the base.
+        """
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight in the order of `weight_manifest`: Hugging Face name, full tensor, compute dtype.
 
         A collective: every rank iterates to the end. Tied weights appear once, under the name that
-        `save_pretrained` keeps.
+        `save_pretrained` keeps. With LoRA these are the base's weights with the adapter merged in, or the adapter
+        alone, as the config says and each spec's `kind` repeats.
         """
 
     @abstractmethod
@@ -276,8 +292,8 @@ class Engine(ABC):
         """Yield the accumulated gradient of every trained parameter: its name, full tensor, float32.
 
         A collective: every rank iterates to the end. The sum over all ranks and micro-batches since
-        `optimizer_zero_grad`, before clipping; names as in `named_weights` where a parameter is exported. For
-        debugging and for the conformance suite, not for training.
+        `optimizer_zero_grad`, before clipping; names as in `named_weights` where a parameter is exported, peft's
+        for adapters. For debugging and for the conformance suite, not for training.
 
         Raises:
             StateError: nothing has been accumulated.

@@ -18,25 +18,40 @@ from torch.distributed.tensor import DTensor
 from offbeat_engine import folders
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2.ranks import first_failure, from_rank_zero, gather
+from offbeat_engine.fsdp2.weights import held
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from offbeat_engine.fsdp2.model import Scorer
+    from offbeat_engine.fsdp2.optimizers import Moments
     from offbeat_engine.fsdp2.updater import Updater
     from offbeat_engine.world import World
 
 FORMAT = 1
 
-Moments = dict[str, dict[str, torch.Tensor]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a checkpoint is taken of: master weights, buffers, optimizer, schedule, random state."""
+    """What a checkpoint is taken of: trained and untrained weights, optimizer, schedule, random state.
+
+    `base` are fingerprints (see `lora.fingerprint`) of the weights that a checkpoint does not hold.
+    """
 
     world: World
     updater: Updater
-    buffers: dict[str, torch.Tensor]
+    untrained: dict[str, torch.Tensor]
+    base: dict[str, int]
+
+
+def target_of(world: World, scorer: Scorer, updater: Updater) -> Target:
+    """Return what there is to save of `scorer`, which `updater` steps."""
+    untrained = {
+        name: tensor
+        for name, tensor in held(scorer.hf).items()
+        if name not in updater.params and name not in scorer.base
+    }
+    return Target(world=world, updater=updater, untrained=untrained, base=scorer.base)
 
 
 def save(target: Target, folder: Path, step: int) -> None:
@@ -62,6 +77,7 @@ def save(target: Target, folder: Path, step: int) -> None:
             "scheduled_steps": target.updater.num_steps,
             "num_ranks": world.size,
             "has_moments": bool(target.updater.moments()),
+            "base": target.base,
         }
         (partial / folders.META).write_text(json.dumps(meta, indent=2))
         folders.finish_folder(folder)
@@ -80,6 +96,7 @@ def load(target: Target, folder: Path) -> None:
         meta = json.loads((folder / folders.META).read_text())
         if meta["format"] != FORMAT:
             raise CheckpointError(f"{folder} has format {meta['format']}, this version reads {FORMAT}")
+        _check_base(target.base, meta.get("base", {}), folder)
         moments = updater.empty_moments() if meta["has_moments"] else {}
         state = _tensors(target, moments)
         if meta["num_ranks"] == world.size:
@@ -156,12 +173,14 @@ def _state(target: Target) -> dict[str, torch.Tensor]:
 
 def _tensors(target: Target, moments: Moments) -> dict[str, torch.Tensor]:
     """Flatten to name and tensor, DTensors where the parameters are: DCP cuts and joins them as needed."""
-    params = target.updater.params
+    params, cut = target.updater.params, target.updater.sharded_moments
     state = {f"model.{name}": param.detach() for name, param in params.items()}
-    state |= {f"model.{name}": buffer for name, buffer in target.buffers.items()}
+    state |= {f"model.{name}": tensor.detach() for name, tensor in target.untrained.items()}
     for name, entry in moments.items():
         for key, tensor in entry.items():
-            state[f"optimizer.{name}.{key}"] = tensor if key == "step" else _like(tensor, params[name])
+            state[f"optimizer.{name}.{key}"] = (
+                _like(tensor, params[name]) if cut and key != "step" else tensor
+            )
     return state
 
 
@@ -185,6 +204,16 @@ def _check_fit(state: dict[str, torch.Tensor], written: dict[str, Any], folder: 
     extra = [name for name in written if name.startswith("model.") and name not in state]
     if extra:
         raise CheckpointError(f"{folder} does not fit the model: it has {extra[0]}, which the model has not")
+
+
+def _check_base(here: dict[str, int], there: dict[str, int], folder: Path) -> None:
+    odd = sorted({*here.items()} ^ {*there.items()})
+    if odd:
+        name = odd[0][0]
+        what = "has other values" if name in here and name in there else "is frozen in only one of the two"
+        raise CheckpointError(
+            f"{folder} holds adapters of another base: `{name}` {what}; load the model they were trained on"
+        )
 
 
 def _rng_key(world: World) -> str:

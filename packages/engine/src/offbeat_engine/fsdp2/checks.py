@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
-from offbeat_engine.config import OptimizerName, Schedule
+from offbeat_engine.config import Schedule
 from offbeat_engine.fsdp2.model import has_flash_attention, wants_flash
+from offbeat_engine.fsdp2.option_checks import option_refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig
 
 _MISSING = {
-    Feature.LORA: "adapters are not built yet; all weights are trained",
     Feature.ACTIVATION_OFFLOAD: "what backward needs stays on the device",
-    Feature.ADAFACTOR: "AdamW is the only optimizer",
-    Feature.FREEZING: "all weights are trained",
     Feature.COMPILE: "models run uncompiled",
     Feature.DETERMINISTIC: "torch's defaults decide the kernels",
     Feature.HYBRID_SHARDING: "weights are sharded over all ranks",
@@ -47,6 +45,7 @@ def refusals(config: EngineConfig, num_ranks: int) -> list[Refusal]:
         *_layout_of_ranks(config, num_ranks),
         *_optimizer(config),
         *_device(config),
+        *option_refusals(config),
         *_missing(config),
     ]
 
@@ -54,9 +53,6 @@ def refusals(config: EngineConfig, num_ranks: int) -> list[Refusal]:
 def _missing(config: EngineConfig) -> Iterator[Refusal]:
     """Refuse what is asked for and not there, in the words of `_MISSING`."""
     asked = {
-        Feature.LORA: ("lora.rank", config.lora.rank > 0),
-        Feature.ADAFACTOR: ("optimizer.name", config.optimizer.name is OptimizerName.ADAFACTOR),
-        Feature.FREEZING: ("freeze", bool(config.freeze)),
         Feature.COMPILE: ("compile", config.compile),
         Feature.DETERMINISTIC: ("deterministic", config.deterministic),
         Feature.ACTIVATION_OFFLOAD: ("activation_offload", config.activation_offload),

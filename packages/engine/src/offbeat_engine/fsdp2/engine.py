@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 
 from offbeat_engine import folders
-from offbeat_engine.config import Dtype, NonFinite
+from offbeat_engine.config import NonFinite
 from offbeat_engine.errors import ConfigError, NonFiniteError, StateError
-from offbeat_engine.fsdp2 import checkpoint, checks, model, sharding, weights
+from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, sharding, weights
 from offbeat_engine.fsdp2.ranks import compute_device
 from offbeat_engine.fsdp2.shards import gather_shares, take_share
 from offbeat_engine.fsdp2.stepping import Step, run_step
@@ -278,21 +278,21 @@ class Fsdp2Engine(Engine):
         weights.write_folder(
             folders.partial_path(final) if zero else None,
             parts.scorer.hf,
-            weights.exported(parts.scorer.hf),
-            self._compute_dtype(),
+            self._sources(),
+            model.compute_dtype(self.config),
             self.config.model.path,
         )
         checkpoint.on_rank_zero(self.world, lambda: folders.finish_folder(final), f"could not finish {path}")
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight, one whole tensor at a time; it may share memory with the live weight."""
-        return weights.stream(weights.exported(self._ready().scorer.hf), self._compute_dtype())
+        return weights.stream(self._sources(), model.compute_dtype(self.config))
 
     def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
-        return weights.specs(weights.exported(self._ready().scorer.hf), self._compute_dtype())
+        return weights.specs(self._sources(), model.compute_dtype(self.config))
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
-        gradients = weights.gradients(self._ready().scorer.hf)
+        gradients = weights.gradients(self._ready().scorer.hf, lora.kind_of(self.config.lora))
         if not gradients:
             raise StateError("there are no gradients; call `forward_backward_step` first")
         return weights.stream(gradients, torch.float32)
@@ -318,14 +318,12 @@ class Fsdp2Engine(Engine):
         if self._loss_fn is None:
             raise StateError("training without a loss; call `set_loss_fn` first")
 
-    def _compute_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.dtype is Dtype.BFLOAT16 else torch.float32
+    def _sources(self) -> list[weights.Source]:
+        return weights.exported(self._ready().scorer.hf, lora.kind_of(self.config.lora))
 
     def _target(self) -> checkpoint.Target:
         parts = self._ready()
-        named = weights.held(parts.scorer.hf)
-        buffers: dict[str, Any] = {name: named[name] for name in named if name not in parts.updater.params}
-        return checkpoint.Target(world=self.world, updater=parts.updater, buffers=buffers)
+        return checkpoint.target_of(self.world, parts.scorer, parts.updater)
 
     def _reshard(self) -> None:
         """Let go of gathered weights: outside a step, parameters are always this rank's shards."""

@@ -13,7 +13,7 @@ import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import attention, conversion, weights
+from offbeat_engine.fsdp2 import attention, conversion, freezing, lora, weights
 from offbeat_engine.fsdp2.heads import token_logprobs
 from offbeat_engine.fsdp2.layout import flash_inputs, flash_rows_inputs, packed_inputs, padded_inputs
 
@@ -31,10 +31,11 @@ class Scorer(torch.nn.Module):
     Only the base model and the head run, so a mixture of experts adds no auxiliary loss for its router.
     """
 
-    def __init__(self, hf: Any, head: str) -> None:  # noqa: ANN401
+    def __init__(self, hf: Any, head: str, base: dict[str, int] | None = None) -> None:  # noqa: ANN401
         super().__init__()
         self.hf = hf
         self.head = head
+        self.base = {} if base is None else base  # fingerprints of what checkpoints leave out
 
     def forward(self, layout: Layout, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
         """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32."""
@@ -69,9 +70,26 @@ def build_scorer(config: EngineConfig) -> Scorer:
             "`packing: false` and `attention: eager`"
         )
     conversion.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.held(hf).items()})
+    freezing.freeze(hf, config.freeze)
     if config.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    return Scorer(hf, config.model.head)
+    return Scorer(hf, config.model.head, _add_adapters(hf, config) if config.lora.rank else None)
+
+
+def _add_adapters(hf: Any, config: EngineConfig) -> dict[str, int]:  # noqa: ANN401
+    """Put adapters into `hf`; return the fingerprints of the base, which checkpoints do not hold."""
+    lora.attach(hf, config)
+    frozen = {name: param for name, param in hf.named_parameters() if not param.requires_grad}
+    base = {name: lora.fingerprint(param) for name, param in frozen.items()}
+    if config.dtype is Dtype.BFLOAT16:
+        for param in frozen.values():  # never stepped, so float32 would only be memory
+            param.data = param.data.bfloat16()
+    return base
+
+
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """Return the dtype in which the model computes and its weights leave."""
+    return torch.bfloat16 if config.dtype is Dtype.BFLOAT16 else torch.float32
 
 
 def attention_name(config: EngineConfig) -> str:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from offbeat_engine.fsdp2 import conversion
-from offbeat_engine.interface import WeightSpec
+from offbeat_engine.fsdp2 import conversion, lora
+from offbeat_engine.interface import WeightKind, WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -34,12 +34,14 @@ class Source:
     """One tensor the model holds, and what leaves for it.
 
     `parts` are the exported names and shapes, in the order they leave; `convert` makes them of the whole tensor,
-    None where there is one part that is the tensor itself.
+    None where there is one part that is the tensor itself. `adapter` is merged in first.
     """
 
     tensor: torch.Tensor
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     convert: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
+    adapter: lora.Adapter | None = None
+    kind: WeightKind = WeightKind.FULL
 
 
 def held(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
@@ -61,26 +63,43 @@ def held(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
     return named
 
 
-def exported(hf: Any) -> list[Source]:  # noqa: ANN401
-    """Return what leaves the model, in order, under the names of a Hugging Face checkpoint."""
+def exported(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:  # noqa: ANN401
+    """Return what leaves the model, in order: the names of a Hugging Face checkpoint, or of a peft adapter."""
     named = held(hf)
-    if not conversion.converts(hf):
-        return [Source(tensor=tensor, parts=((name, tuple(tensor.shape)),)) for name, tensor in named.items()]
-    return [
-        Source(
-            tensor=tensor,
-            parts=tuple(conversion.original_shapes(hf, name, tuple(tensor.shape)).items()),
-            convert=partial(conversion.original, hf, name),
-        )
-        for name, tensor in named.items()
-    ]
+    if kind is WeightKind.ADAPTER:
+        return [_adapter_source(name, tensor) for name, tensor in named.items() if tensor.requires_grad]
+    converts = conversion.converts(hf)
+    return [_full_source(hf, named, name, converts=converts) for name in named if not lora.is_adapter(name)]
 
 
-def gradients(hf: Any) -> list[Source]:  # noqa: ANN401
+def _full_source(hf: Any, named: dict[str, torch.Tensor], name: str, *, converts: bool) -> Source:  # noqa: ANN401
+    tensor, plain = named[name], lora.plain_name(name)
+    shape, adapter = tuple(tensor.shape), lora.adapter_of(hf, named, name)
+    if not converts:
+        return Source(tensor=tensor, parts=((plain, shape),), adapter=adapter)
+    return Source(
+        tensor=tensor,
+        parts=tuple(conversion.original_shapes(hf, plain, shape).items()),
+        convert=partial(conversion.original, hf, plain),
+        adapter=adapter,
+    )
+
+
+def _adapter_source(name: str, tensor: torch.Tensor) -> Source:
+    parts = ((lora.peft_name(name), tuple(tensor.shape)),)
+    return Source(tensor=tensor, parts=parts, kind=WeightKind.ADAPTER)
+
+
+def gradients(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:  # noqa: ANN401
     """Return the accumulated gradients, named and cut like the weights they belong to."""
+    sources = exported(hf, kind)
+    if kind is WeightKind.FULL:  # adapters have left inside other weights; they go under peft's names
+        sources += [
+            _adapter_source(name, tensor) for name, tensor in held(hf).items() if lora.is_adapter(name)
+        ]
     return [
-        replace(source, tensor=source.tensor.grad)
-        for source in exported(hf)
+        replace(source, tensor=source.tensor.grad, adapter=None)
+        for source in sources
         if source.tensor.grad is not None
     ]
 
@@ -88,7 +107,7 @@ def gradients(hf: Any) -> list[Source]:  # noqa: ANN401
 def specs(sources: list[Source], dtype: torch.dtype) -> tuple[WeightSpec, ...]:
     """Describe what `stream` will yield; DTensors are described whole."""
     return tuple(
-        WeightSpec(name=name, shape=shape, dtype=_compute(source.tensor, dtype))
+        WeightSpec(name=name, shape=shape, dtype=_compute(source.tensor, dtype), kind=source.kind)
         for source in sources
         for name, shape in source.parts
     )
@@ -100,11 +119,19 @@ def stream(sources: list[Source], dtype: torch.dtype) -> Iterator[tuple[str, tor
     A tensor may share memory with the live weight: copy it before the next optimizer step.
     """
     for source in sources:
-        # Cast first: in bfloat16 half as many bytes cross between the ranks.
-        whole = _whole(source.tensor.detach().to(_compute(source.tensor, dtype)))
+        whole = _merged(source, dtype)
         converted = None if source.convert is None else source.convert(whole)
         for name, _ in source.parts:
             yield name, whole if converted is None else converted[name]
+
+
+def _merged(source: Source, dtype: torch.dtype) -> torch.Tensor:
+    """Return the whole tensor in `dtype`, with its adapter added in float32."""
+    tensor, adapter, dtype = source.tensor.detach(), source.adapter, _compute(source.tensor, dtype)
+    if adapter is None:
+        return _whole(tensor.to(dtype))  # cast first: in bfloat16 half as many bytes cross between the ranks
+    product = _whole(adapter.b.detach()).float() @ _whole(adapter.a.detach()).float()
+    return (_whole(tensor).float() + adapter.scale * product).to(dtype)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,17 +165,20 @@ def write_folder(
 ) -> None:
     """Write a Hugging Face folder; a collective, in which only the rank with a `folder` writes.
 
-    It holds at most one file's tensors in memory at a time.
+    It holds at most one file's tensors in memory at a time. An adapter is one file, as peft wants it.
     """
     from safetensors.torch import save_file
 
-    files = plan_files(specs(sources, dtype))
+    adapter = any(source.kind is WeightKind.ADAPTER for source in sources)
+    stem = "adapter_model" if adapter else "model"
+    planned = specs(sources, dtype)
+    files = [[spec.name for spec in planned]] if adapter else plan_files(planned)
     weights = stream(sources, dtype)
     index: dict[str, str] = {}
     total = 0
     for number, names in enumerate(files, start=1):
         file_name = (
-            "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+            f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{number:05}-of-{len(files):05}.safetensors"
         )
         held: dict[str, torch.Tensor] = {}
         for _ in names:
@@ -164,16 +194,23 @@ def write_folder(
     if len(files) > 1:
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         (folder / "model.safetensors.index.json").write_text(text)
-    _write_config(folder, hf, dtype, Path(origin))
+    if adapter:
+        lora.write_config(folder, hf)
+    else:
+        _write_config(folder, hf, dtype)
+    _copy_beside(folder, Path(origin))
 
 
-def _write_config(folder: Path, hf: Any, dtype: torch.dtype, source: Path) -> None:  # noqa: ANN401
+def _write_config(folder: Path, hf: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
     from copy import deepcopy
 
     config = deepcopy(hf.config)
     config.dtype = dtype
     config.architectures = [type(hf).__name__]
     config.save_pretrained(folder)
+
+
+def _copy_beside(folder: Path, source: Path) -> None:
     for name in _BESIDE:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

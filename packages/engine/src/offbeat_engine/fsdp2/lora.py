@@ -1,0 +1,158 @@
+"""Low-rank adapters (arXiv 2106.09685) by peft: put into the model in place, found again, described to peft."""
+
+# transformers and peft are typed in part: modules and configs answer with unknown types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat_engine.config import LoraExport
+from offbeat_engine.errors import ConfigError
+from offbeat_engine.interface import WeightKind
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_engine.config import EngineConfig, LoraConfig
+
+ADAPTER = "default"
+"""peft's name of the one adapter; it stands in names in memory, not in files."""
+
+_PEFT_PREFIX = "base_model.model."  # as `adapter_model.safetensors` has it
+_BASE_LAYER = ".base_layer."
+_HEADS = frozenset({"lm_head", "score"})
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What is added to one weight W [out, in]: scale * B [out, r] @ A [r, in]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+def has_peft() -> bool:
+    """Return whether the peft package is installed."""
+    return find_spec("peft") is not None
+
+
+def kind_of(config: LoraConfig) -> WeightKind:
+    """Return what `named_weights` yields under `config`."""
+    alone = config.rank > 0 and config.export is LoraExport.ADAPTER
+    return WeightKind.ADAPTER if alone else WeightKind.FULL
+
+
+def attach(hf: Any, config: EngineConfig) -> None:  # noqa: ANN401
+    """Freeze `hf` and give it adapters, drawn from the model's seed; a value head goes on being trained.
+
+    Raises:
+        ConfigError: a target is no linear layer of the base model.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    lora, value = config.lora, config.model.head == "value"
+    description = PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] annotated int, but a factor like any
+        lora_dropout=lora.dropout,
+        target_modules=_targets(hf, lora.targets),
+        task_type="TOKEN_CLS" if value else "CAUSAL_LM",
+        base_model_name_or_path=config.model.path,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.model.seed)
+        inject_adapter_in_model(description, hf, adapter_name=ADAPTER)
+    if value:
+        hf.score.requires_grad_(True)
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a weight has without adapters around it."""
+    return name.replace(_BASE_LAYER, ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether `name` is one of the matrices A and B, not a weight of the base."""
+    return name.endswith((f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"))
+
+
+def peft_name(name: str) -> str:
+    """Return the name of a trained weight in `adapter_model.safetensors`."""
+    return _PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".")
+
+
+def adapter_of(hf: Any, held: dict[str, torch.Tensor], name: str) -> Adapter | None:  # noqa: ANN401
+    """Return what is added to the weight `name` of `held`, or None."""
+    module, found, parameter = name.rpartition(_BASE_LAYER)
+    if not found or parameter != "weight":
+        return None
+    return Adapter(
+        a=held[f"{module}.lora_A.{ADAPTER}.weight"],
+        b=held[f"{module}.lora_B.{ADAPTER}.weight"],
+        scale=float(hf.get_submodule(module).scaling[ADAPTER]),
+    )
+
+
+def write_config(folder: Path, hf: Any) -> None:  # noqa: ANN401
+    """Write `adapter_config.json`, by which peft knows what the adapter belongs to."""
+    from copy import copy
+
+    description = copy(hf.peft_config[ADAPTER])
+    description.inference_mode = True
+    if description.task_type == "TOKEN_CLS":
+        description.modules_to_save = ["score"]
+    description.save_pretrained(str(folder))
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """Return a number that changes with any value of a frozen float32 weight, or with the order of its rows."""
+    # Integers add up to the same whatever the order of addition.
+    bits_RC = tensor.detach().cpu().contiguous().view(torch.int32).reshape(max(1, tensor.shape[0]), -1)
+    rows_R = bits_RC.sum(1, dtype=torch.int64)
+    return int((rows_R * torch.arange(1, len(rows_R) + 1)).sum())
+
+
+def _targets(hf: Any, endings: tuple[str, ...]) -> list[str]:  # noqa: ANN401
+    """Return what peft shall look for: last parts of names where these mean the same, whole names otherwise."""
+    modules = dict(hf.named_modules())
+    inside = {id(module) for module in hf.base_model.modules()}
+    linear = {
+        name
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear) and id(module) in inside
+    }
+    chosen = set(linear)
+    if endings:
+        chosen = set[str]()
+        for ending in endings:
+            found = {name for name in modules if name == ending or name.endswith(f".{ending}")}
+            _check_target(ending, found, linear)
+            chosen |= found
+    if not chosen:
+        raise ConfigError(f"`lora.targets`: {type(hf).__name__} has no linear layer to adapt")
+    last = {name.rpartition(".")[2] for name in chosen}
+    same = {name for name in modules if name.rpartition(".")[2] in last} == chosen
+    return sorted(last if same else chosen)
+
+
+def _check_target(ending: str, found: set[str], linear: set[str]) -> None:
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    if not found:
+        near = get_close_matches(ending, known) or known
+        raise ConfigError(f"`lora.targets`: no module is called `{ending}`; did you mean {', '.join(near)}?")
+    if _HEADS & {name.rpartition(".")[2] for name in found}:
+        raise ConfigError(
+            f"`lora.targets`: the head `{ending}` takes no adapter; name layers of the base model"
+        )
+    odd = sorted(found - linear)
+    if odd:
+        raise ConfigError(f"`lora.targets`: `{odd[0]}` is no linear layer; choose among {', '.join(known)}")
