@@ -142,8 +142,11 @@ def _load(config: ModelConfig, attn: str) -> Any:  # noqa: ANN401
             torch.manual_seed(config.seed)  # also decides a value head that the folder does not hold
             if config.random_init:
                 return auto.from_config(shape, **common)
-            return auto.from_pretrained(config.path, config=shape, local_files_only=True, **common)
-    except (OSError, ValueError, KeyError) as error:
+            hf, report = auto.from_pretrained(
+                config.path, config=shape, local_files_only=True, output_loading_info=True, **common
+            )
+            return _complete(hf, report, config)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(
             f"no model for a {config.head} head in {config.path!r}: expected a local Hugging Face folder with "
             f"config.json{'' if config.random_init else ' and safetensors'} ({error})"
@@ -151,3 +154,15 @@ def _load(config: ModelConfig, attn: str) -> Any:  # noqa: ANN401
     finally:
         if bars:
             logging.enable_progress_bar()
+
+
+def _complete(hf: Any, report: dict[str, Any], config: ModelConfig) -> Any:  # noqa: ANN401
+    """Return `hf` unless weights were drawn that the folder should have held; a value head may be new."""
+    missing = sorted(report["missing_keys"])
+    if config.head == "value":
+        missing = [name for name in missing if not name.startswith("score.")]
+    if missing:
+        raise ValueError(
+            f"its safetensors lack {len(missing)} of the model's weights, such as `{missing[0]}`"
+        )
+    return hf
