@@ -66,13 +66,16 @@ def test_what_cannot_work_is_refused_by_name(changes, setting):
         ({"sequence_parallel_size": 0}, 4, "must divide the number of ranks, 4, got 0"),
         ({"sequence_parallel_size": 2, "packing": False}, 4, "only packed rows"),
         ({"sequence_parallel_size": 8}, 8, "must divide the 4 attention heads"),
+        ({"shard_size": 3}, 4, "must divide the number of ranks, 4, got 3"),
+        ({"shard_size": -1}, 4, "must divide the number of ranks, 4, got -1"),
+        ({"shard_size": 8}, 4, "must divide the number of ranks, 4, got 8"),
     ],
     ids=str,
 )
-def test_ranks_that_cannot_share_sequences_are_refused(tiny, changes, num_ranks, reason):
+def test_arrangements_of_ranks_that_do_not_come_out_even_are_refused(tiny, changes, num_ranks, reason):
     config = replace(GOOD, model=ModelConfig(path=tiny), **changes)
     (refusal,) = Fsdp2Engine.check(config, num_ranks)
-    assert refusal.setting == "sequence_parallel_size"
+    assert refusal.setting == next(iter(changes))
     assert reason in refusal.reason
 
 

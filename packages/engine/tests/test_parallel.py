@@ -244,3 +244,57 @@ def no_entropy_gradient(world, path):
 
 def test_entropy_does_not_seem_to_have_a_gradient_it_lacks(tiny, two_ranks):
     assert two_ranks.run(no_entropy_gradient, tiny) == [[(True, False)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "all_wrapped"),
+    [
+        ({"shard_size": 2}, False),
+        ({"shard_size": 2, "micro_batch_tokens": 20}, True),
+        ({"shard_size": 1}, False),
+        ({"shard_size": 2, "sequence_parallel_size": 2, "micro_batch_tokens": 20}, True),
+        ({"shard_size": 2, "sequence_parallel_size": 4}, False),
+        ({"shard_size": 4}, False),
+    ],
+    ids=str,
+)
+def test_copies_of_the_weights_train_as_one(tiny, four_ranks, changes, all_wrapped):
+    results = four_ranks.run(train, config_of(tiny, **changes), BATCHES, None, all_wrapped)
+    check_against_plain(results[0], tiny, BATCHES)
+    check_same_on_all(results)
+
+
+def saved_and_stepped(world, config, path, batches):
+    """Take one step, save, take another."""
+    engine = make_engine(config, world)
+    step(engine, batches[0])
+    engine.save_checkpoint(path, global_step=1)
+    return step(engine, batches[1])
+
+
+def loaded_and_stepped(world, config, path, batches):
+    engine = make_engine(config, world)
+    assert engine.load_checkpoint(path) == 1
+    return step(engine, batches[1])
+
+
+def step(engine, batch):
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        _, loss, _ = engine.forward_backward_step(engine.shard_data(batch))
+        norm = engine.optimizer_step()
+    engine.lr_scheduler_step()
+    return loss, norm, {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+
+def test_a_checkpoint_of_copies_is_loaded_by_another_arrangement(tiny, two_ranks, four_ranks, tmp_path):
+    hybrid = config_of(tiny, shard_size=2, sequence_parallel_size=2)
+    loss, norm, weights = four_ranks.run(saved_and_stepped, hybrid, str(tmp_path), BATCHES)[0]
+    again = four_ranks.run(loaded_and_stepped, hybrid, str(tmp_path), BATCHES)[0]
+    assert again[:2] == (loss, norm)
+    assert all(torch.equal(again[2][name], weights[name]) for name in weights)
+    for changes in ({}, {"sequence_parallel_size": 2}):
+        other = two_ranks.run(loaded_and_stepped, config_of(tiny, **changes), str(tmp_path), BATCHES)[0]
+        assert other[0] == pytest.approx(loss, rel=1e-6)
+        assert other[1] == pytest.approx(norm, rel=1e-5)
+        assert worst(other[2], weights) <= 1e-5

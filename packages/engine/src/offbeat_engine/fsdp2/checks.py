@@ -22,7 +22,6 @@ _MISSING = {
     Feature.ACTIVATION_OFFLOAD: "what backward needs stays on the device",
     Feature.COMPILE: "models run uncompiled",
     Feature.DETERMINISTIC: "torch's defaults decide the kernels",
-    Feature.HYBRID_SHARDING: "weights are sharded over all ranks",
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
     Feature.PIPELINE_PARALLEL: "every rank runs all layers",
 }
@@ -56,7 +55,6 @@ def _missing(config: EngineConfig) -> Iterator[Refusal]:
         Feature.COMPILE: ("compile", config.compile),
         Feature.DETERMINISTIC: ("deterministic", config.deterministic),
         Feature.ACTIVATION_OFFLOAD: ("activation_offload", config.activation_offload),
-        Feature.HYBRID_SHARDING: ("shard_size", config.shard_size > 0),
     }
     for feature, (setting, wanted) in asked.items():
         if wanted and feature in _MISSING:
@@ -92,6 +90,12 @@ def _layout_of_ranks(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:
         )
     elif peers > 1:
         yield from _sequence_parallel(config)
+    if config.shard_size < 0 or (config.shard_size and num_ranks % config.shard_size):
+        yield Refusal(
+            setting="shard_size",
+            reason=f"must divide the number of ranks, {num_ranks}, got {config.shard_size}",
+            remedy="use 0 for one copy of the weights over all ranks, or a divisor",
+        )
 
 
 def _sequence_parallel(config: EngineConfig) -> Iterator[Refusal]:

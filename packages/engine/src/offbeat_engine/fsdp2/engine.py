@@ -97,7 +97,12 @@ class Fsdp2Engine(Engine):
         sharded = sharding.shard(scorer, self.config, self.world)
         peers = sharding.peers_of(self.config, self.world)
         device = compute_device(self.world)
-        updater = Updater(self.config.optimizer, dict(scorer.hf.named_parameters()), self.world)
+        updater = Updater(
+            self.config.optimizer,
+            dict(scorer.hf.named_parameters()),
+            self.world,
+            num_copies=sharding.num_copies(self.config, self.world),
+        )
         self._parts = _Parts(scorer, updater, peers, sharded, gather_once, device, device, device)
 
     @contextmanager

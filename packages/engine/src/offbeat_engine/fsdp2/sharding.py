@@ -15,6 +15,8 @@ from offbeat_engine.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.fsdp2.model import Scorer
     from offbeat_engine.world import SubGroup, World
@@ -34,11 +36,9 @@ def shard(scorer: Scorer, config: EngineConfig, world: World) -> bool:
     if world.size == 1 and config.dtype is Dtype.FLOAT32:
         scorer.to(device)
         return False
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    world.ensure_group(config.collective_timeout_s)
-    mesh = init_device_mesh(world.device, (world.size,))
+    mesh = _mesh(config, world)
     # Inputs are not cast: temperatures must stay float32, and hidden states are in the compute dtype already.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype is Dtype.BFLOAT16 else None,
@@ -59,6 +59,31 @@ def peers_of(config: EngineConfig, world: World) -> SubGroup | None:
     if config.sequence_parallel_size == 1:
         return None
     return world.split(config.sequence_parallel_size, config.collective_timeout_s)
+
+
+def num_copies(config: EngineConfig, world: World) -> int:
+    """Return how many copies of the weights the ranks hold among them."""
+    return world.size // (config.shard_size or world.size)
+
+
+def _mesh(config: EngineConfig, world: World) -> DeviceMesh:
+    """Return one dimension of all ranks, or copies times the consecutive ranks that share one (hybrid sharding).
+
+    Gradients are summed over both, so ranks that share sequences need no dimension of their own.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    world.ensure_group(config.collective_timeout_s)
+    copies = num_copies(config, world)
+    if copies == 1:
+        return init_device_mesh(world.device, (world.size,))
+    # Groups of our own making, because those that a mesh makes have torch's deadline and not the config's.
+    groups = [
+        world.split(copies, config.collective_timeout_s, stride=config.shard_size).group,
+        world.split(config.shard_size, config.collective_timeout_s).group,
+    ]
+    ranks = torch.arange(world.size).view(copies, config.shard_size)
+    return DeviceMesh.from_group(groups, world.device, mesh=ranks, mesh_dim_names=("copies", "shards"))
 
 
 def is_small(scorer: Scorer) -> bool:

@@ -130,11 +130,17 @@ def _fingerprint(batch: TrainBatch) -> int:
 
 
 def _sync_gradients(step: Step, last: bool) -> None:
-    """Reduce gradients and let go of gathered weights after the last micro-batch only, where memory allows."""
-    if step.sharded and step.gather_once and step.loss_fn is not None:
-        from torch.distributed.fsdp import FSDPModule
+    """Reduce gradients and let go of gathered weights after the last micro-batch only, where memory allows.
 
-        assert isinstance(step.scorer, FSDPModule)
+    Where it does not, gradients are scattered after each, but added up over the copies (if any) after the last.
+    """
+    if not step.sharded or step.loss_fn is None:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(step.scorer, FSDPModule)
+    step.scorer.set_requires_all_reduce(last)
+    if step.gather_once:
         step.scorer.set_requires_gradient_sync(last)
         step.scorer.set_reshard_after_backward(last)
         step.scorer.set_is_last_backward(last)

@@ -23,9 +23,16 @@ if TYPE_CHECKING:
 class Updater:
     """Optimizer and schedule over `params` (name to master weight, float32)."""
 
-    def __init__(self, config: OptimizerConfig, params: dict[str, torch.nn.Parameter], world: World) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        params: dict[str, torch.nn.Parameter],
+        world: World,
+        num_copies: int = 1,
+    ) -> None:
         self._config = config
         self._world = world
+        self._num_copies = num_copies  # of each shard among the ranks (hybrid sharding)
         self.num_steps = 0  # scheduled steps so far
         self.rebind(params)
 
@@ -55,7 +62,7 @@ class Updater:
             raise StateError("`optimizer_step` without a gradient; call `forward_backward_step` first")
         norms = list(torch._foreach_norm(grads, 2.0))  # noqa: SLF001 the fused form has no public name
         square = torch.stack(norms).double().square().sum()
-        return math.sqrt(float(sum_tensor(self._world, square)))
+        return math.sqrt(float(sum_tensor(self._world, square)) / self._num_copies)
 
     def step(self, grad_norm: float) -> None:
         """Scale gradients of norm `grad_norm` to at most `max_grad_norm`, then take one step."""
