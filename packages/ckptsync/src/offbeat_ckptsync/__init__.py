@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.members import ControlMember, GenerationGate, LocalMember
     from offbeat_ckptsync.plan import plan_buckets
     from offbeat_ckptsync.receiver import Receiver, State
+    from offbeat_ckptsync.registry import transport_names
     from offbeat_ckptsync.sender import send_weights, walk
     from offbeat_ckptsync.sinks import DictSink, ModuleSink, ModuleSource, specs_of
     from offbeat_ckptsync.source import LocalSource, Publisher
-    from offbeat_ckptsync.transports import make_transport, transport_names
+    from offbeat_ckptsync.transports import make_transport
     from offbeat_ckptsync.types import (
         Bucket,
         Echo,
@@ -93,7 +94,7 @@ _HOMES = {
     "LocalSource": "source",
     "Publisher": "source",
     "make_transport": "transports",
-    "transport_names": "transports",
+    "transport_names": "registry",
     "Bucket": "types",
     "Echo": "types",
     "Flip": "types",

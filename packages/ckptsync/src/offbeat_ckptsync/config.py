@@ -4,16 +4,21 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from offbeat_ckptsync.registry import require_transport
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
     """How weights travel. Each phase has its own deadline, in seconds.
 
+    `transport` is a built-in name or one that a package adds through the entry-point group `offbeat.transports`.
     `host` is the address the source listens on and receivers connect to: loopback unless told otherwise. `device`
     is where payloads are when they travel: "cuda" means NCCL. `allow_cast` lets a receiver convert floating dtypes.
+    `limit_gb_per_s` is what this machine's link can do, as `offbeat-sync-bench` measures it; reports then say how much
+    of it a sync reached.
     """
 
-    transport: Literal["loopback", "broadcast", "disk"] = "broadcast"
+    transport: str = "broadcast"
     bucket_mib: float = 32.0
     begin_timeout_s: float = 30.0
     transfer_timeout_s: float = 300.0
@@ -23,3 +28,8 @@ class SyncConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     allow_cast: bool = False
     disk_path: str = ""  # folder shared by all members; needed by `disk`
+    limit_gb_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse a transport that nobody has; raises `ValueError` with the names there are."""
+        require_transport(self.transport)

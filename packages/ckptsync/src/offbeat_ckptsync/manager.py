@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, TypeVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from offbeat_ckptsync.digest import check_echo
 from offbeat_ckptsync.errors import SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.plan import plan_buckets
+from offbeat_ckptsync.report import make_report
 from offbeat_ckptsync.types import Bucket, Echo, Flip, Phase, Sent, SyncOffer, SyncReport
 
 if TYPE_CHECKING:
@@ -127,7 +129,10 @@ class CheckpointEngineManager:
         if not flips:
             reasons = "; ".join(f"{name}: {why}" for name, why in fenced.items())
             raise SyncFailed(f"version {version}: {Phase.FLIP}: no member changed over: {reasons}")
-        return sent, run.report(offer, len(buckets), sent, flips, fenced)
+        return sent, dataclasses.replace(
+            make_report(offer, run.walls(), sent, echoes, flips, limit_gb_per_s=self._config.limit_gb_per_s),
+            fenced=fenced,
+        )
 
     async def _fence(self, fenced: dict[str, str], members: dict[str, Member]) -> None:
         for name, reason in fenced.items():
@@ -244,35 +249,10 @@ class _Run:
                 tasks.create_task(one(name, member.abort(sync_id)), name=f"abort {name}")
         return served
 
-    def report(
-        self, offer: SyncOffer, num_buckets: int, sent: Sent, flips: dict[str, Flip], fenced: dict[str, str]
-    ) -> SyncReport:
-        end = time.perf_counter()
-        marks = [*(self._marks[phase] for phase in Phase), end]
-        walls = {phase: after - before for phase, before, after in zip(Phase, marks, marks[1:], strict=False)}
-        total_s = sum(walls.values())
-        return SyncReport(
-            version=self._version,
-            transport=offer.transport,
-            num_members=len(flips),
-            num_tensors=len(offer.manifest.specs),
-            num_buckets=num_buckets,
-            num_bytes=sent.num_bytes,
-            begin_s=walls[Phase.BEGIN],
-            transfer_s=walls[Phase.TRANSFER],
-            verify_s=walls[Phase.VERIFY],
-            flip_s=walls[Phase.FLIP],
-            commit_s=walls[Phase.COMMIT],
-            total_s=total_s,
-            gather_s=sent.gather_s,
-            pack_s=sent.pack_s,
-            wire_s=sent.wire_s,
-            pause_s=max(flip.pause_s for flip in flips.values()),
-            load_s=max(flip.load_s for flip in flips.values()),
-            gb_per_s=sent.num_bytes / total_s / 1e9,
-            members=flips,
-            fenced=fenced,
-        )
+    def walls(self) -> dict[Phase, float]:
+        """Return how long each phase took until now."""
+        marks = [*(self._marks[phase] for phase in Phase), time.perf_counter()]
+        return {phase: after - before for phase, before, after in zip(Phase, marks, marks[1:], strict=False)}
 
     async def _all(
         self, phase: Phase, limit_s: float, work: dict[str, Coroutine[object, object, _Result]]

@@ -81,6 +81,7 @@ class LocalMember:
         self._receiver.verify(offer.sync_id, sent)
         mark = time.perf_counter()
         await self._gate.pause()
+        drain_s = time.perf_counter() - mark
         try:
             flip = await in_thread(
                 lambda: self._receiver.flip(offer.sync_id, sent), name=f"flip {offer.version}"
@@ -92,7 +93,9 @@ class LocalMember:
             raise
         await self._gate.resume()
         pause_s = time.perf_counter() - mark
-        return Flip(member=self.name, version=flip.version, pause_s=pause_s, load_s=flip.load_s)
+        return Flip(
+            member=self.name, version=flip.version, pause_s=pause_s, load_s=flip.load_s, drain_s=drain_s
+        )
 
     async def abort(self, sync_id: str) -> int:
         """Drop what was staged and return the version served."""
@@ -159,6 +162,7 @@ class ControlMember:
         await self._ask("verify", request, self._config.verify_timeout_s)
         mark = time.perf_counter()
         await self._gate.pause()
+        drain_s = time.perf_counter() - mark
         try:
             answers = await self._ask("flip", request, self._config.flip_timeout_s)
         except LoadError:
@@ -176,6 +180,7 @@ class ControlMember:
             version=sent.version,
             pause_s=pause_s,
             load_s=max(flip.load_s for flip in flips),
+            drain_s=drain_s,
         )
 
     async def abort(self, sync_id: str) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 
 class Lane:
@@ -22,7 +22,7 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
 
     @contextmanager
-    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+    def after(self, mark: torch.cuda.Event | None) -> Generator[None]:
         """Run what is inside on this stream, behind everything that `mark` stands for."""
         if self._stream is None:
             yield

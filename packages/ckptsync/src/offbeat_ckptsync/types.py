@@ -120,7 +120,23 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """One sync in figures. Phases are walls on the manager's clock and sum to `total_s`."""
+    """One sync in figures.
+
+    `begin_s` .. `commit_s` are walls on the manager's clock and sum to `total_s`. `phases` says the same more finely,
+    in seconds of wall time that sum to `total_s`; work that is hidden behind other work counts for nothing there:
+
+        begin    offer, and every member's yes
+        gather   the source waits for its tensors
+        pack     it lays them into buckets
+        wire     it waits for buckets to leave (digests of theirs included, which leave with them)
+        verify   receivers finish digesting, after the last bucket has left; echoes are compared
+        drain    the slowest member's generation comes to rest
+        load     its live weights are written
+        flip     the rest of its change-over: control calls, resuming
+        commit   fencing
+
+    `gather_s`, `pack_s`, `wire_s`, `digest_s` are what each took in its own thread, hidden or not.
+    """
 
     version: int
     transport: str
@@ -140,5 +156,13 @@ class SyncReport:
     pause_s: float  # the longest of any member
     load_s: float
     gb_per_s: float  # num_bytes / (total_s), 1 GB = 1e9 bytes
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+    digest_s: float = 0.0  # of the source
+    receiver_digest_s: float = 0.0  # of the slowest rank
+    limit_gb_per_s: float = (
+        0.0  # as measured by offbeat-sync-bench and set in the config; 0 where it is not known
+    )
+    fraction_of_limit: float | None = None
+    why: str = ""  # the reason for `transport`, where it was picked for this sync
     members: dict[str, Flip] = field(default_factory=dict[str, Flip])
     fenced: dict[str, str] = field(default_factory=dict[str, str])  # member: why it is no longer one

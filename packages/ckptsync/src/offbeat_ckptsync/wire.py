@@ -6,7 +6,8 @@ import dataclasses
 import json
 import types
 from enum import Enum
-from typing import Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from offbeat_ckptsync import errors
 from offbeat_ckptsync.errors import SyncError, WireError
@@ -102,8 +103,7 @@ def _decode(kind: object, data: object, where: str) -> object:
 
 def _decode_dataclass(kind: type, data: object, where: str) -> object:
     table = cast("dict[str, object]", _require(dict, data, where))
-    hints = get_type_hints(kind)
-    fields = {item.name: item for item in dataclasses.fields(kind)}
+    hints, fields = _shape_of(kind)
     for name in table:
         if name not in fields:
             raise WireError(f"{where}: unknown field {name!r}; expected {', '.join(fields)}")
@@ -111,7 +111,17 @@ def _decode_dataclass(kind: type, data: object, where: str) -> object:
         optional = item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
         if name not in table and not optional:
             raise WireError(f"{where}: field {name!r} is missing")
-    return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in table.items()})
+    values = {name: _decode(hints[name], item, f"{where}.{name}") for name, item in table.items()}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise WireError(f"{where}: {error}") from error
+
+
+@cache
+def _shape_of(kind: type) -> tuple[dict[str, Any], dict[str, dataclasses.Field[Any]]]:
+    """Return types and fields of a dataclass; asked for once per tensor of a manifest, and slow to find out."""
+    return get_type_hints(kind), {item.name: item for item in dataclasses.fields(kind)}
 
 
 def _decode_union(kinds: tuple[object, ...], data: object, where: str) -> object:

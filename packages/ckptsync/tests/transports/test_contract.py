@@ -11,7 +11,7 @@ BUCKET_MIB = 4096 / (1 << 20)
 
 
 @pytest.mark.parametrize("num_receivers", [1, 3])
-@pytest.mark.parametrize("name", ["loopback", "broadcast", "disk"])
+@pytest.mark.parametrize("name", ["loopback", "shm", "broadcast", "disk"])
 async def test_the_contract(name, num_receivers, tmp_path):
     config = SyncConfig(
         transport=name,
@@ -24,6 +24,6 @@ async def test_the_contract(name, num_receivers, tmp_path):
 
 
 def test_an_unknown_transport_is_refused_with_the_names_there_are():
-    with pytest.raises(SyncError, match="broadcast, disk, loopback"):
+    with pytest.raises(SyncError, match="broadcast, disk, loopback, shm"):
         make_transport("pigeon", SyncConfig())
-    assert transport_names() == ["broadcast", "disk", "loopback"]
+    assert transport_names() == ["broadcast", "disk", "loopback", "shm"]

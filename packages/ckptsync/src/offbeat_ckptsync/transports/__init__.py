@@ -6,20 +6,15 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.errors import SyncError
+from offbeat_ckptsync.registry import GROUP, transport_names
+
+__all__ = ["GROUP", "make_transport", "transport_names"]
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.interface import Transport
-
-GROUP = "offbeat.transports"
-"""Entry-point group: name = "module:factory", where the factory takes a `SyncConfig` and returns a `Transport`."""
-
-
-def transport_names() -> list[str]:
-    """Return the names that `make_transport` knows."""
-    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
 
 
 def make_transport(name: str, config: SyncConfig) -> Transport:
@@ -48,6 +43,12 @@ def _broadcast(config: SyncConfig) -> Transport:
     return BroadcastTransport(host=config.host, device=config.device)
 
 
+def _shm(_config: SyncConfig) -> Transport:
+    from offbeat_ckptsync.transports.shm import ShmTransport
+
+    return ShmTransport()
+
+
 def _disk(config: SyncConfig) -> Transport:
     from offbeat_ckptsync.transports.disk import DiskTransport
 
@@ -58,4 +59,5 @@ _BUILT_IN: dict[str, Callable[[SyncConfig], Transport]] = {
     "loopback": _loopback,
     "broadcast": _broadcast,
     "disk": _disk,
+    "shm": _shm,
 }

@@ -1,0 +1,76 @@
+"""Real syncs between processes, timed from begin to commit."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_ckptsync.bench.workload import ModuleSourceOf, Replica, Weights, switch_off_digests
+from offbeat_ckptsync.errors import DigestError
+from offbeat_ckptsync.mailbox import Mailbox
+from offbeat_ckptsync.manager import CheckpointEngineManager
+from offbeat_ckptsync.members import ControlMember
+from offbeat_ckptsync.source import LocalSource, Publisher
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.types import SyncReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is synced, how often, and to how many processes. `num_threads` load in each of them."""
+
+    num_bytes: int
+    num_tensors: int
+    num_receivers: int
+    num_syncs: int
+    num_threads: int = 1
+    digests: bool = True
+
+
+def measure(load: Load, config: SyncConfig) -> list[SyncReport]:
+    """Start receiving processes, sync changed weights `num_syncs` times after a first one, and return the reports.
+
+    The first sync, which makes connections and touches fresh memory, leads the list. For a process of its own where
+    `digests` is off.
+
+    Raises:
+        DigestError: a process does not serve what was sent.
+    """
+    if not load.digests:
+        switch_off_digests()
+    return asyncio.run(_measure(load, config))
+
+
+async def _measure(load: Load, config: SyncConfig) -> list[SyncReport]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(load.num_threads)
+    replicas = [
+        Replica(load.num_bytes, load.num_tensors, load.num_threads, digests=load.digests)
+        for _ in range(load.num_receivers)
+    ]
+    weights = Weights(load.num_bytes, load.num_tensors)
+    publisher = Publisher(ModuleSourceOf(weights), config)
+    manager = CheckpointEngineManager(LocalSource(publisher), config)
+    mailbox = Mailbox()
+    try:
+        for index, replica in enumerate(replicas):
+            replica.wait_ready()
+            manager.add(ControlMember(f"replica-{index}", replica.control, mailbox=mailbox, config=config))
+        reports: list[SyncReport] = []
+        for version in range(1, load.num_syncs + 2):
+            weights.change()
+            reports.append(await manager.sync(version))
+        for index, replica in enumerate(replicas):
+            if await replica.fingerprint() != weights.fingerprint():
+                raise DigestError(f"replica-{index} does not serve what was sent over {config.transport}")
+        return reports
+    finally:
+        torch.set_num_threads(threads)
+        for replica in replicas:
+            replica.close()
+        publisher.close()

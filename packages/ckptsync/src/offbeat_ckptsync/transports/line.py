@@ -1,0 +1,247 @@
+"""A line between a source and the receiving ranks of its machine: a Unix socket that takes packets and open files.
+
+The source listens on an abstract address (no file, so nothing to remove whatever happens; Linux only). Either side looks
+at the other's user id as the kernel tells it, before it reads a byte, and hangs up on anybody else's. Packets are
+JSON objects of at most 64 KiB (SOCK_SEQPACKET keeps their borders):
+
+    receiver: {"sync": id, "token": secret of the offer, "member", "rank", "num_ranks", ..}
+    source:   {"welcome": ..} or {"error": text}; then what the transport says
+
+A side that dies is noticed at once: the kernel closes its end. The source ends a sync by shutting its sending half, so
+that it still sees when a receiver closes.
+"""
+
+from __future__ import annotations
+
+import array
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+from offbeat_ckptsync.errors import SyncError, TransferError
+from offbeat_ckptsync.types import Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat_ckptsync.types import SyncOffer
+
+Packet = dict[str, Any]
+
+_MAX_PACKET = 1 << 16
+_TICK_S = 0.02  # how soon a waiting side notices an abort
+_HELLO_S = 1.0  # a receiver says who it is right after it has connected
+_BACKLOG = 128
+
+
+class Line:
+    """One end of a connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over `sock`, already connected."""
+        self._sock = sock
+
+    @classmethod
+    def connect(cls, address: str, deadline: float, *, who: str) -> Line:
+        """Call the source at `address`.
+
+        Raises:
+            TransferError: nobody of this user answers there.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(max(deadline - time.monotonic(), _TICK_S))
+        try:
+            sock.connect(_bytes_of(address))
+        except OSError as error:
+            sock.close()
+            raise TransferError(
+                f"{who} finds no source at {address}: {error}; is it on this machine, in the same network namespace?"
+            ) from error
+        line = cls(sock)
+        if (user := line.peer_user()) != os.getuid():
+            line.close()
+            raise TransferError(f"{who}: the source at {address} is of user {user}, not {os.getuid()}")
+        return line
+
+    def peer_user(self) -> int:
+        """Return the user id of the process at the other end."""
+        size = struct.calcsize("3i")
+        return struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))[1]
+
+    def send(self, packet: Packet, deadline: float, fd: int | None = None) -> None:
+        """Send a packet, with an open file where `fd` names one; raises `OSError` when the other end is gone or full."""
+        self._sock.settimeout(max(deadline - time.monotonic(), _TICK_S))
+        files = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        self._sock.sendmsg([json.dumps(packet).encode()], files)
+
+    def receive(self, deadline: float, stop: Callable[[], bool], what: str) -> tuple[Packet, int | None]:
+        """Return the next packet and the open file that came with it, the caller's to close.
+
+        Raises:
+            TransferError: it did not come in time, `stop()` said so, or the other end is gone; names `what`.
+        """
+        while True:
+            if stop():
+                raise TransferError(f"{what}: the sync was aborted")
+            self._sock.settimeout(_TICK_S)
+            try:
+                data, files, _, _ = socket.recv_fds(self._sock, _MAX_PACKET, 1)
+                break
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise TransferError(f"{what}: nothing came in time") from None
+            except OSError as error:
+                raise TransferError(f"{what}: {error}") from error
+        if not data:
+            raise TransferError(f"{what}: the other side gave up or died")
+        return cast("Packet", json.loads(data)), files[0] if files else None
+
+    def is_open(self) -> bool:
+        """Say whether the other end is still there; does not wait."""
+        self._sock.setblocking(False)
+        try:
+            while self._sock.recv(_MAX_PACKET):
+                pass  # late words of a sync that is over
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def hang_up(self) -> None:
+        """Say no more; the other end sees it once it has read everything."""
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # it was quicker
+
+    def close(self) -> None:
+        """Close this end."""
+        self._sock.close()
+
+
+class Guest:
+    """A receiving rank that came: its line, its seat, and what else it said."""
+
+    def __init__(self, line: Line, hello: Packet) -> None:
+        """Read the seat out of `hello`."""
+        self.line = line
+        self.hello = hello
+        self.seat = Seat(
+            member=str(hello["member"]), rank=int(hello["rank"]), num_ranks=int(hello["num_ranks"])
+        )
+
+
+class Reception:
+    """Where the receiving ranks of one machine call."""
+
+    def __init__(self) -> None:
+        """Listen on an address nobody can guess."""
+        if not hasattr(socket, "SCM_RIGHTS") or not hasattr(os, "memfd_create"):
+            raise SyncError("this transport needs Linux; choose `broadcast` or `disk`")
+        self._name = f"offbeat-{secrets.token_hex(16)}"
+        self._token = secrets.token_hex(16)  # the name can be listed by others of this machine, this cannot
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(_bytes_of(self._name))
+        self._socket.listen(_BACKLOG)
+        self._socket.settimeout(_TICK_S)
+
+    def endpoint(self) -> dict[str, str | int | float]:
+        """Return what a receiver needs to call here."""
+        return {"address": self._name, "token": self._token}
+
+    def meet(self, offer: SyncOffer, members: list[str], stop: Callable[[], bool]) -> list[Guest]:
+        """Wait until every rank of `members` has called; in the order of `members` and ranks.
+
+        Raises:
+            TransferError: someone did not within the offer's `rendezvous_s`, or `stop()` said so; names who is missing.
+        """
+        timeout_s = float(offer.endpoint["rendezvous_s"])
+        deadline = time.monotonic() + timeout_s
+        guests: dict[tuple[str, int], Guest] = {}
+        while missing := _missing(guests, members):
+            if stop() or time.monotonic() > deadline:
+                for guest in guests.values():
+                    guest.line.close()
+                cause = "aborted" if stop() else f"no answer within {timeout_s:g} s"
+                raise TransferError(
+                    f"{offer.transport}: {cause} at the roll call; missing: {', '.join(missing)}"
+                )
+            guest = self._next(offer)
+            if guest is not None:
+                guests[guest.seat.member, guest.seat.rank] = guest
+        return sorted(guests.values(), key=lambda guest: (members.index(guest.seat.member), guest.seat.rank))
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._socket.close()
+
+    def _next(self, offer: SyncOffer) -> Guest | None:
+        try:
+            sock, _ = self._socket.accept()
+        except (TimeoutError, ConnectionError):
+            return None
+        line = Line(sock)
+        if line.peer_user() != os.getuid():
+            line.close()
+            return None
+        try:
+            hello, _ = line.receive(time.monotonic() + _HELLO_S, lambda: False, "hello")
+            return self._check(line, hello, offer)
+        except (TransferError, OSError, KeyError, ValueError):
+            line.close()  # whoever this was does not speak this protocol, or is gone
+            return None
+
+    def _check(self, line: Line, hello: Packet, offer: SyncOffer) -> Guest | None:
+        if not hmac.compare_digest(str(hello["token"]), self._token) or hello["sync"] != offer.sync_id:
+            line.send({"error": f"sync {hello['sync']} is not open here"}, time.monotonic() + _HELLO_S)
+            line.close()
+            return None
+        return Guest(line, hello)
+
+
+def call(
+    offer: SyncOffer, seat: Seat, about: Packet, stop: Callable[[], bool]
+) -> tuple[Line, Packet, int | None]:
+    """Call the source of `offer` as `seat`, tell it `about`, and return the line, its welcome and the file with it.
+
+    Raises:
+        TransferError: it is not there, refused, or did not answer within the offer's `rendezvous_s`.
+    """
+    who = f"{offer.transport}: rank {seat.rank} of {seat.member}"
+    deadline = time.monotonic() + float(offer.endpoint["rendezvous_s"])
+    line = Line.connect(str(offer.endpoint["address"]), deadline, who=who)
+    hello = {"sync": offer.sync_id, "token": offer.endpoint["token"]}
+    hello |= {"member": seat.member, "rank": seat.rank, "num_ranks": seat.num_ranks, **about}
+    try:
+        line.send(hello, deadline)
+        answer, fd = line.receive(deadline, stop, f"{who} waits for the source's word")
+    except OSError as error:
+        line.close()
+        raise TransferError(f"{who}: the source hung up: {error}") from error
+    except TransferError:
+        line.close()
+        raise
+    if "error" in answer:
+        line.close()
+        raise TransferError(f"{who} was refused: {answer['error']}")
+    return line, answer, fd
+
+
+def _missing(guests: dict[tuple[str, int], Guest], members: list[str]) -> list[str]:
+    ranks = {guest.seat.member: guest.seat.num_ranks for guest in guests.values()}
+    return [
+        f"rank {rank} of {member}"
+        for member in members
+        for rank in range(ranks.get(member, 1))
+        if (member, rank) not in guests
+    ]
+
+
+def _bytes_of(name: str) -> bytes:
+    return b"\0" + name.encode()

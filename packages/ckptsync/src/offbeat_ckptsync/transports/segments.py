@@ -1,0 +1,131 @@
+"""Shared memory without names: anonymous files (memfd) that travel as open files and vanish with their last holder.
+
+Nothing has to be unlinked, whoever dies when: the kernel frees the pages when the last mapping and the last open file
+are gone. Nobody who is not handed the file can open it. Their size is sealed, so that no receiver can be made to fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import uuid
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from offbeat_ckptsync.errors import TransferError
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.transports.line import Line
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: fault pages in, or say that there are none
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Segment:
+    """The source's side: memory that it may write while nobody holds a lease on it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Make a segment of `num_bytes`, with all its pages.
+
+        Raises:
+            TransferError: there is not that much memory.
+        """
+        self.id = uuid.uuid4().hex
+        self.num_bytes = num_bytes
+        self.leases: list[Line] = []
+        self.fd = os.memfd_create("offbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            size = max(num_bytes, mmap.PAGESIZE)
+            os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            pages = mmap.mmap(self.fd, size)
+            _fill(self.fd, pages, size)
+        except (OSError, ValueError) as error:
+            os.close(self.fd)
+            raise TransferError(
+                f"shm: no shared memory for {num_bytes} bytes: {error}; free some, or choose another transport"
+            ) from error
+        self.memory = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+
+    def is_free(self) -> bool:
+        """Say whether nobody holds what is in it."""
+        still = [line for line in self.leases if line.is_open()]
+        for line in self.leases:
+            if line not in still:
+                line.close()
+        self.leases = still
+        return not still
+
+    def close(self) -> None:
+        """Let go of it; receivers that hold it keep it."""
+        for line in self.leases:
+            line.close()
+        self.leases = []
+        self.memory = self.memory.new_empty(0)
+        os.close(self.fd)
+
+
+class Mapping:
+    """A receiver's view of a segment, kept from sync to sync: page tables cost more than half a copy.
+
+    It is private: a loader that writes into the tensors it is given changes nothing for others. Pages it wrote no
+    longer follow the source, so a mapping that was written to is used once only (`written`).
+    """
+
+    def __init__(self, segment_id: str, fd: int, num_bytes: int) -> None:
+        """Map the open file `fd`, which is closed here.
+
+        Raises:
+            TransferError: it is too small, or its size is not sealed.
+        """
+        self.id = segment_id
+        try:
+            seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
+            if seals & fcntl.F_SEAL_SHRINK == 0 or size < num_bytes:
+                raise TransferError(
+                    f"shm: a segment of {size} bytes with seals {seals:#x} for {num_bytes} bytes; not taken"
+                )
+            self._pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+        self._num_bytes = num_bytes
+        self._base: torch.Tensor | None = None
+        self._version = 0
+
+    def lend(self, lease: Line) -> torch.Tensor:
+        """Return the bytes, uint8; `lease` is closed when the last tensor over them is gone."""
+        array = self._array()
+        # The array lives as long as the storage of any tensor made from it.
+        weakref.finalize(array, lease.close)
+        self._base = torch.from_numpy(array)
+        self._version = self._base._version  # noqa: SLF001 -- torch has no public name for it
+        return self._base
+
+    def view(self) -> torch.Tensor:
+        """Return the bytes, uint8, for copying out at once: no lease guards them."""
+        return torch.from_numpy(self._array())
+
+    def written(self) -> bool:
+        """Forget the tensor lent last; say whether anybody wrote into it, or into a view of it."""
+        base, self._base = self._base, None
+        return base is not None and base._version != self._version  # noqa: SLF001 -- as above
+
+    def _array(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        return np.frombuffer(self._pages, dtype=np.uint8, count=self._num_bytes)
+
+
+def _fill(fd: int, pages: mmap.mmap, size: int) -> None:
+    """Get all pages now: a page that is missing later ends the process with SIGBUS."""
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # where the kernel has them for shared memory
+    try:
+        pages.madvise(_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != 22:  # EINVAL: a kernel before 5.14
+            raise
+        os.posix_fallocate(fd, 0, size)

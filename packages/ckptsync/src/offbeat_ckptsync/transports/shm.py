@@ -1,0 +1,203 @@
+"""Shared memory on one machine: packed once by the source, read in place by every receiving rank.
+
+The source packs buckets end to end into an anonymous segment (`segments`) and tells each rank over its line (`line`)
+when one is whole. A rank maps the segment once, digests every bucket where it lies, and its engine loads from there:
+two passes over the bytes for the source, two for a receiver.
+
+    receiver: hello, with "has": ids of the segments it has mapped
+    source:   {"welcome": segment id, "num_bytes": n, "keep": ids still in use}; with the segment as an open file where
+              the receiver does not have it
+    source:   {"bucket": k} for k = 0, 1, ..
+
+A rank's connection is its lease on what it staged: it stays open for as long as any tensor over the segment lives, and
+the kernel closes it when the rank dies. The source writes to a segment only when it has no lease left, and takes
+another one otherwise. So nothing staged is overwritten, and what was verified is what is loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.plan import bucket_starts, plan_buckets
+from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, call
+from offbeat_ckptsync.transports.segments import Mapping, Segment
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
+
+
+class ShmTransport:
+    """Satisfies `Transport` between processes of one machine and user (and within one process)."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._lock = threading.Lock()
+        self._reception: Reception | None = None
+        self._segments: list[Segment] = []
+        self._open: dict[str, Segment] = {}  # by sync
+        self._lines: dict[str, list[Line]] = {}  # by sync, the source's ends
+        self._maps: dict[str, Mapping] = {}
+        self._aborted: set[str] = set()
+
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """Listen (once) and say where."""
+        with self._lock:
+            self._aborted.clear()  # one sync at a time: those before are over
+            if self._reception is None:
+                self._reception = Reception()
+            return self._reception.endpoint()
+
+    def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor:
+        """Return a segment that nobody holds; makes one where there is none."""
+        with self._lock:
+            free = [segment for segment in self._segments if segment.is_free()]
+            chosen = next((segment for segment in free if segment.num_bytes == num_bytes), None)
+            for segment in free:
+                if segment is not chosen:
+                    self._segments.remove(segment)
+                    segment.close()
+        if chosen is None:
+            chosen = Segment(num_bytes)
+            with self._lock:
+                self._segments.append(chosen)
+        self._open = {offer.sync_id: chosen}
+        return chosen.memory
+
+    def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
+        """Wait for the calls of all ranks and hand them the segment."""
+        reception = self._reception
+        assert reception is not None, "`open` comes first"
+        if offer.sync_id not in self._open:
+            self.lend(offer, bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))[1])
+        segment = self._open[offer.sync_id]
+        guests = reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id))
+        with self._lock:
+            # Before they see the segment: from here on it is theirs until they close.
+            segment.leases += [guest.line for guest in guests]
+            self._lines = {offer.sync_id: [guest.line for guest in guests]}
+        return _Sender(offer, segment, guests, [each.id for each in self._segments])
+
+    def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
+        """Call the source and map its segment, unless it is mapped already."""
+        stop = lambda: self.is_aborted(offer.sync_id)  # noqa: E731
+        line, welcome, fd = call(offer, seat, {"has": [*self._maps]}, stop)
+        try:
+            self._maps = {name: mapping for name, mapping in self._maps.items() if name in welcome["keep"]}
+            name = str(welcome["welcome"])
+            if fd is not None:
+                self._maps[name] = Mapping(name, fd, int(welcome["num_bytes"]))
+            mapping = self._maps[name]
+        except BaseException:
+            line.close()
+            raise
+        return _Receiver(self, offer, seat, line, mapping)
+
+    def abort(self, sync_id: str) -> None:
+        """End the waits of `sync_id` here, and hang up on its receivers; they keep their leases."""
+        with self._lock:
+            self._aborted.add(sync_id)
+            lines = self._lines.pop(sync_id, [])
+        for line in lines:
+            line.hang_up()
+
+    def close(self) -> None:
+        """Let go of segments, mappings and the address."""
+        with self._lock:
+            for segment in self._segments:
+                segment.close()
+            self._segments, self._open, self._maps = [], {}, {}
+            if self._reception is not None:
+                self._reception.close()
+            self._reception = None
+
+    def forget(self, mapping: Mapping) -> None:
+        """Map this segment anew the next time."""
+        if self._maps.get(mapping.id) is mapping:
+            del self._maps[mapping.id]
+
+    def is_aborted(self, sync_id: str) -> bool:
+        """Say whether `abort` was called for this sync."""
+        return sync_id in self._aborted
+
+
+class _Sender:
+    def __init__(self, offer: SyncOffer, segment: Segment, guests: list[Guest], keep: list[str]) -> None:
+        self._offer = offer
+        self._segment = segment
+        self._guests = guests
+        self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
+        buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        self._starts, _ = bucket_starts(buckets)
+        for guest in guests:
+            welcome = {"welcome": segment.id, "num_bytes": segment.num_bytes, "keep": keep}
+            mapped = segment.id in guest.hello["has"]
+            self._say(guest, welcome, "the welcome", None if mapped else segment.fd)
+
+    def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        start = self._starts[bucket.index]
+        place = self._segment.memory[start : start + bucket.num_bytes]
+        if place.data_ptr() != payload.data_ptr():
+            place.copy_(payload)
+        for guest in self._guests:
+            self._say(guest, {"bucket": bucket.index}, f"bucket {bucket.index}")
+
+    def close(self) -> None:
+        """The lines stay open: they are the receivers' leases."""
+
+    def _say(self, guest: Guest, packet: Packet, what: str, fd: int | None = None) -> None:
+        try:
+            guest.line.send(packet, self._deadline, fd)
+        except OSError as error:
+            raise TransferError(
+                f"shm: {what} of version {self._offer.version} did not reach rank {guest.seat.rank} of "
+                f"{guest.seat.member}: {error}"
+            ) from error
+
+
+class _Receiver:
+    def __init__(
+        self, transport: ShmTransport, offer: SyncOffer, seat: Seat, line: Line, mapping: Mapping
+    ) -> None:
+        self._transport = transport
+        self._offer = offer
+        self._who = f"rank {seat.rank} of {seat.member}"
+        self._line = line
+        self._mapping = mapping
+        self._num_whole = 0  # buckets that are whole
+        self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        self._memory: torch.Tensor | None = None
+        self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
+
+    def lend(self, num_bytes: int) -> torch.Tensor:
+        self._memory = self._mapping.lend(self._line)
+        return self._memory
+
+    def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
+        what = f"shm: {self._who} waits for bucket {bucket.index} of version {self._offer.version}"
+        while self._num_whole <= bucket.index:
+            packet, _ = self._line.receive(
+                self._deadline,
+                lambda: self._transport.is_aborted(self._offer.sync_id),
+                what,
+            )
+            if packet.get("bucket") != self._num_whole:
+                raise TransferError(f"{what}: the source says {packet}, expected bucket {self._num_whole}")
+            self._num_whole += 1
+        if self._memory is None:  # nobody asked for the segment itself
+            starts, _ = bucket_starts(self._buckets)
+            start = starts[bucket.index]
+            into.copy_(self._mapping.view()[start : start + bucket.num_bytes])
+
+    def close(self) -> None:
+        if self._memory is None or self._num_whole < len(self._buckets):
+            self._line.close()  # nobody will look at half a sync
+        if self._mapping.written() or self._num_whole < len(self._buckets):
+            self._transport.forget(self._mapping)
+        self._memory = None

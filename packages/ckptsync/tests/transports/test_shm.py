@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.manifest import manifest_of
+from offbeat_ckptsync.plan import plan_buckets, tensor_views
+from offbeat_ckptsync.source import Publisher
+from offbeat_ckptsync.staging import stage
+from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.transports.line import Line
+from offbeat_ckptsync.transports.segments import Mapping, Segment
+from offbeat_ckptsync.transports.shm import ShmTransport
+from offbeat_ckptsync.types import Seat, SyncOffer
+
+CONFIG = SyncConfig(transport="shm", bucket_mib=4096 / (1 << 20), begin_timeout_s=5, transfer_timeout_s=5)
+
+
+class Wire:
+    """A source and one receiving seat in this process."""
+
+    def __init__(self):
+        self.source = DictSource(awkward_weights(1))
+        self.transport = ShmTransport()
+        self.publisher = Publisher(self.source, CONFIG, transport=self.transport)
+        self.seat = ShmTransport()
+        self.version = 0
+
+    def stage(self, seed):
+        self.version += 1
+        self.source.weights = awkward_weights(seed)
+        offer = self.publisher.offer(self.version, ["m"])
+        buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        sending = threading.Thread(target=lambda: self.publisher.send(offer))
+        sending.start()
+        staged = stage(self.seat, offer, Seat(member="m"), buckets)
+        sending.join(5)
+        return staged, lambda: dict(tensor_views(offer.manifest, buckets, staged.memory))
+
+    def segments(self):
+        return [segment.id for segment in self.transport._segments]
+
+    def close(self):
+        self.publisher.close()
+        self.seat.close()
+
+
+@pytest.fixture
+def wire():
+    made = Wire()
+    yield made
+    made.close()
+
+
+def test_what_is_staged_lies_in_the_segment_itself_and_its_memory_is_used_again(wire):
+    staged, tensors = wire.stage(1)
+    assert staged.lent
+    assert_same(tensors(), awkward_weights(1))
+    before = wire.segments()
+    assert staged.close() is None
+    staged, tensors = wire.stage(2)
+    assert_same(tensors(), awkward_weights(2))
+    assert wire.segments() == before
+    staged.close()
+
+
+def test_nothing_that_is_still_held_is_overwritten(wire):
+    first, tensors = wire.stage(1)
+    held = tensors()
+    first.close()  # the sync is over; the tensors are not
+    second, more = wire.stage(2)
+    third, most = wire.stage(3)
+    assert len(wire.segments()) == 3
+    assert_same(held, awkward_weights(1))
+    assert_same(more(), awkward_weights(2))
+    assert_same(most(), awkward_weights(3))
+    del held
+    second.close()
+    third.close()
+    gc.collect()
+    fourth, tensors = wire.stage(4)
+    assert_same(tensors(), awkward_weights(4))
+    assert len(wire.segments()) == 1, "what nobody holds is given back"
+    fourth.close()
+
+
+def test_a_loader_that_writes_into_what_it_was_given_spoils_nothing_for_others_or_later(wire):
+    staged, tensors = wire.stage(1)
+    (segment,) = wire.transport._segments
+    before = segment.memory.clone()
+    tensors()["embed"].zero_()
+    assert torch.equal(segment.memory, before)
+    staged.close()
+    for seed in (2, 3):
+        staged, tensors = wire.stage(seed)
+        assert_same(tensors(), awkward_weights(seed))
+        staged.close()
+
+
+def child(role, *arguments):
+    """Run a role of this file in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, __file__, role, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def kill(process):
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+
+
+def hold(sync_id, endpoint):
+    """Stage a segment, say so, and wait to be killed."""
+    offer = offer_of(sync_id, json.loads(endpoint))
+    staged = stage(ShmTransport(), offer, Seat(member="m"), plan_buckets(offer.manifest, 4096))
+    print(staged.digests[0], flush=True)
+    time.sleep(60)
+
+
+def dying_source():
+    """Offer, send one bucket, then wait to be killed."""
+    transport = ShmTransport()
+    publisher = Publisher(DictSource(awkward_weights(1)), CONFIG, transport=transport)
+    offer = publisher.offer(1, ["m"])
+    print(json.dumps([offer.sync_id, offer.endpoint]), flush=True)
+    sender = transport.sender(offer, ["m"])
+    bucket = plan_buckets(offer.manifest, offer.bucket_bytes)[0]
+    sender.send(bucket, torch.zeros(bucket.num_bytes, dtype=torch.uint8))
+    time.sleep(60)
+
+
+def offer_of(sync_id, endpoint):
+    return SyncOffer(
+        sync_id=sync_id, version=1, manifest=manifest_of(awkward_weights(1).items()), bucket_bytes=4096,
+        transport="shm", endpoint={**endpoint, "timeout_s": 60.0},
+    )  # fmt: skip
+
+
+def test_a_receiver_that_is_killed_frees_its_segment(wire):
+    offer = wire.publisher.offer(1, ["m"])
+    offer.endpoint["rendezvous_s"] = offer.endpoint["timeout_s"] = 60.0
+    process = child("hold", offer.sync_id, json.dumps(offer.endpoint))
+    sent = wire.publisher.send(offer)
+    assert process.stdout.readline().strip() == sent.bucket_digests[0]
+    (segment,) = wire.transport._segments
+    assert not segment.is_free()
+    kill(process)
+    assert segment.is_free()
+
+
+def test_a_source_that_is_killed_is_noticed_at_once_and_leaves_nothing_behind():
+    process = child("dying_source")
+    offer = offer_of(*json.loads(process.stdout.readline()))
+    end = ShmTransport().receiver(offer, Seat(member="m"))
+    buckets = plan_buckets(offer.manifest, 4096)
+    memory = end.lend(1 << 16)
+    end.receive(buckets[0], memory[: buckets[0].num_bytes])
+    kill(process)
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="bucket 1 of version 1: the other side gave up or died"):
+        end.receive(buckets[1], memory)
+    assert time.monotonic() - started < 2
+    end.close()
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("offbeat")]
+    assert str(offer.endpoint["address"]) not in Path("/proc/net/unix").read_text()
+
+
+def test_the_roll_call_names_who_is_missing_and_an_abort_ends_it():
+    config = SyncConfig(transport="shm", begin_timeout_s=0.3)
+    publisher = Publisher(DictSource(awkward_weights(1)), config)
+    offer = publisher.offer(1, ["b"])
+    with pytest.raises(TransferError, match=r"shm: no answer within 0\.3 s .* missing: rank 0 of b"):
+        publisher.send(offer)
+    publisher.close()
+    publisher = Publisher(DictSource(awkward_weights(1)), CONFIG)
+    offer = publisher.offer(1, ["b"])
+    threading.Timer(0.1, publisher.abort, args=(offer.sync_id,)).start()
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="shm: aborted"):
+        publisher.send(offer)
+    assert time.monotonic() - started < 3
+    publisher.close()
+
+
+def test_a_caller_without_the_secret_or_of_another_sync_gets_no_segment(wire):
+    offer = wire.publisher.offer(1, ["m"])
+    failures = []
+
+    def send():
+        try:
+            wire.publisher.send(offer)
+        except TransferError as error:
+            failures.append(str(error))
+
+    offer.endpoint["rendezvous_s"] = 1.0
+    sending = threading.Thread(target=send)
+    sending.start()
+    for change in ({"token": "0" * 32}, {"sync": "another"}):
+        line = Line.connect(str(offer.endpoint["address"]), time.monotonic() + 2, who="t")
+        hello = {
+            "sync": offer.sync_id,
+            "token": offer.endpoint["token"],
+            "member": "m",
+            "rank": 0,
+            "num_ranks": 1,
+        }
+        line.send({**hello, "has": [], **change}, time.monotonic() + 2)
+        answer, fd = line.receive(time.monotonic() + 2, lambda: False, "t")
+        assert "is not open here" in answer["error"]
+        assert fd is None
+        line.close()
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.connect(b"\0" + str(offer.endpoint["address"]).encode())
+    stranger.send(b"not json")
+    stranger.close()
+    sending.join(5)
+    assert len(failures) == 1
+    assert "missing: rank 0 of m" in failures[0]
+
+
+def test_a_segment_cannot_shrink_under_a_receiver_and_one_that_could_is_not_taken():
+    segment = Segment(10_000)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 0)
+    with pytest.raises(TransferError, match="not taken"):
+        Mapping("x", os.dup(segment.fd), 1 << 20)
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(loose, 8192)
+    assert fcntl.fcntl(loose, fcntl.F_GET_SEALS) == 0
+    with pytest.raises(TransferError, match="not taken"):
+        Mapping("x", loose, 4096)
+    segment.close()
+
+
+def test_no_memory_is_said_so_and_the_source_is_walked_to_its_end(monkeypatch):
+    publisher = Publisher(source := DictSource(awkward_weights(1)), CONFIG)
+    offer = publisher.offer(1, ["m"])
+
+    def refuse(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("offbeat_ckptsync.transports.segments._fill", refuse)
+    with pytest.raises(TransferError, match=r"no shared memory for .* bytes"):
+        publisher.send(offer)
+    assert source.walks == 1
+    publisher.close()
+
+
+if __name__ == "__main__":
+    {"hold": hold, "dying_source": dying_source}[sys.argv[1]](*sys.argv[2:])
