@@ -6,7 +6,7 @@ N = prompts, G = completions of one prompt, B = sequences, T = tokens of the lon
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
@@ -138,6 +138,30 @@ def group_metrics(groups: Sequence[Group]) -> list[Metric]:
         Metric("completion/aborted_fraction", ended(Finish.ABORT)),
         Metric("group/zero_variance_fraction", Mean(flat, len(spreads))),
         Metric("tokens/generated", Sum(sum(lengths))),
+    ]
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> list[Metric]:
+    """Return how old the tokens of `groups` are for a step that trains the weights of `version`.
+
+    `staleness/<k>_fraction` is the histogram over tokens, k versions old; `trajectory/versions_*` count the versions
+    that one completion was made by.
+    """
+    ages: Counter[int] = Counter()
+    counts: list[int] = []
+    for group in groups:
+        for completion in group.completions:
+            versions = Counter(completion.policy_versions)
+            counts.append(len(versions))
+            for made_by, num_tokens in versions.items():
+                ages[version - made_by] += num_tokens
+    num_tokens = ages.total()
+    return [
+        Metric("staleness/mean", Mean(sum(age * count for age, count in ages.items()), num_tokens)),
+        Metric("staleness/max", Max(max(ages, default=0))),
+        *(Metric(f"staleness/{age}_fraction", Mean(ages[age], num_tokens)) for age in sorted(ages)),
+        Metric("trajectory/versions_mean", Mean(sum(counts), len(counts))),
+        Metric("trajectory/versions_max", Max(max(counts, default=0))),
     ]
 
 

@@ -31,12 +31,44 @@ class KlEstimator(StrEnum):
     K3 = "k3"
 
 
+class Proximal(StrEnum):
+    """The policy that the clipped ratio is taken against: the trainer's own before the step, or the sampler's.
+
+    RECOMPUTE is decoupled PPO: the trainer's log-probs decide what is clipped, the correction weighs the samples.
+    ROLLOUT is the bypass: one ratio against the sampler's log-probs does both, and no weight is applied.
+    """
+
+    RECOMPUTE = "recompute"
+    ROLLOUT = "rollout"
+
+
+class Correction(StrEnum):
+    """What becomes of the importance weight trainer / sampler; see `offbeat_trainer.algorithms.off_policy`.
+
+    TRUNCATE caps it at `correction_high`; MASK zeroes what is above; ICEPOP zeroes what is outside both bounds.
+    """
+
+    NONE = "none"
+    TRUNCATE = "truncate"
+    MASK = "mask"
+    ICEPOP = "icepop"
+
+
+class CorrectionLevel(StrEnum):
+    """Over what the weight is taken: each token, the product over a completion, or its geometric mean."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+    GEOMETRIC = "geometric"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
     """What is optimized.
 
     `clip_low` and `clip_high` bound the importance ratio in 1 - clip_low .. 1 + clip_high; `dual_clip` > 1 bounds
-    the loss of negative advantages (0 = off). `kl_coef` 0 means that no reference model is loaded.
+    the loss of negative advantages (0 = off). `kl_coef` 0 means that no reference model is loaded. `proximal` and the
+    `correction*` settings say what happens to tokens that another policy sampled; docs/asynchrony.md justifies them.
     """
 
     advantage: Advantage = Advantage.GRPO
@@ -47,6 +79,11 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = KlEstimator.K3
     entropy_coef: float = 0.0
+    proximal: Proximal = Proximal.RECOMPUTE
+    correction: Correction = Correction.TRUNCATE
+    correction_level: CorrectionLevel = CorrectionLevel.TOKEN
+    correction_low: float = 0.5
+    correction_high: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +114,62 @@ class LoopConfig:
     keep_checkpoints: int = 2
     sample_every: int = 10
     step_timeout_s: float = 600.0
+
+
+class Partial(StrEnum):
+    """What happens to completions that are under way when new weights come.
+
+    KEEP: they go on under the new weights, from the keys and values they have. ABORT: they end, and are continued from
+    their tokens under the new weights. WAIT: the weights come when nothing is under way any more.
+    """
+
+    KEEP = "keep"
+    ABORT = "abort"
+    WAIT = "wait"
+
+
+class Order(StrEnum):
+    """Which finished groups a step takes first, where the staleness bound leaves a choice."""
+
+    FIRST_IN = "first_in"  # in the order of the prompts; a step waits for its own
+    OLDEST_VERSION = "oldest_version"  # those begun under the oldest weights
+    LONGEST_WAITING = "longest_waiting"  # those that were finished first
+
+
+class TooOld(StrEnum):
+    """How the staleness bound is kept: by not beginning what would come too late, or by throwing it away."""
+
+    PACE = "pace"
+    DISCARD = "discard"
+
+
+class OnStall(StrEnum):
+    """What follows the diagnosis of a wait that ran out: the run ends, resumable, or it is only said."""
+
+    STOP = "stop"
+    REPORT = "report"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncConfig:
+    """How far generation may run ahead of training, in versions (one per step); docs/asynchrony.md explains each.
+
+    No trained token is more than `max_staleness` versions old. Weights go to the replicas every `sync_every` steps.
+    `over_sampling` 0.1 begins 10 % more groups than a step takes and drops the slowest; it favours short completions.
+    A group is tried `max_attempts` times before it is dropped. `on_stall` is for waits of `trainer.step_timeout_s`
+    without progress.
+
+    FIRST_IN with WAIT makes a run deterministic: what is trained, and on what, depends on the step and not on timing.
+    """
+
+    max_staleness: int = 2
+    sync_every: int = 1
+    partial: Partial = Partial.KEEP
+    order: Order = Order.OLDEST_VERSION
+    too_old: TooOld = TooOld.PACE
+    over_sampling: float = 0.0
+    max_attempts: int = 3
+    on_stall: OnStall = OnStall.STOP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
-from offbeat_rollout import Completion, GenerateRequest, SamplingParams
+from offbeat_rollout import Completion, Finish, GenerateRequest, SamplingParams
+from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.seeds import derive_seed
 from offbeat_trainer.types import Group, Prompt
 
 GenerateMany = Callable[[Sequence[GenerateRequest]], Awaitable[list[Completion]]]
 """Makes the completions of a batch of requests, in their order; a replica pool's or an engine's own method."""
 
+Abort = Callable[[Collection[str]], Awaitable[None]]
+"""Ends requests by their ids, wherever they are; they return with what they have."""
+
+Keep = Callable[[tuple[Completion, ...]], None]
+"""Takes what an interrupted group has so far: completions that ended, and unfinished ones (`Finish.ABORT`)."""
+
 
 class GroupGenerator:
     """Satisfies `Generator` with whatever can complete a batch of requests."""
 
-    def __init__(self, generate_many: GenerateMany) -> None:
-        """Send batches to `generate_many`."""
+    def __init__(self, generate_many: GenerateMany, abort: Abort | None = None) -> None:
+        """Send batches to `generate_many`; without `abort`, groups cannot be interrupted."""
         self._generate_many = generate_many
+        self._abort = abort
         self._calls = itertools.count()
+        self._running: set[str] = set()
+        self._going = asyncio.Event()
+        self._going.set()
 
     async def collect(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, group_size: int
@@ -49,8 +61,104 @@ class GroupGenerator:
             for place, prompt in enumerate(prompts)
         ]
 
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        group_size: int,
+        begun: tuple[Completion, ...] = (),
+        keep: Keep | None = None,
+    ) -> Group:
+        """Return the group of `prompt`, whole, however often `interrupt` came in between.
+
+        Unfinished completions are continued from their tokens, with log-probs and versions as they were; the sampling
+        seed of a continuation is derived from the first one's and the number of tokens, so no random number is used
+        twice. Seeds of what is never interrupted are those of `collect`. `keep` hears of every interruption.
+        """
+        have: list[Completion | None] = list(begun) if begun else [None] * group_size
+        assert len(have) == group_size
+        while places := [
+            place for place, one in enumerate(have) if one is None or one.finish is Finish.ABORT
+        ]:
+            await (
+                self._going.wait()
+            )  # `interrupt` and `go_on` are the two ends of one weight sync, which has deadlines
+            call = next(self._calls)
+            requests = [
+                _request(
+                    f"{call}/{place}/{prompt.uid}", prompt, _own_seed(sampling, prompt, place), have[place]
+                )
+                for place in places
+            ]
+            ids = [request.request_id for request in requests]
+            self._running.update(ids)
+            try:
+                made = await self._generate_many(requests)
+            finally:
+                self._running.difference_update(ids)
+            for place, more in zip(places, made, strict=True):
+                have[place] = _joined(have[place], more, sampling)
+            if keep is not None and any(one.finish is Finish.ABORT for one in _known(have)):
+                keep(_known(have))
+        return Group(prompt=prompt, completions=_known(have))
+
+    async def interrupt(self) -> None:
+        """End what `complete` has under way, with its tokens so far; it waits for `go_on` and is continued then.
+
+        Raises:
+            PlanRefused: there is no way to abort requests.
+        """
+        if self._abort is None:
+            raise PlanRefused("this generator cannot abort requests; use `partial: keep` or `partial: wait`")
+        self._going.clear()
+        if self._running:
+            await self._abort(frozenset(self._running))
+
+    def go_on(self) -> None:
+        """Let interrupted groups go on. Harmless when nothing was interrupted."""
+        self._going.set()
+
 
 def _own_seed(sampling: SamplingParams, prompt: Prompt, index: int) -> SamplingParams:
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=derive_seed(sampling.seed, prompt.uid, index))
+
+
+def _request(
+    name: str, prompt: Prompt, sampling: SamplingParams, begun: Completion | None
+) -> GenerateRequest:
+    """Return the request for a completion, or for the rest of one that was begun."""
+    if begun is None or not begun.token_ids:
+        return GenerateRequest(request_id=name, prompt_ids=prompt.token_ids, sampling=sampling)
+    done = len(begun.token_ids)
+    rest = replace(
+        sampling,
+        max_tokens=sampling.max_tokens - done,
+        seed=None if sampling.seed is None else derive_seed(sampling.seed, "continued", done),
+    )
+    return GenerateRequest(request_id=name, prompt_ids=(*prompt.token_ids, *begun.token_ids), sampling=rest)
+
+
+def _joined(begun: Completion | None, more: Completion, sampling: SamplingParams) -> Completion:
+    """Return `begun` with its continuation. An abort that came after the last token changes nothing."""
+    whole = more
+    if begun is not None:
+        whole = replace(
+            more,
+            token_ids=(*begun.token_ids, *more.token_ids),
+            logprobs=(*begun.logprobs, *more.logprobs),
+            policy_versions=(*begun.policy_versions, *more.policy_versions),
+        )
+    if whole.finish is not Finish.ABORT or not whole.token_ids:
+        return whole
+    if whole.token_ids[-1] in sampling.stop_token_ids:
+        return replace(whole, finish=Finish.STOP)
+    if len(whole.token_ids) >= sampling.max_tokens:
+        return replace(whole, finish=Finish.LENGTH)
+    return whole
+
+
+def _known(have: Sequence[Completion | None]) -> tuple[Completion, ...]:
+    assert all(one is not None for one in have)
+    return tuple(one for one in have if one is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from offbeat_ckptsync import SyncReport
     from offbeat_engine import TrainBatch
@@ -77,6 +77,29 @@ class Generator(Protocol):
         self, prompts: Sequence[Prompt], sampling: SamplingParams, group_size: int
     ) -> list[Group]:
         """Return one unscored group per prompt, in order, each with `group_size` completions."""
+        ...
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        group_size: int,
+        begun: tuple[Completion, ...] = (),
+        keep: Callable[[tuple[Completion, ...]], None] | None = None,
+    ) -> Group:
+        """Return one whole unscored group; many of these run side by side.
+
+        `begun` is what the group has already (completions with `Finish.ABORT` are continued from their tokens), and
+        `keep` is given that at every interruption.
+        """
+        ...
+
+    async def interrupt(self) -> None:
+        """End what `complete` has under way; it waits for `go_on` and continues from its tokens."""
+        ...
+
+    def go_on(self) -> None:
+        """Let `complete` go on after `interrupt`; harmless otherwise."""
         ...
 
 

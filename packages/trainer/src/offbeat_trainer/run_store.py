@@ -54,6 +54,11 @@ class RunStore:
         for path in [*states[: max(0, until - self._keep - 1)], *states[until:]]:
             path.unlink()
 
+    def oldest(self) -> int:
+        """Return the earliest step that a run may be asked to go on from; 0 when nothing was saved."""
+        names = [path.stem.removeprefix("step_") for path in self._folder.glob("step_*.json")]
+        return min(map(int, names), default=0)
+
     def load(self, step: int) -> RunState:
         """Return the state saved with the checkpoint of `step`.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.assemble import group_metrics
-from offbeat_trainer.loops.parts import due, show, validate
+from offbeat_trainer.assemble import group_metrics, staleness_metrics
+from offbeat_trainer.loops.parts import due, show, validate, version_of
 from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
 from offbeat_trainer.run_store import RunState
 
@@ -56,7 +56,8 @@ class Outcome:
         self.max_abs_logprob_diff = (
             diff if self.max_abs_logprob_diff is None else max(diff, self.max_abs_logprob_diff)
         )
-        self.sync_gb_per_s.append(values["sync/gb_per_s"])
+        if "sync/gb_per_s" in values:  # not every step of an asynchronous run has a sync
+            self.sync_gb_per_s.append(values["sync/gb_per_s"])
 
     def summary(self) -> dict[str, object]:
         """Return the figures of the run, JSON-ready; means are per step of this process."""
@@ -78,6 +79,19 @@ class Outcome:
         }
 
 
+async def open_run(parts: Parts, outcome: Outcome, start: int) -> None:
+    """Begin a run with step `start`, whose weights the policy holds: publish, validate, and make it resumable."""
+    clock = parts.clock()
+    outcome.steps = start
+    with clock.phase("sync", "first weights to every replica"):
+        await parts.publisher.publish(version_of(start))
+    if outcome.accuracy_before is None:
+        outcome.accuracy_before = await validate(parts, clock, start, "before")
+    if start == 0:  # the warm-up is not done twice, and a run can be resumed from its first step
+        await save(parts, outcome)
+    parts.stop.listening = True
+
+
 async def close_step(
     parts: Parts,
     outcome: Outcome,
@@ -88,7 +102,7 @@ async def close_step(
 ) -> None:
     """End step `step`: join its metrics, validate, show, report and save what the calendar says is due."""
     done = step + 1
-    metrics = [*group_metrics(groups), *trained]
+    metrics = [*group_metrics(groups), *staleness_metrics(groups, version_of(step)), *trained]
     outcome.take(step, reduce_metrics(metrics), clock.seconds)
     last = done == parts.loop.steps
     if last or due(done, parts.loop.validate_every):
@@ -114,3 +128,4 @@ async def save(parts: Parts, outcome: Outcome) -> None:
         )
     )
     await parts.policy.save(outcome.steps)
+    parts.journal.forget(parts.store.oldest())

@@ -7,8 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import SamplingParams
+from offbeat_trainer.assemble import assemble, with_advantages
+from offbeat_trainer.config import AsyncConfig
+from offbeat_trainer.gate import version_of as version_of  # the loops' word for it, kept here for them
+from offbeat_trainer.journal.memory import MemoryJournal
 from offbeat_trainer.metrics import Last, Mean, Metric, Sum
+from offbeat_trainer.phases import PhaseClock
 from offbeat_trainer.seeds import derive_seed
+from offbeat_trainer.timeline import Timeline
+from offbeat_trainer.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +23,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync import SyncReport
     from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
     from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Task
-    from offbeat_trainer.phases import PhaseClock
+    from offbeat_trainer.journal.events import Journal
     from offbeat_trainer.run_store import RunStore
     from offbeat_trainer.types import Group
 
@@ -36,7 +43,7 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything a loop works with."""
+    """Everything a loop works with. `asynchrony` and `journal` matter to the loops that run ahead only."""
 
     task: Task
     policy: Policy
@@ -49,14 +56,14 @@ class Parts:
     algorithm: AlgorithmConfig
     sampling: SamplingConfig
     stop: StopRequest = field(default_factory=StopRequest)
+    asynchrony: AsyncConfig = field(default_factory=AsyncConfig)
+    journal: Journal = field(default_factory=MemoryJournal)
+    timeline: Timeline = field(default_factory=Timeline)
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
-
-def version_of(step: int) -> int:
-    """Return the version of the weights that step `step` samples from.
-
-    Version 0 is whatever folder a replica was started from; the policy before its first update is version 1.
-    """
-    return step + 1
+    def clock(self) -> PhaseClock:
+        """Return a clock for the phases of one step."""
+        return PhaseClock(self.reporter, self.timeline, self.watchdog)
 
 
 def training_params(parts: Parts, step: int) -> SamplingParams:
@@ -72,7 +79,8 @@ def training_params(parts: Parts, step: int) -> SamplingParams:
 async def collect(parts: Parts, step: int) -> list[Group]:
     """Return the unscored groups of `step`."""
     prompts = parts.task.prompts(step, parts.loop.prompts_per_step)
-    return await parts.generator.collect(prompts, training_params(parts, step), parts.loop.group_size)
+    with parts.timeline.generating(f"step {step}", len(prompts)):
+        return await parts.generator.collect(prompts, training_params(parts, step), parts.loop.group_size)
 
 
 async def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:
@@ -87,6 +95,16 @@ async def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:
 
     async with asyncio.timeout(parts.loop.step_timeout_s):
         return await asyncio.to_thread(all_scores)
+
+
+async def learn(parts: Parts, clock: PhaseClock, groups: Sequence[Group]) -> tuple[list[Group], list[Metric]]:
+    """Train one step on scored groups; return them with their advantages, and what happened."""
+    with clock.phase("reward"):
+        groups = with_advantages(groups, parts.algorithm.advantage)
+        batch = assemble(groups, temperature=parts.sampling.temperature)
+    with clock.phase("train"):
+        trained = await parts.policy.update(batch)
+    return groups, list(trained)
 
 
 async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float:

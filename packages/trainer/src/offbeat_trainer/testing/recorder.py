@@ -1,4 +1,4 @@
-"""Parts for tests of trainers and tasks. They satisfy the protocols of `offbeat_trainer.interface`."""
+"""A reporter that remembers."""
 
 from __future__ import annotations
 

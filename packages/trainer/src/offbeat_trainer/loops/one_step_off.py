@@ -1,0 +1,58 @@
+"""One step off: the groups of step k + 1 are generated while step k trains; every token is exactly one version old.
+
+    generation   steps 0 and 1 |  step 2  |  step 3  |  step 4  |
+    training                   |  step 0  |  step 1  |  step 2  |
+    version                    1          2          3          4
+
+Only step 0 trains fresh tokens: nothing could be generated before it. Nothing is under way when weights change, so which
+weights made which token depends on the step and never on timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offbeat_trainer.config import Order, Partial, TooOld
+from offbeat_trainer.loops.outcome import close_step, open_run
+from offbeat_trainer.loops.parts import learn, sync_metrics, version_of
+from offbeat_trainer.loops.stream import open_stream
+
+if TYPE_CHECKING:
+    from offbeat_trainer.config import AsyncConfig
+    from offbeat_trainer.loops.outcome import Outcome
+    from offbeat_trainer.loops.parts import Parts
+
+
+def one_step_off(mode: AsyncConfig) -> AsyncConfig:
+    """Return what one step off makes of `mode`: attempts and stalls are left to the settings, the rest is its nature."""
+    return replace(
+        mode,
+        max_staleness=1,
+        sync_every=1,
+        partial=Partial.WAIT,
+        order=Order.FIRST_IN,
+        too_old=TooOld.PACE,
+        over_sampling=0.0,
+    )
+
+
+async def run_one_step_off(parts: Parts, outcome: Outcome, start: int = 0) -> None:
+    """Train from step `start` to the last, or to the first step boundary after a stop was requested.
+
+    The policy must already hold the weights of step `start`. `outcome` is filled as the run goes.
+    """
+    await open_run(parts, outcome, start)
+    async with open_stream(parts, one_step_off(parts.asynchrony), start) as stream:
+        for step in range(start, parts.loop.steps):
+            clock = parts.clock()
+            with clock.phase("generate"):
+                groups = await stream.take(step)
+            groups, trained = await learn(parts, clock, groups)  # meanwhile: the groups of the next step
+            with clock.phase("sync"):
+                report = await stream.publish(version_of(step + 1))
+            metrics = [*trained, *sync_metrics(report), *stream.metrics()]
+            await close_step(parts, outcome, clock, step, groups, metrics)
+            if parts.stop.requested:
+                outcome.interrupted = step + 1 < parts.loop.steps
+                return

@@ -1,0 +1,118 @@
+"""A whole scripted run in one value: settings in, trained batches, metrics and journal out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat_trainer.config import AlgorithmConfig, AsyncConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.journal.memory import MemoryJournal
+from offbeat_trainer.loops.fully_async import run_fully_async
+from offbeat_trainer.loops.one_step_off import run_one_step_off
+from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.parts import Parts, StopRequest
+from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.testing.recorder import Recorder
+from offbeat_trainer.testing.scripted import (
+    ScriptedPolicy,
+    ScriptedPool,
+    ScriptedPublisher,
+    ScriptedTask,
+    prompt_number,
+)
+from offbeat_trainer.testing.virtual import run_virtual
+from offbeat_trainer.timeline import Timeline
+from offbeat_trainer.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from offbeat_trainer.interface import Task
+    from offbeat_trainer.journal.events import Journal
+
+LOOPS = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
+
+
+def _one_second(step: int) -> float:
+    del step
+    return 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptedRun:
+    """One run of `mode` in `folder`, an ordinary one in all but its engines. Call `go` once.
+
+    `policy`, `publisher`, `reporter`, `outcome` and `journal` say afterwards what happened.
+    """
+
+    folder: Path
+    mode: str = "fully_async"
+    asynchrony: AsyncConfig = field(default_factory=AsyncConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    seed: int = 7
+    max_tokens: int = 12
+    train_s: Callable[[int], float] = _one_second
+    sync_s: float = 0.05
+    journal: Journal = field(default_factory=MemoryJournal)
+    pool: ScriptedPool = field(default_factory=ScriptedPool)
+    task: Task = field(default_factory=ScriptedTask)
+    stop: StopRequest = field(default_factory=StopRequest)
+    timeline: Timeline = field(default_factory=Timeline)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    reporter: Recorder = field(default_factory=Recorder)
+    outcome: Outcome = field(default_factory=Outcome)
+    policy: ScriptedPolicy = field(init=False)
+    publisher: ScriptedPublisher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.policy = ScriptedPolicy(self.folder / "policy", train_s=self.train_s)
+        self.publisher = ScriptedPublisher(self.policy, self.pool, sync_s=self.sync_s)
+
+    def go(self) -> ScriptedRun:
+        """Run to the end on a virtual clock, from the newest checkpoint in `folder` if there is one."""
+        run_virtual(self.main())
+        return self
+
+    async def main(self) -> None:
+        """Run to the end on the clock of the running event loop."""
+        parts = Parts(
+            task=self.task,
+            policy=self.policy,
+            generator=GroupGenerator(self.pool.generate_many, self.pool.abort),
+            publisher=self.publisher,
+            reporter=self.reporter,
+            store=RunStore(self.folder / "state", keep=self.loop.keep_checkpoints),
+            seed=self.seed,
+            loop=self.loop,
+            algorithm=AlgorithmConfig(),
+            sampling=SamplingConfig(max_tokens=self.max_tokens),
+            stop=self.stop,
+            asynchrony=self.asynchrony,
+            journal=self.journal,
+            timeline=self.timeline,
+            watchdog=self.watchdog,
+        )
+        start = await self.policy.load(None)
+        if start is not None:
+            state = parts.store.load(start)
+            self.outcome.accuracy_before = state.accuracy_before
+            self.outcome.reward_first = state.reward_first
+        await LOOPS[self.mode](parts, self.outcome, start or 0)
+
+    def prompts_of_steps(self) -> list[list[int]]:
+        """Return, for each batch trained, the numbers of its sequences' prompts."""
+        return [
+            [prompt_number(token_ids) for token_ids in batch["input_ids"].tolist()]
+            for batch in self.policy.batches
+        ]
+
+    def history(self) -> dict[int, dict[str, float]]:
+        """Return the metrics of each step without those of clocks and queues."""
+        skipped = ("time/", "buffer/", "idle/", "sync/")
+        return {
+            step: {key: value for key, value in values.items() if not key.startswith(skipped)}
+            for step, values in self.reporter.steps.items()
+        }

@@ -1,0 +1,216 @@
+"""The three loops, whole runs on a virtual clock: what each promises about what it trains."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
+from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.loops.parts import StopRequest
+from offbeat_trainer.testing import ScriptedPool, ScriptedRun
+
+LOOP = LoopConfig(
+    steps=6, prompts_per_step=4, group_size=2, validate_every=3, validation_prompts=2, save_every=2, sample_every=0
+)  # fmt: skip
+
+
+def random_pace(seed, slowest=0.3):
+    """Seconds per token, another for every request."""
+    draws = random.Random(seed)
+    return lambda request: draws.uniform(0.001, slowest)
+
+
+def versions_of(batch):
+    return batch["policy_version"][batch["loss_mask"]].tolist()
+
+
+def same_batches(one, other):
+    assert len(one.policy.batches) == len(other.policy.batches)
+    for a, b in zip(one.policy.batches, other.policy.batches, strict=True):
+        assert set(a.keys()) == set(b.keys())
+        for key in a.keys():  # noqa: SIM118 - iterating a TensorDict goes over its sequences
+            assert torch.equal(a[key], b[key]), key
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("partial", Partial)
+def test_no_staleness_is_sync_batch_for_batch_and_metric_for_metric(tmp_path, order, partial):
+    sync = ScriptedRun(folder=tmp_path / "sync", mode="sync", loop=LOOP).go()
+    pool = ScriptedPool(pace=random_pace(3))
+    mode = AsyncConfig(max_staleness=0, order=order, partial=partial)
+    run = ScriptedRun(folder=tmp_path / "async", loop=LOOP, asynchrony=mode, pool=pool).go()
+    same_batches(run, sync)
+    assert run.policy.history == sync.policy.history
+    assert run.history() == sync.history()
+    assert len(run.history()) == LOOP.steps
+    assert [version for _, version in run.publisher.flips] == [version for _, version in sync.publisher.flips]
+
+
+def test_the_comparison_with_sync_sees_one_version_of_staleness(tmp_path):
+    sync = ScriptedRun(folder=tmp_path / "sync", mode="sync", loop=LOOP).go()
+    run = ScriptedRun(folder=tmp_path / "async", loop=LOOP, asynchrony=AsyncConfig(max_staleness=1)).go()
+    assert run.policy.history != sync.policy.history
+    assert run.history() != sync.history()
+
+
+def test_one_step_off_lags_exactly_one(tmp_path):
+    run = ScriptedRun(
+        folder=tmp_path, mode="one_step_off", loop=LOOP, pool=ScriptedPool(pace=random_pace(1))
+    ).go()
+    for step, batch in enumerate(run.policy.batches):
+        assert set(versions_of(batch)) == {max(1, step)}, (
+            "step s trains version s + 1, on tokens of version s"
+        )
+    assert [sorted(set(numbers)) for numbers in run.prompts_of_steps()] == [
+        list(range(4 * step, 4 * step + 4)) for step in range(LOOP.steps)
+    ]
+    assert [run.history()[step]["staleness/max"] for step in range(1, 7)] == [0, 1, 1, 1, 1, 1]
+
+
+def test_one_step_off_and_a_deterministic_stream_do_not_depend_on_timing(tmp_path):
+    deterministic = AsyncConfig(max_staleness=2, sync_every=2, order=Order.FIRST_IN, partial=Partial.WAIT)
+    for mode in ("one_step_off", "fully_async"):
+        ends = {
+            ScriptedRun(
+                folder=tmp_path / mode / str(seed),
+                mode=mode,
+                loop=LOOP,
+                asynchrony=deterministic,
+                pool=ScriptedPool(pace=random_pace(seed)),
+                train_s=random_pace(seed, slowest=3.0),
+            )
+            .go()
+            .policy.history
+            for seed in range(5)
+        }
+        assert len(ends) == 1
+
+
+def seconds(folder, mode, *, train_s, token_s, **settings):
+    loop = replace(LOOP, steps=20, validate_every=0, save_every=0)
+    pool = ScriptedPool(pace=token_s if callable(token_s) else lambda request: token_s)
+    run = ScriptedRun(
+        folder=folder / mode, mode=mode, loop=loop, pool=pool, train_s=lambda step: train_s,
+        asynchrony=AsyncConfig(**settings),
+    ).go()  # fmt: skip
+    return run.publisher.flips[-1][0]
+
+
+def test_running_ahead_overlaps_generation_with_training(tmp_path):
+    """Both take about a second a step: in turns two seconds, side by side one."""
+    times = {
+        m: seconds(tmp_path, m, train_s=1.1, token_s=0.1) for m in ("sync", "one_step_off", "fully_async")
+    }
+    assert times["one_step_off"] < 0.65 * times["sync"]
+    assert times["fully_async"] < 0.65 * times["sync"]
+
+
+def test_a_stream_hides_the_long_tail_that_one_step_off_waits_for(tmp_path):
+    def tail(request):
+        return 1.0 if request.sampling.seed % 16 == 0 else 0.05
+
+    times = {
+        m: seconds(tmp_path, m, train_s=1.0, token_s=tail, max_staleness=8)
+        for m in ("one_step_off", "fully_async")
+    }
+    assert times["fully_async"] < 0.6 * times["one_step_off"]
+
+
+def test_versions_change_within_completions_where_they_are_kept_or_continued(tmp_path):
+    for partial in (Partial.KEEP, Partial.ABORT):
+        pool = ScriptedPool(pace=lambda request: 0.5)
+        mode = AsyncConfig(max_staleness=4, partial=partial)
+        run = ScriptedRun(
+            folder=tmp_path / partial, loop=LOOP, asynchrony=mode, pool=pool, train_s=lambda step: 0.5
+        ).go()
+        assert max(run.history()[step]["trajectory/versions_max"] for step in run.history()) > 1
+        for batch in run.policy.batches:  # every log-prob is that of the version it is stamped with
+            assert max(versions_of(batch)) > 0
+
+
+def test_the_log_prob_of_a_token_is_that_of_the_version_it_is_stamped_with(tmp_path):
+    for partial in (Partial.KEEP, Partial.ABORT):
+        served = {}
+        pool = ScriptedPool(pace=lambda request: 0.5)
+        flip = pool.flip
+
+        def remembering(version, logits, served=served, flip=flip):
+            served[version] = torch.tensor(logits, dtype=torch.float64).log_softmax(0)
+            flip(version, logits)
+
+        pool.flip = remembering
+        mode = AsyncConfig(max_staleness=4, partial=partial)
+        run = ScriptedRun(folder=tmp_path / partial, loop=LOOP, asynchrony=mode, pool=pool).go()
+        mixed = 0
+        for batch in run.policy.batches:
+            mask = batch["loss_mask"]
+            for token, version, logprob in zip(
+                batch["input_ids"][mask].tolist(),
+                versions_of(batch),
+                batch["rollout_logprobs"][mask].tolist(),
+                strict=True,
+            ):
+                assert logprob == pytest.approx(served[version][token].item(), abs=1e-6)
+            mixed += len(set(versions_of(batch))) > 1
+        assert mixed
+
+
+def test_weights_flow_every_so_many_steps_and_before_anything_looks_at_them(tmp_path):
+    loop = replace(LOOP, steps=7, validate_every=5, save_every=0)
+    run = ScriptedRun(folder=tmp_path, loop=loop, asynchrony=AsyncConfig(max_staleness=3, sync_every=3)).go()
+    assert [version for _, version in run.publisher.flips] == [1, 4, 6, 7, 8]
+
+
+def test_discarding_never_stops_generating_and_counts_what_it_throws_away(tmp_path):
+    pool = ScriptedPool(pace=random_pace(5, slowest=1.0))
+    mode = AsyncConfig(max_staleness=1, too_old=TooOld.DISCARD, order=Order.LONGEST_WAITING)
+    run = ScriptedRun(folder=tmp_path, loop=replace(LOOP, steps=30), asynchrony=mode, pool=pool).go()
+    end = run.reporter.steps[30]
+    assert end["buffer/dropped_too_old_groups"] > 0
+    assert end["buffer/consumed_groups"] == 30 * 4
+    assert max(values["staleness/max"] for values in run.reporter.steps.values()) <= 1
+
+
+def test_over_sampling_takes_the_fastest_and_drops_the_rest(tmp_path):
+    pool = ScriptedPool(pace=random_pace(5, slowest=1.0))
+    mode = AsyncConfig(max_staleness=0, over_sampling=0.5)
+    run = ScriptedRun(folder=tmp_path, loop=LOOP, asynchrony=mode, pool=pool).go()
+    assert run.reporter.steps[6]["buffer/dropped_outpaced_groups"] == 6 * 2
+    assert set(versions_of(run.policy.batches[-1])) == {6}
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+def test_a_stop_request_ends_after_its_step_and_the_run_goes_on_from_there(tmp_path, mode):
+    settings = {
+        "folder": tmp_path / "parts", "mode": mode, "loop": LOOP,
+        "asynchrony": AsyncConfig(order=Order.FIRST_IN, partial=Partial.WAIT),
+    }  # fmt: skip
+    whole = ScriptedRun(**(settings | {"folder": tmp_path / "whole"})).go()
+    stop = StopRequest()
+    stop.requested = True
+    first = ScriptedRun(**settings, stop=stop).go()
+    assert (first.outcome.steps, first.outcome.interrupted) == (1, True)
+    second = ScriptedRun(**settings, journal=first.journal).go()
+    assert (second.outcome.steps, second.outcome.steps_here) == (6, 5)
+    assert second.policy.history == whole.policy.history
+    assert second.history()[6] == whole.history()[6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"sync_every": 0}, "sync_every"),
+        ({"max_staleness": 1, "sync_every": 3}, "raise `max_staleness`"),
+        ({"over_sampling": -0.1}, "over_sampling"),
+        ({"over_sampling": 0.1, "order": Order.FIRST_IN}, "choose one"),
+        ({"too_old": TooOld.DISCARD, "order": Order.FIRST_IN}, "choose one"),
+        ({"too_old": TooOld.DISCARD, "partial": Partial.WAIT}, "choose one"),
+        ({"max_attempts": 0}, "max_attempts"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path, settings, says):
+    with pytest.raises(PlanRefused, match=says):
+        ScriptedRun(folder=tmp_path, loop=LOOP, asynchrony=AsyncConfig(**settings)).go()
