@@ -1,29 +1,114 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.testing import check_transport
+from offbeat_ckptsync.sinks import DictSink
+from offbeat_ckptsync.testing import DictSource, House, assert_same, check_case, transport_contract
+from offbeat_ckptsync.testing.contract import CASES
 from offbeat_ckptsync.transports import make_transport, transport_names
 
-BUCKET_MIB = 4096 / (1 << 20)
+test_loopback = transport_contract("loopback")
+test_shm = transport_contract("shm")
+test_broadcast_over_gloo = transport_contract("broadcast")
+test_disk = transport_contract("disk")
+
+DTYPES = st.sampled_from(["float32", "bfloat16", "uint8", "int64", "bool"])
+SHAPES = st.lists(st.integers(0, 30), max_size=3).map(tuple)
+ROWS = st.lists(st.tuples(SHAPES, DTYPES), max_size=12)
 
 
-@pytest.mark.parametrize("num_receivers", [1, 3])
+def weights_of(rows, seed):
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        f"t{i}": torch.randint(0, 2, shape, generator=rng).to(getattr(torch, dtype))
+        for i, (shape, dtype) in enumerate(rows)
+    }
+
+
 @pytest.mark.parametrize("name", ["loopback", "shm", "broadcast", "disk"])
-async def test_the_contract(name, num_receivers, tmp_path):
-    config = SyncConfig(
-        transport=name,
-        bucket_mib=BUCKET_MIB,
-        disk_path=str(tmp_path),
-        begin_timeout_s=20,
-        transfer_timeout_s=30,
-    )
-    await check_transport(lambda: make_transport(name, config), config, num_receivers=num_receivers)
+def test_any_manifest_crosses_in_buckets_of_any_size(name, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("disk"))
+
+    @settings(max_examples=8, deadline=None, database=None)
+    @given(ROWS, st.integers(256, 5000), st.integers(1, 2))
+    def check(rows, bucket_bytes, num_receivers):
+        config = SyncConfig(
+            transport=name, bucket_mib=bucket_bytes / (1 << 20), disk_path=folder, transfer_timeout_s=20
+        )
+        sinks = {f"r{i}": DictSink() for i in range(num_receivers)}
+        house = House(DictSource({}), dict(sinks), config, lambda: make_transport(name, config))
+
+        async def sync_twice():
+            for version in (1, 2):
+                house.source.weights = weights_of(rows, version)
+                await house.manager.sync(version)
+                for sink in sinks.values():
+                    assert_same(sink.weights, house.source.weights)
+
+        try:
+            asyncio.run(sync_twice())
+        finally:
+            house.close()
+
+    check()
 
 
 def test_an_unknown_transport_is_refused_with_the_names_there_are():
     with pytest.raises(SyncError, match="broadcast, disk, loopback, shm"):
         make_transport("pigeon", SyncConfig())
-    assert transport_names() == ["broadcast", "disk", "loopback", "shm"]
+    with pytest.raises(ValueError, match=r"no transport is called 'pigeon'; there are .*shm"):
+        SyncConfig(transport="pigeon")
+
+
+def test_a_transport_of_another_package_is_known_by_its_entry_point(tmp_path, monkeypatch):
+    about = tmp_path / "pigeon_post-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pigeon-post\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[offbeat.transports]\npigeon = pigeon_post:make\n")
+    (tmp_path / "pigeon_post.py").write_text(
+        "from offbeat_ckptsync.transports.loopback import LoopbackTransport\n"
+        "class Pigeon(LoopbackTransport):\n    pass\n"
+        "def make(config):\n    assert config.transport == 'pigeon'\n    return Pigeon()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "pigeon" in transport_names()
+    config = SyncConfig(transport="pigeon", bucket_mib=4096 / (1 << 20))
+    assert type(make_transport("pigeon", config)).__name__ == "Pigeon"
+    asyncio.run(check_case(CASES[0], lambda: make_transport("pigeon", config), config, num_receivers=2))
+
+
+class Forgetful:
+    """A transport that delivers the bytes of the first sync for ever."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.kept = {}
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def sender(self, offer, members):
+        inner, kept = self.inner.sender(offer, members), self.kept
+
+        class Sender:
+            def send(self, bucket, payload):
+                inner.send(bucket, kept.setdefault(bucket.index, payload.clone()))
+
+            close = inner.close
+
+        return Sender()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_contract_finds_a_transport_that_delivers_old_bytes(case):
+    config = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20), transfer_timeout_s=5)
+    make = lambda: Forgetful(make_transport("loopback", config))  # noqa: E731
+    with pytest.raises(SyncError, match="arrived with digest"):
+        asyncio.run(check_case(case, make, config, num_receivers=1))

@@ -1,4 +1,4 @@
-"""Fakes that satisfy the protocols, faults to plant, and the contract that every transport must hold."""
+"""Fakes that satisfy the protocols, faults to plant, and awkward weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_ckptsync.errors import SyncError, SyncFailed
+from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.manager import CheckpointEngineManager
 from offbeat_ckptsync.manifest import manifest_of
 from offbeat_ckptsync.members import LocalMember
@@ -242,60 +242,6 @@ def awkward_weights(seed: int) -> dict[str, torch.Tensor]:
         "larger_than_a_bucket": normal(5000),
         "head": tied,
     }
-
-
-async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, num_receivers: int) -> None:
-    """Hold a transport to its contract, receivers in this process; a transport of your own passes it too.
-
-    Every oddity of `awkward_weights` arrives bit for bit over several syncs with changed weights; a flipped byte, a
-    cut line and a renamed tensor are refused while the old version stays; the sync after each is good.
-
-    Raises:
-        AssertionError: it does not hold.
-    """
-    sinks = {f"replica-{i}": DictSink(manifest_of(awkward_weights(0).items())) for i in range(num_receivers)}
-    faults = [Fault("corrupt", 1, times=0), Fault("die", 2, times=0), Fault("corrupt", 0, times=0)]
-    house = House(
-        DictSource(awkward_weights(1)),
-        dict(sinks),
-        config,
-        lambda: FaultyTransport(
-            FaultyTransport(make(), on_send=faults[2]), on_receive=faults[0], on_send=faults[1]
-        ),
-    )
-    try:
-        await _good(house, sinks, 1)
-        await _good(house, sinks, 2)
-        for fault in faults:
-            fault.left = 1
-            await _refused(house, sinks, 3, "bucket")
-        house.source.weights = {name.replace("half", "halve"): t for name, t in awkward_weights(9).items()}
-        await _refused(house, sinks, 3, "'halve'")
-        await _good(house, sinks, 3)
-    finally:
-        house.close()
-
-
-async def _good(house: House, sinks: dict[str, DictSink], version: int) -> None:
-    house.source.weights = awkward_weights(version)
-    report = await house.manager.sync(version)
-    assert report.version == version
-    for name, sink in sinks.items():
-        assert sink.version == version, f"{name} serves {sink.version} after a sync to {version}"
-        assert_same(sink.weights, house.source.weights)
-
-
-async def _refused(house: House, sinks: dict[str, DictSink], version: int, named: str) -> None:
-    before = {name: dict(sink.weights) for name, sink in sinks.items()}
-    told = ""
-    try:
-        await house.manager.sync(version)
-    except SyncFailed as error:
-        told = str(error)
-    assert named in told, f"version {version} was to be refused, naming {named}; said: {told or 'nothing'}"
-    for name, sink in sinks.items():
-        assert sink.version == version - 1
-        assert_same(sink.weights, before[name])
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
