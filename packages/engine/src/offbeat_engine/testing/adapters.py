@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.config import LoraExport
-
 if TYPE_CHECKING:
     from offbeat_engine.config import LoraConfig
 
@@ -74,10 +72,8 @@ def adapt(model: Any, config: LoraConfig, adapter: Named) -> dict[str, torch.nn.
     return trained
 
 
-def adapter_tensors(model: Any, config: LoraConfig, trained: dict[str, torch.nn.Parameter]) -> Named:  # noqa: ANN401
-    """Return what `named_weights` should yield: the adapter, or all weights with the adapter merged in."""
-    if config.export is LoraExport.ADAPTER:
-        return {name: param.detach().clone() for name, param in trained.items()}
+def merged_tensors(model: Any) -> Named:  # noqa: ANN401
+    """Return all weights of an adapted model by their names without adapters, with these merged in."""
     merged: Named = {}
     for name, param in model.named_parameters():
         if name.endswith((".lora_a", ".lora_b")):

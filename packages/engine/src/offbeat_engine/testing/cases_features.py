@@ -13,6 +13,7 @@ import torch
 
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.config import Dtype, LoraConfig, LoraExport
+from offbeat_engine.interface import WeightKind
 from offbeat_engine.testing import probes
 from offbeat_engine.testing.cases_training import check_agreement, check_training, check_weights
 from offbeat_engine.testing.compare import check_number, check_tensors, check_tokens, relative_error
@@ -143,10 +144,19 @@ def _lora(runner: Runner, family: str, config: LoraConfig, num_ranks: int = 2) -
     adapter = records[0].weights_after[0]
     check_training(runner, records[0], runner.reference(job, adapter=adapter))
     check_agreement(records)
+    _check_kind(runner, job, WeightKind.ADAPTER)
     merged_job = runner.job(family, lora=replace(config, export=LoraExport.MERGED))
     record: Record = runner.run(probes.train, num_ranks, merged_job, BATCHES, KEPT)[0]
+    _check_kind(runner, merged_job, WeightKind.FULL)
     # The same seed draws the same adapter, whatever is exported.
     _check_merged(runner, record, runner.reference(merged_job, adapter=adapter))
+
+
+def _check_kind(runner: Runner, job: probes.Job, kind: WeightKind) -> None:
+    manifest, _ = runner.run(probes.describe, 1, job)[0]
+    wrong = {spec.name: spec.kind for spec in manifest if spec.kind is not kind}
+    if wrong:
+        raise AssertionError(f"the manifest should say {kind!r} of every weight, got {wrong}")
 
 
 def _check_merged(runner: Runner, record: Record, reference: Reference) -> None:

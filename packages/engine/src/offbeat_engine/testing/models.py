@@ -31,13 +31,19 @@ class Family:
 
 
 _UNTIED = {"tie_word_embeddings": False}
+_ADAPTIVE_POSITIONS = {
+    "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    "max_position_embeddings": 32,
+}
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family(name="qwen2", model_type="qwen2"),
         Family(name="qwen2_untied", model_type="qwen2", settings=_UNTIED),
-        Family(name="llama", model_type="llama", settings=_UNTIED),
+        # Rotary embeddings tell differences of positions only, so running on through a packed row would not show;
+        # scaled ones that adapt to the largest position do, where all sequences fit below the limit.
+        Family(name="llama", model_type="llama", settings={**_UNTIED, **_ADAPTIVE_POSITIONS}),
         Family(name="llama_tied", model_type="llama"),
         Family(name="qwen3", model_type="qwen3"),
         # Gemma scales its embeddings and has heads wider than hidden / heads.

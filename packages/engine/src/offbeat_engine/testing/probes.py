@@ -135,8 +135,9 @@ def describe(world: World, job: Job) -> tuple[tuple[WeightSpec, ...], tuple[Weig
     """Return the manifest, and what `named_weights` really yields in the same words."""
     with _running(world, job) as engine:
         manifest = engine.weight_manifest()
+        kind = manifest[0].kind  # not to be seen in a tensor
         seen = tuple(
-            WeightSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+            WeightSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, kind=kind)
             for name, tensor in engine.named_weights()
         )
         return manifest, seen

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
-from offbeat_engine.config import LoraConfig, OptimizerConfig, OptimizerName
+from offbeat_engine.config import LoraConfig, LoraExport, OptimizerConfig, OptimizerName
 from offbeat_engine.interface import LossScale
 from offbeat_engine.schedules import learning_rate
-from offbeat_engine.testing.adapters import adapt, adapter_tensors
+from offbeat_engine.testing.adapters import adapt, merged_tensors
 from offbeat_engine.testing.compare import Named, relative_error
 from offbeat_engine.testing.models import without_bars
 
@@ -166,8 +166,8 @@ def reference_run(
         grad_norms=norms,
         rates=rates,
         predictions=first[0],
-        first_grads=_as_in_files(model, setup, first[1]),
-        grads=_as_in_files(model, setup, grads),
+        first_grads=first[1] if setup.lora else _as_in_files(model, setup, first[1]),
+        grads=grads if setup.lora else _as_in_files(model, setup, grads),
         weights=weights,
         weights_after={**kept, len(batches): weights},
     )
@@ -198,8 +198,10 @@ def _optimizer(config: OptimizerConfig, params: list[torch.nn.Parameter]) -> tor
 
 
 def _weights(model: Any, setup: Setup, trained: dict[str, torch.nn.Parameter]) -> Named:  # noqa: ANN401
+    if setup.lora is not None and setup.lora.export is LoraExport.ADAPTER:
+        return {name: param.detach().clone() for name, param in trained.items()}
     if setup.lora is not None:
-        return adapter_tensors(model, setup.lora, trained)
+        return _as_in_files(model, setup, merged_tensors(model))
     named = {name: param.detach().clone() for name, param in model.named_parameters()}
     return _as_in_files(model, setup, named)
 
@@ -210,7 +212,7 @@ def _as_in_files(model: Any, setup: Setup, tensors: Named) -> Named:  # noqa: AN
     from safetensors.torch import load_file
 
     with safe_open(Path(setup.path) / "model.safetensors", "pt") as file:
-        if setup.lora is not None or tensors.keys() <= set(file.keys()):
+        if tensors.keys() <= set(file.keys()):
             return tensors
     with TemporaryDirectory(prefix="offbeat-reference-") as folder, without_bars():
         model.save_pretrained(folder, state_dict=tensors)

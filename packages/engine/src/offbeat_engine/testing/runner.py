@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,25 +80,52 @@ class Case:
     slow: bool = False
 
 
+class Ranks:
+    """Pools of ranks by their number, started when first asked for and anew after one was left out of step."""
+
+    def __init__(self, device: str = "cpu", timeout_s: float = 60.0) -> None:
+        """Start nothing yet."""
+        self._device = device
+        self._timeout_s = timeout_s
+        self._pools: dict[int, RankPool] = {}
+
+    def pool(self, num_ranks: int) -> RankPool:
+        """Return a pool of `num_ranks` that is in step."""
+        pool = self._pools.get(num_ranks)
+        if pool is None or pool.failed:
+            # One that failed may hang in a collective that will never end: it is stopped before the next starts.
+            if pool is not None:
+                pool.stop()
+            pool = self._pools[num_ranks] = RankPool(num_ranks, self._timeout_s, device=self._device)
+        return pool
+
+    def close(self) -> None:
+        """Stop all ranks."""
+        for pool in self._pools.values():
+            pool.release()  # all at once, so that they leave side by side
+        for pool in self._pools.values():
+            pool.stop()
+        self._pools.clear()
+
+
 class Runner:
     """Runs probes on ranks that are started once, and keeps models and references for the cases that share them."""
 
-    def __init__(self, options: Options) -> None:
-        """Start nothing yet: ranks come with the first case that needs them."""
+    def __init__(self, options: Options, ranks: Ranks | None = None) -> None:
+        """Start nothing yet; given `ranks` are used and outlive the runner."""
         self.options = options
         self.features = options.engine.capabilities().features
         self.tolerances = options.tolerances
         self._stack = ExitStack()
-        self._pools: dict[int, RankPool] = {}
+        if ranks is None:
+            ranks = self._stack.enter_context(closing(Ranks(options.device, options.timeout_s)))
+        self._ranks = ranks
         self._references: dict[object, Reference] = {}
         self._folder: Path | None = None
         self._num_folders = 0
 
     def close(self) -> None:
         """Stop the ranks and remove the models."""
-        for pool in self._pools.values():
-            pool.release()  # all at once, so that they leave side by side
-        self._pools.clear()
         self._folder = None
         self._stack.close()
 
@@ -169,14 +196,4 @@ class Runner:
                 f"{job.engine.__name__} declares what this case needs, but `check` refuses it on {num_ranks} "
                 f"rank(s): {'; '.join(map(str, refused))}"
             )
-        return self._pool(num_ranks).run(probe, job, *args)
-
-    def _pool(self, num_ranks: int) -> RankPool:
-        pool = self._pools.get(num_ranks)
-        if pool is None or pool.failed:
-            # One that failed may hang in a collective that will never end: it is stopped before the next starts.
-            if pool is not None:
-                pool.stop()
-            pool = RankPool(num_ranks, self.options.timeout_s, device=self.options.device)
-            self._pools[num_ranks] = self._stack.enter_context(pool)
-        return pool
+        return self._ranks.pool(num_ranks).run(probe, job, *args)

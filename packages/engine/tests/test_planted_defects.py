@@ -1,0 +1,314 @@
+"""The suite must fail: one defect at a time in an otherwise good engine, caught by the case that is meant for it.
+
+Each defect lives in a subclass and lasts only as long as a call, so that the ranks can be shared.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offbeat_engine import Feature, LossScale, NonFiniteError, StepContext
+from offbeat_engine.fsdp2 import Fsdp2Engine, attention, layout, stepping, updater
+from offbeat_engine.testing import RanksError
+from offbeat_engine.testing.runner import Options, Ranks, Runner
+from offbeat_engine.testing.suite import cases, check_declaration, reason_to_skip
+
+
+@contextmanager
+def patched(module, name, value):
+    kept = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, kept)
+
+
+class TokensPerRank(Fsdp2Engine):
+    """Divides by this rank's token count instead of all ranks'."""
+
+    def forward_backward_step(self, batch, ctx=None, *args, **kwargs):
+        scale = LossScale(num_tokens=int(batch["loss_mask"].sum()), num_sequences=9)
+        return super().forward_backward_step(batch, StepContext(scale=scale), *args, **kwargs)
+
+
+class ShiftedLabel(Fsdp2Engine):
+    """Takes one label of each micro-batch from its neighbour."""
+
+    def forward_backward_step(self, *args, **kwargs):
+        def shifted(*arguments):
+            good = layout.lay_out(*arguments)
+            targets = good.targets_M.clone()
+            targets[:1] = good.targets_M.roll(1)[:1]
+            return replace(good, targets_M=targets)
+
+        with patched(stepping, "lay_out", shifted):
+            return super().forward_backward_step(*args, **kwargs)
+
+
+class PositionsRunOn(Fsdp2Engine):
+    """Counts positions through the packed row instead of from each sequence's start."""
+
+    def forward_backward_step(self, *args, **kwargs):
+        one_row = layout._one_row
+
+        def running(*arguments):
+            inputs, where, lengths = one_row(*arguments)
+            ids = inputs["input_ids"]
+            return {**inputs, "position_ids": torch.arange(ids.shape[1])[None]}, where, lengths
+
+        with patched(layout, "_one_row", running):
+            return super().forward_backward_step(*args, **kwargs)
+
+
+class NoBoundary(Fsdp2Engine):
+    """Lets every sequence of a packed row attend to those before it."""
+
+    def forward_backward_step(self, *args, **kwargs):
+        def joined(lengths, device):
+            return attention.packed_rows([sum(lengths)], device)
+
+        with patched(layout, "packed_rows", joined):
+            return super().forward_backward_step(*args, **kwargs)
+
+
+class DroppedShard(Fsdp2Engine):
+    """Keeps the last rank's old shard of the first weight when it loads."""
+
+    def load_checkpoint(self, *args, **kwargs):
+        shard = updater.local(next(iter(self._parts.updater.params.values())).detach())
+        kept = shard.clone()
+        found = super().load_checkpoint(*args, **kwargs)
+        if self.world.rank == self.world.size - 1:
+            shard.copy_(kept)
+        return found
+
+
+class ForgottenMoments(Fsdp2Engine):
+    """Loads the weights and starts the optimizer afresh."""
+
+    def load_checkpoint(self, *args, **kwargs):
+        found = super().load_checkpoint(*args, **kwargs)
+        self._parts.updater.set_moments({})
+        return found
+
+
+class LastCallOnly(Fsdp2Engine):
+    """Forgets the gradient of an earlier call."""
+
+    def forward_backward_step(self, *args, **kwargs):
+        self.optimizer_zero_grad()
+        return super().forward_backward_step(*args, **kwargs)
+
+
+class ClipPerRank(Fsdp2Engine):
+    """Clips by the norm of this rank's shards."""
+
+    def optimizer_step(self):
+        with patched(updater, "sum_tensor", lambda world, tensor: tensor):
+            return super().optimizer_step()
+
+
+class NoTemperature(Fsdp2Engine):
+    """Never divides by the temperature."""
+
+    def forward_backward_step(self, batch, *args, **kwargs):
+        return super().forward_backward_step(batch.exclude("temperature"), *args, **kwargs)
+
+
+class NothingFrozen(Fsdp2Engine):
+    """Trains what it was told to leave."""
+
+    def __init__(self, config, world):
+        super().__init__(replace(config, freeze=()), world)
+
+
+class TiedTwice(Fsdp2Engine):
+    """Hands out a tied weight under both of its names."""
+
+    def named_weights(self):
+        for name, tensor in super().named_weights():
+            yield name, tensor
+            if name == "model.embed_tokens.weight":
+                yield "lm_head.weight", tensor
+
+
+class WholePast(Fsdp2Engine):
+    """Lets every token see all before it, whatever the model's window."""
+
+    def forward_backward_step(self, *args, **kwargs):
+        with patched(attention, "_window_mask", lambda window, source: None):
+            return super().forward_backward_step(*args, **kwargs)
+
+
+class ReversedRows(Fsdp2Engine):
+    """Gives the rows back in the wrong order."""
+
+    def unshard_data(self, data):
+        rows = super().unshard_data(data)
+        return rows[torch.arange(len(rows)).flip(0)]
+
+
+class StepsOnNan(Fsdp2Engine):
+    """Takes a step whatever the loss was."""
+
+    def optimizer_step(self):
+        self._lost_step = False
+        for param in self._parts.updater.params.values():
+            param.grad = torch.nan_to_num(param.grad)
+        return super().optimizer_step()
+
+
+class AloneWithItsNan(Fsdp2Engine):
+    """The rank with the bad loss raises before the others know."""
+
+    def forward_backward_step(self, batch, *args, **kwargs):
+        if self.world.rank == 1 and bool((batch["input_ids"] == 63).any()):
+            raise NonFiniteError("only I know")
+        return super().forward_backward_step(batch, *args, **kwargs)
+
+
+class GradientsOfOneRank(Fsdp2Engine):
+    """Averages gradients over ranks where they should add up."""
+
+    def optimizer_step(self):
+        for param in self._parts.updater.params.values():
+            param.grad /= self.world.size
+        return super().optimizer_step()
+
+
+class LateSchedule(Fsdp2Engine):
+    """Never advances the learning rate."""
+
+    def lr_scheduler_step(self):
+        return self._parts.updater.set_num_steps(0)
+
+
+class ForgetfulExport(Fsdp2Engine):
+    """Streams the weights of the start."""
+
+    def init_model(self):
+        super().init_model()
+        self._first = [(name, tensor.clone()) for name, tensor in super().named_weights()]
+
+    def named_weights(self):
+        yield from self._first
+
+
+# Engine, the case that must catch it, and what it must say: which tensor or token, what was expected, what came.
+TOKEN = r"`logprobs` of sequence \d+, token \d+ \(id \d+, length \d+\): expected -\d.*, got -?\d"
+TENSOR = r": `[\w.]+` at \[\d+(, \d+)?\]: expected -?\d.*, got -?\d"
+PLANTED = [
+    (TokensPerRank, "training_qwen2_two_ranks", r"loss of step 1: expected \d.*, got \d"),
+    (ShiftedLabel, "training_qwen2_two_ranks", "first step: " + TOKEN),
+    (PositionsRunOn, "training_llama_two_ranks", "first step: " + TOKEN),
+    (NoBoundary, "training_qwen2_two_ranks", "first step: " + TOKEN),
+    (DroppedShard, "checkpoint_2_to_2", "weights on rank . after loading" + TENSOR),
+    (DroppedShard, "checkpoint_2_to_1", "weights on rank . after loading" + TENSOR),
+    (
+        ForgottenMoments,
+        "checkpoint_1_to_1",
+        r"loss of step 4, after loading step 2: expected \d.*, got \d",
+    ),
+    (LastCallOnly, "accumulation_one_rank", "gradient accumulated over two calls" + TENSOR),
+    (ClipPerRank, "training_qwen2_two_ranks", r"gradient norm of step 1: expected \d.*, got \d"),
+    (NoTemperature, "training_qwen2_one_rank", "first step: " + TOKEN),
+    (NothingFrozen, "training_qwen2_frozen", r"gradient of step 1: .*unexpected: .*model\.layers\.0\."),
+    (TiedTwice, "training_qwen2_one_rank", r"weights at the start: .*unexpected: lm_head\.weight"),
+    (TiedTwice, "manifest_qwen2", r"`named_weights` yields .*lm_head\.weight"),
+    (WholePast, "training_mistral_two_ranks", "first step: " + TOKEN),
+    (ReversedRows, "order_two_ranks", "first step: " + TOKEN),
+    (StepsOnNan, "nonfinite_gradient_skip_2", r"should skip the step and return a norm of NaN, got \d"),
+    (GradientsOfOneRank, "training_qwen2_two_ranks", r"gradient norm of step 1: expected \d.*, got \d"),
+    (LateSchedule, "training_qwen2_one_rank", r"learning rate after step 1: expected 0\.001, got 0\.0005"),
+    (ForgetfulExport, "training_qwen2_one_rank", "weights after 1 steps" + TENSOR),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    started = Ranks(timeout_s=30.0)
+    yield started
+    started.close()
+
+
+@contextmanager
+def running(engine, ranks=None):
+    runner = Runner(Options(engine=engine, families=("qwen2", "llama", "mistral"), num_ranks=2), ranks)
+    try:
+        yield runner, {case.name: case for case in cases(runner.options)}
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "case", "says"), [pytest.param(*row, id=f"{row[0].__name__}-{row[1]}") for row in PLANTED]
+)
+def test_the_suite_names_what_is_wrong(ranks, engine, case, says):
+    with running(engine, ranks) as (runner, by_name):
+        chosen = by_name[case]
+        assert reason_to_skip(chosen, engine.capabilities(), runner.options) is None
+        with pytest.raises(AssertionError, match=says):
+            chosen.check(runner)
+
+
+def test_a_rank_that_raises_alone_is_a_failure_and_not_a_hang():
+    short = Ranks(timeout_s=15.0)
+    try:
+        with (
+            running(AloneWithItsNan, short) as (runner, by_name),
+            pytest.raises(RanksError, match="rank 0: "),
+        ):
+            by_name["nonfinite_loss_stop_2"].check(runner)
+    finally:
+        short.close()
+
+
+class Boastful(Fsdp2Engine):
+    """Declares what no case can exercise."""
+
+    @classmethod
+    def capabilities(cls):
+        said = super().capabilities()
+        features = said.features | {Feature.TENSOR_PARALLEL}
+        return replace(
+            said, features=features, missing={f: r for f, r in said.missing.items() if f not in features}
+        )
+
+
+class Mute(Fsdp2Engine):
+    """Says nothing about one feature and gives no reason for another."""
+
+    @classmethod
+    def capabilities(cls):
+        said = super().capabilities()
+        missing = {**said.missing, Feature.TENSOR_PARALLEL: ""}
+        return replace(said, features=said.features - {Feature.PACKING}, missing=missing)
+
+
+def test_a_declared_feature_that_nothing_exercises_is_a_failure():
+    with (
+        running(Boastful) as (runner, _),
+        pytest.raises(AssertionError, match="declares tensor_parallel, which no"),
+    ):
+        check_declaration(runner)
+
+
+def test_a_feature_must_be_there_or_missing_with_a_reason():
+    with (
+        running(Mute) as (runner, _),
+        pytest.raises(AssertionError, match="packing: neither declared nor missing"),
+    ):
+        check_declaration(runner)
+
+
+def test_what_is_missing_is_skipped_in_the_engines_own_words():
+    with running(Fsdp2Engine) as (runner, by_name):
+        said = Fsdp2Engine.capabilities()
+        lacking = replace(
+            said, features=said.features - {Feature.PACKING}, missing={Feature.PACKING: "rows are a nuisance"}
+        )
+        reason = reason_to_skip(by_name["training_qwen2_unpacked"], lacking, runner.options)
+    assert reason == "fsdp2 does not declare packing: rows are a nuisance"
