@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -17,11 +16,10 @@ import torch
 from offbeat_engine import folders
 from offbeat_engine.config import NonFinite
 from offbeat_engine.errors import ConfigError, NonFiniteError, StateError
-from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, sharding, weights
-from offbeat_engine.fsdp2.ranks import compute_device
+from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
+from offbeat_engine.fsdp2.parts import Parts, build_parts
 from offbeat_engine.fsdp2.shards import gather_shares, take_share
 from offbeat_engine.fsdp2.stepping import Step, run_step
-from offbeat_engine.fsdp2.updater import Updater
 from offbeat_engine.interface import Engine, StepContext
 
 if TYPE_CHECKING:
@@ -34,27 +32,13 @@ if TYPE_CHECKING:
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.interface import LossFn, PostprocessFn, Predictions, PreprocessFn, WeightSpec
-    from offbeat_engine.world import SubGroup, World
+    from offbeat_engine.world import World
 
 
 class _Mode(Enum):
     NONE = "no mode"
     TRAIN = "train_mode"
     EVAL = "eval_mode"
-
-
-@dataclass(slots=True)
-class _Parts:
-    """What `init_model` makes."""
-
-    scorer: model.Scorer
-    updater: Updater
-    peers: SubGroup | None
-    sharded: bool
-    gather_once: bool
-    device: torch.device
-    model_at: torch.device
-    moments_at: torch.device
 
 
 class Fsdp2Engine(Engine):
@@ -66,7 +50,7 @@ class Fsdp2Engine(Engine):
 
     def __init__(self, config: EngineConfig, world: World) -> None:
         super().__init__(config, world)
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._loss_fn: LossFn | None = None
         self._mode = _Mode.NONE
         self._lost_step = False  # a loss was not finite: the next optimizer step is skipped
@@ -92,18 +76,7 @@ class Fsdp2Engine(Engine):
         refused = self.check(self.config, self.world.size)
         if refused:
             raise ConfigError("; ".join(map(str, refused)))
-        scorer = model.build_scorer(self.config)
-        gather_once = sharding.is_small(scorer)
-        sharded = sharding.shard(scorer, self.config, self.world)
-        peers = sharding.peers_of(self.config, self.world)
-        device = compute_device(self.world)
-        updater = Updater(
-            self.config.optimizer,
-            dict(scorer.hf.named_parameters()),
-            self.world,
-            num_copies=sharding.num_copies(self.config, self.world),
-        )
-        self._parts = _Parts(scorer, updater, peers, sharded, gather_once, device, device, device)
+        self._parts = build_parts(self.config, self.world)
 
     @contextmanager
     def train_mode(self) -> Generator[None]:
@@ -120,16 +93,14 @@ class Fsdp2Engine(Engine):
     @contextmanager
     def _entered(self, mode: _Mode) -> Generator[None]:
         parts, before = self._ready(), self._mode
-        model_at, moments_at = parts.model_at, parts.moments_at
-        self._place(model_at=parts.device, moments_at=parts.device if mode is _Mode.TRAIN else moments_at)
-        parts.scorer.train(mode is _Mode.TRAIN)
-        self._mode = mode
-        try:
-            yield
-        finally:
-            self._mode = before
-            parts.scorer.train(before is _Mode.TRAIN)
-            self._place(model_at=model_at, moments_at=moments_at)
+        with parts.weights.held(), parts.moments.held() if mode is _Mode.TRAIN else nullcontext():
+            parts.scorer.train(mode is _Mode.TRAIN)
+            self._mode = mode
+            try:
+                yield
+            finally:
+                self._mode = before
+                parts.scorer.train(before is _Mode.TRAIN)
 
     def set_loss_fn(self, loss_fn: LossFn) -> None:
         """Use `loss_fn` from now on.
@@ -186,7 +157,7 @@ class Fsdp2Engine(Engine):
         )
         with torch.set_grad_enabled(not forward_only):
             predictions = run_step(step, batch, ctx)
-        self._reshard()
+        parts.reshard()
         if forward_only:
             return predictions, ctx
         assert ctx.stats is not None
@@ -239,14 +210,19 @@ class Fsdp2Engine(Engine):
             raise StateError("`unshard_data` before `shard_data`: there is no order to go back to")
         return gather_shares(data, self._shares, self.world, self.config.sequence_parallel_size)
 
-    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:  # noqa: D102
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move what waits between the modes; inside one, this takes effect when it ends.
+
+        On a CPU host memory is the device's own, so everything goes out and comes straight back.
+        """
         parts = self._ready()
         if device not in ("cpu", self.world.device):
             raise ConfigError(f'`device` must be "cpu" or "{self.world.device}", got {device!r}')
-        place = parts.device if device == self.world.device else torch.device("cpu")
-        self._place(
-            model_at=place if model else parts.model_at, moments_at=place if optimizer else parts.moments_at
-        )
+        for offloadable, wanted in ((parts.weights, model), (parts.moments, optimizer)):
+            if wanted:
+                offloadable.settle(in_host=device == "cpu")
+                if device == self.world.device:
+                    offloadable.settle(in_host=False)
 
     def save_checkpoint(  # noqa: D102
         self,
@@ -256,7 +232,8 @@ class Fsdp2Engine(Engine):
         max_ckpt_to_keep: int | None = None,
     ) -> None:
         folder = folders.step_path(local_path, global_step)
-        checkpoint.save(self._target(), folder, global_step)
+        with self._all_held():
+            checkpoint.save(self._target(), folder, global_step)
 
         def after() -> None:
             if remote_path is not None:
@@ -273,25 +250,27 @@ class Fsdp2Engine(Engine):
     ) -> int | None:
         step = checkpoint.find(self.world, local_path, remote_path, global_step)
         if step is not None:
-            checkpoint.load(self._target(), folders.step_path(local_path, step))
-            self.optimizer_zero_grad()
+            with self._all_held():
+                checkpoint.load(self._target(), folders.step_path(local_path, step))
+                self.optimizer_zero_grad()
         return step
 
     def export_huggingface(self, path: str) -> None:  # noqa: D102
         parts, final, zero = self._ready(), Path(path), self.world.rank == 0
         checkpoint.on_rank_zero(self.world, lambda: folders.start_folder(final), f"could not start {path}")
-        weights.write_folder(
-            folders.partial_path(final) if zero else None,
-            parts.scorer.hf,
-            self._sources(),
-            model.compute_dtype(self.config),
-            self.config.model.path,
-        )
+        with parts.weights.held():
+            weights.write_folder(
+                folders.partial_path(final) if zero else None,
+                parts.scorer.hf,
+                self._sources(),
+                model.compute_dtype(self.config),
+                self.config.model.path,
+            )
         checkpoint.on_rank_zero(self.world, lambda: folders.finish_folder(final), f"could not finish {path}")
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight, one whole tensor at a time; it may share memory with the live weight."""
-        return weights.stream(self._sources(), model.compute_dtype(self.config))
+        return self._streamed(self._sources(), model.compute_dtype(self.config))
 
     def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
         return weights.specs(self._sources(), model.compute_dtype(self.config))
@@ -300,7 +279,7 @@ class Fsdp2Engine(Engine):
         gradients = weights.gradients(self._ready().scorer.hf, lora.kind_of(self.config.lora))
         if not gradients:
             raise StateError("there are no gradients; call `forward_backward_step` first")
-        return weights.stream(gradients, torch.float32)
+        return self._streamed(gradients, torch.float32)
 
     def close(self) -> None:
         """Forget model and optimizer; a process group stays until `World.leave`."""
@@ -308,7 +287,7 @@ class Fsdp2Engine(Engine):
         if self.world.device == "cuda":
             torch.cuda.empty_cache()
 
-    def _ready(self) -> _Parts:
+    def _ready(self) -> Parts:
         if self._parts is None:
             raise StateError("there is no model; call `init_model` first (and nothing after `close`)")
         return self._parts
@@ -330,24 +309,17 @@ class Fsdp2Engine(Engine):
         parts = self._ready()
         return checkpoint.target_of(self.world, parts.scorer, parts.updater)
 
-    def _reshard(self) -> None:
-        """Let go of gathered weights: outside a step, parameters are always this rank's shards."""
+    @contextmanager
+    def _all_held(self) -> Generator[None]:
         parts = self._ready()
-        if parts.sharded:
-            from torch.distributed.fsdp import FSDPModule
+        with parts.weights.held(), parts.moments.held():
+            yield
 
-            for module in parts.scorer.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-
-    def _place(self, model_at: torch.device, moments_at: torch.device) -> None:
-        parts = self._ready()
-        if model_at != parts.model_at:
-            moments = parts.updater.moments()
-            parts.scorer.to(model_at)
-            parts.updater.rebind(dict(parts.scorer.hf.named_parameters()))
-            parts.updater.set_moments(moments)
-            parts.model_at = model_at
-        if moments_at != parts.moments_at:
-            parts.updater.to(moments_at)
-            parts.moments_at = moments_at
+    def _streamed(
+        self, sources: list[weights.Source], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream while the weights are on the device; what they share memory with must not outlive that."""
+        held = self._ready().weights
+        with held.held():
+            for name, tensor in weights.stream(sources, dtype):
+                yield name, tensor.clone() if held.waits_in_host and held.owns(tensor) else tensor

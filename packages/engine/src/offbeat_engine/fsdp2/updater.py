@@ -94,11 +94,3 @@ class Updater:
     def empty_moments(self) -> Moments:
         """Return state of the right shapes to load into."""
         return self._rule.empty_moments()
-
-    def to(self, device: torch.device) -> None:
-        """Move the moments to `device`; a step needs them where the parameters are."""
-        moved = {
-            name: {key: tensor if key == "step" else tensor.to(device) for key, tensor in state.items()}
-            for name, state in self.moments().items()
-        }
-        self.set_moments(moved)

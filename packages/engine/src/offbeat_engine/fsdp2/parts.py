@@ -1,0 +1,85 @@
+"""What `init_model` makes of a config, in order: model, shards, groups, optimizer, and where they wait."""
+
+# transformers' and FSDP's modules are typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat_engine.fsdp2 import model, sharding
+from offbeat_engine.fsdp2.offload import Offloadable, own_memory
+from offbeat_engine.fsdp2.updater import Updater
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.world import SubGroup, World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A built engine: `weights` are all parameters with their gradients, `moments` the optimizer's state."""
+
+    scorer: model.Scorer
+    updater: Updater
+    peers: SubGroup | None
+    sharded: bool
+    gather_once: bool
+    weights: Offloadable
+    moments: Offloadable
+
+    def reshard(self) -> None:
+        """Let go of gathered weights: outside a step, parameters are always this rank's shards."""
+        if not self.sharded:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def build_parts(config: EngineConfig, world: World) -> Parts:
+    """Build everything, and send to host memory what `config` wants there; a collective.
+
+    Raises:
+        ConfigError: the folder holds no model that fits the config.
+    """
+    scorer = model.build_scorer(config)
+    gather_once = sharding.is_small(scorer)
+    own_memory(scorer)
+    sharded = sharding.shard(scorer, config, world)
+    updater = Updater(
+        config.optimizer,
+        dict(scorer.hf.named_parameters()),
+        world,
+        num_copies=sharding.num_copies(config, world),
+    )
+
+    def weights() -> Iterator[torch.Tensor]:
+        for param in scorer.parameters():
+            yield param
+            if param.grad is not None:
+                yield param.grad
+
+    def moments() -> Iterator[torch.Tensor]:
+        for state in updater.moments().values():
+            yield from state.values()
+
+    parts = Parts(
+        scorer=scorer,
+        updater=updater,
+        peers=sharding.peers_of(config, world),
+        sharded=sharded,
+        gather_once=gather_once,
+        weights=Offloadable(weights),
+        moments=Offloadable(moments),
+    )
+    parts.weights.settle(in_host=config.offload_parameters)
+    parts.moments.settle(in_host=config.offload_optimizer)
+    return parts
