@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat_trainer.algorithms.off_policy import derived
 from offbeat_trainer.metrics import Last, Max, Mean, Metric
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class Actor:
 
     One `update` is one step of a loop: the batch is cut into `updates_per_step` mini-batches of whole groups'
     neighbours, each of which is one optimizer step. With a single mini-batch the policy that is updated is the
-    one that the importance ratio is taken against, so no extra forward pass is made for it.
+    one that the importance ratio is taken against, so no extra forward pass is made for it; nor is one for several
+    when the loss says (`needs_old_logprobs`) that it takes the ratio against the sampler.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Actor:
         for share in shares:
             if self._reference is not None:
                 share["ref_logprobs"] = self._reference.logprobs(share)
-            if len(shares) > 1:
+            if len(shares) > 1 and getattr(self._loss_fn, "needs_old_logprobs", True):
                 share["old_logprobs"] = Reference(self._engine).logprobs(share)
         self._engine.set_loss_fn(self._loss_fn)
         return [metric for share in shares for metric in train_on(self._engine, share)]
@@ -90,7 +92,7 @@ def stats_metrics(stats: StepStats) -> list[Metric]:
         Metric("train/loss", Mean(stats.loss)),
         Metric("train/micro_batches", Mean(stats.num_micro_batches)),
         Metric("train/tokens", Mean(stats.num_tokens)),
-        *(Metric(key, Mean(value)) for key, value in stats.sums.items()),
+        *(Metric(key, Mean(value)) for key, value in {**stats.sums, **derived(stats.sums)}.items()),
         *(Metric(key, Max(value)) for key, value in stats.maxes.items()),
     ]
 

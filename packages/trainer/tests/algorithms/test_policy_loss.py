@@ -74,15 +74,24 @@ def token_loss(loss, predictions, batch, b, t):
         "k2": (logprob - ref) ** 2 / 2,
         "k3": math.exp(ref - logprob) - 1 - (ref - logprob),
     }
+    weight = math.exp(old - batch["rollout_logprobs"][b, t].item())  # token by token, truncated: the default
+    off = batch["rollout_logprobs"][b, t].item() - old
     return {
-        "loss": -objective + config.kl_coef * kl[config.kl_estimator] - config.entropy_coef * entropy,
+        "loss": -objective * min(weight, config.correction_high)
+        + config.kl_coef * kl[config.kl_estimator]
+        - config.entropy_coef * entropy,
         "policy/clip_low_fraction": advantage < 0 and ratio < 1 - config.clip_low,
         "policy/clip_high_fraction": advantage > 0 and ratio > 1 + config.clip_high,
         "policy/clip_dual_fraction": bool(config.dual_clip) and advantage < 0 and ratio > config.dual_clip,
         "policy/approx_kl_nats": ratio - 1 - math.log(ratio),
         "policy/ref_kl_nats": kl[config.kl_estimator],
         "policy/entropy_nats": entropy,
-        "mismatch/mean_abs_logprob_diff": abs(batch["rollout_logprobs"][b, t].item() - old),
+        "mismatch/mean_abs_logprob_diff": abs(off),
+        "mismatch/kl_nats": weight - 1 + off,
+        "offpolicy/ratio_mean": weight,
+        "offpolicy/ratio_square_mean": weight**2,
+        "offpolicy/truncated_fraction": weight > config.correction_high,
+        "offpolicy/masked_fraction": False,
         "ratio": ratio,
     }
 
@@ -105,6 +114,7 @@ def plain(loss, predictions, batch):
     peaks = {
         "policy/ratio_max": max(token["ratio"] for token in tokens),
         "mismatch/max_abs_logprob_diff": max(token["mismatch/mean_abs_logprob_diff"] for token in tokens),
+        "offpolicy/ratio_max": max(token["offpolicy/ratio_mean"] for token in tokens),
     }
     return value, means, peaks
 
@@ -120,7 +130,7 @@ def test_against_plain_python(aggregation, estimator, dual_clip, on_policy):
         del batch["old_logprobs"]
     output = make(config)(predictions, batch, scale)
     value, means, peaks = plain(make(config), predictions, batch)
-    assert output.loss.item() == pytest.approx(value, rel=1e-5)
+    assert output.loss.item() == pytest.approx(value, rel=1e-5, abs=1e-7)
     assert {key: total.item() for key, total in output.sums.items()} == pytest.approx(
         means, rel=1e-5, abs=1e-7
     )
@@ -163,8 +173,13 @@ def naive(loss, predictions, batch, scale):
     objective_N = torch.min(ratio_N * advantages_N, clipped_N * advantages_N)
     floor_N = torch.max(objective_N, config.dual_clip * advantages_N)
     objective_N = torch.where(advantages_N < 0, floor_N, objective_N)
+    weight_N = (
+        (batch["old_logprobs"] - batch["rollout_logprobs"])[mask_BT].exp().clip(max=config.correction_high)
+    )
     kl_N = (ref_N - logprobs_N).exp() - 1 - (ref_N - logprobs_N)
-    return (-objective_N + config.kl_coef * kl_N - config.entropy_coef * entropy_N).sum() / scale.num_tokens
+    return (
+        -objective_N * weight_N + config.kl_coef * kl_N - config.entropy_coef * entropy_N
+    ).sum() / scale.num_tokens
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -179,7 +194,7 @@ def test_gradient_against_a_naive_formula(seed):
 
 def test_on_policy_the_gradient_is_the_plain_policy_gradient():
     predictions, batch, scale = some_batch()
-    del batch["old_logprobs"]
+    del batch["old_logprobs"], batch["rollout_logprobs"]
     output = make(AlgorithmConfig())(predictions, batch, scale)
     (grad_BT,) = torch.autograd.grad(output.loss, predictions["logprobs"])
     wanted_BT = torch.where(batch["loss_mask"], -batch["advantages"] / scale.num_tokens, 0.0)

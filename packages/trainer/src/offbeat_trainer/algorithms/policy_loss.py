@@ -1,4 +1,7 @@
-"""The policy loss: clipped surrogate, KL to a reference, entropy bonus. B = sequences, T = tokens."""
+"""The policy loss: clipped surrogate, weighed for off-policy tokens, KL to a reference, entropy bonus.
+
+B = sequences, T = tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import torch
 from offbeat_engine import LossOutput, LossScale
 from offbeat_trainer.algorithms.aggregation import aggregate, inside
 from offbeat_trainer.algorithms.kl import MAX_LOG_RATIO, k3, kl_estimate
+from offbeat_trainer.algorithms.off_policy import RATIO_MEAN, RATIO_SQUARE_MEAN, correct, importance_ratios
+from offbeat_trainer.config import Correction, Proximal
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
@@ -62,17 +67,18 @@ def clipped_surrogate(
 class PolicyLoss:
     """The loss of GRPO and its kin as an `offbeat_engine.LossFn`: picklable, and additive over micro-batches.
 
-    loss = surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy, each aggregated by
-    `config.aggregation`. Needs `advantages`; with `kl_coef` also `ref_logprobs`; with `entropy_coef` an engine whose
+    loss = weight * surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy, each aggregated by
+    `config.aggregation`; the weight is 1 for tokens of the policy itself, see `off_policy`. Needs `advantages`; with `kl_coef` also `ref_logprobs`; with `entropy_coef` an engine whose
     `entropy` carries gradient.
 
     Where the batch has no `old_logprobs`, the old policy *is* the current one: the ratio is exactly 1 whatever the
     micro-batches were, and the gradient is the plain policy gradient. That is right for one update per batch. With
-    several, give `old_logprobs`, taken before the first.
+    several, give `old_logprobs`, taken before the first. These are the proximal policy of decoupled PPO; with
+    `proximal` ROLLOUT the sampler's log-probs take their place, and there is no weight.
 
     `sums` are shares of means over the step's tokens: added up over micro-batches and ranks they *are* the means.
-    `mismatch/*` compares the sampler's log-probabilities with the trainer's under the policy that sampled:
-    `old_logprobs`, else the current.
+    `mismatch/*` compares the sampler's log-probabilities with the trainer's before the step: `old_logprobs`, else
+    the current. On fresh tokens it is rounding; on old ones it is mostly their age.
 
     Raises:
         PlanRefused: a setting is outside its range (when made).
@@ -94,6 +100,8 @@ class PolicyLoss:
                 "> 1, or 0 for off",
             ),
             ("kl_coef", config.kl_coef, config.kl_coef >= 0, ">= 0"),
+            ("correction_low", config.correction_low, 0 < config.correction_low <= 1, "in 0..1 (0 excluded)"),
+            ("correction_high", config.correction_high, config.correction_high >= 1, ">= 1"),
             ("max_completion_tokens", self.max_completion_tokens, self.max_completion_tokens >= 1, ">= 1"),
         ):
             if not ok:
@@ -104,14 +112,21 @@ class PolicyLoss:
         """Whether the engine must give `entropy` a gradient; engines read this, since it costs time and memory."""
         return self.config.entropy_coef != 0
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether several updates of one batch need the trainer's log-probs from before the first."""
+        return self.config.proximal is Proximal.RECOMPUTE
+
     def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
         """Return this micro-batch's share of the loss and what is worth watching."""
         config = self.config
         mask_BT = batch["loss_mask"]
         # This one `where` keeps NaN and infinity outside the mask out of the gradient, `aggregate` out of the loss.
         logprobs_BT = inside(predictions["logprobs"], mask_BT)
-        old_BT = _optional(batch, "old_logprobs")
-        old_BT = logprobs_BT.detach() if old_BT is None else old_BT
+        trainer_BT = _optional(batch, "old_logprobs")
+        trainer_BT = logprobs_BT.detach() if trainer_BT is None else trainer_BT
+        sampler_BT = _optional(batch, "rollout_logprobs")
+        old_BT = self._sampler(sampler_BT) if config.proximal is Proximal.ROLLOUT else trainer_BT
         ratio_BT = importance_ratio(logprobs_BT, old_BT)
         surrogate = clipped_surrogate(
             ratio_BT, self._advantages(batch), config.clip_low, config.clip_high, config.dual_clip
@@ -125,6 +140,9 @@ class PolicyLoss:
             "policy/approx_kl_nats": k3(logprobs_BT - old_BT),
         }
         maxes = {"policy/ratio_max": ratio_BT}
+        if sampler_BT is not None:
+            weight_BT = self._weigh(trainer_BT, sampler_BT, mask_BT, sums, maxes)
+            token_loss_BT = token_loss_BT * weight_BT
         ref_BT = self._reference(batch)
         if ref_BT is not None:
             kl_BT = kl_estimate(config.kl_estimator, logprobs_BT, ref_BT)
@@ -134,11 +152,6 @@ class PolicyLoss:
         if entropy_BT is not None:
             token_loss_BT = token_loss_BT - config.entropy_coef * entropy_BT
             sums["policy/entropy_nats"] = entropy_BT
-        rollout_BT = _optional(batch, "rollout_logprobs")
-        if rollout_BT is not None:
-            diff_BT = (rollout_BT - old_BT).abs()
-            sums["mismatch/mean_abs_logprob_diff"] = diff_BT
-            maxes["mismatch/max_abs_logprob_diff"] = diff_BT
         num_tokens = max(scale.num_tokens, 1)
         return LossOutput(
             loss=aggregate(config.aggregation, token_loss_BT, mask_BT, scale, self.max_completion_tokens),
@@ -147,6 +160,40 @@ class PolicyLoss:
             },
             maxes={key: _peak(inside(value.detach(), mask_BT)) for key, value in maxes.items()},
         )
+
+    def _weigh(
+        self,
+        trainer_BT: torch.Tensor,
+        sampler_BT: torch.Tensor,
+        mask_BT: torch.Tensor,
+        sums: dict[str, torch.Tensor],
+        maxes: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the weight of each token for having been sampled elsewhere; note how far off it was."""
+        config = self.config
+        kind = Correction.NONE if config.proximal is Proximal.ROLLOUT else config.correction
+        ratio_BT = importance_ratios(config.correction_level, trainer_BT, sampler_BT, mask_BT)
+        weights = correct(kind, ratio_BT, config.correction_low, config.correction_high)
+        diff_BT = (sampler_BT - trainer_BT).abs()
+        sums |= {
+            "mismatch/mean_abs_logprob_diff": diff_BT,
+            # KL(sampler || trainer), sampled from the sampler.
+            "mismatch/kl_nats": k3(trainer_BT - sampler_BT),
+            RATIO_MEAN: weights.ratio,
+            RATIO_SQUARE_MEAN: weights.ratio.square(),
+            "offpolicy/truncated_fraction": weights.truncated,
+            "offpolicy/masked_fraction": weights.masked,
+        }
+        maxes |= {"mismatch/max_abs_logprob_diff": diff_BT, "offpolicy/ratio_max": ratio_BT}
+        return weights.weight
+
+    def _sampler(self, sampler_BT: torch.Tensor | None) -> torch.Tensor:
+        if sampler_BT is None:
+            raise TrainerError(
+                "`proximal: rollout` takes the ratio against the sampler, but the batch has no `rollout_logprobs`; "
+                "build it with `assemble`, or use `proximal: recompute`"
+            )
+        return sampler_BT
 
     def _advantages(self, batch: TrainBatch) -> torch.Tensor:
         advantages_BT = _optional(batch, "advantages")

@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.config import Order, Partial, TooOld
+from offbeat_trainer.loops.learning import learn
 from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.loops.parts import learn, sync_metrics, version_of
+from offbeat_trainer.loops.parts import sync_metrics, version_of
 from offbeat_trainer.loops.stream import open_stream
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import SamplingParams
-from offbeat_trainer.assemble import assemble, with_advantages
 from offbeat_trainer.config import AsyncConfig
 from offbeat_trainer.gate import version_of as version_of  # the loops' word for it, kept here for them
 from offbeat_trainer.journal.memory import MemoryJournal
@@ -95,16 +94,6 @@ async def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:
 
     async with asyncio.timeout(parts.loop.step_timeout_s):
         return await asyncio.to_thread(all_scores)
-
-
-async def learn(parts: Parts, clock: PhaseClock, groups: Sequence[Group]) -> tuple[list[Group], list[Metric]]:
-    """Train one step on scored groups; return them with their advantages, and what happened."""
-    with clock.phase("reward"):
-        groups = with_advantages(groups, parts.algorithm.advantage)
-        batch = assemble(groups, temperature=parts.sampling.temperature)
-    with clock.phase("train"):
-        trained = await parts.policy.update(batch)
-    return groups, list(trained)
 
 
 async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float:

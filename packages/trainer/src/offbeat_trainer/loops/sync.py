@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat_trainer.loops.learning import learn
 from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.loops.parts import collect, learn, score, sync_metrics, version_of
+from offbeat_trainer.loops.parts import collect, score, sync_metrics, version_of
 
 if TYPE_CHECKING:
     from offbeat_trainer.loops.outcome import Outcome

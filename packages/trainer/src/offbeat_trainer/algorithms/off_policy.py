@@ -1,0 +1,132 @@
+"""What to do about tokens that another policy sampled: importance weights trainer / sampler, cut where they run wild.
+
+B = sequences, T = tokens. Three policies matter. The *sampler* made the tokens: older weights, and an engine that rounds
+differently. The *proximal* policy is the trainer's own before the step. The *current* one is being trained. Decoupled PPO
+(Hilton et al., "Batch size-invariance for policy optimization", arXiv 2110.00641; for asynchronous runs AReaL, arXiv
+2505.24298, section 5.2) clips current / proximal and weighs each sample by proximal / sampler. This module is the weight.
+
+Exact weights leave the gradient unbiased and their variance grows with every version and every token; all that follows
+trades a little bias for much less of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+import torch
+
+from offbeat_trainer.algorithms.aggregation import inside
+from offbeat_trainer.algorithms.kl import MAX_LOG_RATIO
+from offbeat_trainer.config import Correction, CorrectionLevel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+RATIO_MEAN = "offpolicy/ratio_mean"
+RATIO_SQUARE_MEAN = "offpolicy/ratio_square_mean"
+ESS = "offpolicy/ess_fraction"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Weights per token, and where which bound changed them (bool). `ratio` is the weight before any bound."""
+
+    weight: torch.Tensor
+    ratio: torch.Tensor
+    truncated: torch.Tensor
+    masked: torch.Tensor
+
+
+def importance_ratios(
+    level: CorrectionLevel, proximal_BT: torch.Tensor, sampler_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """Return the ratio proximal / sampler [B, T] at `level`, 1 outside the mask; logs are capped to +-20.
+
+    - token: each token's own. Ignores that earlier tokens were off-policy, too (biased, of low variance).
+    - sequence: the product over the completion (unbiased, of a variance that grows exponentially with its length).
+    - geometric: its T-th root, the length-normalised ratio of GSPO (arXiv 2507.18071, equation 7): how far the
+      completion as a whole is off per token.
+    """
+    log_ratio_BT = inside(proximal_BT - sampler_BT, mask_BT)
+    match level:
+        case CorrectionLevel.TOKEN:
+            log_BT = log_ratio_BT
+        case CorrectionLevel.SEQUENCE:
+            log_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
+        case CorrectionLevel.GEOMETRIC:
+            length_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
+            log_BT = (log_ratio_BT.sum(-1, keepdim=True) / length_B1).expand_as(log_ratio_BT)
+        case _:
+            assert_never(level)
+    return inside(log_BT, mask_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def truncate(ratio: torch.Tensor, high: float) -> Weights:
+    """Return min(ratio, high): truncated importance sampling (Ionides, J. Comp. Graph. Stat. 17, 2008, section 2).
+
+    For language models as TIS (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
+    2025). Every token keeps a voice; those the sampler found too unlikely are heard less than they should be.
+    """
+    return Weights(
+        weight=ratio.clamp(max=high),
+        ratio=ratio,
+        truncated=ratio > high,
+        masked=torch.zeros_like(ratio, dtype=torch.bool),
+    )
+
+
+def mask_above(ratio: torch.Tensor, high: float) -> Weights:
+    """Return the ratio where it is at most `high`, else 0: masked importance sampling.
+
+    (Liu et al., "When speed kills stability: demystifying RL collapse from the training-inference mismatch", 2025.)
+    What the sampler would hardly have made is taken for an error, not for a rare chance.
+    """
+    masked = ratio > high
+    return Weights(
+        weight=ratio.masked_fill(masked, 0.0), ratio=ratio, truncated=torch.zeros_like(masked), masked=masked
+    )
+
+
+def mask_outside(ratio: torch.Tensor, low: float, high: float) -> Weights:
+    """Return the ratio where it lies in low .. high, else 0 (IcePop; Ring-1T, arXiv 2510.18855, section on IcePop).
+
+    The lower bound also leaves out tokens that the trainer would hardly make: their weight is small, but what they are
+    there for is the mismatch of two engines.
+    """
+    masked = (ratio < low) | (ratio > high)
+    return Weights(
+        weight=ratio.masked_fill(masked, 0.0), ratio=ratio, truncated=torch.zeros_like(masked), masked=masked
+    )
+
+
+def correct(kind: Correction, ratio: torch.Tensor, low: float, high: float) -> Weights:
+    """Return the weights that `kind` makes of `ratio`, any shape."""
+    match kind:
+        case Correction.NONE:
+            no = torch.zeros_like(ratio, dtype=torch.bool)
+            return Weights(weight=torch.ones_like(ratio), ratio=ratio, truncated=no, masked=no)
+        case Correction.TRUNCATE:
+            return truncate(ratio, high)
+        case Correction.MASK:
+            return mask_above(ratio, high)
+        case Correction.ICEPOP:
+            return mask_outside(ratio, low, high)
+        case _:
+            assert_never(kind)
+
+
+def ess_fraction(ratio_mean: float, ratio_square_mean: float) -> float:
+    """Return the effective sample size per sample, (mean r)^2 / mean r^2 (Kish, "Survey sampling", 1965, section 11.7).
+
+    1: as good as fresh samples; 0.5: half of them are wasted. Means can be joined over micro-batches and ranks, this
+    cannot: it is computed once the means are whole.
+    """
+    return ratio_mean**2 / ratio_square_mean if ratio_square_mean > 0 else float("nan")
+
+
+def derived(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return what follows from the whole sums of a step: the effective sample size where its parts are there."""
+    if RATIO_MEAN not in sums:
+        return {}
+    return {ESS: ess_fraction(sums[RATIO_MEAN], sums[RATIO_SQUARE_MEAN])}
