@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig
 
 _MISSING = {
-    Feature.ACTIVATION_OFFLOAD: "what backward needs stays on the device",
     Feature.COMPILE: "models run uncompiled",
     Feature.DETERMINISTIC: "torch's defaults decide the kernels",
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
@@ -54,7 +53,6 @@ def _missing(config: EngineConfig) -> Iterator[Refusal]:
     asked = {
         Feature.COMPILE: ("compile", config.compile),
         Feature.DETERMINISTIC: ("deterministic", config.deterministic),
-        Feature.ACTIVATION_OFFLOAD: ("activation_offload", config.activation_offload),
     }
     for feature, (setting, wanted) in asked.items():
         if wanted and feature in _MISSING:

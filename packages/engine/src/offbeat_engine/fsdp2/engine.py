@@ -17,7 +17,9 @@ from offbeat_engine import folders
 from offbeat_engine.config import NonFinite
 from offbeat_engine.errors import ConfigError, NonFiniteError, StateError
 from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
+from offbeat_engine.fsdp2.activations import HostActivations
 from offbeat_engine.fsdp2.parts import Parts, build_parts
+from offbeat_engine.fsdp2.ranks import compute_device
 from offbeat_engine.fsdp2.shards import gather_shares, take_share
 from offbeat_engine.fsdp2.stepping import Step, run_step
 from offbeat_engine.interface import Engine, StepContext
@@ -142,6 +144,7 @@ class Fsdp2Engine(Engine):
         parts = self._ready()
         ctx = StepContext() if ctx is None else ctx
         self._check_mode(forward_only)
+        device = compute_device(self.world)
         step = Step(
             scorer=parts.scorer,
             world=self.world,
@@ -151,6 +154,7 @@ class Fsdp2Engine(Engine):
             padded=not self.config.packing,
             sharded=parts.sharded,
             gather_once=parts.gather_once,
+            activations=HostActivations(device) if self.config.activation_offload else None,
             loss_fn=None if forward_only else self._loss_fn,
             preprocess_fn=preprocess_fn,
             postprocess_fn=postprocess_fn,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from offbeat_engine.planning import plan_micro_batches
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.fsdp2.activations import HostActivations
     from offbeat_engine.fsdp2.layout import Layout, MakeInputs
     from offbeat_engine.fsdp2.model import Scorer
     from offbeat_engine.interface import LossFn, PostprocessFn, Predictions, PreprocessFn
@@ -45,6 +47,7 @@ class Step:
     padded: bool
     sharded: bool
     gather_once: bool
+    activations: HostActivations | None
     loss_fn: LossFn | None
     preprocess_fn: PreprocessFn | None
     postprocess_fn: PostprocessFn | None
@@ -157,7 +160,8 @@ def _run_micro(
     if step.peers is not None:
         layout = slice_layout(layout, step.peers)
     wants_entropy_gradient = bool(getattr(step.loss_fn, "entropy_gradient", False))
-    outputs: tuple[torch.Tensor, ...] = step.scorer(layout, wants_entropy_gradient)
+    with nullcontext() if step.activations is None else step.activations.kept():
+        outputs: tuple[torch.Tensor, ...] = step.scorer(layout, wants_entropy_gradient)
     if step.peers is not None:
         # A loss may look at whole sequences: every peer gets all answers.
         outputs = gather_answers(outputs, layout.counts_P, step.peers)
