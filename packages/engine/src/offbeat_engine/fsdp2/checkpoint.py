@@ -146,10 +146,13 @@ def on_rank_zero(world: World, act: Callable[[], Any], failed: str) -> Any:  # n
 
 
 def _together(world: World, act: Callable[[], Any], failed: str) -> Any:  # noqa: ANN401
+    from torch.distributed.checkpoint.api import CheckpointException
+
     result, error = None, None
     try:
         result = act()
-    except Exception as caught:  # noqa: BLE001 whatever failed on one rank must be raised on all of them
+    # Whatever failed on one rank must be raised on all of them. DCP's own exception is not an `Exception`.
+    except (Exception, CheckpointException) as caught:  # noqa: BLE001
         error = caught
     failure = first_failure(world, error)
     if failure is not None:

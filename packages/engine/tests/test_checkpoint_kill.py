@@ -1,0 +1,145 @@
+"""SIGKILL at random moments of saving: what is found afterwards is whole, and the newest of it loads.
+
+One process with the libraries loaded forks a child for each kill; the child saves one checkpoint after the other, each
+with all weights and moments equal to its step, so that a mixture of two checkpoints shows.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from offbeat_engine import (
+    CheckpointError,
+    EngineConfig,
+    ModelConfig,
+    SftLoss,
+    World,
+    engine_class,
+    newest_checkpoint,
+)
+from offbeat_engine.folders import META, whole_steps
+from offbeat_engine.testing import make_tiny_model, random_batch
+
+KILLS = 50
+KEEP = 2
+LONGEST_S = 0.4
+
+CHILD = """
+import os, sys
+import torch
+from offbeat_engine import EngineConfig, ModelConfig, SftLoss, World, engine_class, newest_checkpoint
+from offbeat_engine.testing import random_batch
+
+torch.set_num_threads(1)
+model, folder = sys.argv[1:]
+engine = engine_class("fsdp2")(EngineConfig(model=ModelConfig(path=model)), World())
+engine.init_model()
+engine.set_loss_fn(SftLoss())
+for line in sys.stdin:
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        os.waitpid(child, 0)
+        print("gone", flush=True)
+        continue
+    with engine.train_mode():
+        engine.forward_backward_step(random_batch(2))
+        engine.optimizer_step()
+    updater = engine._ready().updater
+    step = int(line)
+    print("ready", flush=True)
+    while True:
+        step += 1
+        for state in updater.moments().values():
+            for value in state.values():
+                value.fill_(float(step))
+        with torch.no_grad():
+            for weight in updater.params.values():
+                weight.fill_(float(step))
+        engine.save_checkpoint(folder, global_step=step, max_ckpt_to_keep=%d)
+"""
+
+
+@pytest.fixture
+def saver(tmp_path):
+    model = make_tiny_model(tmp_path / "model", hidden=64, vocab_size=512)
+    script = tmp_path / "saver.py"
+    script.write_text(textwrap.dedent(CHILD % KEEP))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(
+        [sys.executable, str(script), model, str(tmp_path / "checkpoints")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    yield process, model, tmp_path / "checkpoints"
+    process.stdin.close()
+    assert process.wait(30) == 0
+    process.stdout.close()
+
+
+def test_fifty_kills_leave_whole_checkpoints_or_none(saver):
+    process, model, folder = saver
+    rng = random.Random(0)
+    torch.set_num_threads(1)
+    engine = engine_class("fsdp2")(EngineConfig(model=ModelConfig(path=model)), World())
+    engine.init_model()
+    newest, inside = 0, 0
+    for _ in range(KILLS):
+        process.stdin.write(f"{newest}\n")
+        process.stdin.flush()
+        # The child's pid and its "ready" come in either order: two processes write to one pipe.
+        said = {process.stdout.readline().strip(), process.stdout.readline().strip()}
+        (child,) = said - {"ready"}
+        time.sleep(rng.uniform(0, LONGEST_S))
+        os.kill(int(child), signal.SIGKILL)
+        assert process.stdout.readline().strip() == "gone"
+        inside += any(path.name.endswith(".partial") for path in folder.glob(".*")) if folder.exists() else 0
+        newest = check(engine, folder, newest)
+    assert newest >= KILLS // 5, "the children hardly saved anything: the kills proved nothing"
+    assert inside >= KILLS // 5, "hardly a kill fell into a save: the kills proved nothing"
+    assert len(whole_steps(folder)) <= KEEP + 1  # killed before pruning
+
+
+def check(engine, folder, before):
+    """Load the newest checkpoint, compare every number with its step, and return that."""
+    found = newest_checkpoint(folder)
+    if found is None:
+        assert before == 0, f"checkpoint {before} was there and is gone"
+        return 0
+    step = engine.load_checkpoint(str(folder))
+    assert found.name == f"step_{step}"
+    assert (found / META).is_file()
+    assert step >= before
+    for name, weight in engine.named_weights():
+        assert bool((weight == step).all()), f"{name} of step {step} holds {weight.unique().tolist()[:4]}"
+    for name, state in engine._ready().updater.moments().items():
+        for key, value in state.items():
+            assert bool((value == step).all()), f"{key} of {name} of step {step}"
+    return step
+
+
+def test_a_checkpoint_with_half_a_file_does_not_load(tmp_path):
+    """What the kills must never leave: the check above would notice, and it is no bare error of torch's."""
+    model, folder = make_tiny_model(tmp_path / "model"), tmp_path / "checkpoints"
+    engine = engine_class("fsdp2")(EngineConfig(model=ModelConfig(path=model)), World())
+    engine.init_model()
+    engine.set_loss_fn(SftLoss())
+    with engine.train_mode():
+        engine.forward_backward_step(random_batch(2))
+        engine.optimizer_step()
+    engine.save_checkpoint(str(folder), global_step=1)
+    doomed = max(
+        (path for path in (folder / "step_1").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+    )
+    doomed.write_bytes(doomed.read_bytes()[: doomed.stat().st_size // 2])
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(str(folder))
