@@ -95,8 +95,8 @@ class OptimizerConfig:
 class EngineConfig:
     """Everything a training engine is told.
 
-    `micro_batch_tokens` is the budget of one micro-batch, in tokens after packing; a single longer sequence
-    gets a micro-batch of its own. `collective_timeout_s` bounds every wait for another rank.
+    `micro_batch_tokens` is the budget of one micro-batch on one rank, in tokens after packing; a single longer
+    sequence gets a micro-batch of its own. Ranks that share sequences put their budgets together. `collective_timeout_s` bounds every wait for another rank.
 
     `sequence_parallel_size` ranks share the tokens of each sequence (Ulysses, arXiv 2309.14509). `shard_size` ranks
     hold one copy of the weights among them, the copies are replicas of each other (hybrid sharding); 0 = all ranks.

@@ -111,7 +111,8 @@ class WeightSpec:
 
 
 PreprocessFn = Callable[[TrainBatch, StepContext], TrainBatch]
-"""Called once per micro-batch before the forward pass; returns the micro-batch to use."""
+"""Called once per micro-batch before the forward pass; returns the micro-batch to use. Ranks that share sequences
+each call it, and it must answer them alike."""
 
 PostprocessFn = Callable[[Predictions, TrainBatch, StepContext], Predictions]
 """Called once per micro-batch after the forward pass and before the loss; returns the predictions to use."""
@@ -221,7 +222,10 @@ class Engine(ABC):
 
     @abstractmethod
     def shard_data(self, data: TrainBatch) -> TrainBatch:
-        """Return this rank's share of `data` (the same on all ranks), balanced by tokens, no communication."""
+        """Return this rank's share of `data` (the same on all ranks), balanced by tokens, no communication.
+
+        Ranks that share the tokens of their sequences get the same share, and must be given it whole.
+        """
 
     @abstractmethod
     def unshard_data(self, data: TensorDict) -> TensorDict:
@@ -229,7 +233,10 @@ class Engine(ABC):
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move parameters and gradients, optimizer state, or both, to `device` ("cpu" or the world's own)."""
+        """Move parameters and gradients, optimizer state, or both, to `device` ("cpu" or the world's own).
+
+        That is where they are outside the modes; inside one, it takes effect when the mode ends.
+        """
 
     @abstractmethod
     def save_checkpoint(
