@@ -11,7 +11,8 @@ from offbeat_ckptsync.registry import require_transport
 class SyncConfig:
     """How weights travel. Each phase has its own deadline, in seconds.
 
-    `transport` is a built-in name or one that a package adds through the entry-point group `offbeat.transports`.
+    `transport` is a built-in name or one that a package adds through the entry-point group `offbeat.transports`; "auto"
+    picks for each sync by where its ranks are.
     `host` is the address the source listens on and receivers connect to: loopback unless told otherwise. `device`
     is where payloads are when they travel: "cuda" means NCCL. `allow_cast` lets a receiver convert floating dtypes.
     `limit_gb_per_s` is what this machine's link can do, as `offbeat-sync-bench` measures it; reports then say how much

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 GROUP = "offbeat.transports"
 """Entry-point group: name = "module:factory", where the factory takes a `SyncConfig` and returns a `Transport`."""
 
-BUILT_IN = ("broadcast", "disk", "loopback", "shm")
+BUILT_IN = ("auto", "broadcast", "cuda_ipc", "disk", "loopback", "shm")
 
 
 def transport_names() -> list[str]:

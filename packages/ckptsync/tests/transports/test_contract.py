@@ -18,6 +18,11 @@ test_loopback = transport_contract("loopback")
 test_shm = transport_contract("shm")
 test_broadcast_over_gloo = transport_contract("broadcast")
 test_disk = transport_contract("disk")
+test_auto = transport_contract("auto", num_receivers=(2,))
+test_cuda_ipc = pytest.mark.gpu(1)(transport_contract("cuda_ipc", device="cuda"))
+test_broadcast_over_nccl = pytest.mark.gpu(2)(
+    transport_contract("broadcast", num_receivers=(1,), device="cuda")
+)
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "uint8", "int64", "bool"])
 SHAPES = st.lists(st.integers(0, 30), max_size=3).map(tuple)
@@ -61,7 +66,7 @@ def test_any_manifest_crosses_in_buckets_of_any_size(name, tmp_path_factory):
 
 
 def test_an_unknown_transport_is_refused_with_the_names_there_are():
-    with pytest.raises(SyncError, match="broadcast, disk, loopback, shm"):
+    with pytest.raises(SyncError, match="auto, broadcast, cuda_ipc, disk, loopback, shm"):
         make_transport("pigeon", SyncConfig())
     with pytest.raises(ValueError, match=r"no transport is called 'pigeon'; there are .*shm"):
         SyncConfig(transport="pigeon")

@@ -49,6 +49,18 @@ def _shm(_config: SyncConfig) -> Transport:
     return ShmTransport()
 
 
+def _cuda_ipc(_config: SyncConfig) -> Transport:
+    from offbeat_ckptsync.transports.cuda_ipc import CudaIpcTransport
+
+    return CudaIpcTransport()
+
+
+def _auto(config: SyncConfig) -> Transport:
+    from offbeat_ckptsync.transports.auto import AutoTransport
+
+    return AutoTransport(lambda name: make_transport(name, config), host=config.host, device=config.device)
+
+
 def _disk(config: SyncConfig) -> Transport:
     from offbeat_ckptsync.transports.disk import DiskTransport
 
@@ -59,5 +71,7 @@ _BUILT_IN: dict[str, Callable[[SyncConfig], Transport]] = {
     "loopback": _loopback,
     "broadcast": _broadcast,
     "disk": _disk,
+    "auto": _auto,
+    "cuda_ipc": _cuda_ipc,
     "shm": _shm,
 }

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.transports.roll import Word, answer, call_roll, forget
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
@@ -74,7 +75,7 @@ class BroadcastTransport:
         """Call the roll and build or reuse the group."""
         store = self._served
         assert store is not None, "`open` comes first"
-        roll = self._call_roll(store, offer, members)
+        roll = _call_roll(self, store, offer, members)
         seats: Seats = [[member, rank] for member in members for rank in range(roll[member][0]["num_ranks"])]
         group = self._group
         together = all(
@@ -91,8 +92,7 @@ class BroadcastTransport:
         """Answer the roll call and build or reuse the group."""
         store = self._store_of(offer)
         timeout_s = float(offer.endpoint["rendezvous_s"])
-        mine = json.dumps({"num_ranks": seat.num_ranks, "group": self._group.id if self._group else ""})
-        store.set(f"{offer.sync_id}/here/{seat.member}/{seat.rank}", mine)
+        answer(store, f"{offer.sync_id}/here/", seat, {"group": self._group.id if self._group else ""})
         go = f"{offer.sync_id}/go"
         if store.wait([go], timeout_s, lambda: self.is_aborted(offer.sync_id)):
             raise TransferError(
@@ -136,34 +136,6 @@ class BroadcastTransport:
         if group is not None:
             group.leave()
 
-    def _call_roll(
-        self, store: Store, offer: SyncOffer, members: list[str]
-    ) -> dict[str, list[dict[str, Any]]]:
-        timeout_s = float(offer.endpoint["rendezvous_s"])
-        deadline = time.monotonic() + timeout_s
-        prefix = f"{offer.sync_id}/here/"
-
-        def wait(keys: list[str]) -> None:
-            left_s = deadline - time.monotonic()
-            missing = store.wait(keys, left_s, lambda: self.is_aborted(offer.sync_id))
-            if missing:
-                names = ", ".join(
-                    "rank {1} of {0}".format(*key.removeprefix(prefix).rsplit("/", 1)) for key in missing
-                )
-                cause = "aborted" if self.is_aborted(offer.sync_id) else f"no answer within {timeout_s:g} s"
-                raise TransferError(f"broadcast: {cause} at the roll call; missing: {names}")
-
-        wait([f"{prefix}{member}/0" for member in members])
-        first = {member: json.loads(store.get(f"{prefix}{member}/0") or "{}") for member in members}
-        wait([f"{prefix}{member}/{rank}" for member in members for rank in range(first[member]["num_ranks"])])
-        return {
-            member: [
-                json.loads(store.get(f"{prefix}{member}/{rank}") or "{}")
-                for rank in range(first[member]["num_ranks"])
-            ]
-            for member in members
-        }
-
     def _store_of(self, offer: SyncOffer) -> Store:
         where = (str(offer.endpoint["host"]), int(offer.endpoint["port"]))
         if where not in self._joined:
@@ -176,6 +148,21 @@ class BroadcastTransport:
         group.build(store, rank, self._host, self.device, float(offer.endpoint["timeout_s"]))
         with self._lock:
             self._group = group
+
+
+def _call_roll(
+    transport: BroadcastTransport, store: Store, offer: SyncOffer, members: list[str]
+) -> dict[str, list[Word]]:
+    try:
+        return call_roll(
+            store,
+            f"{offer.sync_id}/here/",
+            members,
+            float(offer.endpoint["rendezvous_s"]),
+            lambda: transport.is_aborted(offer.sync_id),
+        )
+    except TransferError as error:
+        raise TransferError(f"broadcast: {error}") from error
 
 
 class _Group:
@@ -272,8 +259,8 @@ class _Sender(_End):
         self.move(bucket, payload, "sent")
 
     def close(self) -> None:
-        for member, rank in self._seats:
-            self._store.delete(f"{self._offer.sync_id}/here/{member}/{rank}")
+        seats = [(str(member), int(rank)) for member, rank in self._seats]
+        forget(self._store, f"{self._offer.sync_id}/here/", seats)
 
 
 class _Receiver(_End):

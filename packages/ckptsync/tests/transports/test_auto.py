@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.errors import SyncError, TransferError
+from offbeat_ckptsync.sinks import DictSink
+from offbeat_ckptsync.source import Publisher
+from offbeat_ckptsync.testing import DictSource, House, assert_same, awkward_weights
+from offbeat_ckptsync.topology import here
+from offbeat_ckptsync.transports import auto, make_transport
+
+CONFIG = SyncConfig(transport="auto", bucket_mib=4096 / (1 << 20), begin_timeout_s=5, transfer_timeout_s=10)
+
+
+async def synced(house, version):
+    house.source.weights = awkward_weights(version)
+    report = await house.manager.sync(version)
+    for receiver in house.receivers.values():
+        assert receiver.version == version
+    return report
+
+
+async def test_on_one_machine_it_is_shm_and_elsewhere_broadcast_and_the_report_says_why(monkeypatch):
+    sinks = {"a": DictSink(), "b": DictSink()}
+    house = House(DictSource(awkward_weights(1)), dict(sinks), CONFIG, lambda: make_transport("auto", CONFIG))
+    report = await synced(house, 1)
+    assert report.transport == "shm"
+    assert "all 2 receiving ranks are on the source's machine" in report.why
+    calls = itertools.count()
+
+    def far_away(device):
+        place = here(device)
+        return dataclasses.replace(place, host="elsewhere") if next(calls) == 0 else place
+
+    monkeypatch.setattr(auto, "here", far_away)
+    report = await synced(house, 2)
+    assert report.transport == "broadcast"
+    assert "is on another machine" in report.why
+    monkeypatch.undo()
+    report = await synced(house, 3)
+    assert report.transport == "shm"
+    for sink in sinks.values():
+        assert_same(sink.weights, awkward_weights(3))
+    house.close()
+
+
+def test_it_names_who_is_missing():
+    publisher = Publisher(DictSource(awkward_weights(1)), dataclasses.replace(CONFIG, begin_timeout_s=0.3))
+    offer = publisher.offer(1, ["gone"])
+    started = time.monotonic()
+    with pytest.raises(TransferError, match=r"auto: no answer within 0\.3 s .* missing: rank 0 of gone"):
+        publisher.send(offer)
+    assert time.monotonic() - started < 3
+    publisher.close()
+
+
+def test_cuda_ipc_without_cuda_is_refused_with_what_to_use():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA here")
+    with pytest.raises(SyncError, match=r"needs a CUDA device and torch sees none; use `shm` or `auto`"):
+        make_transport("cuda_ipc", CONFIG)
