@@ -229,7 +229,7 @@ PLANTED = [
 
 @pytest.fixture(scope="module")
 def ranks():
-    started = Ranks(timeout_s=30.0)
+    started = Ranks(timeout_s=120.0)
     yield started
     started.close()
 
@@ -254,16 +254,12 @@ def test_the_suite_names_what_is_wrong(ranks, engine, case, says):
             chosen.check(runner)
 
 
-def test_a_rank_that_raises_alone_is_a_failure_and_not_a_hang():
-    short = Ranks(timeout_s=15.0)
-    try:
-        with (
-            running(AloneWithItsNan, short) as (runner, by_name),
-            pytest.raises(RanksError, match="rank 0: "),
-        ):
+def test_a_rank_that_raises_alone_is_a_failure_and_not_a_hang(ranks):
+    with running(AloneWithItsNan, ranks) as (runner, by_name):
+        by_name["scoring_two_ranks"].check(runner)  # whatever starting takes does not count
+        ranks.pool(2).timeout_s = 10.0
+        with pytest.raises(RanksError, match=r"rank 0: (no answer within 10 s|died with exit code)"):
             by_name["nonfinite_loss_stop_2"].check(runner)
-    finally:
-        short.close()
 
 
 class Boastful(Fsdp2Engine):

@@ -41,9 +41,9 @@ def cases(options: Options) -> Iterator[Case]:
     first = options.families[0]
     yield Case(
         name="deterministic_bits",
-        check=partial(_same_bits, family=first),
+        check=partial(_same_bits, family=first, num_ranks=options.fit(2)),
         features=frozenset({Feature.DETERMINISTIC}),
-        num_ranks=2,
+        num_ranks=options.fit(2),
     )
     low = frozenset({Feature.BFLOAT16})
     # Two precisions may send a token to different experts, so mixtures have no error to speak of here.
@@ -54,19 +54,19 @@ def cases(options: Options) -> Iterator[Case]:
     yield Case(name="bfloat16_masters", check=partial(_masters, family=first), features=low)
     adapters = frozenset({Feature.LORA})
     for family in options.families:
-        check = partial(_lora, family=family, config=LORA)
-        yield Case(name=f"lora_{family}", check=check, features=adapters, num_ranks=2)
+        check = partial(_lora, family=family, config=LORA, num_ranks=options.fit(2))
+        yield Case(name=f"lora_{family}", check=check, features=adapters, num_ranks=options.fit(2))
     for name, config in (("targets", _TARGETS), ("one_rank", LORA)):
-        num_ranks = 1 if name == "one_rank" else 2
+        num_ranks = 1 if name == "one_rank" else options.fit(2)
         check = partial(_lora, family=first, config=config, num_ranks=num_ranks)
         yield Case(name=f"lora_{name}", check=check, features=adapters, num_ranks=num_ranks)
 
 
-def _same_bits(runner: Runner, family: str) -> None:
+def _same_bits(runner: Runner, family: str, num_ranks: int) -> None:
     """Two runs of the same come to the same bits."""
     job = runner.job(family, deterministic=True)
-    first: Record = runner.run(probes.train, 2, job, BATCHES, KEPT)[0]
-    again: Record = runner.run(probes.train, 2, job, BATCHES, KEPT)[0]
+    first: Record = runner.run(probes.train, num_ranks, job, BATCHES, KEPT)[0]
+    again: Record = runner.run(probes.train, num_ranks, job, BATCHES, KEPT)[0]
     if first.losses != again.losses or first.norms != again.norms:
         raise AssertionError(
             f"two runs differ: losses {first.losses} and {again.losses}, norms {first.norms} and {again.norms}"
@@ -137,7 +137,7 @@ def _masters(runner: Runner, family: str) -> None:
     check_tensors("master weights after one small bfloat16 step", loaded, after, 0.5, moved)
 
 
-def _lora(runner: Runner, family: str, config: LoraConfig, num_ranks: int = 2) -> None:
+def _lora(runner: Runner, family: str, config: LoraConfig, num_ranks: int) -> None:
     """Adapters train as the plain formula says, the base stays, and both exports say so."""
     job = runner.job(family, lora=config)
     records: list[Record] = runner.run(probes.train, num_ranks, job, BATCHES, KEPT)

@@ -15,7 +15,8 @@ import torch
 
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.testing import probes
-from offbeat_engine.testing.cases_training import check_weights
+from offbeat_engine.testing.cases_features import LORA
+from offbeat_engine.testing.cases_training import VARIANTS, Variant, check_weights
 from offbeat_engine.testing.compare import check_number, check_tensors, check_tokens
 from offbeat_engine.testing.reference import load_reference, reference_logprobs
 from offbeat_engine.testing.runner import BATCHES, KEPT, STALE, STEPS, Case
@@ -23,9 +24,11 @@ from offbeat_engine.testing.runner import BATCHES, KEPT, STALE, STEPS, Case
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat_engine.testing.probes import Job, Record
+    from offbeat_engine.testing.probes import Record
+    from offbeat_engine.testing.reference import Reference
     from offbeat_engine.testing.runner import Options, Runner
 
+_VARIANTS = frozenset({"adafactor", "frozen", "values", "offloaded", "replicated", "sequence_2"})
 _SAVED = 2  # steps before the checkpoint; the rest of BATCHES follow after it
 
 
@@ -47,6 +50,22 @@ def cases(options: Options) -> Iterator[Case]:
             num_ranks=max(written, read),
             slow=slow,
         )
+    for variant in (variant for variant in VARIANTS if variant.name in _VARIANTS):
+        written = variant.num_ranks if variant.exact else options.fit(variant.num_ranks)
+        read = written if variant.exact else 1
+        moved = {Feature.RESHARDING} if written != read else set[Feature]()
+        yield Case(
+            name=f"checkpoint_{variant.name}",
+            check=partial(_checkpoint, family=first, written=written, read=read, variant=variant),
+            features=variant.features | moved,
+            num_ranks=written,
+        )
+    yield Case(
+        name="checkpoint_lora",
+        check=partial(_lora_checkpoint, family=first, num_ranks=options.fit(2)),
+        features=frozenset({Feature.LORA}),
+        num_ranks=options.fit(2),
+    )
     remote = frozenset({Feature.REMOTE_CHECKPOINTS})
     yield Case(name="checkpoint_remote", check=partial(_remote, family=first), features=remote)
     yield Case(name="checkpoint_keep", check=partial(_keep, family=first))
@@ -59,25 +78,37 @@ def cases(options: Options) -> Iterator[Case]:
         )
 
 
-def _checkpoint(runner: Runner, family: str, written: int, read: int) -> None:
+def _checkpoint(runner: Runner, family: str, written: int, read: int, variant: Variant | None = None) -> None:
     """Save, load over other weights, step: the same as never having stopped."""
-    job, folder = runner.job(family), runner.folder()
+    job = runner.job(family) if variant is None else runner.job(family, variant.head, **variant.changes)
+    folder = runner.folder()
     saved = runner.run(probes.save, written, job, BATCHES[:_SAVED], folder)[0]
-    check_resumed(runner, job, runner.run(probes.resume, read, job, STALE, BATCHES[_SAVED:], folder), saved)
+    answers = runner.run(probes.resume, read, job, STALE, BATCHES[_SAVED:], folder)
+    check_resumed(runner, runner.reference(job), answers, saved)
+
+
+def _lora_checkpoint(runner: Runner, family: str, num_ranks: int) -> None:
+    """The same with adapters, which start from what the seed draws."""
+    job, folder = runner.job(family, lora=LORA), runner.folder()
+    start: Record = runner.run(probes.train, num_ranks, job, [], (0,))[0]
+    saved = runner.run(probes.save, num_ranks, job, BATCHES[:_SAVED], folder)[0]
+    answers = runner.run(probes.resume, num_ranks, job, STALE, BATCHES[_SAVED:], folder)
+    check_resumed(runner, runner.reference(job, adapter=start.weights_after[0]), answers, saved)
 
 
 def check_resumed(
     runner: Runner,
-    job: Job,
+    reference: Reference,
     answers: list[tuple[int | None, dict[str, torch.Tensor], Record]],
     saved: dict[str, torch.Tensor],
 ) -> None:
     """Compare what `probes.resume` answered with the weights saved, and its steps with the reference."""
-    reference = runner.reference(job)
     for rank, (found, loaded, record) in enumerate(answers):
         if found != _SAVED:
             raise AssertionError(f"`load_checkpoint` on rank {rank} should find step {_SAVED}, got {found}")
         check_tensors(f"weights on rank {rank} after loading", loaded, saved, 0.0)
+        for rate, expected in zip(record.rates, reference.rates[_SAVED + 1 :], strict=False):
+            check_number("learning rate after loading and a step", rate, expected, 1e-6)
         for number, loss in enumerate(record.losses, start=_SAVED):
             check_number(
                 f"loss of step {number + 1}, after loading step {_SAVED}",
@@ -85,8 +116,6 @@ def check_resumed(
                 reference.losses[number],
                 runner.tolerances.later_loss,
             )
-        for rate, expected in zip(record.rates, reference.rates[_SAVED + 1 :], strict=False):
-            check_number("learning rate after loading and a step", rate, expected, 1e-6)
         check_weights(runner, {STEPS: record.weights_after[STEPS - _SAVED]}, reference)
 
 
@@ -96,7 +125,7 @@ def _remote(runner: Runner, family: str) -> None:
     saved = runner.run(probes.save, 1, job, BATCHES[:_SAVED], folder, remote, 1)[0]
     shutil.rmtree(folder)
     answers = runner.run(probes.resume, 1, job, STALE, BATCHES[_SAVED:], runner.folder(), remote)
-    check_resumed(runner, job, answers, saved)
+    check_resumed(runner, runner.reference(job), answers, saved)
 
 
 def _keep(runner: Runner, family: str) -> None:
@@ -107,7 +136,8 @@ def _keep(runner: Runner, family: str) -> None:
     if there != [f"step_{_SAVED}"]:
         raise AssertionError(f"with `max_ckpt_to_keep=1` {folder} should hold step_{_SAVED}, got {there}")
     Path(folder, f"step_{_SAVED + 1}").mkdir()  # what a crash might leave
-    check_resumed(runner, job, runner.run(probes.resume, 1, job, STALE, BATCHES[_SAVED:], folder), saved)
+    answers = runner.run(probes.resume, 1, job, STALE, BATCHES[_SAVED:], folder)
+    check_resumed(runner, runner.reference(job), answers, saved)
     found, _, _ = runner.run(probes.resume, 1, job, [], BATCHES[:1], runner.folder())[0]
     if found is not None:
         raise AssertionError(f"`load_checkpoint` of a folder that does not exist should be None, got {found}")

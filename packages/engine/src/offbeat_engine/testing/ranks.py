@@ -38,13 +38,13 @@ class RankPool:
     """
 
     def __init__(self, num_ranks: int, timeout_s: float = 120.0, device: str = "cpu") -> None:
-        """Start the processes; `timeout_s` bounds the start, every `run` and every collective.
+        """Start the processes; `timeout_s` bounds the start, every `run` (which may be changed later) and every collective.
 
         With `device` "cuda" rank r computes on GPU r and the group is NCCL's.
         """
         self.num_ranks = num_ranks
         self.failed = False
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         # The store takes any free port; ranks learn which one from here.
         self._store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
@@ -78,7 +78,7 @@ class RankPool:
         payload = (_homes(fn, args), pickle.dumps((fn, args)))
         for pipe in self._pipes:
             pipe.send(payload)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         answers = [self._answer(rank, deadline) for rank in range(self.num_ranks)]
         self.failed = any(text is not None for text, _ in answers)
         failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
@@ -89,7 +89,7 @@ class RankPool:
     def _answer(self, rank: int, deadline: float) -> tuple[str | None, Any]:
         try:
             if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
-                return f"no answer within {self._timeout_s:g} s; it may wait for a rank that raised", None
+                return f"no answer within {self.timeout_s:g} s; it may wait for a rank that raised", None
             return pickle.loads(self._pipes[rank].recv_bytes())
         except EOFError:
             self._processes[rank].join(1.0)

@@ -65,8 +65,13 @@ class Options:
     families: tuple[str, ...] = tuple(FAMILIES)
     num_ranks: int = 4
     device: str = "cpu"
-    timeout_s: float = 60.0
+    timeout_s: float = 120.0
     tolerances: Tolerances = field(default_factory=Tolerances)
+
+    def fit(self, wanted: int) -> int:
+        """Return how many ranks a case gets that would like `wanted` of them and can do with fewer."""
+        most = self.engine.capabilities().max_ranks
+        return max(1, min(wanted, self.num_ranks, wanted if most is None else most))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +88,7 @@ class Case:
 class Ranks:
     """Pools of ranks by their number, started when first asked for and anew after one was left out of step."""
 
-    def __init__(self, device: str = "cpu", timeout_s: float = 60.0) -> None:
+    def __init__(self, device: str = "cpu", timeout_s: float = 120.0) -> None:
         """Start nothing yet."""
         self._device = device
         self._timeout_s = timeout_s
