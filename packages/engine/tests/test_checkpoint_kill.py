@@ -29,7 +29,6 @@ from offbeat_engine.testing import make_tiny_model, random_batch
 
 KILLS = 50
 KEEP = 2
-LONGEST_S = 0.4
 
 CHILD = """
 import os, sys
@@ -45,7 +44,7 @@ engine.set_loss_fn(SftLoss())
 for line in sys.stdin:
     child = os.fork()
     if child:
-        print(child, flush=True)
+        print("child", child, flush=True)
         os.waitpid(child, 0)
         print("gone", flush=True)
         continue
@@ -54,9 +53,9 @@ for line in sys.stdin:
         engine.optimizer_step()
     updater = engine._ready().updater
     step = int(line)
-    print("ready", flush=True)
     while True:
         step += 1
+        print("saving", step, flush=True)
         for state in updater.moments().values():
             for value in state.values():
                 value.fill_(float(step))
@@ -92,21 +91,34 @@ def test_fifty_kills_leave_whole_checkpoints_or_none(saver):
     torch.set_num_threads(1)
     engine = engine_class("fsdp2")(EngineConfig(model=ModelConfig(path=model)), World())
     engine.init_model()
-    newest, inside = 0, 0
-    for _ in range(KILLS):
-        process.stdin.write(f"{newest}\n")
-        process.stdin.flush()
-        # The child's pid and its "ready" come in either order: two processes write to one pipe.
-        said = {process.stdout.readline().strip(), process.stdout.readline().strip()}
-        (child,) = said - {"ready"}
-        time.sleep(rng.uniform(0, LONGEST_S))
-        os.kill(int(child), signal.SIGKILL)
-        assert process.stdout.readline().strip() == "gone"
-        inside += any(path.name.endswith(".partial") for path in folder.glob(".*")) if folder.exists() else 0
+    newest, inside, save_s = 0, 0, 0.0
+    for kill in range(KILLS):
+        ask(process, str(newest))
+        child, saves, started = 0, 0, 0.0
+        wanted = (
+            4 if kill == 0 else rng.randint(1, 2)
+        )  # the first child also tells how long a save takes here
+        while not child or saves < wanted:
+            word, number = process.stdout.readline().split()
+            if word == "child":
+                child = int(number)
+            else:
+                saves += 1
+                started, save_s = time.perf_counter(), time.perf_counter() - started if saves > 1 else save_s
+        time.sleep(rng.uniform(0, save_s))
+        os.kill(child, signal.SIGKILL)
+        while process.stdout.readline().strip() != "gone":
+            pass
+        inside += any(path.name.endswith(".partial") for path in folder.glob(".*"))
         newest = check(engine, folder, newest)
     assert newest >= KILLS // 5, "the children hardly saved anything: the kills proved nothing"
     assert inside >= KILLS // 5, "hardly a kill fell into a save: the kills proved nothing"
     assert len(whole_steps(folder)) <= KEEP + 1  # killed before pruning
+
+
+def ask(process, line):
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
 
 
 def check(engine, folder, before):
