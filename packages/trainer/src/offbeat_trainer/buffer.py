@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 from offbeat_trainer.clock import now_s
 from offbeat_trainer.config import Order
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.journal.events import Dropped, Finished, Issued, Taken
+from offbeat_trainer.journal.events import Dropped, Finished, Issued, Taken, spans_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,7 +59,10 @@ class GroupBuffer:
         self.issued = 0
         self.consumed = 0
         self.dropped: Counter[str] = Counter()
-        self.script: dict[int, tuple[int, ...]] = {}
+        self.script: dict[int, tuple[int, ...]] = {}  # steps whose groups are settled already
+        self.replaying = (
+            False  # a recorded schedule decides what is begun, and the gate has agreed to it then
+        )
         self._order = order
         self._journal = journal
         self._on_drop = on_drop
@@ -117,7 +120,7 @@ class GroupBuffer:
 
     def issue(self, index: int, uid: str, version: int) -> None:
         """Count a group as begun under `version`: the one served now, or an older one that it has tokens of."""
-        assert self.room_for(version), "the gate is closed"
+        assert self.replaying or self.room_for(version), "the gate is closed"
         self._journal.write(Issued(index=index, uid=uid, version=version))
         self._add(index, version)
         self._changed()
@@ -129,7 +132,13 @@ class GroupBuffer:
             return
         assert entry.group is None, f"group {index} was finished twice"
         self._journal.write(
-            Finished(index=index, version=entry.version, completions=group.completions, scores=group.scores)
+            Finished(
+                index=index,
+                version=entry.version,
+                completions=group.completions,
+                scores=group.scores,
+                spans=tuple(map(spans_of, group.completions)),
+            )
         )
         self._settle(entry, group)
         self._changed()
@@ -150,6 +159,10 @@ class GroupBuffer:
         """Note that every replica serves `version`: the gate may open."""
         assert version >= self.served, "versions only rise"
         self.served = version
+        self._changed()
+
+    def touch(self) -> None:
+        """Ask all who wait with `until` again: something changed that the buffer does not know of."""
         self._changed()
 
     def fail(self, error: BaseException) -> None:

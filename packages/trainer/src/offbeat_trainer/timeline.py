@@ -129,8 +129,7 @@ class Timeline:
         return 0.0 if self._first_s is None else self._last_s - self._first_s
 
     def idle(self) -> list[Idle]:
-        """Return who idled and why, the longest first."""
-        self._pass_time()
+        """Return who idled and why, the longest first, up to the last thing noted."""
         found = [
             Idle(who=who, cause=cause, seconds=seconds, total_s=self.total_s)
             for (who, cause), seconds in self._idle.items()
@@ -140,8 +139,7 @@ class Timeline:
         return sorted(found, key=lambda one: -one.seconds)
 
     def idle_seconds(self, who: str) -> float:
-        """Return how long `who` (`TRAINER` or `GENERATION`) has idled so far."""
-        self._pass_time()
+        """Return how long `who` (`TRAINER` or `GENERATION`) has idled, up to the last thing noted."""
         return sum(seconds for (name, _), seconds in self._idle.items() if name == who)
 
     def metrics(self) -> list[Metric]:

@@ -63,7 +63,7 @@ def test_one_step_off_lags_exactly_one(tmp_path):
         assert set(versions_of(batch)) == {max(1, step)}, (
             "step s trains version s + 1, on tokens of version s"
         )
-    assert [sorted(set(numbers)) for numbers in run.prompts_of_steps()] == [
+    assert [sorted(set(numbers)) for numbers in run.policy.prompts] == [
         list(range(4 * step, 4 * step + 4)) for step in range(LOOP.steps)
     ]
     assert [run.history()[step]["staleness/max"] for step in range(1, 7)] == [0, 1, 1, 1, 1, 1]

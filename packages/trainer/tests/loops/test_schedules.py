@@ -77,7 +77,7 @@ def check_account(run):
     events = run.journal.events()
     issued = [event.index for event in events if isinstance(event, Issued)]
     dropped = [event.index for event in events if isinstance(event, Dropped)]
-    trained = [number for numbers in run.prompts_of_steps() for number in numbers]
+    trained = [number for numbers in run.policy.prompts for number in numbers]
     assert sorted(issued) == list(range(len(issued))), (
         "the data is begun in order, nothing twice and nothing skipped"
     )

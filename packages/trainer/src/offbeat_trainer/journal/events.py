@@ -7,6 +7,7 @@ prompt itself is not kept, it is a function of the index (`Task.prompts`); its u
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
 
     from offbeat_rollout import Completion
     from offbeat_trainer.types import Score
+
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""The versions that made a completion, in order: (version, number of tokens)."""
+
+
+def spans_of(completion: Completion) -> Spans:
+    """Return the runs of equal versions in `completion`."""
+    return tuple((version, sum(1 for _ in run)) for version, run in groupby(completion.policy_versions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +45,16 @@ class Half:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A group is whole and scored. `completions` is empty where they were forgotten (see `Journal.forget`)."""
+    """A group is whole and scored. `completions` is empty where they were forgotten (see `Journal.forget`).
+
+    `spans` stay: per completion, runs of (version, number of tokens).
+    """
 
     index: int
     version: int
     completions: tuple[Completion, ...]
     scores: tuple[Score, ...]
+    spans: tuple[Spans, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.journal.codec import pack, unpack
@@ -104,8 +104,9 @@ def _to_row(event: Event) -> _Row:
         case Half():
             return "half", event.index, None, None, pack(event.completions)
         case Finished():
-            scores = json.dumps([(score.reward, score.correct) for score in event.scores])
-            return "finished", event.index, event.version, scores, pack(event.completions)
+            scores = [(score.reward, score.correct) for score in event.scores]
+            detail = json.dumps({"scores": scores, "spans": event.spans})
+            return "finished", event.index, event.version, detail, pack(event.completions)
         case Taken():
             return "taken", event.step, None, json.dumps(event.indices), None
         case Dropped():
@@ -124,14 +125,7 @@ def _from_row(row: _Row) -> Event:
         case "half":
             return Half(index=number, completions=() if body is None else unpack(body))
         case "finished":
-            return Finished(
-                index=number,
-                version=version or 0,
-                completions=() if body is None else unpack(body),
-                scores=tuple(
-                    Score(reward=reward, correct=bool(ok)) for reward, ok in json.loads(detail or "[]")
-                ),
-            )
+            return _finished(number, version or 0, json.loads(detail or "{}"), body)
         case "taken":
             return Taken(step=number, indices=tuple(json.loads(detail or "[]")))
         case "dropped":
@@ -142,3 +136,13 @@ def _from_row(row: _Row) -> Event:
             raise ResumeError(
                 f"the journal holds an event of kind {kind!r}, which this version does not know"
             )
+
+
+def _finished(index: int, version: int, detail: dict[str, Any], body: bytes | None) -> Finished:
+    return Finished(
+        index=index,
+        version=version,
+        completions=() if body is None else unpack(body),
+        scores=tuple(Score(reward=reward, correct=bool(correct)) for reward, correct in detail["scores"]),
+        spans=tuple(tuple((made_by, count) for made_by, count in one) for one in detail["spans"]),
+    )

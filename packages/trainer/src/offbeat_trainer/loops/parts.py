@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Task
     from offbeat_trainer.journal.events import Journal
     from offbeat_trainer.run_store import RunStore
+    from offbeat_trainer.schedule import Schedule
     from offbeat_trainer.types import Group
 
 NUM_SHOWN = 4
@@ -42,7 +43,10 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything a loop works with. `asynchrony` and `journal` matter to the loops that run ahead only."""
+    """Everything a loop works with.
+
+    `asynchrony`, `journal` and `replay` (a recorded schedule to be followed) matter to the loops that run ahead only.
+    """
 
     task: Task
     policy: Policy
@@ -57,6 +61,7 @@ class Parts:
     stop: StopRequest = field(default_factory=StopRequest)
     asynchrony: AsyncConfig = field(default_factory=AsyncConfig)
     journal: Journal = field(default_factory=MemoryJournal)
+    replay: Schedule | None = None
     timeline: Timeline = field(default_factory=Timeline)
     watchdog: Watchdog = field(default_factory=Watchdog)
 

@@ -15,6 +15,7 @@ from offbeat_trainer.gate import StalenessGate, version_of
 from offbeat_trainer.journal.events import Flipped, recover
 from offbeat_trainer.loops.parts import due
 from offbeat_trainer.loops.producer import GENERATION, Producer
+from offbeat_trainer.loops.replaying import Replayer
 from offbeat_trainer.metrics import Last, Metric
 from offbeat_trainer.timeline import TAIL_SHARE
 from offbeat_trainer.types import Group
@@ -61,7 +62,13 @@ class GroupStream:
         self.buffer = GroupBuffer(
             gate, mode.order, parts.journal, step=start, served=version_of(start), on_drop=self._dropped
         )
-        self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
+        self.buffer.recover(recovered.consumed, Counter(recovered.dropped.values()), recovered.script)
+        self._schedule = parts.replay
+        if parts.replay is None:
+            self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
+        else:
+            parts.replay.check(parts.loop.steps, kept=mode.partial is Partial.KEEP)
+            self._producer = Replayer(parts, self.buffer, recovered, parts.replay)
         self._restore(recovered)
 
     def start(self) -> None:
@@ -94,6 +101,8 @@ class GroupStream:
         Every `sync_every` steps, and before anything that looks at them: validation, a checkpoint, the end.
         """
         loop, done = self._parts.loop, step + 1
+        if self._schedule is not None:
+            return done in self._schedule.flips
         return (
             due(done, self._mode.sync_every)
             or due(done, loop.validate_every)
@@ -105,13 +114,13 @@ class GroupStream:
     async def publish(self, version: int) -> SyncReport:
         """Bring `version` to every replica; what is under way meanwhile is treated as `partial` says."""
         parts = self._parts
-        if self._mode.partial is Partial.WAIT:
+        if self._mode.partial is Partial.WAIT or isinstance(self._producer, Replayer):
             with (
                 parts.timeline.phase("drain"),
                 parts.watchdog.waiting("weight sync", GENERATION, "end under the old weights"),
             ):
-                await self.buffer.settled()
-        if self._mode.partial is Partial.ABORT:
+                await self._drained()
+        elif self._mode.partial is Partial.ABORT:
             await parts.generator.interrupt()
         try:
             report = await parts.publisher.publish(version)
@@ -121,6 +130,12 @@ class GroupStream:
         parts.timeline.mark("sync", f"version {version}")
         self.buffer.serve(version)
         return report
+
+    async def _drained(self) -> None:
+        if isinstance(self._producer, Replayer):
+            await self._producer.drained(self.buffer.served)
+        else:
+            await self.buffer.settled()
 
     def metrics(self) -> list[Metric]:
         """Return the state of the queue, and what was dropped since the run began, by reason."""
@@ -138,7 +153,6 @@ class GroupStream:
         ]
 
     def _restore(self, recovered: Recovered) -> None:
-        self.buffer.recover(recovered.consumed, Counter(recovered.dropped.values()), recovered.script)
         for index in sorted(recovered.finished):
             found = recovered.finished[index]
             if not found.completions:

@@ -20,7 +20,6 @@ from offbeat_trainer.testing.scripted import (
     ScriptedPool,
     ScriptedPublisher,
     ScriptedTask,
-    prompt_number,
 )
 from offbeat_trainer.testing.virtual import run_virtual
 from offbeat_trainer.timeline import Timeline
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from offbeat_trainer.interface import Task
     from offbeat_trainer.journal.events import Journal
+    from offbeat_trainer.schedule import Schedule
 
 LOOPS = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
 
@@ -60,6 +60,7 @@ class ScriptedRun:
     pool: ScriptedPool = field(default_factory=ScriptedPool)
     task: Task = field(default_factory=ScriptedTask)
     stop: StopRequest = field(default_factory=StopRequest)
+    replay: Schedule | None = None
     timeline: Timeline = field(default_factory=Timeline)
     watchdog: Watchdog = field(default_factory=Watchdog)
     reporter: Recorder = field(default_factory=Recorder)
@@ -92,6 +93,7 @@ class ScriptedRun:
             stop=self.stop,
             asynchrony=self.asynchrony,
             journal=self.journal,
+            replay=self.replay,
             timeline=self.timeline,
             watchdog=self.watchdog,
         )
@@ -101,13 +103,6 @@ class ScriptedRun:
             self.outcome.accuracy_before = state.accuracy_before
             self.outcome.reward_first = state.reward_first
         await LOOPS[self.mode](parts, self.outcome, start or 0)
-
-    def prompts_of_steps(self) -> list[list[int]]:
-        """Return, for each batch trained, the numbers of its sequences' prompts."""
-        return [
-            [prompt_number(token_ids) for token_ids in batch["input_ids"].tolist()]
-            for batch in self.policy.batches
-        ]
 
     def history(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each step without those of clocks and queues."""

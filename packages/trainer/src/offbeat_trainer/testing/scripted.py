@@ -217,7 +217,8 @@ class ScriptedPolicy:
     """Logits [V] that follow the policy gradient. Satisfies `Policy`.
 
     `history` is the digest of every (token, log-prob, version, advantage) that made the weights of now, in order: it is
-    saved and loaded with them. `batches` are those of this process.
+    saved and loaded with them; so is `prompts`, the numbers of each step's prompts by sequence. `batches` are those of
+    this process.
     """
 
     def __init__(
@@ -227,6 +228,7 @@ class ScriptedPolicy:
         self.logits = torch.zeros(VOCAB, dtype=torch.float64)
         self.history = hashlib.sha256(b"").hexdigest()
         self.steps = 0
+        self.prompts: list[list[int]] = []
         self.batches: list[TrainBatch] = []
         self._folder = folder
         self._train_s = train_s
@@ -260,7 +262,10 @@ class ScriptedPolicy:
         assert step == self.steps, f"{self.steps} batches were trained, and this is to be step {step}"
         self._folder.mkdir(parents=True, exist_ok=True)
         data = io.BytesIO()
-        torch.save({"logits": self.logits, "history": self.history, "steps": self.steps}, data)
+        torch.save(
+            {"logits": self.logits, "history": self.history, "steps": self.steps, "prompts": self.prompts},
+            data,
+        )
         beside = self._folder / "writing"
         beside.write_bytes(data.getvalue())
         beside.replace(self._folder / f"policy_{step:06d}.pt")
@@ -273,7 +278,8 @@ class ScriptedPolicy:
         if not found:
             return None
         state = torch.load(found[-1])
-        self.logits, self.history, self.steps = state["logits"], state["history"], state["steps"]
+        self.logits, self.history = state["logits"], state["history"]
+        self.steps, self.prompts = state["steps"], state["prompts"]
         return self.steps
 
     async def export(self, path: str) -> None:
@@ -287,6 +293,7 @@ class ScriptedPolicy:
             digest.update(batch[key].numpy().tobytes())
         self.history = digest.hexdigest()
         self.steps += 1
+        self.prompts.append([prompt_number(token_ids) for token_ids in batch["input_ids"].tolist()])
         self.batches.append(batch)
 
 

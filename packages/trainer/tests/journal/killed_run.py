@@ -1,0 +1,84 @@
+"""Forks runs that kill themselves. Started by test_kill.py; one JSON line in, one JSON line out.
+
+A run counts what its interpreter does (calls and returns of Python and C functions, as `sys.setprofile` sees them) and
+sends itself SIGKILL at the one it was told: an instant that can be named, and hit again.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
+from offbeat_trainer.journal.sqlite import SqliteJournal
+from offbeat_trainer.testing import ScriptedPool, ScriptedRun
+
+KINDS = {"order": Order, "partial": Partial, "too_old": TooOld}
+
+
+def run(job):
+    import random
+
+    draws = random.Random(job["life"])  # every life has a timing of its own
+    done = ScriptedRun(
+        folder=Path(job["folder"]),
+        mode=job["mode"],
+        loop=LoopConfig(**job["loop"]),
+        asynchrony=AsyncConfig(
+            **{
+                name: KINDS[name](value) if name in KINDS else value
+                for name, value in job["asynchrony"].items()
+            }
+        ),
+        journal=SqliteJournal(Path(job["folder"]) / "journal.sqlite"),
+        pool=ScriptedPool(pace=lambda request: draws.uniform(0.001, 0.4)),
+        train_s=lambda step: draws.uniform(0.0, 3.0),
+        max_tokens=8,
+    ).go()
+    return {
+        "history": done.policy.history,
+        "prompts": done.policy.prompts,
+        "logits": done.policy.logits.tolist(),
+    }
+
+
+def child(job):
+    num_events = 0
+
+    def count(frame, event, arg):
+        nonlocal num_events
+        num_events += 1
+        if num_events == job["kill_at"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+    result = run(job)
+    sys.setprofile(None)
+    Path(job["result"]).write_text(json.dumps(result | {"num_events": num_events}))
+
+
+def main():
+    torch.set_num_threads(1)
+    torch.zeros(2).softmax(0)
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                child(job)
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        print(
+            json.dumps({"killed": os.WIFSIGNALED(status), "code": os.waitstatus_to_exitcode(status)}),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

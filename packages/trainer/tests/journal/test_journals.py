@@ -1,0 +1,159 @@
+"""One contract, every journal; and bytes that come back as they went."""
+
+import sqlite3
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat_rollout import Completion, Finish
+from offbeat_trainer.config import AsyncConfig, LoopConfig
+from offbeat_trainer.errors import ResumeError
+from offbeat_trainer.journal.codec import pack, unpack
+from offbeat_trainer.journal.events import Dropped, Finished, Flipped, Half, Issued, Taken, recover, spans_of
+from offbeat_trainer.journal.memory import MemoryJournal
+from offbeat_trainer.journal.sqlite import SqliteJournal
+from offbeat_trainer.testing import ScriptedRun, ScriptedTask
+from offbeat_trainer.types import Score
+
+
+def completion(num_tokens=3, finish=Finish.STOP, version=1):
+    return Completion(
+        request_id="r/1", token_ids=tuple(range(num_tokens)), logprobs=tuple(-0.1 * i for i in range(num_tokens)),
+        policy_versions=(version,) * num_tokens, finish=finish,
+    )  # fmt: skip
+
+
+def finished(index, version=1):
+    done = completion()
+    scores = (Score(reward=0.1 + 0.2, correct=True),)
+    return Finished(index=index, version=version, completions=(done,), scores=scores, spans=(spans_of(done),))
+
+
+STORY = (
+    Issued(index=0, uid="a", version=1),
+    Issued(index=1, uid="b", version=1),
+    Half(index=1, completions=(completion(2, Finish.ABORT), completion(0, Finish.ABORT))),
+    finished(0),
+    Taken(step=0, indices=(0,)),
+    Flipped(steps=1, version=2),
+    Issued(index=2, uid="c", version=2),
+    Dropped(index=2, reason="failed"),
+    Issued(index=3, uid="d", version=2),
+    finished(3, 2),
+)
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def journal(request, tmp_path):
+    one = MemoryJournal() if request.param == "memory" else SqliteJournal(tmp_path / "journal.sqlite")
+    yield one
+    one.close()
+    one.close()
+
+
+def test_events_come_back_in_order_and_whole(journal):
+    for event in STORY:
+        journal.write(event)
+    assert tuple(journal.events()) == STORY
+
+
+def test_forgetting_drops_the_tokens_of_what_was_trained_and_keeps_the_schedule(journal):
+    for event in STORY:
+        journal.write(event)
+    journal.forget(0)
+    assert tuple(journal.events()) == STORY, "nothing was trained before step 0"
+    for _ in range(2):
+        journal.forget(1)
+        events = tuple(journal.events())
+        assert [type(event) for event in events] == [type(event) for event in STORY]
+        assert events[3].completions == ()
+        assert (events[3].scores, events[3].spans) == (STORY[3].scores, STORY[3].spans)
+        assert events[-1] == STORY[-1]
+
+
+def test_what_a_run_goes_on_with():
+    found = recover(STORY, 1, 1)
+    assert (found.consumed, found.next_index) == (1, 4)
+    assert set(found.finished) == {3}
+    assert found.holes == [1]
+    assert found.dropped == {2: "failed"}
+    assert [one.finish for one in found.halves[1]] == [Finish.ABORT, Finish.ABORT]
+    assert found.script == {}
+    earlier = recover(STORY, 0, 1)
+    assert earlier.script == {0: (0,)}
+    assert set(earlier.finished) == {0, 3}
+    assert earlier.consumed == 0
+
+
+def test_without_a_journal_the_data_is_where_sync_training_would_be():
+    found = recover((), 5, 4)
+    assert (found.consumed, found.next_index, found.holes) == (20, 20, [])
+
+
+def test_a_file_outlives_the_process_that_wrote_it(tmp_path):
+    writer = SqliteJournal(tmp_path / "deep" / "journal.sqlite")
+    writer.write(STORY[0])
+    reader = SqliteJournal(tmp_path / "deep" / "journal.sqlite")  # the writer never closed it
+    assert tuple(reader.events()) == STORY[:1]
+    assert reader._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    reader.close()
+    writer.close()
+
+
+def test_files_that_are_no_journals_are_refused(tmp_path):
+    (tmp_path / "text").write_text("not a database, and long enough to be looked at" * 100)
+    with pytest.raises(ResumeError, match="cannot be used as a journal"):
+        SqliteJournal(tmp_path / "text")
+    newer = sqlite3.connect(tmp_path / "newer")
+    newer.execute("PRAGMA user_version=99")
+    newer.close()
+    with pytest.raises(ResumeError, match="has format 99, this version reads 1"):
+        SqliteJournal(tmp_path / "newer")
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda tokens, finish, name: Completion(
+                request_id=name,
+                token_ids=tuple(token for token, _, _ in tokens),
+                logprobs=tuple(logprob for _, logprob, _ in tokens),
+                policy_versions=tuple(version for _, _, version in tokens),
+                finish=finish,
+            ),
+            st.lists(
+                st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False), st.integers(0, 2**31 - 1)),
+                max_size=5,
+            ),
+            st.sampled_from(Finish),
+            st.text(max_size=5),
+        ),
+        max_size=4,
+    )
+)
+def test_completions_come_back_to_the_bit(completions):
+    assert unpack(pack(completions)) == tuple(completions)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"[]\n", pack([completion()])[:-1], pack([completion()]) + b"x"]
+)
+def test_bytes_that_are_not_whole_are_refused(body):
+    with pytest.raises(ResumeError, match="cannot be read"):
+        unpack(body)
+
+
+def test_another_task_under_the_same_journal_is_noticed(tmp_path):
+    class Shifted(ScriptedTask):
+        def prompts(self, step, num_prompts):
+            return super().prompts(step + 1, num_prompts)
+
+    loop = LoopConfig(
+        steps=4, prompts_per_step=2, group_size=1, validate_every=0, validation_prompts=1, save_every=2
+    )
+    first = ScriptedRun(folder=tmp_path, loop=loop, asynchrony=AsyncConfig(max_staleness=1)).go()
+    (tmp_path / "policy" / "policy_000004.pt").unlink()
+    again = ScriptedRun(folder=tmp_path, loop=loop, task=Shifted(), journal=first.journal)
+    with pytest.raises(ResumeError, match="the journal has it as"):
+        again.go()

@@ -1,0 +1,111 @@
+"""Where the time went: idle accounts, the sentence, and a trace that Perfetto's format describes."""
+
+import asyncio
+import json
+
+import pytest
+
+from offbeat_trainer.config import AsyncConfig, LoopConfig, Order
+from offbeat_trainer.testing import ScriptedPool, ScriptedRun, run_virtual
+from offbeat_trainer.timeline import GENERATION, TRAINER, Timeline
+
+LOOP = LoopConfig(
+    steps=10, prompts_per_step=4, group_size=1, validate_every=0, validation_prompts=1, save_every=0, sample_every=0
+)  # fmt: skip
+
+
+def by_cause(timeline):
+    return {(one.who, one.cause): one.seconds for one in timeline.idle()}
+
+
+def test_idle_time_by_hand():
+    timeline = Timeline()
+
+    async def main():
+        with timeline.phase("generate"), timeline.generating("0"):
+            await asyncio.sleep(3)
+        with timeline.phase("train"):
+            with timeline.generating("1"):
+                await asyncio.sleep(1)
+            await asyncio.sleep(2)
+        with timeline.phase("sync"):
+            with timeline.phase("drain"), timeline.generating("2"):
+                await asyncio.sleep(0.5)
+            await asyncio.sleep(1)
+        timeline.tail(2.0)
+        return by_cause(timeline)
+
+    causes = run_virtual(main())
+    assert causes == pytest.approx(
+        {
+            (TRAINER, "generate"): 3, (TRAINER, "drain"): 0.5, (TRAINER, "sync"): 1, (TRAINER, "tail"): 2,
+            (GENERATION, "train"): 2, (GENERATION, "sync"): 1,
+        }
+    )  # fmt: skip
+    assert timeline.total_s == 7.5
+    assert timeline.sentence() == (
+        "trainer waited 40% of the run for generation, 27% for the longest 2% of generations alone"
+    )
+    values = {metric.key: metric.reduction.value() for metric in timeline.metrics()}
+    assert values == pytest.approx({"idle/trainer_fraction": 4.5 / 7.5, "idle/generation_fraction": 3 / 7.5})
+
+
+def run_with(folder, mode, *, token_s, train_s, **options):
+    pool = ScriptedPool(pace=token_s if callable(token_s) else lambda request: token_s)
+    return ScriptedRun(
+        folder=folder, mode=mode, loop=LOOP, pool=pool, train_s=lambda step: train_s, **options
+    ).go()
+
+
+def test_the_sentence_names_what_it_was(tmp_path):
+    slow = run_with(tmp_path / "a", "sync", token_s=1.0, train_s=1.0)
+    assert slow.timeline.sentence().startswith("trainer waited ")
+    assert "for generation" in slow.timeline.sentence()
+    training = run_with(tmp_path / "b", "fully_async", token_s=0.001, train_s=5.0)
+    assert "generation waited 9" in training.timeline.sentence()
+    assert "staleness bound" in training.timeline.sentence()
+    syncing = run_with(tmp_path / "c", "fully_async", token_s=0.001, train_s=0.01, sync_s=10.0)
+    assert "for the weight sync" in syncing.timeline.sentence()
+
+
+def test_the_long_tail_is_told_apart(tmp_path):
+    def tail(request):
+        return 5.0 if request.prompt_ids[0] % 4 == 1 else 0.01
+
+    run = run_with(
+        tmp_path,
+        "fully_async",
+        token_s=tail,
+        train_s=0.1,
+        asynchrony=AsyncConfig(max_staleness=0, order=Order.FIRST_IN),
+    )
+    assert "for the longest 2% of generations alone" in run.timeline.sentence()
+    causes = by_cause(run.timeline)
+    assert 0 < causes[TRAINER, "tail"] <= causes[TRAINER, "generate"]
+
+
+def test_a_run_that_overlaps_well_idles_little(tmp_path):
+    settings = {"token_s": 0.1, "train_s": 1.0, "asynchrony": AsyncConfig(max_staleness=4)}
+    sync = run_with(tmp_path / "a", "sync", **settings).timeline
+    ahead = run_with(tmp_path / "b", "fully_async", **settings).timeline
+    assert ahead.idle_seconds(TRAINER) < 0.5 * sync.idle_seconds(TRAINER)
+
+
+def test_the_trace_is_what_perfetto_reads(tmp_path):
+    timeline = Timeline(tmp_path / "trace.json")
+    run_with(tmp_path, "fully_async", token_s=0.1, train_s=1.0, timeline=timeline)
+    unfinished = (tmp_path / "trace.json").read_text()
+    timeline.close()
+    timeline.close()
+    events = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event]
+    json.loads(unfinished.rstrip().rstrip(",") + "]") if unfinished else None  # what a killed run leaves
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert set(tracks.values()) >= {"trainer", "generation", "sync", "ready groups"}
+    assert all(event["tid"] in tracks and event["pid"] == 1 for event in events)
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {"train", "sync", "generate"} <= {event["name"] for event in spans}
+    assert all(event["dur"] >= 0 for event in spans)
+    begun = [event["id"] for event in events if event["ph"] == "b"]
+    assert len(begun) == len(set(begun)) == 40
+    assert sorted(begun) == sorted(event["id"] for event in events if event["ph"] == "e")
+    assert sum(event["ph"] == "i" for event in events) == LOOP.steps
