@@ -5,7 +5,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from offbeat_engine import BatchError, EngineConfig, LossOutput, ModelConfig, OptimizerConfig, SftLoss, World
+from offbeat_engine import (
+    BatchError,
+    Dtype,
+    EngineConfig,
+    LossOutput,
+    ModelConfig,
+    OptimizerConfig,
+    SftLoss,
+    World,
+)
 from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
 from offbeat_engine.testing import (
     make_tiny_model,
@@ -298,3 +307,29 @@ def test_a_checkpoint_of_copies_is_loaded_by_another_arrangement(tiny, two_ranks
         assert other[0] == pytest.approx(loss, rel=1e-6)
         assert other[1] == pytest.approx(norm, rel=1e-5)
         assert worst(other[2], weights) <= 1e-5
+
+
+def test_bf16_shares_sequences_too(tiny, two_ranks):
+    """In bfloat16 heads and tokens are traded in bfloat16; the answers are float32 as ever."""
+    config = config_of(tiny, sequence_parallel_size=2, dtype=Dtype.BFLOAT16)
+    results = two_ranks.run(train, config, BATCHES, SftLoss())
+    check_same_on_all(results)
+    plain = reference_step(tiny, BATCHES, SftLoss(), OPTIMIZER)
+    assert results[0]["losses"] != plain.losses
+    assert results[0]["losses"] == pytest.approx(plain.losses, rel=0.03)
+    assert results[0]["norms"] == pytest.approx(plain.grad_norms, rel=0.1)
+
+
+def values(world, config):
+    engine = make_engine(config, world)
+    with engine.eval_mode():
+        predictions, _ = engine.forward_backward_step(engine.shard_data(BATCHES[0]), forward_only=True)
+    return engine.unshard_data(predictions)["values"]
+
+
+def test_values_come_from_shared_sequences(tiny, two_ranks):
+    config = config_of(tiny, model=ModelConfig(path=tiny, head="value"))
+    expected = values(World(), config)
+    assert expected.any()
+    for mine in two_ranks.run(values, replace(config, sequence_parallel_size=2)):
+        assert float((mine - expected).abs().max()) <= 1e-5
