@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from offbeat_rollout import RolloutConfig, SamplingParams
+from offbeat_rollout import Completion, Finish, RolloutConfig, SamplingParams
 from offbeat_rollout.testing import ScriptedRollout
+from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.seeds import derive_seed
 from offbeat_trainer.types import Prompt
@@ -74,3 +75,103 @@ async def test_two_calls_at_once_for_the_same_prompt_do_not_meet(engine):
     generator = GroupGenerator(engine.generate_many)
     both = await asyncio.gather(*(generator.collect(prompts("a"), SAMPLING, 2) for _ in range(2)))
     assert tokens(both[0]) == tokens(both[1])
+
+
+async def scripted_engine():
+    engine = ScriptedRollout(RolloutConfig(model_path="none", max_model_len=64), token_s=0.001)
+    await engine.start()
+    return engine
+
+
+async def test_complete_makes_what_collect_makes():
+    engine = await scripted_engine()
+    generator = GroupGenerator(engine.generate_many, engine.abort)
+    sampling = SamplingParams(max_tokens=6, seed=3)
+    prompt = Prompt(uid="p", text="", token_ids=(1, 2))
+    one, many = (
+        await generator.complete(prompt, sampling, 3),
+        (await generator.collect([prompt], sampling, 3))[0],
+    )
+    assert [c.token_ids for c in one.completions] == [c.token_ids for c in many.completions]
+    await engine.stop()
+
+
+async def test_an_interrupted_group_is_continued_from_its_tokens():
+    engine = await scripted_engine()
+    generator = GroupGenerator(engine.generate_many, engine.abort)
+    sampling = SamplingParams(max_tokens=40, seed=3)
+    prompt = Prompt(uid="p", text="", token_ids=(1, 2))
+    kept = []
+    making = asyncio.create_task(generator.complete(prompt, sampling, 2, keep=kept.append))
+    while engine._running == {} or min(len(r.versions) for r in engine._running.values()) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await generator.interrupt()
+    while not kept:  # noqa: ASYNC110 - the engine tells nobody
+        await asyncio.sleep(0.001)
+    assert all(3 <= len(one.token_ids) < 40 and one.finish is Finish.ABORT for one in kept[0])
+    await asyncio.sleep(0.05)
+    assert engine._running == {}, "it waits for `go_on`"
+    await engine.control("load_weights", {"tensors": [], "version": 5})
+    generator.go_on()
+    group = await making
+    for before, whole in zip(kept[0], group.completions, strict=True):
+        done = len(before.token_ids)
+        assert whole.finish is Finish.LENGTH
+        assert (whole.token_ids[:done], whole.logprobs[:done]) == (before.token_ids, before.logprobs)
+        assert whole.policy_versions == (0,) * done + (5,) * (40 - done)
+    begun = await generator.complete(prompt, sampling, 2, begun=kept[0])
+    assert [one.token_ids for one in begun.completions] == [one.token_ids for one in group.completions]
+    fresh = await generator.complete(prompt, sampling, 2)
+    assert fresh.completions[0].token_ids != group.completions[0].token_ids, "no random number is used twice"
+    await engine.stop()
+
+
+async def test_whole_completions_of_a_half_finished_group_are_left_alone():
+    asked = []
+
+    async def generate_many(requests):
+        asked.extend(requests)
+        return [
+            Completion(
+                request_id=r.request_id, token_ids=(9,), logprobs=(-1.0,), policy_versions=(2,), finish=Finish.STOP
+            )
+            for r in requests
+        ]  # fmt: skip
+
+    def begun(finish, *tokens):
+        return Completion(
+            request_id="old", token_ids=tokens, logprobs=(-0.5,) * len(tokens), policy_versions=(1,) * len(tokens),
+            finish=finish,
+        )  # fmt: skip
+
+    have = (begun(Finish.STOP, 5), begun(Finish.ABORT, 6, 7), begun(Finish.ABORT))
+    sampling = SamplingParams(max_tokens=10, seed=1)
+    prompt = Prompt(uid="p", text="", token_ids=(1, 2))
+    group = await GroupGenerator(generate_many).complete(prompt, sampling, 3, begun=have)
+    assert [one.token_ids for one in group.completions] == [(5,), (6, 7, 9), (9,)]
+    assert [one.policy_versions for one in group.completions] == [(1,), (1, 1, 2), (2,)]
+    assert [(r.prompt_ids, r.sampling.max_tokens) for r in asked] == [((1, 2, 6, 7), 8), ((1, 2), 10)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish"), [((4, 0), Finish.STOP), ((4, 5, 6), Finish.LENGTH)], ids=["stop token", "limit"]
+)
+async def test_an_abort_that_came_after_the_last_token_changes_nothing(tokens, finish):
+    async def generate_many(requests):
+        return [
+            Completion(
+                request_id=r.request_id, token_ids=tokens, logprobs=(-1.0,) * len(tokens),
+                policy_versions=(1,) * len(tokens), finish=Finish.ABORT,
+            )
+            for r in requests
+        ]  # fmt: skip
+
+    sampling = SamplingParams(max_tokens=3, seed=1, stop_token_ids=(0,))
+    prompt = Prompt(uid="p", text="", token_ids=(1, 2))
+    group = await GroupGenerator(generate_many).complete(prompt, sampling, 1)
+    assert group.completions[0].finish is finish
+
+
+async def test_without_a_way_to_abort_an_interruption_is_refused():
+    with pytest.raises(PlanRefused, match="partial: keep"):
+        await GroupGenerator(None).interrupt()

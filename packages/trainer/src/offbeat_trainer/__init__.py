@@ -12,18 +12,31 @@ if TYPE_CHECKING:
     from offbeat_trainer.algorithms.policy_loss import PolicyLoss
     from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
     from offbeat_trainer.assemble import assemble_examples, group_metrics, with_advantages
+    from offbeat_trainer.buffer import GroupBuffer
     from offbeat_trainer.config import (
         Advantage,
         Aggregation,
         AlgorithmConfig,
+        AsyncConfig,
         ClusterConfig,
+        Correction,
+        CorrectionLevel,
         KlEstimator,
         LoopConfig,
+        OnStall,
+        Order,
+        Partial,
+        Proximal,
         SamplingConfig,
+        TooOld,
         WarmupConfig,
     )
     from offbeat_trainer.errors import DeadlineExceeded, PlanRefused, ResumeError, TrainerError, WorkerGone
+    from offbeat_trainer.gate import StalenessGate
     from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Supervised, Task
+    from offbeat_trainer.journal.events import Journal
+    from offbeat_trainer.journal.memory import MemoryJournal
+    from offbeat_trainer.journal.sqlite import SqliteJournal
     from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
     from offbeat_trainer.reporters.console import ConsoleReporter
     from offbeat_trainer.reporters.fanout import FanOut
@@ -32,8 +45,11 @@ if TYPE_CHECKING:
     from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
     from offbeat_trainer.reporters.wandb import WandbReporter
     from offbeat_trainer.roles import Actor, Reference
+    from offbeat_trainer.schedule import Schedule
+    from offbeat_trainer.timeline import Timeline
     from offbeat_trainer.types import Example, Group, Prompt, Score
     from offbeat_trainer.value_roles import Critic, RewardModel
+    from offbeat_trainer.watchdog import Watchdog
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 # (`assemble` itself is not among them: here that name is its module.)
@@ -47,25 +63,38 @@ _HOMES = {
     "assemble_examples": "assemble",
     "group_metrics": "assemble",
     "with_advantages": "assemble",
+    "GroupBuffer": "buffer",
     "Advantage": "config",
     "Aggregation": "config",
     "AlgorithmConfig": "config",
+    "AsyncConfig": "config",
     "ClusterConfig": "config",
+    "Correction": "config",
+    "CorrectionLevel": "config",
     "KlEstimator": "config",
     "LoopConfig": "config",
+    "OnStall": "config",
+    "Order": "config",
+    "Partial": "config",
+    "Proximal": "config",
     "SamplingConfig": "config",
+    "TooOld": "config",
     "WarmupConfig": "config",
     "DeadlineExceeded": "errors",
     "PlanRefused": "errors",
     "ResumeError": "errors",
     "TrainerError": "errors",
     "WorkerGone": "errors",
+    "StalenessGate": "gate",
     "Generator": "interface",
     "Policy": "interface",
     "Publisher": "interface",
     "Reporter": "interface",
     "Supervised": "interface",
     "Task": "interface",
+    "Journal": "journal.events",
+    "MemoryJournal": "journal.memory",
+    "SqliteJournal": "journal.sqlite",
     "Last": "metrics",
     "Max": "metrics",
     "Mean": "metrics",
@@ -78,14 +107,17 @@ _HOMES = {
     "Silent": "reporters.silent",
     "TensorBoardReporter": "reporters.tensorboard",
     "WandbReporter": "reporters.wandb",
+    "Actor": "roles",
+    "Reference": "roles",
+    "Schedule": "schedule",
+    "Timeline": "timeline",
     "Example": "types",
     "Group": "types",
     "Prompt": "types",
     "Score": "types",
-    "Actor": "roles",
-    "Reference": "roles",
     "Critic": "value_roles",
     "RewardModel": "value_roles",
+    "Watchdog": "watchdog",
 }
 
 
@@ -100,41 +132,57 @@ __all__ = [
     "Advantage",
     "Aggregation",
     "AlgorithmConfig",
+    "AsyncConfig",
     "ClusterConfig",
     "ConsoleReporter",
+    "Correction",
+    "CorrectionLevel",
     "Critic",
     "DeadlineExceeded",
     "Example",
     "FanOut",
     "Generator",
     "Group",
+    "GroupBuffer",
+    "Journal",
     "JsonlReporter",
     "KlEstimator",
     "Last",
     "LoopConfig",
     "Max",
     "Mean",
+    "MemoryJournal",
     "Metric",
+    "OnStall",
+    "Order",
+    "Partial",
     "PlanRefused",
     "Policy",
     "PolicyLoss",
     "Prompt",
+    "Proximal",
     "Publisher",
     "Reference",
     "Reporter",
     "ResumeError",
     "RewardModel",
     "SamplingConfig",
+    "Schedule",
     "Score",
     "Silent",
+    "SqliteJournal",
+    "StalenessGate",
     "Sum",
     "Supervised",
     "Task",
     "TensorBoardReporter",
+    "Timeline",
+    "TooOld",
     "TrainerError",
     "ValueLoss",
     "WandbReporter",
     "WarmupConfig",
+    "Watchdog",
     "WorkerGone",
     "aggregate",
     "assemble_examples",

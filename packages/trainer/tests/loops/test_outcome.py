@@ -41,6 +41,7 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "sync_gb_per_s": 2.0,
         "max_abs_logprob_diff": 1e-3,
         "warmup_s": 0.0,
+        "where_time_went": None,
     }
 
 

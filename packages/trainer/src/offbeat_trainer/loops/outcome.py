@@ -40,6 +40,7 @@ class Outcome:
     step_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict[str, float])
     sync_gb_per_s: list[float] = field(default_factory=list[float])
+    where_time_went: str | None = None  # the largest cause of idle time, in a sentence
 
     def take(self, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
         """Take in one finished step: its reduced metrics and the seconds of its phases."""
@@ -76,6 +77,7 @@ class Outcome:
             else None,
             "max_abs_logprob_diff": self.max_abs_logprob_diff,
             "warmup_s": self.warmup_s,
+            "where_time_went": self.where_time_went,
         }
 
 
@@ -104,6 +106,7 @@ async def close_step(
     done = step + 1
     metrics = [*group_metrics(groups), *staleness_metrics(groups, version_of(step)), *trained]
     outcome.take(step, reduce_metrics(metrics), clock.seconds)
+    outcome.where_time_went = parts.timeline.sentence()
     last = done == parts.loop.steps
     if last or due(done, parts.loop.validate_every):
         accuracy = await validate(parts, clock, done, "after" if last else "")

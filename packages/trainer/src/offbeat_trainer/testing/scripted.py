@@ -92,8 +92,8 @@ class _Job:
 class ScriptedPool:
     """Replicas: tokens sampled from the published logits [V], at a pace. `generate_many` and `abort` as a pool's.
 
-    `pace(request)` gives the seconds per token. `mishap(request, attempt)` may give an error to fail with instead;
-    attempts count calls with this prompt and seed. `made` counts tokens, `served` requests that ended.
+    `pace(request)` gives the seconds per token. `mishap(request, attempt)` may give an error for a call to
+    fail with instead, by its first request; attempts count calls that begin with this prompt and seed. `made` counts tokens, `served` requests that ended.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class ScriptedPool:
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Return the completions of `requests`, in their order."""
-        for request in requests:
-            key = (request.prompt_ids, request.sampling.seed)
-            self._attempts[key] = self._attempts.get(key, 0) + 1
-            error = self._mishap(request, self._attempts[key])
-            if error is not None:
-                await asyncio.sleep(self._pace(request))
-                raise error
+        first = requests[0]
+        key = (first.prompt_ids, first.sampling.seed)
+        self._attempts[key] = self._attempts.get(key, 0) + 1
+        error = self._mishap(first, self._attempts[key])
+        if error is not None:
+            await asyncio.sleep(self._pace(first))
+            raise error
         jobs = [self._start(request) for request in requests]
         try:
             return list(await asyncio.gather(*(job.answer for job in jobs)))

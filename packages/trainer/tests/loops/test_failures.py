@@ -1,0 +1,125 @@
+"""Generation that fails: tried again, dropped with a reason, never made up; and what ends a run."""
+
+from dataclasses import replace
+
+import pytest
+
+from offbeat_rollout import EngineStateError, NoReplica, ReplicaGone, RequestError
+from offbeat_trainer.config import AsyncConfig, LoopConfig
+from offbeat_trainer.errors import DeadlineExceeded, TrainerError
+from offbeat_trainer.journal.events import Dropped
+from offbeat_trainer.testing import ScriptedPool, ScriptedRun, ScriptedTask
+from offbeat_trainer.watchdog import Watchdog
+
+LOOP = LoopConfig(
+    steps=4, prompts_per_step=2, group_size=2, validate_every=0, validation_prompts=1, save_every=0, sample_every=0
+)  # fmt: skip
+MODE = AsyncConfig(max_staleness=1, max_attempts=3)
+FIRST_PROMPT = (1, 1, 1, 1)
+
+
+def run_with(folder, mishap, **options):
+    def trained_only(request, attempt):
+        return mishap(request, attempt) if request.sampling.temperature else None
+
+    run = ScriptedRun(
+        folder=folder, loop=LOOP, asynchrony=MODE, pool=ScriptedPool(mishap=trained_only), **options
+    )
+    return run.go()
+
+
+def dropped(run):
+    return [(event.index, event.reason) for event in run.journal.events() if isinstance(event, Dropped)]
+
+
+@pytest.mark.parametrize(
+    "error", [ReplicaGone("r", "died"), EngineStateError("gone"), TimeoutError(), ConnectionError()]
+)
+def test_a_failed_group_is_tried_again_and_is_what_it_would_have_been(tmp_path, error):
+    smooth = run_with(tmp_path / "a", lambda request, attempt: None)
+    bumpy = run_with(
+        tmp_path / "b",
+        lambda request, attempt: error if attempt < 3 and request.prompt_ids == FIRST_PROMPT else None,
+    )
+    assert dropped(bumpy) == []
+    first = {tuple(row[:4]): row for row in smooth.policy.batches[0]["input_ids"].tolist()}
+    again = {tuple(row[:4]): row for batch in bumpy.policy.batches for row in batch["input_ids"].tolist()}
+    assert again[FIRST_PROMPT][:10] == first[FIRST_PROMPT][:10]
+
+
+def test_after_its_last_attempt_a_group_is_dropped_with_its_reason_and_never_scored(tmp_path):
+    run = run_with(
+        tmp_path,
+        lambda request, attempt: EngineStateError("gone") if request.prompt_ids == FIRST_PROMPT else None,
+    )
+    assert dropped(run) == [(0, "failed")]
+    assert 0 not in {number for numbers in run.policy.prompts for number in numbers}
+    assert run.reporter.steps[4]["buffer/dropped_failed_groups"] == 1
+    assert run.outcome.steps == 4
+
+
+def test_what_can_never_be_served_is_not_tried_again(tmp_path):
+    attempts = []
+
+    def refuse(request, attempt):
+        if request.prompt_ids == FIRST_PROMPT:
+            attempts.append(attempt)
+            return RequestError("too long")
+        return None
+
+    run = run_with(tmp_path, refuse)
+    assert dropped(run) == [(0, "refused")]
+    assert attempts == [1]
+
+
+def test_when_nothing_works_any_more_the_run_ends_instead_of_eating_the_data(tmp_path):
+    with pytest.raises(TrainerError, match="8 groups in a row could not be generated; the last: too long"):
+        run_with(tmp_path, lambda request, attempt: RequestError("too long"))
+
+
+def test_without_a_replica_the_run_waits_for_one_to_join(tmp_path):
+    calls = []
+
+    def none_yet(request, attempt):
+        calls.append(request)
+        return NoReplica("all are out") if len(calls) < 50 else None
+
+    run = run_with(tmp_path, none_yet)
+    assert run.outcome.steps == 4
+    assert dropped(run) == []
+
+
+def test_and_ends_within_its_deadline_if_none_does(tmp_path):
+    dog = Watchdog(timeout_s=20, tell=lambda text: None)
+    with pytest.raises(DeadlineExceeded, match="waits for generation"):
+        run_with(tmp_path, lambda request, attempt: NoReplica("all are out"), watchdog=dog)
+
+
+def test_an_error_in_a_reward_is_the_runs_error(tmp_path):
+    class Broken(ScriptedTask):
+        def score(self, prompt, completion):
+            if prompt.uid == "3":
+                raise ZeroDivisionError("a reward that divides")
+            return super().score(prompt, completion)
+
+    with pytest.raises(ZeroDivisionError, match="a reward that divides"):
+        run_with(tmp_path, lambda request, attempt: None, task=Broken())
+
+
+def test_tokens_older_than_what_is_served_are_not_taken(tmp_path):
+    """A replica that slipped through with older weights: its group is made again."""
+    pool = ScriptedPool()
+    honest = pool.generate_many
+    lies = []
+
+    async def lying(requests):
+        made = await honest(requests)
+        if pool.version == 3 and not lies and requests[0].sampling.temperature:
+            lies.append(1)
+            return [replace(one, policy_versions=(1,) * len(one.token_ids)) for one in made]
+        return made
+
+    pool.generate_many = lying
+    run = ScriptedRun(folder=tmp_path, loop=LOOP, asynchrony=MODE, pool=pool).go()
+    assert lies
+    assert max(values["staleness/max"] for values in run.reporter.steps.values()) <= 1
