@@ -4,17 +4,20 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 
+# ruff: noqa: N815 shapes ride in names, of fields too
+
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.nn import functional
 
 # M = tokens asked for, H = hidden size, V = vocabulary.
 
 # Elements of logits that may exist at a time: a CPU likes to stay near its cache, a GPU likes large products.
-_CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
-# Probabilities up to this many elements are kept for backward; above, they are computed again.
+_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
+# Log-probabilities up to this many elements are kept for backward; above, they are computed again.
 _KEEP_ELEMENTS = 1 << 24
 
 
@@ -37,7 +40,12 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With p = softmax(z), l = log p[target], S = -sum p log p: dl/dz = onehot - p, dS/dz = -p (log p + S)."""
+    """With p = softmax(z), l = log p[target], S = -sum p log p: dl/dz = onehot - p, dS/dz = -p (log p + S).
+
+    A frozen head needs no gradient of its own, and that of a hidden state is its token's incoming gradient times a
+    vector that is known in the forward pass: then that is kept, H numbers a token, and backward costs nothing.
+    Otherwise backward takes the logits once more, chunk by chunk.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0913, PLR0917 torch wants tensors as positional arguments
@@ -49,23 +57,25 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature_M: torch.Tensor | None,
         entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        head = _Head(weight_VH, bias_V, targets_M, temperature_M)
         num_tokens, vocab = hidden_MH.shape[0], weight_VH.shape[0]
+        frozen = ctx.needs_input_grad[0] and not any(ctx.needs_input_grad[1:3])
+        keep = any(ctx.needs_input_grad[1:3]) and num_tokens * vocab <= _KEEP_ELEMENTS
         logprobs_M, entropy_M, lse_M = (
             torch.empty(num_tokens, dtype=torch.float32, device=hidden_MH.device) for _ in range(3)
         )
-        keep = any(ctx.needs_input_grad[:3]) and num_tokens * vocab <= _KEEP_ELEMENTS
-        kept: list[torch.Tensor] = []
+        kept = [torch.empty_like(hidden_MH) for _ in range(1 + entropy_gradient)] if frozen else []
         for part in _chunks(num_tokens, vocab, hidden_MH.device.type):
-            logits = _logits(hidden_MH[part], weight_VH, bias_V, temperature_M, part)
-            lse_M[part] = logits.logsumexp(-1)
-            logprobs_M[part] = logits.gather(1, targets_M[part, None]).squeeze(1) - lse_M[part]
-            probs = (logits - lse_M[part, None]).exp_()
-            # mul + sum and not (p * log p): one pass less, and 0 * -inf cannot arise from finite logits.
-            entropy_M[part] = lse_M[part] - (probs * logits).sum(-1)
+            logits = head.logits(hidden_MH, part)
+            lse_M[part], entropy_M[part] = _spread(logits)
+            logits -= lse_M[part, None]  # now log-probabilities
+            logprobs_M[part] = logits.gather(1, targets_M[part, None]).squeeze(1)
             if keep:
-                kept.append(probs)
+                kept.append(logits)
+            if frozen:
+                _keep_directions(head, logits, part, entropy_M, kept)
         ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, temperature_M, lse_M, entropy_M, *kept)
-        ctx.entropy_gradient = entropy_gradient
+        ctx.entropy_gradient, ctx.frozen = entropy_gradient, frozen
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_M)
         return logprobs_M, entropy_M
@@ -73,44 +83,115 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs_M: torch.Tensor, grad_entropy_M: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
         hidden_MH, weight_VH, bias_V, targets_M, temperature_M, lse_M, entropy_M, *kept = ctx.saved_tensors
-        grad_hidden_MH = torch.empty_like(hidden_MH)
-        # Sums over chunks are float32 whatever the compute dtype.
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        if ctx.frozen:
+            grad_hidden = kept[0].float() * grad_logprobs_M[:, None]
+            if ctx.entropy_gradient:
+                grad_hidden.addcmul_(kept[1].float(), grad_entropy_M[:, None])
+            return grad_hidden.to(hidden_MH.dtype), None, None, None, None, None
+        head = _Head(weight_VH, bias_V, targets_M, temperature_M)
+        grads = _Grads(hidden_MH, weight_VH, bias_V, ctx.needs_input_grad)
         parts = _chunks(hidden_MH.shape[0], weight_VH.shape[0], hidden_MH.device.type)
         for number, part in enumerate(parts):
-            if kept:
-                probs = kept[number]
-            else:
-                logits = _logits(hidden_MH[part], weight_VH, bias_V, temperature_M, part)
-                probs = (logits - lse_M[part, None]).exp_()
-            grad = probs * -grad_logprobs_M[part, None]
-            grad.scatter_add_(1, targets_M[part, None], grad_logprobs_M[part, None])
+            logp = kept[number] if kept else head.logits(hidden_MH, part).sub_(lse_M[part, None])
             if ctx.entropy_gradient:
-                surprise = torch.xlogy(probs, probs) + probs * entropy_M[part, None]
-                grad -= surprise * grad_entropy_M[part, None]
-            if temperature_M is not None:
-                grad /= temperature_M[part, None]
-            if grad_bias_V is not None:
-                grad_bias_V += grad.sum(0)
-            grad = grad.to(hidden_MH.dtype)
-            grad_hidden_MH[part] = grad @ weight_VH
-            grad_weight_VH += grad.T @ hidden_MH[part]
-        bias_grad = None if grad_bias_V is None else grad_bias_V.to(weight_VH.dtype)
-        return grad_hidden_MH, grad_weight_VH.to(weight_VH.dtype), bias_grad, None, None, None
+                pull = (logp + entropy_M[part, None]).mul_(-grad_entropy_M[part, None])
+                grad = logp.exp().mul_(pull.sub_(grad_logprobs_M[part, None]))
+            else:
+                grad = (logp.exp() if kept else logp.exp_()).mul_(-grad_logprobs_M[part, None])
+            grad.scatter_add_(1, targets_M[part, None], grad_logprobs_M[part, None])
+            grads.add(part, head.per_logit(grad, part))
+        return *grads.results(), None, None, None
+
+
+class _Head(NamedTuple):
+    """The linear layer and what goes with each of its rows."""
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+    targets_M: torch.Tensor
+    temperature_M: torch.Tensor | None
+
+    def logits(self, hidden_MH: torch.Tensor, part: slice) -> torch.Tensor:
+        """Return float32 logits of a chunk, over temperature; nobody else holds them."""
+        logits = functional.linear(hidden_MH[part], self.weight_VH, self.bias_V).float()
+        return logits if self.temperature_M is None else logits.div_(self.temperature_M[part, None])
+
+    def per_logit(self, grad: torch.Tensor, part: slice) -> torch.Tensor:
+        """Turn a gradient by tempered logits, in place, into one by the layer's output."""
+        return grad if self.temperature_M is None else grad.div_(self.temperature_M[part, None])
+
+
+class _Grads:
+    """Gradients of hidden states, weight and bias, added up over chunks; None where nobody asks."""
+
+    def __init__(
+        self,
+        hidden_MH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        needs: Any,  # noqa: ANN401
+    ) -> None:
+        self._hidden_MH, self._weight_VH = hidden_MH, weight_VH
+        # Sums over chunks are float32 whatever the compute dtype.
+        self._hidden_grad = torch.empty_like(hidden_MH) if needs[0] else None
+        self._weight_grad = torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None
+        self._bias_grad = (
+            torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] and bias_V is not None else None
+        )
+
+    def add(self, part: slice, grad: torch.Tensor) -> None:
+        """Count in a chunk whose float32 gradient by the layer's output is `grad`."""
+        if self._bias_grad is not None:
+            self._bias_grad += grad.sum(0)
+        grad = grad.to(self._hidden_MH.dtype)
+        if self._hidden_grad is not None:
+            torch.mm(grad, self._weight_VH, out=self._hidden_grad[part])
+        if self._weight_grad is None:
+            return
+        if grad.dtype is torch.float32:
+            self._weight_grad.addmm_(grad.T, self._hidden_MH[part])
+        else:
+            self._weight_grad += grad.T @ self._hidden_MH[part]
+
+    def results(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return the three gradients in the dtypes of what they belong to."""
+        dtype = self._weight_VH.dtype
+        weight, bias = self._weight_grad, self._bias_grad
+        return (
+            self._hidden_grad,
+            weight if weight is None else weight.to(dtype),
+            bias if bias is None else bias.to(dtype),
+        )
+
+
+def _spread(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-sum-exp and entropy of each row: S = lse - sum p z, with one exponential."""
+    top = logits.amax(-1, keepdim=True)
+    powers = (logits - top).exp_()
+    total = powers.sum(-1)
+    lse = total.log() + top.squeeze(1)
+    mean = torch.bmm(powers[:, None], logits[:, :, None]).flatten() / total
+    return lse, lse - mean
+
+
+def _keep_directions(
+    head: _Head, logp: torch.Tensor, part: slice, entropy_M: torch.Tensor, kept: list[torch.Tensor]
+) -> None:
+    """Write into `kept` where hidden states would go to raise their log-probability, and their entropy.
+
+    The target is added to -p before the product: in bfloat16 the difference of two products would lose a
+    confident token's small gradient.
+    """
+    dtype = head.weight_VH.dtype
+    probs = logp.exp()
+    if len(kept) > 1:
+        pull = (logp + entropy_M[part, None]).mul_(probs).neg_()
+        torch.mm(head.per_logit(pull, part).to(dtype), head.weight_VH, out=kept[1][part])
+    ones = torch.ones_like(head.targets_M[part, None], dtype=torch.float32)
+    pull = probs.neg_().scatter_add_(1, head.targets_M[part, None], ones)
+    torch.mm(head.per_logit(pull, part).to(dtype), head.weight_VH, out=kept[0][part])
 
 
 def _chunks(num_tokens: int, vocab: int, device: str) -> list[slice]:
     step = max(1, _CHUNK_ELEMENTS.get(device, 1 << 24) // vocab)
     return [slice(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step)]
-
-
-def _logits(
-    hidden: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    temperature_M: torch.Tensor | None,
-    part: slice,
-) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight_VH, bias_V).float()
-    return logits if temperature_M is None else logits / temperature_M[part, None]
