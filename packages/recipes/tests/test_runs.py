@@ -136,6 +136,14 @@ def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(tmp_path: Path):
     assert steps < 1000
     run(folder, "rollout=hf", f"trainer.steps={steps + 1}", "resume=auto")
     assert history(folder)[-1]["step"] == steps + 1
+    # A checkpoint judged by itself says what the run said of it: same prompts, same weights, greedy.
+    program = Path(sys.executable).parent / "offbeat-eval"
+    judge = [program, "task=arithmetic", f"run_dir={folder}", *SMALL, "rollout=hf"]
+    judged = subprocess.run(judge, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    assert judged.returncode == 0, judged.stderr
+    result = json.loads((folder / "evaluations" / f"step_{steps + 1}.json").read_text())
+    assert result["accuracy"] == json.loads((folder / "summary.json").read_text())["accuracy_after"]
+    assert "solved at least once" in judged.stdout
 
 
 @pytest.mark.ray

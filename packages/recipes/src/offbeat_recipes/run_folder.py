@@ -35,6 +35,8 @@ MAY_CHANGE = (
     "trainer.step_timeout_s",
     "sync.",
 )
+_SCHEDULE = "engine.optimizer.schedule"
+_TOTAL_STEPS = "engine.optimizer.total_steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,12 +166,23 @@ def _check_same(path: Path, settings: Mapping[str, object]) -> None:
         for name in sorted({*before, *now})
         if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE)
     ]
+    if _bends_the_schedule(before, now):
+        changed.append(
+            f"trainer.steps: was {before['trainer.steps']}, is {now['trainer.steps']}, and the "
+            f"{now[_SCHEDULE]} schedule ends with the run; give {_TOTAL_STEPS} from the start to keep it apart"
+        )
     if changed:
         raise RunFolderError(
             f"{path} holds a run with other settings; going on would not be the same run:\n  "
             + "\n  ".join(changed)
             + "\nset them back, or start a new run with resume=never"
         )
+
+
+def _bends_the_schedule(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    """Return whether other `trainer.steps` would give the steps to come another learning rate."""
+    same_length = before.get("trainer.steps") == now.get("trainer.steps")
+    return not same_length and now.get(_SCHEDULE, "constant") != "constant" and not now.get(_TOTAL_STEPS)
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
