@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import multiprocessing as mp
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from offbeat_ckptsync.bench.workload import ModuleSourceOf, Replica, Weights, switch_off_digests
-from offbeat_ckptsync.errors import DigestError
+from offbeat_ckptsync.errors import DigestError, TransferError
 from offbeat_ckptsync.mailbox import Mailbox
 from offbeat_ckptsync.manager import CheckpointEngineManager
 from offbeat_ckptsync.members import ControlMember
 from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_ckptsync.types import SyncReport
+from offbeat_ckptsync.wire import decode, encode
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.types import SyncReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,45 @@ def measure(load: Load, config: SyncConfig) -> list[SyncReport]:
     if not load.digests:
         switch_off_digests()
     return asyncio.run(_measure(load, config))
+
+
+def measure_apart(load: Load, config: SyncConfig) -> list[SyncReport]:
+    """`measure` in a process of its own, so that measurements share neither memory nor settings.
+
+    Raises:
+        TransferError: it failed, or took longer than ten minutes; the message says how it failed.
+    """
+    context = mp.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=_measure_into, args=(far, load, config))
+    process.start()
+    far.close()
+    try:
+        if not near.poll(_LIMIT_S):
+            raise TransferError(f"syncs over {config.transport} took longer than {_LIMIT_S:g} s")
+        answer = json.loads(near.recv_bytes())
+    except EOFError as error:
+        raise TransferError(f"the process measuring {config.transport} died; see its output") from error
+    finally:
+        near.close()
+        process.join(_END_S)
+        if process.is_alive():
+            process.kill()
+    if isinstance(answer, str):
+        raise TransferError(f"syncs over {config.transport}: {answer}")
+    return [decode(SyncReport, report) for report in answer]
+
+
+_LIMIT_S = 600.0
+_END_S = 30.0
+
+
+def _measure_into(pipe: Connection, load: Load, config: SyncConfig) -> None:
+    try:
+        answer: object = [encode(report) for report in measure(load, config)]
+    except Exception as error:  # noqa: BLE001 -- becomes the other side's exception
+        answer = repr(error)
+    pipe.send_bytes(json.dumps(answer).encode())
 
 
 async def _measure(load: Load, config: SyncConfig) -> list[SyncReport]:
