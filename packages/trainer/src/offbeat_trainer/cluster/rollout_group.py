@@ -69,6 +69,11 @@ class RolloutGroup:
         assert self._pool is not None
         return await self._pool.generate_many(requests)
 
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """End these requests wherever they are; they return with what they have."""
+        assert self._pool is not None
+        await self._pool.abort(request_ids)
+
     def admit(self, name: str, version: int) -> None:
         """Give the replica traffic: it serves `version`, verified."""
         assert self._pool is not None

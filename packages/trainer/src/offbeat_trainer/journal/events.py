@@ -23,7 +23,10 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 def spans_of(completion: Completion) -> Spans:
     """Return the runs of equal versions in `completion`."""
-    return tuple((version, sum(1 for _ in run)) for version, run in groupby(completion.policy_versions))
+    versions = completion.policy_versions
+    if len(set(versions)) == 1:  # by far the most, and this is done for every completion of a run
+        return ((versions[0], len(versions)),)
+    return tuple((version, sum(1 for _ in run)) for version, run in groupby(versions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 BUSY_TIMEOUT_S = 10.0
+LOG_PAGES = 1 << 15  # of 4 KiB
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS events (
@@ -56,6 +57,8 @@ class SqliteJournal:
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            # The log is moved into the database, and flushed, by `forget`; by itself only when it has grown large.
+            self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, FORMAT):
                 raise ResumeError(f"{path} has format {version}, this version reads {FORMAT}")
