@@ -82,7 +82,10 @@ def test_derived_fields_say_what_decides_them(section: type):
         ({"task": {"held_out_fraction": 1.5}}, "expected at most 1, got 1.5"),
         ({"trainer": 5}, "`trainer`: expected a section"),
         ({"algorithm": {"advantage": "gpro"}}, "did you mean 'grpo'?"),
-        ({"mode": {"name": "fully_async"}}, "`mode.name`: expected 'sync', got 'fully_async'"),
+        (
+            {"mode": {"name": "two_steps_off"}},
+            "`mode.name`: expected 'sync', 'one_step_off' or 'fully_async', got 'two_steps_off'",
+        ),
         ({"task": {"name": "gsm9k"}}, "did you mean 'gsm8k'?"),
         ({"task": {"name": "gsm8k", "level": 2}}, "`task.level` belongs to task=arithmetic"),
         ({"engine": {"dtype": "bfloat16"}}, "it follows from model.dtype; set that instead"),

@@ -6,14 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.evaluation import evaluate_run
+from offbeat_recipes.modes import loop_of, make_parts
 from offbeat_recipes.session import Session, drive
 from offbeat_recipes.wiring import cluster_spec, on_model
 from offbeat_trainer import ResumeError
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.concurrency import together
-from offbeat_trainer.generation import GroupGenerator
-from offbeat_trainer.loops.parts import Parts
-from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.warmup import run_warm_up, warm_up_engine
 
@@ -54,20 +52,12 @@ async def _reinforce(session: Session) -> None:
             }
         )
         session.startup_s = time.perf_counter() - session.started
-        parts = Parts(
-            task=session.task,
-            policy=cluster.train,
-            generator=GroupGenerator(cluster.rollout.generate_many),
-            publisher=cluster.publisher(),
-            reporter=session.reporter,
-            store=store,
-            seed=config.seed,
-            loop=config.trainer,
-            algorithm=config.algorithm,
-            sampling=config.sampling,
-            stop=session.stop,
-        )
-        await run_sync(parts, session.outcome, start or 0)
+        parts = make_parts(session, cluster, store)
+        try:
+            await loop_of(config)(parts, session.outcome, start or 0)
+        finally:
+            parts.journal.close()
+            parts.timeline.close()
         if not session.outcome.interrupted:
             await cluster.train.export(str(session.folder.final.absolute()))
     finally:

@@ -17,6 +17,7 @@ from offbeat_engine.config import Dtype, EngineConfig, ModelConfig
 from offbeat_rollout.config import RolloutConfig
 from offbeat_trainer.config import (
     AlgorithmConfig,
+    AsyncConfig,
     ClusterConfig,
     LoopConfig,
     SamplingConfig,
@@ -27,10 +28,13 @@ Device: TypeAlias = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModeConfig:
-    """How far apart training and generation may run. One mode so far: in turns, each step on fresh weights."""
+class ModeConfig(AsyncConfig):
+    """How far apart training and generation may run: in turns, one step apart, or as far as `max_staleness` allows.
 
-    name: Literal["sync"] = "sync"
+    The other settings belong to `fully_async`; `one_step_off` reads `max_attempts` and `on_stall` of them, `sync` none.
+    """
+
+    name: Literal["sync", "one_step_off", "fully_async"] = "sync"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,9 @@ from offbeat_recipes.memory import (
     rank_memory,
     replica_memory,
 )
-from offbeat_trainer.loops.parts import version_of
+from offbeat_trainer.config import KlEstimator
+from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.gate import check_async, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +80,7 @@ def plan_run(config: RunConfig, facts: Facts) -> Plan:
         *_batch(config, batch),
         *_lengths(config, facts),
         *_sampling_and_sync(config),
+        *_mode(config),
         *_prompts(config, facts),
         *_too_large(config, facts, memory),
     ]
@@ -111,6 +114,27 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
         final_version=version_of(loop.steps),
         completions_in_all=completions * loop.steps,
     )
+
+
+def default_threads(config: RunConfig, num_cores: int) -> int:
+    """Return the threads of a training rank that the settings leave open: its even share of the cores.
+
+    In turns, training and generation may each use all of them. Side by side on a CPU, the replicas have theirs.
+    """
+    rollout = config.rollout
+    taken = 0
+    if config.mode.name != "sync" and config.device == "cpu":
+        taken = rollout.num_replicas * rollout.tensor_parallel_size * rollout.cpu_threads
+    return max(1, (num_cores - taken) // config.engine.num_ranks)
+
+
+def _mode(config: RunConfig) -> Iterator[Refusal]:
+    if config.mode.name != "fully_async":
+        return
+    try:
+        check_async(config.mode)
+    except PlanRefused as error:
+        yield _refusal("mode", str(error), "see docs/asynchrony.md")
 
 
 def _refusal(setting: str, reason: str, remedy: str) -> Refusal:
@@ -297,6 +321,8 @@ def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> It
         yield f"{wanted} generating threads share {facts.num_cores} cores; lower rollout.cpu_threads"
     if _num_devices(config, facts) is None:
         yield "devices of the cluster at cluster.ray_address are not counted; cluster.num_devices says how many"
+    if config.algorithm.kl_coef and config.algorithm.kl_estimator is KlEstimator.K1:
+        yield "k1 in the loss has no gradient on average: it measures KL and does not bound it; k2 and k3 do"
     if isinstance(config.task, ArithmeticConfig) and not config.warmup.steps and not config.model.path:
         yield "an untrained model without warm-up is never right, and GRPO learns from differences: warmup.steps=250"
 
@@ -305,7 +331,7 @@ def _placement(config: RunConfig, facts: Facts) -> Iterator[Placed]:
     ranks, threads = config.engine.num_ranks, config.engine.threads_per_rank
     cuda = config.device == "cuda"
     yield Placed(process="driver", where="this machine: loop, task and rewards")
-    cores = threads or max(1, facts.num_cores // ranks)
+    cores = threads or default_threads(config, facts.num_cores)
     for rank in range(ranks):
         place = "one GPU" if cuda else f"{cores} thread(s) on {facts.num_cores} cores"
         yield Placed(process=f"training rank {rank} ({config.engine.name})", where=place)

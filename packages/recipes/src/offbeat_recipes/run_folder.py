@@ -63,6 +63,16 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def journal(self) -> Path:
+        """What became of every prompt, in a run that generates ahead; `checkpoints` and this resume it."""
+        return self.checkpoints / "journal.sqlite"
+
+    @property
+    def trace(self) -> Path:
+        """Who did what when, for ui.perfetto.dev; of the newest process of the run."""
+        return self.path / "trace.json"
+
+    @property
     def final(self) -> Path:
         """The trained model as a Hugging Face folder."""
         return self.path / "final"

@@ -30,7 +30,8 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "warmup.batch_size sampling.max_tokens engine.num_ranks engine.micro_batch_tokens rollout.num_replicas",
         "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size rollout.cpu_threads task.level",
         "task.hidden_size task.num_layers task.num_heads task.intermediate_size task.max_prompt_tokens",
-        "trainer.keep_checkpoints evaluation.num_samples engine.sequence_parallel_size",
+        "trainer.keep_checkpoints evaluation.num_samples engine.sequence_parallel_size mode.sync_every",
+        "mode.max_attempts",
     ),
     "0": (
         "seed trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
@@ -38,7 +39,8 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
         "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
-        "engine.shard_size engine.lora.rank engine.lora.dropout",
+        "engine.shard_size engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
+        "algorithm.correction_low algorithm.correction_high sync.limit_gb_per_s",
     ),
     "-1": ("evaluation.step",),
 }

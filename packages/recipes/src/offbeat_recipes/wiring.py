@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_recipes.plan import default_threads
 from offbeat_rollout.registry import adapter_environment
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
@@ -63,10 +64,13 @@ def on_model(engine: EngineConfig, model: Path) -> EngineConfig:
 
 
 def threads_per_rank(config: RunConfig) -> int:
-    """Return how many threads a training rank computes with: the cores, shared, unless the settings say."""
+    """Return how many threads a training rank computes with: the cores, shared, unless the settings say.
+
+    Where training and generation run side by side on a CPU, the replicas' cores are not among them.
+    """
     if config.engine.threads_per_rank:
         return config.engine.threads_per_rank
-    return max(1, len(os.sched_getaffinity(0)) // config.engine.num_ranks)
+    return default_threads(config, len(os.sched_getaffinity(0)))
 
 
 def replica_environments(config: RunConfig, rollout: RolloutConfig) -> tuple[dict[str, str], ...]:

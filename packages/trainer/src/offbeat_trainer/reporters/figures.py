@@ -174,6 +174,7 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
             "max |Δ log-prob|",
             _one(values, "max_abs_logprob_diff", lambda value: f"{value:.1e} sampler, trainer"),
         ),
+        ("waiting", _said(values, "where_time_went")),
         ("to go on", _resume(values)),
     ]
     return [(label, text) for label, text in lines if text is not None]
@@ -182,6 +183,11 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
 def _one(values: Mapping[str, object], key: str, form: Callable[[float], str]) -> Text | None:
     value = values.get(key)
     return Text(form(value)) if isinstance(value, int | float) else None
+
+
+def _said(values: Mapping[str, object], key: str) -> Text | None:
+    value = values.get(key)
+    return Text(value) if isinstance(value, str) else None
 
 
 def _change(values: Mapping[str, object], first: str, last: str, form: Callable[[float], str]) -> Text | None:
