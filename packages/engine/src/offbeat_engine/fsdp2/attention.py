@@ -20,7 +20,8 @@ a group; attention alone sees all of it, for some of the heads (see `fsdp2.ulyss
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn import functional
@@ -30,7 +31,7 @@ from offbeat_engine.fsdp2.ulysses import heads_of_all_tokens, tokens_of_all_head
 from offbeat_engine.planning import plan_length_classes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from offbeat_engine.world import SubGroup
 
@@ -183,6 +184,7 @@ def _attend_flash(
         causal=True,
         # The kernel counts the tokens left of the own one.
         window_size=(-1, -1) if window is None else (window - 1, 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -206,4 +208,10 @@ def register() -> None:
     """Make `NAME` known to transformers; harmless to repeat."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(NAME, _outside_graphs())
+
+
+@cache
+def _outside_graphs() -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return packed attention as the compiler leaves it alone, once: it would compile it anew for every plan."""
+    return cast("Callable[..., tuple[torch.Tensor, None]]", torch.compiler.disable(packed_attention))

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig
 
 _MISSING = {
-    Feature.COMPILE: "models run uncompiled",
-    Feature.DETERMINISTIC: "torch's defaults decide the kernels",
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
     Feature.PIPELINE_PARALLEL: "every rank runs all layers",
 }
@@ -44,19 +42,7 @@ def refusals(config: EngineConfig, num_ranks: int) -> list[Refusal]:
         *_optimizer(config),
         *_device(config),
         *option_refusals(config),
-        *_missing(config),
     ]
-
-
-def _missing(config: EngineConfig) -> Iterator[Refusal]:
-    """Refuse what is asked for and not there, in the words of `_MISSING`."""
-    asked = {
-        Feature.COMPILE: ("compile", config.compile),
-        Feature.DETERMINISTIC: ("deterministic", config.deterministic),
-    }
-    for feature, (setting, wanted) in asked.items():
-        if wanted and feature in _MISSING:
-            yield Refusal(setting=setting, reason=_MISSING[feature], remedy="leave it at its default")
 
 
 def _numbers(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:

@@ -18,6 +18,7 @@ from offbeat_engine.config import NonFinite
 from offbeat_engine.errors import ConfigError, NonFiniteError, StateError
 from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
 from offbeat_engine.fsdp2.activations import HostActivations
+from offbeat_engine.fsdp2.kernels import kernels
 from offbeat_engine.fsdp2.parts import Parts, build_parts
 from offbeat_engine.fsdp2.ranks import compute_device
 from offbeat_engine.fsdp2.shards import gather_shares, take_share
@@ -159,7 +160,7 @@ class Fsdp2Engine(Engine):
             preprocess_fn=preprocess_fn,
             postprocess_fn=postprocess_fn,
         )
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(not forward_only), kernels(self.config):
             predictions = run_step(step, batch, ctx)
         parts.reshard()
         if forward_only:
@@ -194,7 +195,8 @@ class Fsdp2Engine(Engine):
                 what = "the loss was not finite" if self._lost_step else f"the gradient norm is {norm}"
                 raise NonFiniteError(f"{what} (all ranks agree); no weight was changed")
             return math.nan
-        parts.updater.step(norm)
+        with kernels(self.config):
+            parts.updater.step(norm)
         return norm
 
     def lr_scheduler_step(self) -> float:  # noqa: D102

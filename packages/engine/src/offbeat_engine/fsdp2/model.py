@@ -13,7 +13,7 @@ import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import attention, conversion, freezing, lora, weights
+from offbeat_engine.fsdp2 import attention, conversion, freezing, kernels, lora, weights
 from offbeat_engine.fsdp2.heads import token_logprobs
 from offbeat_engine.fsdp2.layout import flash_inputs, flash_rows_inputs, packed_inputs, padded_inputs
 
@@ -73,7 +73,10 @@ def build_scorer(config: EngineConfig) -> Scorer:
     freezing.freeze(hf, config.freeze)
     if config.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    return Scorer(hf, config.model.head, _add_adapters(hf, config) if config.lora.rank else None)
+    scorer = Scorer(hf, config.model.head, _add_adapters(hf, config) if config.lora.rank else None)
+    if config.compile:
+        kernels.compile_layers(scorer)
+    return scorer
 
 
 def _add_adapters(hf: Any, config: EngineConfig) -> dict[str, int]:  # noqa: ANN401
@@ -95,8 +98,9 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
 def attention_name(config: EngineConfig) -> str:
     """Return the transformers attention implementation that `config` comes to."""
     chosen = _kernel(config)
-    # Flash-attention goes through ours where the row is cut among ranks, which transformers' own cannot do.
-    ours = chosen == "sdpa" or (chosen == "flash_attention_2" and config.sequence_parallel_size > 1)
+    # Flash-attention goes through ours where transformers' own knows no cut rows, no determinism, no graph's end.
+    special = config.sequence_parallel_size > 1 or config.deterministic or config.compile
+    ours = chosen == "sdpa" or (chosen == "flash_attention_2" and special)
     return attention.NAME if ours and config.packing else chosen
 
 

@@ -47,7 +47,7 @@ def shard(scorer: Scorer, config: EngineConfig, world: World) -> bool:
     )
     small = is_small(scorer)
     if not small:
-        for layer in _layers(scorer):
+        for layer in layers_of(scorer):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False if small else None)
     scorer.to(device)  # buffers
@@ -91,7 +91,8 @@ def is_small(scorer: Scorer) -> bool:
     return sum(param.numel() for param in scorer.parameters()) * 4 <= SMALL_MODEL_BYTES
 
 
-def _layers(scorer: Scorer) -> Iterator[torch.nn.Module]:
+def layers_of(scorer: Scorer) -> Iterator[torch.nn.Module]:
+    """Return the decoder layers, by the classes that the model family names as not to be split."""
     names = set(cast("list[str]", getattr(scorer.hf, "_no_split_modules", None) or []))
     layers = [module for module in scorer.hf.modules() if type(module).__name__ in names]
     if not layers:
