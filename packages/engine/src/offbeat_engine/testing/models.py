@@ -111,15 +111,22 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]), without_bars():
         torch.manual_seed(seed)
         model: Any = auto.from_config(AutoConfig.for_model(family, **shape), dtype=torch.float32)
-        # At the usual 0.02 a tiny model is all but uniform, and biases of zero and norms of one are all the same:
-        # a wrong one would look right.
         for param in model.parameters():
-            if param.dim() > 1:
-                param.data.mul_(5.0)
-            else:
-                param.data.add_(torch.randn_like(param), alpha=0.1)
+            _exaggerate(param.data)
         model.save_pretrained(Path(path))
     return str(path)
+
+
+def _exaggerate(weight: torch.Tensor) -> None:
+    """Make a fresh weight one that shows mistakes.
+
+    At the usual 0.02 a tiny model is all but uniform, and biases of zero and norms of one are all the same: a wrong
+    one would look right.
+    """
+    if weight.dim() > 1:
+        weight.mul_(5.0)
+    else:
+        weight.add_(torch.randn_like(weight), alpha=0.1)
 
 
 @contextmanager
