@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from offbeat_ckptsync.copying import copy_all
 from offbeat_ckptsync.manifest import dtype_name, make_manifest, manifest_of, require_match
 from offbeat_ckptsync.types import Manifest, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    import torch
 
 
 class ModuleSource:
@@ -55,9 +56,7 @@ class ModuleSink:
             who=f"module ({version})",
             allow_cast=self._allow_cast,
         )
-        with torch.no_grad():
-            for name, live in distinct_tensors(self._module):
-                live.copy_(given[name])
+        copy_all([(live, given[name]) for name, live in distinct_tensors(self._module)])
 
 
 class DictSink:
