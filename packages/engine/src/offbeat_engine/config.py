@@ -111,6 +111,7 @@ class EngineConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     micro_batch_tokens: int = 16384
     packing: bool = True
+    share_prefixes: bool = True
     activation_checkpointing: bool = False
     activation_offload: bool = False
     sequence_parallel_size: int = 1

@@ -8,23 +8,32 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, padded: bool = False) -> list[list[int]]:
+def plan_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, padded: bool = False, groups: Sequence[int] | None = None
+) -> list[list[int]]:
     """Group sequences into micro-batches of at most `max_tokens` tokens.
 
     Sequences are taken from long to short, so those that share a micro-batch are of similar length, and the
-    first micro-batch is the one that needs the most memory.
+    first micro-batch is the one that needs the most memory. Given `groups`, whole groups are taken so, by their longest
+    sequence: those of a group lie together, for they have their beginning in common.
 
     Args:
         lengths: tokens of each sequence (zero is allowed and costs nothing).
         max_tokens: budget of one micro-batch; a longer sequence gets a micro-batch of its own.
         padded: count every sequence at the length of the longest one beside it (plain padded rows).
+        groups: the group of each sequence; None where every sequence is one.
 
     Returns:
         Indices into `lengths`, each exactly once; no micro-batch is empty. The same input gives the same plan.
     """
     if max_tokens < 1:
         raise ValueError(f"`max_tokens` must be at least 1, got {max_tokens}")
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    names = range(len(lengths)) if groups is None else groups
+    first: dict[int, tuple[int, int]] = {}  # of each group: (- its longest, where it begins)
+    for index, name in enumerate(names):
+        longest, begin = first.get(name, (0, index))
+        first[name] = (min(longest, -lengths[index]), begin)
+    order = sorted(range(len(lengths)), key=lambda index: (first[names[index]], -lengths[index], index))
     plan: list[list[int]] = []
     used = 0
     for index in order:

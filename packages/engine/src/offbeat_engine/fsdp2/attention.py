@@ -76,15 +76,34 @@ def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:
     """Plan attention for sequences of `lengths` (>= 1) that lie in this order in one packed row."""
     lengths_S = torch.tensor(lengths, dtype=torch.int64)
     starts_S = lengths_S.cumsum(0) - lengths_S
-    back_N = torch.empty(int(lengths_S.sum()), dtype=torch.int64)
+    where_ST = starts_S[:, None] + torch.arange(max(lengths))
+    return plan_rows(where_ST, torch.ones_like(where_ST, dtype=torch.bool), lengths, device)
+
+
+def plan_rows(
+    where_ST: torch.Tensor, own_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
+) -> PackedRows:
+    """Plan attention for sequences whose tokens lie anywhere in one packed row.
+
+    Args:
+        where_ST: int64, the place of each token in the row, for the first `lengths[s]` of sequence s. Sequences may
+            share places where they begin alike.
+        own_ST: bool, each place once: whose query answers there.
+        lengths: tokens of each sequence, >= 1.
+        device: where the plan is needed.
+    """
+    lengths_S = torch.tensor(lengths, dtype=torch.int64)
+    own_ST = own_ST & (torch.arange(where_ST.shape[1]) < lengths_S[:, None])
+    back_N = torch.empty(int(own_ST.sum()), dtype=torch.int64)
     classes: list[LengthClass] = []
     offset = 0
     for members in plan_length_classes(lengths):
-        members_B = torch.tensor(members)
-        position_T = torch.arange(lengths[members[0]])
-        real_BT = position_T[None] < lengths_S[members_B, None]
-        source_BT = starts_S[members_B, None] + torch.where(real_BT, position_T[None], 0)
-        back_N[source_BT[real_BT]] = real_BT.flatten().nonzero().squeeze(1) + offset
+        members_B, longest = torch.tensor(members), lengths[members[0]]
+        real_BT = torch.arange(longest)[None] < lengths_S[members_B, None]
+        where_BT = where_ST[members_B, :longest]
+        source_BT = torch.where(real_BT, where_BT, where_BT[:, :1])
+        own_BT = own_ST[members_B, :longest]
+        back_N[source_BT[own_BT]] = own_BT.flatten().nonzero().squeeze(1) + offset
         offset += real_BT.numel()
         classes.append(LengthClass(source_BT.to(device), real_BT.to(device)))
     return PackedRows(tuple(classes), back_N.to(device))

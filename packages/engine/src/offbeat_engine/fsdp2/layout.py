@@ -19,12 +19,15 @@ import torch
 from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2.attention import FlashRows, PackedRows, packed_rows
+from offbeat_engine.fsdp2.attention import FlashRows, PackedRows, packed_rows, plan_rows
 from offbeat_engine.fsdp2.ulysses import padded_length
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.world import SubGroup
+
+# Beginnings are shared where that saves at least this part of the tokens.
+MIN_SHARED = 0.05
 
 # b = sequences of the micro-batch, T = tokens of its longest, N = tokens fed, M = tokens asked for.
 
@@ -128,6 +131,47 @@ def packed_inputs(
     """One row of all fed tokens, for `offbeat_packed` attention."""
     inputs, where_bT, lengths = _one_row(ids_bT, fed_bT, device)
     return {**inputs, "packed": packed_rows(lengths, device)}, where_bT
+
+
+def shared_inputs(
+    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+) -> tuple[dict[str, object], torch.Tensor]:
+    """One row, as `packed_inputs`, in which a beginning that several sequences have in common lies once.
+
+    What a causal model makes of a token depends on the tokens before it alone. So the prompt of a group of completions
+    is computed once, its keys and values are looked up by each of them, and its gradient is the sum over all.
+    """
+    own_bT, owner_bT = _owners(ids_bT, fed_bT)
+    num_fed = int(fed_bT.sum())
+    if int(own_bT.sum()) > (1 - MIN_SHARED) * num_fed:
+        return packed_inputs(ids_bT, fed_bT, device)
+    inputs, where_bT, _ = _one_row(ids_bT, own_bT, device)
+    where_bT = where_bT.gather(0, owner_bT)
+    lengths_b = fed_bT.sum(1)
+    rows_S = lengths_b.nonzero().squeeze(1)
+    lengths = [int(length) for length in lengths_b[rows_S].tolist()]
+    plan = plan_rows(where_bT[rows_S].cpu(), own_bT[rows_S].cpu(), lengths, device)
+    return {**inputs, "packed": plan}, where_bT
+
+
+def _owners(ids_bT: torch.Tensor, fed_bT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which fed tokens must be computed, bool, and for each fed token the row that computes it, int64.
+
+    In the order of a dictionary, what two sequences have in common at their beginning they have in common with all
+    between them: comparing neighbours finds everything.
+    """
+    lengths = fed_bT.sum(1).tolist()
+    words = ids_bT.cpu().numpy().astype(">i8")  # big-endian: bytes of numbers >= 0 sort as the numbers do
+    order = sorted(range(len(words)), key=lambda row: words[row, : lengths[row]].tobytes())
+    order_b = torch.tensor(order, device=ids_bT.device)
+    ids_bT, fed_bT = ids_bT[order_b], fed_bT[order_b]
+    same_bT = torch.zeros_like(fed_bT)
+    same_bT[1:] = (ids_bT[1:] == ids_bT[:-1]) & fed_bT[1:] & fed_bT[:-1]
+    own_bT = fed_bT & ~same_bT.int().cumprod(1).bool()
+    place_b1 = torch.arange(len(words), device=ids_bT.device)[:, None]
+    owner_bT = order_b[torch.where(own_bT, place_b1, 0).cummax(0).values]
+    back_b = order_b.argsort()
+    return own_bT[back_b], owner_bT[back_b]
 
 
 def flash_inputs(

@@ -15,7 +15,13 @@ from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import attention, conversion, freezing, kernels, lora, weights
 from offbeat_engine.fsdp2.heads import token_logprobs
-from offbeat_engine.fsdp2.layout import flash_inputs, flash_rows_inputs, packed_inputs, padded_inputs
+from offbeat_engine.fsdp2.layout import (
+    flash_inputs,
+    flash_rows_inputs,
+    packed_inputs,
+    padded_inputs,
+    shared_inputs,
+)
 
 if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig, ModelConfig
@@ -122,7 +128,11 @@ def inputs_maker(config: EngineConfig) -> MakeInputs:
         return padded_inputs
     if attention_name(config) != attention.NAME:
         return flash_inputs
-    return flash_rows_inputs if wants_flash(config) else packed_inputs
+    if wants_flash(config):
+        return flash_rows_inputs
+    # Ranks that share a row cut it where they like, which a shared beginning does not survive.
+    alone = config.sequence_parallel_size == 1
+    return shared_inputs if config.share_prefixes and alone else packed_inputs
 
 
 def has_flash_attention() -> bool:

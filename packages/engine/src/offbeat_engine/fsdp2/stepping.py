@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from offbeat_engine.batch import SCHEMA, check_batch
 from offbeat_engine.errors import BatchError, EngineError
-from offbeat_engine.fsdp2.layout import fed_lengths, lay_out, slice_layout
+from offbeat_engine.fsdp2.layout import fed_lengths, lay_out, shared_inputs, slice_layout
 from offbeat_engine.fsdp2.ranks import compute_device, first_failure, gather, gather_ints
 from offbeat_engine.fsdp2.ulysses import gather_answers
 from offbeat_engine.interface import LossScale, StepContext, StepStats
@@ -102,7 +102,9 @@ def _checked_plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     if failure is not None:
         raise BatchError(failure.replace("BatchError: ", "", 1)) from error
     lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
-    return plan_micro_batches(lengths, max_tokens=step.max_tokens, padded=step.padded)
+    together = step.make_inputs is shared_inputs and "group" in batch
+    groups = [int(group) for group in batch["group"].tolist()] if together else None
+    return plan_micro_batches(lengths, max_tokens=step.max_tokens, padded=step.padded, groups=groups)
 
 
 def _count(step: Step, batch: TrainBatch, num_micro: int, ctx: StepContext) -> tuple[int, int, int]:
