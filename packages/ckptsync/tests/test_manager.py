@@ -226,3 +226,116 @@ async def test_before_the_first_sync_a_joiner_is_simply_a_member():
         is None
     )
     assert house.manager.members == ["a", "b"]
+
+
+async def test_a_member_that_went_does_not_fail_the_others():
+    fault = Fault("die", 1)
+    sinks = served("a", "b", seed=0)
+    house = house_of(sinks, lambda: FaultyTransport(LoopbackTransport(), on_receive=fault))
+    strike = fault.strike
+
+    def leave_and_die(bucket, payload):
+        if fault.left and bucket.index == fault.bucket:
+            house.manager.remove("b")
+        strike(bucket, payload)
+
+    fault.strike = leave_and_die
+    report = await house.manager.sync(1)
+    assert (fault.left, set(report.members), house.manager.members) == (0, {"a"}, ["a"])
+    assert_same(sinks["a"].weights, awkward_weights(1))
+
+
+class RefusingSink(DictSink):
+    refuse = False
+
+    def load(self, tensors, version):
+        if self.refuse:
+            raise SyncError("not now")
+        super().load(tensors, version)
+
+
+async def test_when_all_refuse_in_the_flip_nobody_is_fenced_and_the_label_is_free():
+    sinks = {"a": RefusingSink(), "b": RefusingSink()}
+    house = house_of(sinks)
+    for sink in sinks.values():
+        sink.refuse = True
+    with pytest.raises(SyncFailed, match=r"a: flip: not now; b: flip: not now") as caught:
+        await house.manager.sync(1)
+    assert (caught.value.served, house.manager.members) == ({"a": 0, "b": 0}, ["a", "b"])
+    for sink in sinks.values():
+        sink.refuse = False
+    house.source.weights = awkward_weights(2)
+    await house.manager.sync(1)
+    assert_same(sinks["b"].weights, awkward_weights(2))
+
+
+async def test_one_that_refuses_in_the_flip_is_fenced_and_catches_up():
+    sinks = {"a": RefusingSink(), "b": RefusingSink()}
+    house = house_of(sinks)
+    sinks["b"].refuse = True
+    report = await house.manager.sync(1)
+    assert report.fenced == {"b": "flip: not now"} == house.manager.fenced
+    sinks["b"].refuse = False
+    joiner = LocalMember(house.receivers["b"], LoopbackTransport())
+    assert (await house.manager.catch_up(joiner)).members.keys() == {"b"}
+    assert house.manager.fenced == {}
+    assert_same(sinks["b"].weights, sinks["a"].weights)
+
+
+def canary_of(sink):
+    async def ask():
+        return [float(sink.weights["half"].double().sum())]
+
+    return ask
+
+
+class SlippingSink(DictSink):
+    slip = False
+
+    def load(self, tensors, version):
+        super().load(tensors, version)
+        if self.slip:
+            self.weights["half"] = self.weights["half"] + 1
+
+
+async def test_the_canary_fences_the_odd_one_which_is_loaded_anew():
+    sinks = {name: SlippingSink() for name in "abc"}
+    house = house_of({})
+    members = {
+        name: LocalMember(Receiver(Seat(member=name), sink), LoopbackTransport(), canary=canary_of(sink))
+        for name, sink in sinks.items()
+    }
+    for member in members.values():
+        house.manager.add(member)
+    sinks["c"].slip = True
+    report = await house.manager.sync(1)
+    assert set(report.members) == {"a", "b"}
+    assert "c: " not in report.fenced["c"]
+    assert "canary: answers 129 away" in report.fenced["c"]
+    assert (await members["c"].status()).label is None
+    sinks["c"].slip = False
+    await house.manager.catch_up(members["c"])
+    assert_same(sinks["c"].weights, awkward_weights(1))
+    assert (await members["c"].status()).label == house.manager.label
+
+
+async def test_a_joiner_that_serves_the_committed_content_already_is_taken_as_it_is():
+    sinks = served("a", "b", seed=0)
+    house = house_of(sinks)
+    await house.manager.sync(1)
+    house.manager.remove("b")
+    walks = house.source.walks
+    assert await house.manager.catch_up(LocalMember(house.receivers["b"], LoopbackTransport())) is None
+    assert (house.source.walks, house.manager.members) == (walks, ["a", "b"])
+
+
+async def test_a_manager_refuses_a_label_that_members_know_with_another_content():
+    one, two = house_of(served("a", seed=0)), house_of(served("b", seed=0))
+    two.source.weights = awkward_weights(2)
+    await one.manager.sync(1)
+    await two.manager.sync(1)
+    fresh = CheckpointEngineManager(LocalSource(one.publisher), CONFIG)
+    await fresh.catch_up(LocalMember(one.receivers["a"], LoopbackTransport()))
+    with pytest.raises(VersionError, match="version 1 stands for content"):
+        await fresh.catch_up(LocalMember(two.receivers["b"], LoopbackTransport()))
+    assert fresh.members == ["a"]

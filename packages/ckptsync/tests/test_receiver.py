@@ -8,12 +8,13 @@ import pytest
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import DigestError, LoadError, ManifestError, PhaseError, VersionError
+from offbeat_ckptsync.labels import label_of
 from offbeat_ckptsync.manifest import manifest_of
 from offbeat_ckptsync.receiver import TRANSITIONS, Receiver, State, Step
 from offbeat_ckptsync.source import Publisher
 from offbeat_ckptsync.testing import DictSource, TornSink, assert_same, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.types import Seat
+from offbeat_ckptsync.types import Seat, Status
 
 CONFIG = SyncConfig(
     transport="loopback", bucket_mib=4096 / (1 << 20), begin_timeout_s=5, transfer_timeout_s=5
@@ -31,8 +32,8 @@ class Pair:
     def offer(self, version):
         return self.publisher.offer(version, ["m"])
 
-    def stage(self, version):
-        offer = self.offer(version)
+    def stage(self, version, *, reload=False):
+        offer = dataclasses.replace(self.offer(version), reload=reload)
         self.receiver.begin(offer)
         out = []
         sending = threading.Thread(target=lambda: out.append(self.publisher.send(offer)))
@@ -54,7 +55,50 @@ def test_a_whole_sync_goes_through_every_state(pair):
     pair.receiver.verify(offer.sync_id, sent)
     assert pair.receiver.state is State.VERIFIED
     flip = pair.receiver.flip(offer.sync_id, sent)
-    assert (flip.version, pair.receiver.version, pair.receiver.state) == (1, 1, State.IDLE)
+    assert (flip.version, pair.receiver.version, pair.receiver.state) == (1, 1, State.FLIPPED)
+    assert_same(pair.sink.weights, awkward_weights(1))
+    label = label_of(sent, offer.bucket_bytes)
+    assert pair.receiver.status() == Status(version=1, label=label, committed=False, state="flipped")
+    assert pair.receiver.commit(label) == label
+    assert pair.receiver.status() == Status(version=1, label=label, committed=True, state="idle")
+    assert pair.receiver.commit(label) == label  # said twice
+
+
+def test_a_label_stands_only_for_the_content_that_is_live(pair):
+    offer, sent = pair.stage(1)
+    label = label_of(sent, offer.bucket_bytes)
+    with pytest.raises(VersionError, match="serves version 0 with content nobody vouched for and was asked"):
+        pair.receiver.commit(label)
+    pair.receiver.flip(offer.sync_id, sent)
+    for wrong in ({"content_digest": "0" * 32}, {"version": 2}):
+        with pytest.raises(VersionError, match="was asked to commit"):
+            pair.receiver.commit(dataclasses.replace(label, **wrong))
+    assert not pair.receiver.status().committed
+    pair.receiver.commit(label)
+
+
+def test_content_that_is_not_trusted_is_loaded_again_under_its_version(pair):
+    offer, sent = pair.stage(1)
+    pair.receiver.flip(offer.sync_id, sent)
+    label = pair.receiver.commit(label_of(sent, offer.bucket_bytes))
+    pair.sink.weights = awkward_weights(9)  # spoilt behind our back
+    pair.receiver.distrust()
+    with pytest.raises(VersionError, match="was offered 1"):
+        pair.receiver.begin(pair.offer(1))
+    offer, sent = pair.stage(1, reload=True)
+    pair.receiver.flip(offer.sync_id, sent)
+    assert pair.receiver.commit(label) == label
+    assert_same(pair.sink.weights, awkward_weights(1))
+
+
+def test_a_second_content_under_a_served_version_is_refused_before_the_flip(pair):
+    offer, sent = pair.stage(1)
+    pair.receiver.flip(offer.sync_id, sent)
+    pair.receiver.commit(label_of(sent, offer.bucket_bytes))
+    pair.source.weights = awkward_weights(2)
+    offer, sent = pair.stage(1, reload=True)
+    with pytest.raises(VersionError, match="publish it under the next version"):
+        pair.receiver.flip(offer.sync_id, sent)
     assert_same(pair.sink.weights, awkward_weights(1))
 
 

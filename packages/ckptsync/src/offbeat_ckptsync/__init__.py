@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offbeat_ckptsync.canary import module_canary
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.errors import (
         DigestError,
@@ -22,8 +23,12 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.interface import (
         BucketReceiver,
         BucketSender,
+        CanaryMember,
+        CommittingMember,
         Member,
+        PeerMember,
         Source,
+        SupervisedMember,
         Transport,
         WeightSink,
         WeightSource,
@@ -36,18 +41,20 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.receiver import Receiver, State
     from offbeat_ckptsync.registry import transport_names
     from offbeat_ckptsync.sender import send_weights, walk
-    from offbeat_ckptsync.sinks import DictSink, ModuleSink, ModuleSource, specs_of
+    from offbeat_ckptsync.sinks import CastSource, DictSink, ModuleSink, ModuleSource, specs_of
     from offbeat_ckptsync.source import LocalSource, Publisher
     from offbeat_ckptsync.transports import make_transport
     from offbeat_ckptsync.types import (
         Bucket,
         Echo,
         Flip,
+        Label,
         Manifest,
         Phase,
         Piece,
         Seat,
         Sent,
+        Status,
         SyncOffer,
         SyncReport,
         TensorSpec,
@@ -56,6 +63,7 @@ if TYPE_CHECKING:
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 _HOMES = {
+    "module_canary": "canary",
     "SyncConfig": "config",
     "DigestError": "errors",
     "LoadError": "errors",
@@ -69,8 +77,12 @@ _HOMES = {
     "WireError": "errors",
     "BucketReceiver": "interface",
     "BucketSender": "interface",
+    "CanaryMember": "interface",
+    "CommittingMember": "interface",
     "Member": "interface",
+    "PeerMember": "interface",
     "Source": "interface",
+    "SupervisedMember": "interface",
     "Transport": "interface",
     "WeightSink": "interface",
     "WeightSource": "interface",
@@ -87,6 +99,7 @@ _HOMES = {
     "State": "receiver",
     "send_weights": "sender",
     "walk": "sender",
+    "CastSource": "sinks",
     "DictSink": "sinks",
     "ModuleSink": "sinks",
     "ModuleSource": "sinks",
@@ -98,11 +111,13 @@ _HOMES = {
     "Bucket": "types",
     "Echo": "types",
     "Flip": "types",
+    "Label": "types",
     "Manifest": "types",
     "Phase": "types",
     "Piece": "types",
     "Seat": "types",
     "Sent": "types",
+    "Status": "types",
     "SyncOffer": "types",
     "SyncReport": "types",
     "TensorSpec": "types",
@@ -120,13 +135,16 @@ __all__ = [
     "Bucket",
     "BucketReceiver",
     "BucketSender",
+    "CanaryMember",
     "CheckpointEngineManager",
+    "CommittingMember",
     "ControlMember",
     "DictSink",
     "DigestError",
     "Echo",
     "Flip",
     "GenerationGate",
+    "Label",
     "LoadError",
     "LocalMember",
     "LocalSource",
@@ -136,6 +154,7 @@ __all__ = [
     "Member",
     "ModuleSink",
     "ModuleSource",
+    "PeerMember",
     "Phase",
     "PhaseError",
     "Piece",
@@ -146,6 +165,8 @@ __all__ = [
     "Sent",
     "Source",
     "State",
+    "Status",
+    "SupervisedMember",
     "SyncConfig",
     "SyncError",
     "SyncFailed",
@@ -163,6 +184,7 @@ __all__ = [
     "make_manifest",
     "make_transport",
     "manifest_of",
+    "module_canary",
     "plan_buckets",
     "send_weights",
     "specs_of",

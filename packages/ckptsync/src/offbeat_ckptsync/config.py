@@ -16,7 +16,7 @@ class SyncConfig:
     `host` is the address the source listens on and receivers connect to: loopback unless told otherwise. `device`
     is where payloads are when they travel: "cuda" means NCCL. `allow_cast` lets a receiver convert floating dtypes.
     `limit_gb_per_s` is what this machine's link can do, as `offbeat-sync-bench` measures it; reports then say how much
-    of it a sync reached.
+    of it a sync reached. `canary_tolerance` is how far a member's canary may be from what most say (log-probs: nats).
     """
 
     transport: str = "broadcast"
@@ -25,11 +25,13 @@ class SyncConfig:
     transfer_timeout_s: float = 300.0
     verify_timeout_s: float = 30.0
     flip_timeout_s: float = 60.0
+    commit_timeout_s: float = 30.0
     host: str = "127.0.0.1"
     device: Literal["cpu", "cuda"] = "cpu"
     allow_cast: bool = False
     disk_path: str = ""  # folder shared by all members; needed by `disk`
     limit_gb_per_s: float = 0.0
+    canary_tolerance: float = 0.05
 
     def __post_init__(self) -> None:
         """Refuse a transport that nobody has; raises `ValueError` with the names there are."""

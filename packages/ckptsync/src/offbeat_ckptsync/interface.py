@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.types import Bucket, Echo, Flip, Manifest, Seat, Sent, SyncOffer
+    from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 
 class WeightSource(Protocol):
@@ -144,6 +144,50 @@ class Member(Protocol):
 
     async def abort(self, sync_id: str) -> int:
         """Drop what was staged and return the version served; safe at any moment, also when nothing was."""
+        ...
+
+
+@runtime_checkable
+class CommittingMember(Protocol):
+    """A member that takes part in every phase. One that does not verifies inside `flip`, and its labels stand at once."""
+
+    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
+        """Make sure that what is staged is what `sent` says, while generation goes on; raise what differs."""
+        ...
+
+    async def commit(self, label: Label) -> Label:
+        """Let `label` stand for what is served and return what stands; raise `VersionError` where it is not so."""
+        ...
+
+
+@runtime_checkable
+class SupervisedMember(Protocol):
+    """A member that says what it serves and can be told to stop: what bringing one back needs."""
+
+    async def status(self) -> Status:
+        """Return what is served now."""
+        ...
+
+    async def fence(self, reason: str) -> None:
+        """Serve nothing until the next commit; what is loaded is not to be trusted any more."""
+        ...
+
+
+@runtime_checkable
+class PeerMember(Protocol):
+    """A member that can send what it serves to another one."""
+
+    def peer(self) -> Source:
+        """Return it as a source of the version it serves; its `offer` raises where it kept no copy."""
+        ...
+
+
+@runtime_checkable
+class CanaryMember(Protocol):
+    """A member that can be asked what its weights do, after they have changed."""
+
+    async def canary(self) -> list[float]:
+        """Return the answer to a fixed question (say, the log-probs of a fixed prompt); empty when there is none."""
         ...
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from offbeat_ckptsync.digest import check_echo
 from offbeat_ckptsync.errors import SyncError, SyncFailed, VersionError
+from offbeat_ckptsync.interface import CommittingMember, PeerMember, SupervisedMember
+from offbeat_ckptsync.labels import LabelBook, told
 from offbeat_ckptsync.plan import plan_buckets
 from offbeat_ckptsync.report import make_report
-from offbeat_ckptsync.types import Bucket, Echo, Flip, Phase, Sent, SyncOffer, SyncReport
+from offbeat_ckptsync.run import Aim, Run
+from offbeat_ckptsync.types import Echo, Label, Phase, Sent, SyncOffer, SyncReport
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
@@ -24,11 +26,19 @@ OnFence = Callable[[str, str], Awaitable[None]]
 """Called with a member's name and the reason when it is fenced off: give it no more traffic, start it anew."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verified:
+    offer: SyncOffer
+    sent: Sent
+    echoes: dict[str, list[Echo]]
+    label: Label
+
+
 class CheckpointEngineManager:
     """Knows a membership list, not how replicas are built. One sync at a time; membership may change at any moment.
 
-    Before the flip a failure leaves every member on its old version. A member that fails in the flip is fenced off:
-    it is no member any more, the others go on with the new version.
+    Before the flip a failure leaves every member on its old version. A member that fails in the flip or after it is
+    fenced off: it is no member any more, the others go on with the new version. `catch_up` brings it back.
     """
 
     def __init__(self, source: Source, config: SyncConfig, *, on_fence: OnFence | None = None) -> None:
@@ -37,7 +47,9 @@ class CheckpointEngineManager:
         self._config = config
         self._on_fence = on_fence
         self._members: dict[str, Member] = {}
-        self._committed: Sent | None = None
+        self._fenced: dict[str, str] = {}
+        self._label: Label | None = None
+        self._book = LabelBook()
         self._turn = asyncio.Lock()
 
     @property
@@ -46,9 +58,19 @@ class CheckpointEngineManager:
         return list(self._members)
 
     @property
+    def fenced(self) -> dict[str, str]:
+        """Those fenced off that did not come back, and why."""
+        return dict(self._fenced)
+
+    @property
     def version(self) -> int | None:
         """The version last committed here, or None before the first."""
-        return None if self._committed is None else self._committed.version
+        return None if self._label is None else self._label.version
+
+    @property
+    def label(self) -> Label | None:
+        """The label last committed here, or None before the first."""
+        return self._label
 
     def add(self, member: Member) -> None:
         """Add a member that already serves what the others serve (say, all were started from one checkpoint).
@@ -56,16 +78,27 @@ class CheckpointEngineManager:
         Raises:
             SyncError: the name is taken, or a version was committed: a late joiner comes through `catch_up`.
         """
-        if self._committed is not None:
+        if self._label is not None:
             raise SyncError(
-                f"version {self._committed.version} is committed; `await catch_up({member.name!r})` brings a late "
+                f"version {self._label.version} is committed; `await catch_up({member.name!r})` brings a late "
                 "joiner to it before it may serve"
             )
         self._require_new(member.name)
         self._members[member.name] = member
 
+    def enlist(self, member: Member) -> None:
+        """Add a member that may not serve yet: the next sync brings it to what the others then serve.
+
+        For a late joiner that `catch_up` could not help, because nobody holds the committed weights any more.
+
+        Raises:
+            SyncError: the name is taken.
+        """
+        self._require_new(member.name)
+        self._members[member.name] = member
+
     def remove(self, name: str) -> None:
-        """Forget a member; a sync that runs goes on with it. Harmless when it is not one."""
+        """Forget a member; harmless when it is not one. A sync that fails because it went is run again without it."""
         self._members.pop(name, None)
 
     async def sync(self, version: int) -> SyncReport:
@@ -76,32 +109,77 @@ class CheckpointEngineManager:
             SyncFailed: not one member changed over; names member, phase and cause, and what each serves now.
         """
         async with self._turn:
-            if self._committed is not None and version <= self._committed.version:
+            if self._label is not None and version <= self._label.version:
                 raise VersionError(
-                    f"version {version} after {self._committed.version} was committed; versions must rise"
+                    f"version {version} after {self._label.version} was committed; versions must rise"
                 )
-            if not self._members:
-                raise SyncFailed(f"version {version} has nobody to go to; `add` a member first")
-            sent, report = await self._run(version, dict(self._members))
-            self._committed = sent
-            return report
+            while True:
+                members = dict(self._members)
+                if not members:
+                    raise SyncFailed(f"version {version} has nobody to go to; `add` a member first")
+                try:
+                    self._label, report = await self._run(
+                        self._source, members, Aim(version=version, check=self._book.check)
+                    )
+                except SyncFailed:
+                    if not self._left(members) or not self._members:
+                        raise
+                else:
+                    return report
 
     async def catch_up(self, member: Member) -> SyncReport | None:
-        """Bring a late joiner to the committed version and make it a member; None when nothing is committed yet.
+        """Bring a late joiner to the committed version and make it a member; waits for a sync that runs.
+
+        The weights come from the source, or from a member that kept a copy of them. None where nothing had to move:
+        nothing is committed yet, or it serves the committed content already.
 
         Raises:
-            VersionError: the source no longer holds the committed weights; `sync` the next version first.
-            SyncFailed: as `sync`; the joiner is not a member then.
+            VersionError: it serves, under a version that is in use, another content than the others.
+            SyncFailed: as `sync`; the joiner is not a member then. Where nobody holds the committed weights any more,
+                `sync` the next version (`enlist` lets the joiner take part).
         """
         async with self._turn:
             self._require_new(member.name)
             report = None
-            if self._committed is not None:
-                _, report = await self._run(
-                    self._committed.version, {member.name: member}, same_as=self._committed
-                )
+            if self._label is not None:
+                report = await self._bring(member, self._label)
+            elif isinstance(member, SupervisedMember):
+                status = await self._asked(member.status(), member.name)
+                if status.label is not None and status.committed:
+                    self._book.bind(status.label)
+            self._fenced.pop(member.name, None)
             self._members[member.name] = member
             return report
+
+    async def _bring(self, member: Member, label: Label) -> SyncReport | None:
+        reload = False
+        if isinstance(member, SupervisedMember) and isinstance(member, CommittingMember):
+            status = await self._asked(member.status(), member.name)
+            if status.label == label and member.name not in self._fenced:
+                await self._asked(member.commit(label), member.name)
+                return None
+            reload = status.version >= label.version
+            if reload or member.name in self._fenced:
+                why = self._fenced.get(member.name, "its content is not the committed one")
+                await self._asked(member.fence(why), member.name)
+
+        def check(other: Label) -> None:
+            if other != label:
+                raise VersionError(
+                    f"these weights are no longer those committed as {told(label, label.version)}; sync the next "
+                    "version first"
+                )
+
+        aim = Aim(version=label.version, check=check, reload=reload)
+        sources = [self._source]
+        sources += [peer.peer() for peer in self._members.values() if isinstance(peer, PeerMember)]
+        failures: list[SyncFailed] = []
+        for source in sources:
+            try:
+                return (await self._run(source, {member.name: member}, aim))[1]
+            except SyncFailed as failed:
+                failures.append(failed)
+        raise failures[0]
 
     def _require_new(self, name: str) -> None:
         if name in self._members:
@@ -109,192 +187,59 @@ class CheckpointEngineManager:
                 f"a member is called {name!r} already; names are unique, `remove` the other one first"
             )
 
-    async def _run(
-        self, version: int, members: dict[str, Member], *, same_as: Sent | None = None
-    ) -> tuple[Sent, SyncReport]:
-        run = _Run(self._source, self._config, version, members, same_as)
+    def _left(self, members: dict[str, Member]) -> list[str]:
+        return [name for name, member in members.items() if self._members.get(name) is not member]
+
+    async def _asked(self, answer: Awaitable[_Result], name: str) -> _Result:
+        limit_s = self._config.begin_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer
+        except TimeoutError:
+            raise SyncFailed(f"{name}: {Phase.BEGIN}: no answer within {limit_s:g} s") from None
+
+    async def _run(self, source: Source, members: dict[str, Member], aim: Aim) -> tuple[Label, SyncReport]:
+        run = Run(source, self._config, members, aim)
+        done = await self._until_verified(run)
+        await run.flip(done.offer, done.sent)
+        if run.flips or run.fenced.keys() - run.refused.keys():
+            self._book.bind(done.label)  # from here on it may be served somewhere
+        else:
+            served = await run.abort()
+            reasons = "; ".join(f"{name}: {why}" for name, why in run.fenced.items())
+            raise SyncFailed(f"version {aim.version}: {reasons}. {_served_text(served)}", served=served)
+        await run.commit(done.label)
+        await self._fence(run, members)
+        if not run.flips:
+            reasons = "; ".join(f"{name}: {why}" for name, why in run.fenced.items())
+            raise SyncFailed(f"version {aim.version}: no member changed over: {reasons}")
+        limit = self._config.limit_gb_per_s
+        report = make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips, limit_gb_per_s=limit)
+        return done.label, dataclasses.replace(
+            report, fenced=run.fenced, content_digest=done.label.content_digest
+        )
+
+    async def _until_verified(self, run: Run) -> _Verified:
         try:
             offer = await run.begin()
             buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
             sent, echoes = await run.transfer(offer)
-            await run.verify(offer, buckets, sent, echoes)
+            label = await run.verify(offer, buckets, sent, echoes)
         except (Exception, asyncio.CancelledError) as error:
             served = await run.abort()
             if not isinstance(error, SyncError):
                 raise
             raise SyncFailed(f"{error}. {_served_text(served)}", served=served) from error
-        flips, fenced = await run.flip(offer, sent)
-        run.mark(Phase.COMMIT)
-        await self._fence(fenced, members)
-        if not flips:
-            reasons = "; ".join(f"{name}: {why}" for name, why in fenced.items())
-            raise SyncFailed(f"version {version}: {Phase.FLIP}: no member changed over: {reasons}")
-        return sent, dataclasses.replace(
-            make_report(offer, run.walls(), sent, echoes, flips, limit_gb_per_s=self._config.limit_gb_per_s),
-            fenced=fenced,
-        )
+        return _Verified(offer=offer, sent=sent, echoes=echoes, label=label)
 
-    async def _fence(self, fenced: dict[str, str], members: dict[str, Member]) -> None:
-        for name, reason in fenced.items():
+    async def _fence(self, run: Run, members: dict[str, Member]) -> None:
+        await run.tell_fenced()
+        for name, reason in run.fenced.items():
+            self._fenced[name] = reason
             if self._members.get(name) is members[name]:
                 del self._members[name]
             if self._on_fence is not None:
                 await self._on_fence(name, reason)
-
-
-class _Run:
-    """One sync: its phases in order, its clock, and its end."""
-
-    def __init__(
-        self,
-        source: Source,
-        config: SyncConfig,
-        version: int,
-        members: dict[str, Member],
-        same_as: Sent | None,
-    ) -> None:
-        self._source = source
-        self._config = config
-        self._version = version
-        self._members = members
-        self._same_as = same_as
-        self._offer: SyncOffer | None = None
-        self._started = time.perf_counter()
-        self._marks: dict[Phase, float] = {}
-
-    def mark(self, phase: Phase) -> None:
-        self._marks[phase] = time.perf_counter()
-
-    async def begin(self) -> SyncOffer:
-        self.mark(Phase.BEGIN)
-        limit_s = self._config.begin_timeout_s
-        offers = await self._all(
-            Phase.BEGIN, limit_s, {"source": self._source.offer(self._version, [*self._members])}
-        )
-        self._offer = offer = offers["source"]
-        await self._all(
-            Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
-        )
-        return offer
-
-    async def transfer(self, offer: SyncOffer) -> tuple[Sent, dict[str, list[Echo]]]:
-        self.mark(Phase.TRANSFER)
-        work: dict[str, Coroutine[object, object, Sent | list[Echo]]] = {
-            _SOURCE: self._source.send(offer),  # type: ignore[dict-item]
-            **{name: member.transfer(offer) for name, member in self._members.items()},  # type: ignore[dict-item]
-        }
-        done = await self._all(Phase.TRANSFER, self._config.transfer_timeout_s, work)
-        sent = done.pop(_SOURCE)
-        assert isinstance(sent, Sent)
-        return sent, {name: echoes for name, echoes in done.items() if isinstance(echoes, list)}
-
-    async def verify(
-        self, offer: SyncOffer, buckets: tuple[Bucket, ...], sent: Sent, echoes: dict[str, list[Echo]]
-    ) -> None:
-        self.mark(Phase.VERIFY)
-        where = f"version {self._version}: {Phase.VERIFY}"
-        for of_member in echoes.values():
-            for echo in of_member:
-                try:
-                    check_echo(echo, sent, offer.manifest, buckets)
-                except SyncError as error:
-                    raise type(error)(f"{where}: {error}") from error
-        if self._same_as is not None and sent.bucket_digests != self._same_as.bucket_digests:
-            raise VersionError(
-                f"{where}: the source's weights are no longer those committed as version {self._version}; sync the "
-                "next version first"
-            )
-
-    async def flip(self, offer: SyncOffer, sent: Sent) -> tuple[dict[str, Flip], dict[str, str]]:
-        self.mark(Phase.FLIP)
-        limit_s = self._config.flip_timeout_s
-        flips: dict[str, Flip] = {}
-        fenced: dict[str, str] = {}
-
-        async def one(name: str, member: Member) -> None:
-            try:
-                async with asyncio.timeout(limit_s):
-                    flips[name] = await member.flip(offer, sent)
-            except TimeoutError:
-                fenced[name] = f"{Phase.FLIP}: took longer than {limit_s:g} s"
-            except Exception as error:  # noqa: BLE001 -- becomes the reason why this member is fenced off
-                fenced[name] = f"{Phase.FLIP}: {error}"
-
-        async with asyncio.TaskGroup() as tasks:
-            for name, member in self._members.items():
-                tasks.create_task(one(name, member), name=f"flip {name}")
-        return flips, fenced
-
-    async def abort(self) -> dict[str, int]:
-        """Give up everywhere; return what each member that answers serves."""
-        served: dict[str, int] = {}
-        if self._offer is None:
-            return served
-        sync_id = self._offer.sync_id
-        limit_s = self._config.begin_timeout_s
-
-        async def one(name: str, abort: Awaitable[int | None]) -> None:
-            try:
-                async with asyncio.timeout(limit_s):
-                    version = await abort
-            except Exception:  # noqa: BLE001 -- who does not answer is missing in `served`; the sync's own error counts
-                return
-            if version is not None:
-                served[name] = version
-
-        # The source first: it frees receivers that wait for bytes.
-        await one(_SOURCE, self._source.abort(sync_id))
-        async with asyncio.TaskGroup() as tasks:
-            for name, member in self._members.items():
-                tasks.create_task(one(name, member.abort(sync_id)), name=f"abort {name}")
-        return served
-
-    def walls(self) -> dict[Phase, float]:
-        """Return how long each phase took until now."""
-        marks = [*(self._marks[phase] for phase in Phase), time.perf_counter()]
-        return {phase: after - before for phase, before, after in zip(Phase, marks, marks[1:], strict=False)}
-
-    async def _all(
-        self, phase: Phase, limit_s: float, work: dict[str, Coroutine[object, object, _Result]]
-    ) -> dict[str, _Result]:
-        """Await all of `work` within `limit_s`; the first failure ends the waiting.
-
-        The error names everyone that failed within a moment of the first: when one side dies its peers fail too, and
-        which of them noticed first says nothing about who is to blame.
-        """
-        tasks = {name: asyncio.create_task(one, name=f"{phase} {name}") for name, one in work.items()}
-        try:
-            _, waiting = await asyncio.wait(
-                tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
-            )
-            failed = any(task.done() and task.exception() is not None for task in tasks.values())
-            if failed and waiting:
-                await asyncio.wait(waiting, timeout=_SETTLE_S)
-        finally:
-            for task in tasks.values():
-                task.cancel()
-        return self._collect(phase, limit_s, tasks)
-
-    def _collect(
-        self, phase: Phase, limit_s: float, tasks: dict[str, asyncio.Task[_Result]]
-    ) -> dict[str, _Result]:
-        errors = {name: task.exception() for name, task in tasks.items() if task.done()}
-        causes = {name: error for name, error in errors.items() if error is not None}
-        slow = [name for name in tasks if name not in errors]
-        where = f"version {self._version}: {phase}"
-        if causes:
-            first = next(iter(causes.values()))
-            kind = type(first) if isinstance(first, SyncError) else SyncError
-            raise kind(
-                f"{where}: " + "; ".join(f"{name}: {error}" for name, error in causes.items())
-            ) from first
-        if slow:
-            raise SyncError(f"{where}: {', '.join(slow)} took longer than {limit_s:g} s")
-        return {name: task.result() for name, task in tasks.items()}
-
-
-_SOURCE = "source"
-_SETTLE_S = 0.25
 
 
 def _served_text(served: dict[str, int]) -> str:

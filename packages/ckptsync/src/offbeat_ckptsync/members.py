@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from offbeat_ckptsync.errors import LoadError, SyncError, TransferError
 from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.types import Echo, Flip, Sent, SyncOffer
+from offbeat_ckptsync.types import Echo, Flip, Label, Sent, Status, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, decode_error, encode
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 Control = Callable[[str, dict[str, object]], Awaitable[object]]
 """Calls a remote engine: `control(op, payload)` with op "start" (payload {}), "update" (payload: the request that
 every rank's `Worker.handle` is to get) or "finish" (payload {"version": int}, or {} to leave the version as it is)."""
+
+
+AskCanary = Callable[[], Awaitable[list[float]]]
+"""Asks a replica the fixed question whose answer is to agree between replicas after a flip; see `canary`."""
 
 
 class GenerationGate(Protocol):
@@ -53,11 +57,17 @@ class LocalMember:
     """A receiver in this process, say for a Transformers replica."""
 
     def __init__(
-        self, receiver: Receiver, transport: Transport, *, gate: GenerationGate | None = None
+        self,
+        receiver: Receiver,
+        transport: Transport,
+        *,
+        gate: GenerationGate | None = None,
+        canary: AskCanary | None = None,
     ) -> None:
-        """Drive `receiver`; `gate` is closed while its weights change."""
+        """Drive `receiver`; `gate` is closed while its weights change, `canary` is asked after it."""
         self._receiver = receiver
         self._transport = transport
+        self._canary = canary
         self._gate = NoGate() if gate is None else gate
 
     @property
@@ -75,6 +85,10 @@ class LocalMember:
             lambda: self._receiver.transfer(self._transport), name=f"stage {offer.version}"
         )
         return [echo]
+
+    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
+        """Compare digests."""
+        self._receiver.verify(offer.sync_id, sent)
 
     async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
         """Verify, pause, load, resume; after a torn load generation stays paused."""
@@ -97,6 +111,22 @@ class LocalMember:
             member=self.name, version=flip.version, pause_s=pause_s, load_s=flip.load_s, drain_s=drain_s
         )
 
+    async def commit(self, label: Label) -> Label:
+        """Let `label` stand."""
+        return self._receiver.commit(label)
+
+    async def canary(self) -> list[float]:
+        """Ask the canary, where there is one."""
+        return [] if self._canary is None else await self._canary()
+
+    async def status(self) -> Status:
+        """Say what is served."""
+        return self._receiver.status()
+
+    async def fence(self, reason: str) -> None:
+        """Take back the label of what is served."""
+        self._receiver.distrust()
+
     async def abort(self, sync_id: str) -> int:
         """Drop what was staged and return the version served."""
         if sync_id:
@@ -118,14 +148,17 @@ class ControlMember:
         mailbox: Mailbox,
         config: SyncConfig,
         gate: GenerationGate | None = None,
+        canary: AskCanary | None = None,
     ) -> None:
-        """Drive the engine behind `control`; `gate` is closed only while its weights change."""
+        """Drive the engine behind `control`; `gate` is closed only while its weights change, then `canary` is asked."""
         self._name = name
         self._control = control
         self._mailbox = mailbox
         self._config = config
         self._gate = NoGate() if gate is None else gate
+        self._canary = canary
         self._staged_key = ""
+        self._verified = ""
         self._start_note = ""
         self._in_session = False
 
@@ -156,10 +189,17 @@ class ControlMember:
         _raise_first(answers, where=f"{self._name}: transfer")
         return [decode(Echo, answer.get("echo")) for answer in answers]
 
-    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
-        """Verify while generation goes on; then pause, load on every rank, label the version, resume."""
+    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
+        """Let every rank compare digests, while generation goes on."""
         request: Json = {"sync_id": offer.sync_id, "sent": encode(sent)}
         await self._ask("verify", request, self._config.verify_timeout_s)
+        self._verified = offer.sync_id
+
+    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
+        """Verify, if that was not done; then pause, load on every rank, label the version, resume."""
+        if self._verified != offer.sync_id:
+            await self.verify(offer, sent)
+        request: Json = {"sync_id": offer.sync_id, "sent": encode(sent)}
         mark = time.perf_counter()
         await self._gate.pause()
         drain_s = time.perf_counter() - mark
@@ -183,19 +223,48 @@ class ControlMember:
             drain_s=drain_s,
         )
 
+    async def commit(self, label: Label) -> Label:
+        """Let `label` stand on every rank."""
+        answers = await self._ask_aside("commit", {"label": encode(label)}, self._config.commit_timeout_s)
+        for answer in answers:
+            if (stands := decode(Label, answer.get("label"))) != label:
+                return stands
+        return label
+
+    async def canary(self) -> list[float]:
+        """Ask the canary, where there is one."""
+        return [] if self._canary is None else await self._canary()
+
+    async def status(self) -> Status:
+        """Say what the ranks serve; raises `LoadError` where they differ."""
+        answers = await self._ask_aside("status", {}, self._config.begin_timeout_s)
+        ranks = {decode(Status, answer.get("status")) for answer in answers}
+        if len({(each.version, each.label) for each in ranks}) != 1:
+            raise LoadError(f"ranks of {self._name} serve different versions {ranks}; start it anew")
+        return min(ranks, key=lambda each: each.committed)
+
+    async def fence(self, reason: str) -> None:
+        """Take back the label of what the ranks serve."""
+        await self._ask_aside("distrust", {}, self._config.begin_timeout_s)
+
     async def abort(self, sync_id: str) -> int:
         """Drop what was staged on every rank, close the engine's session, return the version served."""
-        if not self._in_session:
-            await self._start()
-        answers = await self._ask("abort", {"sync_id": sync_id}, self._config.begin_timeout_s)
-        self._in_session = False
-        await self._control("finish", {})
+        answers = await self._ask_aside("abort", {"sync_id": sync_id}, self._config.begin_timeout_s)
         versions = {int(cast("int", answer["version"])) for answer in answers}
         if len(versions) != 1:
             raise LoadError(
                 f"ranks of {self._name} serve different versions {sorted(versions)}; start it anew"
             )
         return versions.pop()
+
+    async def _ask_aside(self, op: str, request: Json, timeout_s: float) -> list[Json]:
+        """Ask within an update session that is closed again, without changing the engine's own label."""
+        if not self._in_session:
+            await self._start()
+        answers = await self._ask(op, request, timeout_s)
+        self._in_session = False
+        await self._control("finish", {})
+        return answers
 
     async def _start(self) -> None:
         try:

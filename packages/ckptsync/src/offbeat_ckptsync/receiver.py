@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.digest import check_echo
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
+from offbeat_ckptsync.labels import label_of, told
 from offbeat_ckptsync.manifest import check_digest, require_match
 from offbeat_ckptsync.plan import plan_buckets, tensor_views
 from offbeat_ckptsync.staging import Staged, stage
-from offbeat_ckptsync.types import Bucket, Echo, Flip, Seat, Sent, SyncOffer
+from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ class State(StrEnum):
     STAGED = "staged"  # all bytes are here and digested
     VERIFIED = "verified"  # and they are what was sent
     FLIPPING = "flipping"  # live weights are being written
+    FLIPPED = "flipped"  # the new version is served, its label does not stand yet
     BROKEN = "broken"  # a load failed half-way; serve nothing
 
 
@@ -42,6 +44,7 @@ class Step(StrEnum):
     VERIFY = "verify"
     FLIP = "flip"
     REFUSE = "refuse"
+    LOADED = "loaded"
     COMMIT = "commit"
     BREAK = "break"
     ABORT = "abort"
@@ -55,7 +58,9 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.VERIFIED, Step.VERIFY): State.VERIFIED,
     (State.VERIFIED, Step.FLIP): State.FLIPPING,
     (State.FLIPPING, Step.REFUSE): State.VERIFIED,  # the sink said no before it wrote anything
-    (State.FLIPPING, Step.COMMIT): State.IDLE,
+    (State.FLIPPING, Step.LOADED): State.FLIPPED,
+    (State.FLIPPED, Step.COMMIT): State.IDLE,
+    (State.IDLE, Step.COMMIT): State.IDLE,  # said once more, or by the manager after the one that died
     (State.FLIPPING, Step.BREAK): State.BROKEN,
     (State.IDLE, Step.ABORT): State.IDLE,
     (State.AGREED, Step.ABORT): State.IDLE,
@@ -63,6 +68,7 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.STAGED, Step.ABORT): State.IDLE,
     (State.VERIFIED, Step.ABORT): State.IDLE,
     (State.FLIPPING, Step.ABORT): State.FLIPPING,  # too late: the load ends or breaks by itself
+    (State.FLIPPED, Step.ABORT): State.IDLE,  # too late: the new version is served, uncommitted
     (State.BROKEN, Step.ABORT): State.BROKEN,
 }
 """The whole state machine; a pair that is not here is refused with `PhaseError`."""
@@ -88,6 +94,8 @@ class Receiver:
         self._sink = sink
         self._version = version
         self._allow_cast = allow_cast
+        self._label: Label | None = None  # of the content that is live, once one was loaded here
+        self._committed = False
         self._state = State.IDLE
         self._session: _Session | None = None
         self._spare: torch.Tensor | None = (
@@ -105,18 +113,25 @@ class Receiver:
         """Where this receiver stands."""
         return self._state
 
+    def status(self) -> Status:
+        """Return what is served, and whether its label stands."""
+        with self._lock:
+            return Status(
+                version=self._version, label=self._label, committed=self._committed, state=str(self._state)
+            )
+
     def begin(self, offer: SyncOffer) -> None:
         """Agree to `offer`; one that is still open is given up first.
 
         Raises:
-            VersionError: `offer.version` is not above the served one.
+            VersionError: `offer.version` is not above the served one (or below it, with `offer.reload`).
             ManifestError: the offered tensors do not fit the sink; names each that differs.
             PhaseError: this receiver is broken or flipping.
         """
         with self._lock:
             if self._session is not None:
                 self.abort(self._session.offer.sync_id)
-            if offer.version <= self._version:
+            if offer.version < self._version + (0 if offer.reload else 1):
                 raise VersionError(
                     f"{self._who()} serves version {self._version} and was offered {offer.version}; versions must "
                     "rise, publish the next one"
@@ -180,6 +195,7 @@ class Receiver:
             if session.echo is None:
                 raise PhaseError(f"{self._who()} is {self._state} and has nothing staged to verify")
             check_echo(session.echo, sent, session.offer.manifest, session.buckets)
+            self._check_label(sent, session)
             self._move(Step.VERIFY)
 
     def flip(self, sync_id: str, sent: Sent) -> Flip:
@@ -213,10 +229,33 @@ class Receiver:
             ) from error
         load_s = time.perf_counter() - mark
         with self._lock:
-            self._move(Step.COMMIT)
+            self._move(Step.LOADED)
             self._version = sent.version
-            self._spare, self._session = session.staged.close(), None
+            self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
+            self._spare, session.staged = session.staged.close(), None
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
+
+    def commit(self, label: Label) -> Label:
+        """Let `label` stand for what is served, and return it; harmless to repeat.
+
+        Raises:
+            VersionError: what is served is not what `label` says; nothing was changed.
+            PhaseError: a sync is open that did not flip yet.
+        """
+        with self._lock:
+            if self._label != label:
+                raise VersionError(
+                    f"{self._who()} serves {told(self._label, self._version)} and was asked to commit "
+                    f"{told(label, label.version)}"
+                )
+            self._move(Step.COMMIT)
+            self._committed, self._session = True, None
+            return label
+
+    def distrust(self) -> None:
+        """Let no label stand: what is served was found wrong. The next offer may bring the same version again."""
+        with self._lock:
+            self._label, self._committed = None, False
 
     def abort(self, sync_id: str) -> int:
         """Give up `sync_id` (any open one when empty) and return the version served.
@@ -235,6 +274,15 @@ class Receiver:
                     if session.staged is not None:
                         self._spare = session.staged.close()
             return self._version
+
+    def _check_label(self, sent: Sent, session: _Session) -> None:
+        """A version that is served may come once more, with the same content only."""
+        label = label_of(sent, session.offer.bucket_bytes)
+        if self._label is not None and self._label.version == label.version and self._label != label:
+            raise VersionError(
+                f"{self._who()} serves {told(self._label, self._version)} and was sent {told(label, label.version)}; "
+                "publish it under the next version"
+            )
 
     def _open(self, sync_id: str = "") -> _Session:
         if self._session is None or sync_id not in ("", self._session.offer.sync_id):

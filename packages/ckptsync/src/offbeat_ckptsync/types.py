@@ -75,6 +75,29 @@ class SyncOffer:
     bucket_bytes: int
     transport: str
     endpoint: dict[str, str | int | float]
+    reload: bool = False  # a member whose content is not trusted takes the version it serves once more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A version and the content behind it; the two are never seen apart.
+
+    `content_digest` is the xxh3-128, in hex, of the canonical JSON of [manifest_digest, bucket_bytes, bucket_digests].
+    """
+
+    version: int
+    manifest_digest: str
+    content_digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What a member serves. `label` is None while it serves what it was started with: nobody vouched for that."""
+
+    version: int
+    label: Label | None
+    committed: bool  # the manager said that `label` stands, so it may have traffic
+    state: str  # of its state machine, the least ready of its ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,3 +189,4 @@ class SyncReport:
     why: str = ""  # the reason for `transport`, where it was picked for this sync
     members: dict[str, Flip] = field(default_factory=dict[str, Flip])
     fenced: dict[str, str] = field(default_factory=dict[str, str])  # member: why it is no longer one
+    content_digest: str = ""  # of the label under which this version was committed

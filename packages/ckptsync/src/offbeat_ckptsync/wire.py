@@ -127,6 +127,9 @@ def _shape_of(kind: type) -> tuple[dict[str, Any], dict[str, dataclasses.Field[A
 def _decode_union(kinds: tuple[object, ...], data: object, where: str) -> object:
     if type(data) in kinds or (data is None and type(None) in kinds):
         return data
+    values = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    if isinstance(data, dict) and len(values) == 1:
+        return _decode(values[0], cast("object", data), where)
     raise WireError(f"{where}: expected one of {', '.join(str(kind) for kind in kinds)}, got {data!r}")
 
 

@@ -6,7 +6,10 @@ A request is `{"op": .., "reply": key, "mailbox": {host, port}, ..}`. Its answer
             Agrees, then stages in a background thread, which mails its echo under the key `staged`.
     verify  sync_id, sent                         -> {}
     flip    sync_id, sent                         -> {"flip": Flip}
+    commit  label                                 -> {"label": Label}
     abort   sync_id                               -> {"version": served}
+    status                                        -> {"status": Status}
+    distrust                                      -> {}
 
 Each answer also carries `"num_ranks"`. A failure is mailed as `{"error": {"type", "message"}}` and raised.
 """
@@ -22,7 +25,7 @@ from offbeat_ckptsync.errors import SyncError, WireError
 from offbeat_ckptsync.receiver import Receiver
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.transports import make_transport
-from offbeat_ckptsync.types import Seat, Sent, SyncOffer
+from offbeat_ckptsync.types import Label, Seat, Sent, Status, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, encode, encode_error
 
 if TYPE_CHECKING:
@@ -97,10 +100,18 @@ class Worker:
             case "flip":
                 flip = self._open().flip(_text(request, "sync_id"), decode(Sent, request.get("sent")))
                 return {"flip": encode(flip)}
+            case "commit":
+                return {"label": encode(self._open().commit(decode(Label, request.get("label"))))}
             case "abort":
                 return {"version": self._abort(_text(request, "sync_id"))}
+            case "status":
+                return {"status": encode(self._status())}
+            case "distrust":
+                if self._receiver is not None:
+                    self._receiver.distrust()
+                return {}
             case other:
-                raise WireError(f"unknown op {other!r}; expected begin, verify, flip or abort")
+                raise WireError(f"unknown op {other!r}; expected one of {', '.join(_OPS)}")
 
     def _begin(self, request: Mapping[str, object]) -> None:
         offer = decode(SyncOffer, request.get("offer"))
@@ -135,6 +146,11 @@ class Worker:
             self._transport.abort(sync_id)
         return self.version if self._receiver is None else self._receiver.abort(sync_id)
 
+    def _status(self) -> Status:
+        if self._receiver is not None:
+            return self._receiver.status()
+        return Status(version=self._version, label=None, committed=False, state="idle")
+
     def _open(self) -> Receiver:
         if self._receiver is None:
             raise WireError("no sync was begun here; send `begin` first")
@@ -158,6 +174,7 @@ class Worker:
 
 
 _MAILBOX_TIMEOUT_S = 10.0
+_OPS = ("begin", "verify", "flip", "commit", "abort", "status", "distrust")
 
 
 def _text(request: Mapping[str, object], name: str) -> str:

@@ -1,0 +1,65 @@
+"""The canary: after a flip every replica answers one fixed question, and the answers must agree.
+
+Digests prove that what was staged is what was sent. The canary looks at what became of it: a loader that put a tensor
+in the wrong place, or memory that changed after it was digested.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+
+def odd_ones(
+    answers: Mapping[str, Sequence[float]], *, tolerance: float, reference: Sequence[float] = ()
+) -> dict[str, str]:
+    """Return who answers otherwise than the rest, and how; empty answers take no part.
+
+    The right answer is `reference` (the source's own) where there is one. Else it is the element-wise median, which
+    one wrong replica among three or more does not move; of two that differ nobody can say which is right, so both
+    are returned. An answer is right when none of its numbers is further than `tolerance` from that, and has as many.
+    """
+    given = {name: list(answer) for name, answer in answers.items() if len(answer)}
+    odd = {name: "answers with numbers that are none" for name, a in given.items() if not _all_finite(a)}
+    given = {name: answer for name, answer in given.items() if name not in odd}
+    if not given or (len(given) == 1 and not reference):
+        return odd
+    right = list(reference) or _middle([*given.values()])
+    for name, answer in given.items():
+        if len(answer) != len(right):
+            odd[name] = f"answered {len(answer)} numbers, {len(right)} are right"
+        elif (distance := _distance(answer, right)) > tolerance:
+            odd[name] = f"answers {distance:.3g} away from what is right; the tolerance is {tolerance:g}"
+    return odd
+
+
+def module_canary(
+    module: torch.nn.Module, inputs: torch.Tensor, *, num_values: int = 64
+) -> Callable[[], Awaitable[list[float]]]:
+    """Return a canary for `LocalMember`: the first `num_values` outputs, float32, of `module` for fixed `inputs`."""
+
+    async def ask() -> list[float]:
+        with torch.no_grad():
+            return module(inputs).detach().float().reshape(-1)[:num_values].tolist()
+
+    return ask
+
+
+def _middle(answers: list[list[float]]) -> list[float]:
+    lengths = [len(answer) for answer in answers]
+    usual = max(set(lengths), key=lengths.count)
+    return [median(column) for column in zip(*(a for a in answers if len(a) == usual), strict=True)]
+
+
+def _distance(answer: Sequence[float], right: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(answer, right, strict=True))
+
+
+def _all_finite(answer: Sequence[float]) -> bool:
+    return all(math.isfinite(number) for number in answer)
