@@ -34,6 +34,8 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
     """Return what the loop of this run works with. The caller closes journal and timeline."""
     config = session.config
     journal = MemoryJournal() if config.mode.name == "sync" else SqliteJournal(session.folder.journal)
+    timeline = Timeline(session.folder.trace)
+    cluster.draw_on(timeline)
     return Parts(
         task=session.task,
         policy=cluster.train,
@@ -48,7 +50,7 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
         stop=session.stop,
         asynchrony=config.mode,
         journal=journal,
-        timeline=Timeline(session.folder.trace),
+        timeline=timeline,
         watchdog=Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.mode.on_stall),
     )
 

@@ -46,6 +46,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
 }
 _MORE_THAN_ZERO = (
     "sync.bucket_mib",
+    "cluster.health_period_s",
     "cluster.object_store_mib",
     "task.initializer_range",
     "task.rope_theta",

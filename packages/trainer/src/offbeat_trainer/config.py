@@ -189,11 +189,15 @@ class ClusterConfig:
     On CPU the devices of a pool are the cores: training and generation take turns in sync mode, so each pool may
     use them all. On GPU every rank and every tensor-parallel rank of a replica has a device of its own.
     `num_devices` 0 = count them.
+    Replicas are asked for their health every `health_period_s`; one that takes longer than `health_timeout_s` to answer
+    is replaced.
     """
 
     ray_address: str = ""
     num_devices: int = 0
     placement: Literal["separate"] = "separate"
     start_timeout_s: float = 300.0
+    health_period_s: float = 5.0
+    health_timeout_s: float = 60.0
     rendezvous_host: str = "127.0.0.1"
     object_store_mib: int = 512

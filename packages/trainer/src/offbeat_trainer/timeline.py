@@ -111,6 +111,20 @@ class Timeline:
             self._running -= num_groups
             self._event(GENERATION, **(key | {"ph": "e"}), ts=_us(now_s()))
 
+    @contextmanager
+    def overlapping(self, track: str, name: str, key: str, **details: object) -> Generator[None]:
+        """Draw the block on `track` as a span that may overlap others; `key` is unique among those of its time."""
+        event = {"cat": track, "id": key, "name": name}
+        self._event(track, ph="b", **event, ts=_us(now_s()), args=details)
+        try:
+            yield
+        finally:
+            self._event(track, ph="e", **event, ts=_us(now_s()))
+
+    def past(self, track: str, name: str, seconds: float, **details: object) -> None:
+        """Draw the last `seconds` on `track` as a span."""
+        self._event(track, ph="X", name=name, ts=_us(now_s() - seconds), dur=_us(seconds), args=details)
+
     def count(self, name: str, value: float) -> None:
         """Draw `value` as a curve."""
         self._event(name, ph="C", name=name, ts=_us(now_s()), args={"value": value})

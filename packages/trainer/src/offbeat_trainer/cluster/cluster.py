@@ -11,6 +11,7 @@ from offbeat_trainer.cluster.weights import ClusterPublisher
 
 if TYPE_CHECKING:
     from offbeat_trainer.cluster.spec import ClusterSpec
+    from offbeat_trainer.timeline import Timeline
 
 
 class Cluster:
@@ -26,6 +27,10 @@ class Cluster:
     def publisher(self) -> ClusterPublisher:
         """Return the way from the one pool to the other; both must have been started."""
         return ClusterPublisher(self.train, self.rollout, self._spec.train.sync)
+
+    def draw_on(self, timeline: Timeline) -> None:
+        """Draw what each replica does on `timeline`."""
+        self.rollout.draw_on(timeline)
 
     async def stop(self) -> None:
         """End every process of the run."""

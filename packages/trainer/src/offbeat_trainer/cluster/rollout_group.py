@@ -1,133 +1,271 @@
-"""The generation pool as the driver sees it: replicas that come up side by side, and one way to complete a batch."""
+"""The generation pool as the driver sees it: replicas that are watched and replaced, and one way to complete a batch."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from offbeat_rollout import NoReplica
 from offbeat_rollout.pool import ReplicaPool
-from offbeat_trainer.cluster.placement import release, reserve
-from offbeat_trainer.cluster.replica_worker import ReplicaWorker
-from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
+from offbeat_trainer.cluster.replicas import RemoteReplica, ReplicaStarter
 from offbeat_trainer.cluster.waits import answer, answers
+from offbeat_trainer.timeline import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Sequence
 
-    from offbeat_rollout import Completion, GenerateRequest, Health
+    from offbeat_rollout import Completion, GenerateRequest
     from offbeat_trainer.cluster.spec import ClusterSpec
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 20.0
-MAX_CALLS = 1024  # of one replica at once; a call carries a whole batch, so this is never the limit
+MAX_STARTS = 3
+"""How often one loss is answered with a new process; who cannot even start is given up, with the reason."""
+
+
+class Joiner(Protocol):
+    """Who brings a replacement to the version that is served."""
+
+    async def join(self, name: str, handle: Any) -> None:  # noqa: ANN401
+        """Bring the started replica `name` to the served version and admit it; raises if that fails."""
+        ...
+
+    async def rescue(self) -> None:
+        """Nobody serves any more: let in whoever waits to join."""
+        ...
 
 
 class RolloutGroup:
-    """Starts the replicas and routes batches over those that serve an admitted version."""
+    """Starts the replicas and routes batches over those that serve an admitted version.
+
+    A replica that dies, hangs or says it is not well is *lost*: its requests move to the others, and a new process is
+    started in its place, brought to the served version and admitted. Where it was the only one, batches wait for that.
+    """
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
+        self._starter = ReplicaStarter(spec)
         self.handles: dict[str, Any] = {}
-        self._pool: ReplicaPool | None = None
+        self.joiner: Joiner | None = None
+        self.lost: dict[str, str] = {}  # why; until the replacement is admitted
+        self.replacing: set[str] = set()
+        self._replicas: dict[str, RemoteReplica] = {}
+        self._pool: _WatchedPool | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._started_with: int | None = None
+        self._timeline = Timeline()
 
     async def start(self) -> None:
         """Reserve devices and bring up all replicas; they serve nothing until their first sync."""
-        spec = self._spec
-        rollout = spec.rollout
-        gpus = rollout.rollout.tensor_parallel_size if rollout.rollout.device == "cuda" else 0
-        timeout_s = spec.cluster.start_timeout_s
-        self._placement = reserve("rollout", rollout.num_replicas, gpus, timeout_s=timeout_s)
-        actor_class = ray.remote(ReplicaWorker)
-        for index in range(rollout.num_replicas):
-            name = f"replica {index}"
-            environment = rollout.environments[index] if rollout.environments else {}
-            self.handles[name] = actor_class.options(
-                num_cpus=CPUS_PER_PROCESS,
-                num_gpus=gpus,
-                max_restarts=0,
-                max_concurrency=MAX_CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
-                runtime_env={"env_vars": environment},
-            ).remote(name, rollout, spec.train.sync, f"{spec.log_dir}/replica{index}.log")
+        spec, cluster = self._spec, self._spec.cluster
+        self._starter.reserve()
+        self.handles = {name: self._starter.launch(name) for name in self._starter.names}
         await answers(
             [handle.start.remote() for handle in self.handles.values()],
             owners=list(self.handles),
             what="load the model and become able to generate",
-            timeout_s=timeout_s,
+            timeout_s=cluster.start_timeout_s,
         )
-        self._pool = ReplicaPool(
-            [RemoteReplica(name, handle, spec.step_timeout_s) for name, handle in self.handles.items()],
-            call_timeout_s=spec.step_timeout_s,
-        )
+        self._replicas = {
+            name: RemoteReplica(name, handle, spec.step_timeout_s, self._timeline)
+            for name, handle in self.handles.items()
+        }
+        self._pool = _WatchedPool(list(self._replicas.values()), spec.step_timeout_s, self._on_lost)
+        self._spawn("watch replicas", self._watch(self._pool))
+
+    def draw_on(self, timeline: Timeline) -> None:
+        """Draw what each replica does on a track of its own."""
+        self._timeline = timeline
+        for replica in self._replicas.values():
+            replica.timeline = timeline
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where replicas are drawn."""
+        return self._timeline
+
+    @property
+    def serving(self) -> dict[str, int]:
+        """Versions of the replicas that get traffic, by name."""
+        return self._open().versions
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Complete a batch over all admitted replicas, in the order of `requests`."""
-        assert self._pool is not None
-        return await self._pool.generate_many(requests)
+        """Complete a batch over all admitted replicas, in the order of `requests`.
+
+        Raises:
+            NoReplica: nobody may serve, and no replacement joined within `cluster.start_timeout_s`.
+        """
+        while True:
+            try:
+                return await self._open().generate_many(requests)
+            except NoReplica:
+                if not self.replacing:
+                    raise
+                await self.until(lambda: bool(self.serving))
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests wherever they are; they return with what they have."""
-        assert self._pool is not None
-        await self._pool.abort(request_ids)
+        await self._open().abort(request_ids)
 
     def admit(self, name: str, version: int) -> None:
         """Give the replica traffic: it serves `version`, verified."""
-        assert self._pool is not None
-        self._pool.admit(name, version)
+        self._open().admit(name, version)
+        self.lost.pop(name, None)
+        self.replacing.discard(name)
+        self.touch()
 
     def admit_all(self, version: int) -> None:
-        """Give every replica traffic at the version it was started with."""
+        """Give every replica traffic at the version it was started with; so for replacements, while nobody syncs."""
+        self._started_with = version
         for name in self.handles:
             self.admit(name, version)
 
-    def fence(self, name: str, reason: str) -> None:
-        """Give the replica no more traffic."""
-        assert self._pool is not None
-        self._pool.fence(name, reason)
+    def lose(self, name: str, reason: str) -> None:
+        """Give the replica up for dead: its requests go elsewhere, and it is replaced."""
+        self._open().lose(name, reason)
+
+    async def unwell(self, names: Collection[str]) -> dict[str, str]:
+        """Ask these replicas for their health now; who is not well or late is lost, and returned with the reason."""
+        reasons = dict(zip(names, await asyncio.gather(*map(self._reason_unwell, names)), strict=True))
+        unwell = {name: reason for name, reason in reasons.items() if reason}
+        for name, reason in unwell.items():
+            self.lose(name, reason)
+        return unwell
+
+    def touch(self) -> None:
+        """Let those who wait with `until` look again."""
+        self._changed.set()
+
+    async def until(self, met: Callable[[], bool]) -> None:
+        """Wait for something that a replacement will bring about.
+
+        Raises:
+            NoReplica: no replacement is under way any more, or it took longer than `cluster.start_timeout_s`.
+        """
+        limit_s = self._spec.cluster.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not met():
+                    if not self.replacing:
+                        raise NoReplica(f"no replica is left, and none replaced: {self._open().describe()}")
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise NoReplica(
+                f"waited {limit_s:g} s for {', '.join(sorted(self.replacing))} to be replaced: {self._open().describe()}; "
+                "the log of the replica says what it was doing. If it was only slow, raise cluster.start_timeout_s"
+            ) from error
 
     async def stop(self) -> None:
         """End the replicas and give their devices back; safe to call twice, and before `start` ended."""
-        for name, handle in self.handles.items():
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        handles, self.handles = self.handles, {}
+        await asyncio.gather(*(_end(name, handle) for name, handle in handles.items()))
+        self._starter.release()
+
+    async def _watch(self, pool: _WatchedPool) -> None:
+        cluster = self._spec.cluster
+        while True:
             try:
-                await answer(handle.stop.remote(), owner=name, what="stop", timeout_s=STOP_TIMEOUT_S)
+                await pool.watch(cluster.health_period_s, cluster.health_timeout_s)
             except Exception:
-                log.warning("%s did not stop by itself", name, exc_info=True)
-            ray.kill(handle)
-        self.handles = {}
-        if hasattr(self, "_placement"):
-            release(self._placement)
-            del self._placement
+                log.exception("watching the replicas failed; going on")
 
+    def _on_lost(self, name: str, reason: str) -> None:
+        if name in self.replacing or name not in self.handles:
+            return
+        log.warning("%s is lost (%s); a new one is started in its place", name, reason)
+        self._timeline.mark(name, f"lost: {reason}")
+        self.lost[name] = reason
+        self.replacing.add(name)
+        self._spawn(f"replace {name}", self._replace(name))
+        if self.joiner is not None and not self.serving:
+            self._spawn("rescue", self.joiner.rescue())
 
-class RemoteReplica:
-    """Satisfies `Replica`: forwards to the process of one replica."""
+    async def _replace(self, name: str) -> None:
+        why = self.lost[name]
+        try:
+            for _ in range(MAX_STARTS):
+                try:
+                    with self._timeline.span(name, "start anew"):
+                        await self._start_anew(name)
+                except Exception as error:
+                    log.exception("%s could not be replaced", name)
+                    why = str(error) or type(error).__name__
+                    self._open().fence(name, f"lost, and not replaced: {why}")
+                else:
+                    return
+            log.error("%s is given up after %d attempts to replace it: %s", name, MAX_STARTS, why)
+            self.replacing.discard(name)
+        finally:
+            self.touch()
 
-    def __init__(self, name: str, handle: Any, timeout_s: float) -> None:  # noqa: ANN401
-        self._name = name
-        self._handle = handle
-        self._timeout_s = timeout_s
-
-    @property
-    def name(self) -> str:
-        """The replica's name."""
-        return self._name
-
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Forward."""
-        call = self._handle.generate_many.remote(requests)
-        return await answer(call, owner=self._name, what="complete a batch", timeout_s=self._timeout_s)
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """Forward."""
-        call = self._handle.abort_requests.remote(request_ids)
-        await answer(call, owner=self._name, what="abort requests", timeout_s=self._timeout_s)
-
-    async def health(self) -> Health:
-        """Forward."""
-        return await answer(
-            self._handle.health.remote(), owner=self._name, what="say how it is", timeout_s=self._timeout_s
+    async def _start_anew(self, name: str) -> None:
+        ray.kill(self.handles[name])  # one that hangs must not hold its devices
+        handle = self.handles[name] = self._starter.launch(name)
+        await answer(
+            handle.start.remote(),
+            owner=name,
+            what="load the model and become able to generate",
+            timeout_s=self._spec.cluster.start_timeout_s,
         )
+        self._replicas[name].handle = handle
+        if self.joiner is not None:
+            await self.joiner.join(name, handle)
+        elif self._started_with is not None:
+            self.admit(name, self._started_with)
+        else:  # before the first sync, for which it is ready now
+            self.lost.pop(name)
+            self.replacing.discard(name)
+
+    async def _reason_unwell(self, name: str) -> str:
+        try:
+            async with asyncio.timeout(self._spec.cluster.health_timeout_s):
+                health = await self._replicas[name].health()
+        except (ConnectionError, TimeoutError) as error:
+            return str(error) or f"no answer within {self._spec.cluster.health_timeout_s:g} s"
+        return "" if health.ok else health.detail or "said it is not well"
+
+    def _open(self) -> _WatchedPool:
+        assert self._pool is not None, "`start` comes first"
+        return self._pool
+
+    def _spawn(self, name: str, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+
+
+class _WatchedPool(ReplicaPool):
+    """A pool that tells who was lost."""
+
+    def __init__(
+        self, replicas: Sequence[RemoteReplica], call_timeout_s: float, on_lost: Callable[[str, str], None]
+    ) -> None:
+        super().__init__(replicas, call_timeout_s=call_timeout_s)
+        self._on_lost = on_lost
+
+    def lose(self, name: str, why: str) -> None:
+        super().lose(name, why)
+        self._on_lost(name, why)
+
+
+async def _end(name: str, handle: Any) -> None:  # noqa: ANN401
+    try:
+        await answer(handle.stop.remote(), owner=name, what="stop", timeout_s=STOP_TIMEOUT_S)
+    except Exception:
+        log.warning("%s did not stop by itself", name, exc_info=True)
+    ray.kill(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -33,6 +34,10 @@ class TrainGroup:
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._names = [f"training rank {rank}" for rank in range(spec.train.num_ranks)]
+        self.standing = (
+            asyncio.Lock()
+        )  # held by whoever needs the weights to stand still, and while they change
+        self.updates = 0
 
     async def start(self) -> None:
         """Reserve devices, start the ranks and let them meet."""
@@ -69,11 +74,15 @@ class TrainGroup:
 
     async def update(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.update`."""
-        return (await self.call("update", ray.put(batch), what="train on a batch"))[0]
+        async with self.standing:
+            self.updates += 1
+            return (await self.call("update", ray.put(batch), what="train on a batch"))[0]
 
     async def supervise(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.supervise`."""
-        return (await self.call("supervise", ray.put(batch), what="train on a supervised batch"))[0]
+        async with self.standing:
+            self.updates += 1
+            return (await self.call("supervise", ray.put(batch), what="train on a supervised batch"))[0]
 
     async def save(self, step: int) -> None:
         """See `Policy.save`."""

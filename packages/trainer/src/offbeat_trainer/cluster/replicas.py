@@ -1,0 +1,103 @@
+"""Replicas as the driver sees them: how one is started, and how it is spoken to."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from offbeat_trainer.cluster.placement import release, reserve
+from offbeat_trainer.cluster.replica_worker import ReplicaWorker
+from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
+from offbeat_trainer.cluster.waits import answer
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from offbeat_rollout import Completion, GenerateRequest, Health
+    from offbeat_trainer.cluster.spec import ClusterSpec
+    from offbeat_trainer.timeline import Timeline
+
+MAX_CALLS = 1024  # of one replica at once; a call carries a whole batch, so this is never the limit
+
+
+class ReplicaStarter:
+    """Room for the replicas of a run, and processes in it: a replacement takes the place of the one it follows."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        """Start nothing and reserve nothing yet."""
+        self._spec = spec
+        self.names = [f"replica {index}" for index in range(spec.rollout.num_replicas)]
+
+    def reserve(self) -> None:
+        """Reserve devices for all replicas; see `offbeat_trainer.cluster.placement`."""
+        spec = self._spec
+        self._placement = reserve(
+            "rollout", len(self.names), self._gpus_each, timeout_s=spec.cluster.start_timeout_s
+        )
+
+    def launch(self, name: str) -> Any:  # noqa: ANN401
+        """Return the handle of a new process for replica `name`, which has still to load its model."""
+        spec, index = self._spec, self.names.index(name)
+        rollout = spec.rollout
+        environment = rollout.environments[index] if rollout.environments else {}
+        return (
+            ray.remote(ReplicaWorker)
+            .options(
+                num_cpus=CPUS_PER_PROCESS,
+                num_gpus=self._gpus_each,
+                max_restarts=0,
+                max_concurrency=MAX_CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
+                runtime_env={"env_vars": environment},
+            )
+            .remote(name, rollout, spec.train.sync, f"{spec.log_dir}/replica{index}.log")
+        )
+
+    def release(self) -> None:
+        """Give the devices back; safe to call twice, and before `reserve`."""
+        if hasattr(self, "_placement"):
+            release(self._placement)
+            del self._placement
+
+    @property
+    def _gpus_each(self) -> int:
+        rollout = self._spec.rollout.rollout
+        return rollout.tensor_parallel_size if rollout.device == "cuda" else 0
+
+
+class RemoteReplica:
+    """Satisfies `Replica`: forwards to the process of one replica. A replacement's `handle` takes the old one's place."""
+
+    def __init__(self, name: str, handle: Any, timeout_s: float, timeline: Timeline) -> None:  # noqa: ANN401
+        self.handle = handle
+        self.timeline = timeline
+        self._name = name
+        self._timeout_s = timeout_s
+        self._calls = count()
+
+    @property
+    def name(self) -> str:
+        """The replica's name."""
+        return self._name
+
+    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """Forward, and draw the call on the replica's track."""
+        call = self.handle.generate_many.remote(requests)
+        with self.timeline.overlapping(
+            self._name, "complete", f"{self._name}/{next(self._calls)}", requests=len(requests)
+        ):
+            return await answer(call, owner=self._name, what="complete a batch", timeout_s=self._timeout_s)
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """Forward."""
+        call = self.handle.abort_requests.remote(request_ids)
+        await answer(call, owner=self._name, what="abort requests", timeout_s=self._timeout_s)
+
+    async def health(self) -> Health:
+        """Forward."""
+        return await answer(
+            self.handle.health.remote(), owner=self._name, what="say how it is", timeout_s=self._timeout_s
+        )

@@ -1,0 +1,204 @@
+"""Replicas that die or hang in the middle of things, with real processes: nothing is lost and the run goes on."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from offbeat_ckptsync import SyncConfig
+from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig
+from offbeat_engine.testing import make_tiny_model, random_batch
+from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
+from offbeat_trainer import AlgorithmConfig
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.config import AsyncConfig, ClusterConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.journal.events import Dropped, Finished, Issued, Taken
+from offbeat_trainer.journal.memory import MemoryJournal
+from offbeat_trainer.loops.fully_async import run_fully_async
+from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.parts import Parts
+from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.testing import Recorder, ScriptedTask
+from offbeat_trainer.timeline import Timeline
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+TIMEOUT_S = 240.0
+POLL_S = 0.02
+STEPS = 6
+GROUPS = 3  # a step
+GROUP_SIZE = 2
+COMPLETION_TOKENS = 250
+
+
+async def until(condition, what):
+    """Wait until the function `condition` says yes."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {TIMEOUT_S:g} s for {what}"
+        await asyncio.sleep(POLL_S)
+
+
+async def pid_of(handle):
+    return await asyncio.wait_for(handle.__ray_call__.remote(lambda _: os.getpid()), TIMEOUT_S)
+
+
+def requests(number):
+    return [
+        GenerateRequest(
+            request_id=f"r{index}",
+            prompt_ids=(1 + index, 3),
+            sampling=SamplingParams(max_tokens=8, seed=index),
+        )
+        for index in range(number)
+    ]
+
+
+async def start_cluster(folder, num_replicas):
+    from offbeat_trainer.cluster.cluster import Cluster
+    from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
+
+    model = make_tiny_model(folder / "tiny")
+    train = TrainSpec(
+        engine_name="fsdp2",
+        device="cpu",
+        num_ranks=1,
+        threads_per_rank=1,
+        loss_fn=PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=COMPLETION_TOKENS),
+        updates_per_step=1,
+        checkpoint_dir=str(folder / "policy"),
+        keep_checkpoints=2,
+        collective_timeout_s=TIMEOUT_S,
+        sync=SyncConfig(),
+    )
+    rollout = RolloutSpec(
+        adapter_name="hf",
+        rollout=RolloutConfig(model_path=model, max_model_len=512),
+        num_replicas=num_replicas,
+    )
+    cluster = Cluster(
+        ClusterSpec(
+            cluster=ClusterConfig(
+                object_store_mib=128, health_period_s=0.5, health_timeout_s=20.0, start_timeout_s=TIMEOUT_S
+            ),
+            train=train,
+            rollout=rollout,
+            log_dir=str(folder / "logs"),
+            step_timeout_s=TIMEOUT_S,
+        )
+    )
+    try:
+        await asyncio.gather(cluster.train.start(), cluster.rollout.start())
+        await cluster.train.build(
+            EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
+        )
+    except BaseException:
+        await cluster.stop()
+        raise
+    return cluster
+
+
+def parts_of(cluster, folder, recorder, journal, timeline):
+    cluster.draw_on(timeline)
+    return Parts(
+        task=ScriptedTask(),
+        policy=cluster.train,
+        generator=GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort),
+        publisher=cluster.publisher(),
+        reporter=recorder,
+        store=RunStore(folder / "state", keep=2),
+        seed=3,
+        loop=LoopConfig(
+            steps=STEPS,
+            prompts_per_step=GROUPS,
+            group_size=GROUP_SIZE,
+            validation_prompts=1,
+            step_timeout_s=TIMEOUT_S,
+        ),
+        algorithm=AlgorithmConfig(),
+        sampling=SamplingConfig(max_tokens=COMPLETION_TOKENS),
+        asynchrony=AsyncConfig(max_staleness=2),
+        journal=journal,
+        timeline=timeline,
+    )
+
+
+def check_account(journal):
+    """Every group that was begun was finished whole by replicas and trained once; none was made up, none dropped."""
+    events = list(journal.events())
+    issued = [event.index for event in events if isinstance(event, Issued)]
+    taken = [index for event in events if isinstance(event, Taken) for index in event.indices]
+    finished = {event.index: event for event in events if isinstance(event, Finished)}
+    assert issued == list(range(STEPS * GROUPS))
+    assert sorted(taken) == issued
+    assert not [event for event in events if isinstance(event, Dropped)]
+    sizes = {len(finished[index].completions) for index in taken}
+    assert sizes == {GROUP_SIZE}
+    assert all(one.token_ids for index in taken for one in finished[index].completions)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 1])
+async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas):
+    cluster = await start_cluster(tmp_path, num_replicas)
+    try:
+        recorder, journal = Recorder(), MemoryJournal()
+        timeline = Timeline(tmp_path / "trace.json")
+        parts = parts_of(cluster, tmp_path, recorder, journal, timeline)
+        run = asyncio.create_task(run_fully_async(parts, Outcome()))
+        await until(lambda: run.done() or len(recorder.steps) >= 2, "two steps")
+        assert not run.done(), "the run was over before the replica could be killed"
+        doomed = cluster.rollout.handles["replica 0"]
+        os.kill(await pid_of(doomed), signal.SIGKILL)
+        await asyncio.wait_for(run, TIMEOUT_S)
+        assert sorted(recorder.steps) == list(range(1, STEPS + 1))
+        check_account(journal)
+        await until(lambda: len(cluster.rollout.serving) == num_replicas, "the replacement to serve")
+        assert cluster.rollout.handles["replica 0"] is not doomed
+        assert set(cluster.rollout.serving.values()) == {STEPS + 1}
+        made = await cluster.rollout.generate_many(requests(8))
+        assert {version for one in made for version in one.policy_versions} == {STEPS + 1}
+        timeline.close()
+        drawn = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())}
+        assert {"complete", "paused", "start anew"} <= drawn
+        assert any(str(name).startswith("lost: ") for name in drawn)
+    finally:
+        await cluster.stop()
+
+
+async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(tmp_path):
+    cluster = await start_cluster(tmp_path, 2)
+    rollout, publisher = cluster.rollout, cluster.publisher()
+    try:
+        await publisher.publish(1)
+        os.kill(await pid_of(rollout.handles["replica 1"]), signal.SIGKILL)
+        # Nobody has noticed: the sync itself meets the dead member, and goes on with the other.
+        assert list((await publisher.publish(2)).members) == ["replica 0"]
+        await until(
+            lambda: rollout.serving == {"replica 0": 2, "replica 1": 2}, "the replacement to catch up"
+        )
+        each = [await handle.generate_many.remote(requests(4)) for handle in rollout.handles.values()]
+        assert each[0] == each[1]
+
+        # One that hangs is found by its silence and replaced; its devices are free.
+        os.kill(await pid_of(rollout.handles["replica 1"]), signal.SIGSTOP)
+        await until(lambda: "replica 1" in rollout.lost, "the silence to be noticed")
+        await until(
+            lambda: rollout.serving == {"replica 0": 2, "replica 1": 2}, "the replacement to catch up"
+        )
+
+        # Training is a step ahead of what is served, and nobody is left to serve: the weights of now, by their name.
+        await cluster.train.supervise(random_batch(4))
+        for handle in list(rollout.handles.values()):
+            os.kill(await pid_of(handle), signal.SIGKILL)
+        made = await asyncio.wait_for(rollout.generate_many(requests(4)), TIMEOUT_S)
+        assert {version for one in made for version in one.policy_versions} == {3}
+        assert (await publisher.publish(3)).version == 3
+        await cluster.train.supervise(random_batch(4))
+        await publisher.publish(4)
+        await until(lambda: rollout.serving == {"replica 0": 4, "replica 1": 4}, "both to serve")
+    finally:
+        await cluster.stop()
