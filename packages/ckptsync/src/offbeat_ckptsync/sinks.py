@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.copying import copy_all
-from offbeat_ckptsync.manifest import dtype_name, make_manifest, manifest_of, require_match
+from offbeat_ckptsync.errors import ManifestError
+from offbeat_ckptsync.manifest import dtype_name, dtype_of, make_manifest, manifest_of, require_match
 from offbeat_ckptsync.types import Manifest, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
+
+    from offbeat_ckptsync.interface import WeightSource
 
 
 class ModuleSource:
@@ -30,6 +34,38 @@ class ModuleSource:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors themselves, detached; nothing is copied."""
         yield from distinct_tensors(self._module)
+
+
+class CastSource:
+    """Another source's floating tensors in one dtype, converted as they are sent: fp32 master weights as bfloat16, say.
+
+    What is not floating, and what has the dtype already, goes as it is.
+    """
+
+    def __init__(self, source: WeightSource, dtype: str) -> None:
+        """Send what `source` yields in the floating `dtype`, a torch name such as "bfloat16".
+
+        Raises:
+            ManifestError: torch has no such dtype, or it is not floating.
+        """
+        self._source = source
+        self._dtype = dtype_of(dtype)
+        if not self._dtype.is_floating_point:
+            raise ManifestError(f"cast to {dtype}: only floating dtypes can be sent in place of others")
+
+    def manifest(self) -> Manifest:
+        """Return the other source's manifest with the dtypes that are sent."""
+        return make_manifest(
+            dataclasses.replace(spec, dtype=dtype_name(self._dtype))
+            if dtype_of(spec.dtype).is_floating_point
+            else spec
+            for spec in self._source.manifest().specs
+        )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the other source's tensors, converted one at a time."""
+        for name, tensor in self._source.tensors():
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 class ModuleSink:
