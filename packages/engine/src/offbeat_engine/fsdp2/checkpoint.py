@@ -23,8 +23,8 @@ from offbeat_engine.fsdp2.weights import held
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_engine.fsdp2.model import Scorer
     from offbeat_engine.fsdp2.optimizers import Moments
+    from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.fsdp2.updater import Updater
     from offbeat_engine.world import World
 

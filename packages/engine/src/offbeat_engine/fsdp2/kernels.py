@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from offbeat_engine.config import EngineConfig
-    from offbeat_engine.fsdp2.model import Scorer
+    from offbeat_engine.fsdp2.scorer import Scorer
 
 # What torch's compiler says about itself as it compiles.
 _REMARKS = ("`torch.jit", "The .grad attribute of a Tensor that is not a leaf")

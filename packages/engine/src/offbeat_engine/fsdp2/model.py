@@ -14,7 +14,6 @@ import torch
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import attention, conversion, freezing, kernels, lora, weights
-from offbeat_engine.fsdp2.heads import token_logprobs
 from offbeat_engine.fsdp2.layout import (
     flash_inputs,
     flash_rows_inputs,
@@ -22,36 +21,14 @@ from offbeat_engine.fsdp2.layout import (
     padded_inputs,
     shared_inputs,
 )
+from offbeat_engine.fsdp2.scorer import Scorer
 
 if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig, ModelConfig
-    from offbeat_engine.fsdp2.layout import Layout, MakeInputs
+    from offbeat_engine.fsdp2.layout import MakeInputs
 
 # Settings by which some families change logits after the head; we take logits ourselves, so we must not ignore them.
 _LOGIT_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
-
-
-class Scorer(torch.nn.Module):
-    """A Hugging Face model that answers with what the loss needs instead of logits.
-
-    Only the base model and the head run, so a mixture of experts adds no auxiliary loss for its router.
-    """
-
-    def __init__(self, hf: Any, head: str, base: dict[str, int] | None = None) -> None:  # noqa: ANN401
-        super().__init__()
-        self.hf = hf
-        self.head = head
-        self.base = {} if base is None else base  # fingerprints of what checkpoints leave out
-
-    def forward(self, layout: Layout, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
-        """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32."""
-        states = self.hf.base_model(**layout.model_inputs, use_cache=False).last_hidden_state
-        hidden_MH = states.flatten(0, 1).index_select(0, layout.select_M)
-        if self.head == "value":
-            return (self.hf.score(hidden_MH).squeeze(-1).float(),)
-        return token_logprobs(
-            hidden_MH, self.hf.lm_head, layout.targets_M, layout.temperature_M, entropy_gradient
-        )
 
 
 def build_scorer(config: EngineConfig) -> Scorer:

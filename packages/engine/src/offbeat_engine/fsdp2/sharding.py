@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from offbeat_engine.config import EngineConfig
-    from offbeat_engine.fsdp2.model import Scorer
+    from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.world import SubGroup, World
 
 # Below this size a model is one FSDP group, gathered once per step: on small models the hooks and collectives

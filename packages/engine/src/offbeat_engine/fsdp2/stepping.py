@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.fsdp2.activations import HostActivations
     from offbeat_engine.fsdp2.layout import Layout, MakeInputs
-    from offbeat_engine.fsdp2.model import Scorer
+    from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.interface import LossFn, PostprocessFn, Predictions, PreprocessFn
     from offbeat_engine.world import SubGroup, World
 

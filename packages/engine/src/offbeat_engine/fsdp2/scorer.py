@@ -1,0 +1,38 @@
+"""The model as the loss sees it: what it says of chosen tokens, instead of logits."""
+
+# transformers' models are untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat_engine.fsdp2.heads import token_logprobs
+
+if TYPE_CHECKING:
+    from offbeat_engine.fsdp2.layout import Layout
+
+
+class Scorer(torch.nn.Module):
+    """A Hugging Face model that answers with what the loss needs instead of logits.
+
+    Only the base model and the head run, so a mixture of experts adds no auxiliary loss for its router.
+    """
+
+    def __init__(self, hf: Any, head: str, base: dict[str, int] | None = None) -> None:  # noqa: ANN401
+        super().__init__()
+        self.hf = hf
+        self.head = head
+        self.base = {} if base is None else base  # fingerprints of what checkpoints leave out
+
+    def forward(self, layout: Layout, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
+        """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32."""
+        states = self.hf.base_model(**layout.model_inputs, use_cache=False).last_hidden_state
+        hidden_MH = states.flatten(0, 1).index_select(0, layout.select_M)
+        if self.head == "value":
+            return (self.hf.score(hidden_MH).squeeze(-1).float(),)
+        return token_logprobs(
+            hidden_MH, self.hf.lm_head, layout.targets_M, layout.temperature_M, entropy_gradient
+        )
