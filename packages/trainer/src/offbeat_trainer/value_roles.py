@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 
 from offbeat_engine import TrainBatch, train_batch
 from offbeat_trainer.algorithms.value_loss import ValueLoss, explained_variance
@@ -90,5 +89,4 @@ def _predict_values(engine: Engine, batch: TrainBatch) -> torch.Tensor:
     share = engine.shard_data(batch)
     with engine.eval_mode():
         predictions, _ = engine.forward_backward_step(share, forward_only=True)
-    mine = TensorDict({"values": predictions["values"].cpu()}, batch_size=predictions.batch_size)
-    return engine.unshard_data(mine)["values"]
+    return engine.unshard_data(predictions.select("values"))["values"]

@@ -10,6 +10,7 @@ import torch
 
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import Schedule
+from offbeat_engine.fsdp2.lora import has_peft
 from offbeat_engine.fsdp2.model import has_flash_attention, wants_flash
 from offbeat_engine.fsdp2.option_checks import option_refusals
 
@@ -25,12 +26,15 @@ _MISSING = {
 
 
 def capabilities() -> Capabilities:
-    """Return the declaration of the FSDP2 engine."""
+    """Return the declaration of the FSDP2 engine, as it is installed here."""
+    missing = dict(_MISSING)
+    if not has_peft():
+        missing[Feature.LORA] = "the peft package is not installed (pip install offbeat-engine[lora])"
     return Capabilities(
         engine="fsdp2",
         devices=frozenset({"cpu", "cuda"}),
-        features=frozenset(set(Feature) - set(_MISSING)),
-        missing=dict(_MISSING),
+        features=frozenset(set(Feature) - set(missing)),
+        missing=missing,
     )
 
 
