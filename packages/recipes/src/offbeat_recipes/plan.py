@@ -106,7 +106,7 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
         completions_per_step=completions,
         updates_per_step=loop.updates_per_step,
         sequences_per_update=per_update,
-        sequences_per_rank=-(-per_update // config.engine.num_ranks),
+        sequences_per_rank=-(-per_update * config.engine.sequence_parallel_size // config.engine.num_ranks),
         max_tokens_per_sequence=longest,
         max_tokens_per_step=completions * longest,
         steps=loop.steps,
