@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from offbeat_engine import EngineConfig, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, kernels, sharding
-from offbeat_engine.testing import RankPool, random_batch, relative_error
+from offbeat_engine.testing import RankPool, make_tiny_model, random_batch, relative_error
 
 BATCHES = [random_batch(8 + seed, seed=seed, max_tokens=20 + 4 * seed) for seed in range(4)]
 
@@ -46,6 +46,7 @@ compiles = pytest.mark.skipif(kernels.compiler_missing("cpu") is not None, reaso
 
 
 @compiles
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_compiled_layers_answer_alike_and_are_compiled_once_for_all_batches(tiny):
     from torch._dynamo.utils import counters
@@ -58,6 +59,14 @@ def test_compiled_layers_answer_alike_and_are_compiled_once_for_all_batches(tiny
     check(train(engine, BATCHES), train(plain, BATCHES))
     assert counters["stats"]["unique_graphs"] == compiled
     assert [spec.name for spec in engine.weight_manifest()] == [spec.name for spec in plain.weight_manifest()]
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_compiled_mixture_of_experts_answers_alike(tmp_path):
+    path = make_tiny_model(tmp_path, family="mixtral", num_local_experts=4)
+    check(train(make_engine(path, compile=True), BATCHES), train(make_engine(path), BATCHES))
 
 
 def train_sharded(world, path, changes):

@@ -197,3 +197,7 @@ def test_folders_that_hold_another_head_or_not_all_weights_are_refused(tiny, tmp
     with pytest.raises(ConfigError, match=r"lack 1 of the model's weights, such as `lm_head\.weight`"):
         make_engine(untied, model=ModelConfig(path=untied))
     assert "score.weight" in weights_of(make_engine(untied))
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack 1 of the model's weights, such as `model\.norm\.weight`"):
+        make_engine(untied)

@@ -32,10 +32,14 @@ def compile_layers(scorer: Scorer) -> None:
     """Compile each decoder layer's forward for any number of tokens; layers of one kind share the code.
 
     Only forward is replaced, so what hooks into modules (sharding, checkpointing) stays outside and names stay as
-    they are. Packed attention is no part of the graph: its plan differs with every micro-batch.
+    they are. Packed attention is no part of the graph, for its plan differs with every micro-batch, nor are experts
+    that are held as one tensor, for how many tokens each gets is known only as it runs.
     """
     with _quiet():
         for layer in layers_of(scorer):
+            for module in layer.modules():
+                if any(param.dim() > 2 for param in module.parameters(recurse=False)):
+                    module.forward = torch.compiler.disable(module.forward)
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
