@@ -107,6 +107,8 @@ def test_placement_names_every_process():
         (["sampling.temperature=0"], ["sampling.temperature"]),
         (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip"]),
         (["algorithm.dual_clip=3"], []),
+        (["engine.lora.rank=4", "engine.lora.export=adapter"], ["engine.lora.export"]),
+        (["mode=fully_async", "mode.sync_every=9"], ["mode"]),
         (["sync.transport=loopback"], ["sync.transport"]),
         (["sync=disk"], []),
         (["trainer.prompts_per_step=1001"], ["trainer.prompts_per_step"]),
