@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_trainer.journal.events import Taken
+from offbeat_trainer.journal.events import Dropped, Issued, Taken
 from offbeat_trainer.journal.sqlite import SqliteJournal
 
 SMALL = (
@@ -128,6 +128,65 @@ def test_a_killed_asynchronous_run_resumes_bit_for_bit_where_timing_decides_noth
     assert summary["mode"] == "fully_async"
     assert summary["where_time_went"]
     json.loads((tmp_path / "killed" / "trace.json").read_text())
+
+
+def begin(folder: Path, *settings: str) -> subprocess.Popen[str]:
+    """Start a run without waiting for it."""
+    return subprocess.Popen(
+        command(folder, *settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, num_steps: int) -> None:
+    """Wait until `num_steps` steps are on record."""
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < num_steps:
+        assert process.poll() is None, f"the run ended before step {num_steps}"
+        assert time.monotonic() < deadline, "the run made no steps"
+        time.sleep(0.02)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_a_run_whose_training_rank_dies_says_so_and_goes_on_later_until_it_is_terminated(tmp_path: Path):
+    folder = tmp_path / "run"
+    settings = ("rollout=hf", "mode=fully_async", "trainer.steps=1000", "trainer.save_every=2")
+    process = begin(folder, *settings)
+    wait_for_steps(process, folder, 3)
+    owners = [pid for pid in os.listdir("/proc") if pid.isdigit()]
+    (rank,) = [int(pid) for pid in owners if _has_open(pid, folder / "logs" / "train_rank0.log")]
+    os.kill(rank, signal.SIGKILL)
+    _, failed = process.communicate(timeout=RUN_TIMEOUT_S)
+    assert process.returncode == 1
+    assert "training rank 0 died while it should" in failed
+    assert "resume=auto" in failed
+    wait_for_orphans(folder)
+    steps = len(history(folder))
+
+    process = begin(folder, *settings, "resume=auto")
+    wait_for_steps(process, folder, steps + 2)
+    os.kill(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    assert process.returncode == 130, "SIGTERM ends a run like Ctrl-C: after its step, with a checkpoint"
+    assert "from the checkpoint of step" in said
+    assert "resume=auto" in said
+    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    assert [line["step"] for line in history(folder)] == list(range(1, steps + 1))
+    journal = SqliteJournal(folder / "checkpoints" / "journal.sqlite")
+    events = list(journal.events())
+    journal.close()
+    taken = {event.step: event.indices for event in events if isinstance(event, Taken)}
+    trained = [index for indices in taken.values() for index in indices]
+    assert len(trained) == len(set(trained)) == steps * 4
+    begun = {event.index for event in events if isinstance(event, Issued)}
+    assert begun == set(range(len(begun)))
+    assert set(trained) <= begun
+    assert not [event for event in events if isinstance(event, Dropped)]
 
 
 @pytest.mark.vllm

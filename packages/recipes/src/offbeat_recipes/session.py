@@ -138,14 +138,15 @@ async def _guarded(session: Session, work: Work) -> int:
 def _failed(session: Session, message: str) -> int:
     session.extra["error"] = message
     sys.stderr.write(f"\nfailed: {message}\n  full logs: {session.folder.logs}\n")
+    if session.stop.listening:  # there is something to go on from
+        sys.stderr.write(f"  to go on: {_again(session)}\n")
     return FAILED
 
 
 def _where_next(session: Session, code: int) -> dict[str, object]:
     folder = session.folder.path
     if code:
-        again = f"uv run offbeat-train --config {folder / 'config.yaml'} run_dir={folder} resume=auto"
-        return {"resume_command": again, "paths": {"logs": str(session.folder.logs)}}
+        return {"resume_command": _again(session), "paths": {"logs": str(session.folder.logs)}}
     return {
         "paths": {
             "trained model": str(
@@ -157,3 +158,8 @@ def _where_next(session: Session, code: int) -> dict[str, object]:
             "evaluate": f"uv run offbeat-eval --config {folder / 'config.yaml'} run_dir={folder}",
         }
     }
+
+
+def _again(session: Session) -> str:
+    folder = session.folder.path
+    return f"uv run offbeat-train --config {folder / 'config.yaml'} run_dir={folder} resume=auto"

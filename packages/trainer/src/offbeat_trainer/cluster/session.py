@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import ray
@@ -10,6 +13,8 @@ import ray
 from offbeat_trainer.errors import TrainerError
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from offbeat_trainer.config import ClusterConfig
 
 # Actors ask for slices of a logical core: what they may really use is decided by the plan, not by Ray.
@@ -24,23 +29,41 @@ def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
         TrainerError: the address does not answer, or Ray could not be started.
     """
     try:
-        if config.ray_address:
-            ray.init(address=config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
-        else:
-            ray.init(
-                address="local",
-                num_cpus=LOGICAL_CPUS,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                object_store_memory=config.object_store_mib << 20,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        with _own_sigterm():
+            _connect(config, num_gpus)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"connect to {config.ray_address}" if config.ray_address else "start on this machine"
         raise TrainerError(
             f"Ray could not {where} ({error}); check cluster.ray_address or `ray status`"
         ) from error
+
+
+def _connect(config: ClusterConfig, num_gpus: int) -> None:
+    if config.ray_address:
+        ray.init(address=config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+        return
+    ray.init(
+        address="local",
+        num_cpus=LOGICAL_CPUS,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        object_store_memory=config.object_store_mib << 20,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+
+
+@contextmanager
+def _own_sigterm() -> Generator[None]:
+    """Put back who handles SIGTERM: Ray takes it to end the process at once, and a run ends after its step."""
+    if threading.current_thread() is not threading.main_thread():  # Ray takes it in the main thread only
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def stop_ray() -> None:

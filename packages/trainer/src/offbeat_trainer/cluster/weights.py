@@ -96,7 +96,7 @@ class ClusterPublisher:
         self._train = train
         self._rollout = rollout
         self._config = config
-        self._manager = self._new_manager()
+        self._manager = CheckpointEngineManager(RemoteSource(train), config, on_fence=self._fence)
         for name, handle in rollout.handles.items():
             self._manager.add(RemoteMember(name, handle, config, rollout))
         self._report: SyncReport | None = None  # of the version last committed
@@ -184,14 +184,13 @@ class ClusterPublisher:
         return True
 
     def _members_left(self) -> bool:
-        """Forget who was lost; where that was everybody, begin anew with those who wait to join."""
+        """Forget who was lost; where that was everybody, those who wait to join are the members."""
         for name in self._manager.members:
             if name in self._rollout.lost and name not in self._waiting:
                 self._manager.remove(name)
-        if not self._manager.members and self._waiting:
-            self._manager = self._new_manager()
+        if not self._manager.members:
             for member, _ in self._waiting.values():
-                self._manager.add(member)
+                self._manager.enlist(member)
         return bool(self._manager.members)
 
     def _admit(self, name: str, version: int) -> None:
@@ -203,9 +202,6 @@ class ClusterPublisher:
         """End the wait of a replacement that did not come through: it is replaced in its turn."""
         if name in self._waiting:
             self._waiting.pop(name)[1].set_exception(WorkerGone(f"{name} could not join: {reason}"))
-
-    def _new_manager(self) -> CheckpointEngineManager:
-        return CheckpointEngineManager(RemoteSource(self._train), self._config, on_fence=self._fence)
 
     async def _fence(self, name: str, reason: str) -> None:
         await asyncio.sleep(0)
