@@ -113,6 +113,7 @@ class CheckpointEngineManager:
                 raise VersionError(
                     f"version {version} after {self._label.version} was committed; versions must rise"
                 )
+            left: dict[str, str] = {}
             while True:
                 members = dict(self._members)
                 if not members:
@@ -121,11 +122,13 @@ class CheckpointEngineManager:
                     self._label, report = await self._run(
                         self._source, members, Aim(version=version, check=self._book.check)
                     )
-                except SyncFailed:
-                    if not self._left(members) or not self._members:
+                except SyncFailed as failed:
+                    gone = [name for name, member in members.items() if self._members.get(name) is not member]
+                    if not gone or not self._members:
                         raise
+                    left |= dict.fromkeys(gone, str(failed))
                 else:
-                    return report
+                    return dataclasses.replace(report, left=left)
 
     async def catch_up(self, member: Member) -> SyncReport | None:
         """Bring a late joiner to the committed version and make it a member; waits for a sync that runs.
@@ -186,9 +189,6 @@ class CheckpointEngineManager:
             raise SyncError(
                 f"a member is called {name!r} already; names are unique, `remove` the other one first"
             )
-
-    def _left(self, members: dict[str, Member]) -> list[str]:
-        return [name for name, member in members.items() if self._members.get(name) is not member]
 
     async def _asked(self, answer: Awaitable[_Result], name: str) -> _Result:
         limit_s = self._config.begin_timeout_s

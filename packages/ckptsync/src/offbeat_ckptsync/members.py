@@ -82,7 +82,7 @@ class LocalMember:
     async def transfer(self, offer: SyncOffer) -> list[Echo]:
         """Stage in a thread."""
         echo = await in_thread(
-            lambda: self._receiver.transfer(self._transport), name=f"stage {offer.version}"
+            lambda: self._receiver.transfer(self._transport, offer.sync_id), name=f"stage {offer.version}"
         )
         return [echo]
 

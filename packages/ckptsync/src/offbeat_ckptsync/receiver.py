@@ -14,7 +14,7 @@ from offbeat_ckptsync.labels import label_of, told
 from offbeat_ckptsync.manifest import check_digest, require_match
 from offbeat_ckptsync.plan import plan_buckets, tensor_views
 from offbeat_ckptsync.staging import Staged, stage
-from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Seat, Sent, Status, SyncOffer
+from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +101,9 @@ class Receiver:
         self._spare: torch.Tensor | None = (
             None  # the last staging buffer, kept: fresh pages cost more than copying
         )
+        self._kept: tuple[Manifest, tuple[Bucket, ...]] | None = (
+            None  # how to read `_spare`, while it is served
+        )
         self._lock = threading.RLock()
 
     @property
@@ -144,17 +147,19 @@ class Receiver:
             self._move(Step.BEGIN)
             self._session = _Session(offer, buckets)
 
-    def transfer(self, transport: Transport) -> Echo:
+    def transfer(self, transport: Transport, sync_id: str = "") -> Echo:
         """Stage every bucket beside the live weights and return the digests of what arrived. Blocks.
+
+        `sync_id` is the sync that is meant, where the caller knows it.
 
         Raises:
             TransferError: the bytes did not arrive; names the bucket. The sync stays open until `abort`.
             PhaseError: no sync was agreed to, or it was aborted meanwhile.
         """
         with self._lock:
+            session = self._open(sync_id)
             self._move(Step.TRANSFER)
-            session = self._open()
-            spare, self._spare = self._spare, None
+            spare, self._spare, self._kept = self._spare, None, None
         mark = time.perf_counter()
         try:
             staged = stage(transport, session.offer, self.seat, session.buckets, spare)
@@ -233,6 +238,7 @@ class Receiver:
             self._version = sent.version
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
             self._spare, session.staged = session.staged.close(), None
+            self._kept = None if self._spare is None else (session.offer.manifest, session.buckets)
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def commit(self, label: Label) -> Label:
@@ -255,7 +261,18 @@ class Receiver:
     def distrust(self) -> None:
         """Let no label stand: what is served was found wrong. The next offer may bring the same version again."""
         with self._lock:
-            self._label, self._committed = None, False
+            self._label, self._committed, self._kept = None, False, None
+
+    def copy(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]]:
+        """Return what is served, from the staging buffer that is kept until the next transfer; nothing is copied.
+
+        Raises:
+            TransferError: there is no such copy, or its label does not stand.
+        """
+        with self._lock:
+            if self._kept is None or self._spare is None or not self._committed:
+                raise TransferError(f"{self._who()} keeps no copy of a committed version")
+            return self._kept[0], list(tensor_views(*self._kept, self._spare))
 
     def abort(self, sync_id: str) -> int:
         """Give up `sync_id` (any open one when empty) and return the version served.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -49,6 +50,7 @@ class Run:
         self._marks: dict[Phase, float] = {}
         self.flips: dict[str, Flip] = {}
         self.fenced: dict[str, str] = {}
+        self._silent: set[str] = set()  # who missed a deadline
         self.refused: dict[str, str] = {}  # of `fenced`: those that still serve the old version, whole
 
     async def begin(self) -> SyncOffer:
@@ -135,9 +137,10 @@ class Run:
         if self._offer is None:
             return served
         sync_id = self._offer.sync_id
-        limit_s = self._config.begin_timeout_s
 
         async def one(name: str, abort: Awaitable[int | None]) -> None:
+            # Who has missed a deadline just now is given a moment, not a second deadline.
+            limit_s = min(self._config.begin_timeout_s, _SILENT_S if name in self._silent else math.inf)
             try:
                 async with asyncio.timeout(limit_s):
                     version = await abort
@@ -252,6 +255,7 @@ class Run:
         errors = {name: task.exception() for name, task in tasks.items() if task.done()}
         causes = {name: error for name, error in errors.items() if error is not None}
         slow = [name for name in tasks if name not in errors]
+        self._silent.update(slow)
         where = f"version {self._aim.version}: {phase}"
         if causes:
             first = next(iter(causes.values()))
@@ -269,4 +273,4 @@ SOURCE = "source"
 """How messages call the sending side."""
 
 _SETTLE_S = 0.25
-_FENCE_S = 1.0
+_FENCE_S = _SILENT_S = 1.0

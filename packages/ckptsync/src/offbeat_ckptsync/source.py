@@ -37,7 +37,15 @@ class Publisher:
         self._sending = threading.Lock()
 
     def offer(self, version: int, members: list[str]) -> SyncOffer:
-        """Return an offer of the current weights as `version` to `members`; moves no bytes."""
+        """Return an offer of the current weights as `version` to `members`; moves no bytes.
+
+        Waits for a `send` that was given up to end, so that its remains take nothing from the time of the next one.
+
+        Raises:
+            PhaseError: it has not ended yet.
+        """
+        self._take_turn()
+        self._sending.release()
         sync_id = uuid.uuid4().hex
         endpoint = self._transport.open(sync_id, members)
         endpoint |= {
@@ -60,10 +68,7 @@ class Publisher:
         Raises:
             PhaseError: the offer is not this source's latest, or another `send` has not ended yet.
         """
-        if not self._sending.acquire(timeout=self._config.begin_timeout_s):
-            raise PhaseError(
-                f"the source still sends another sync after {self._config.begin_timeout_s:g} s; abort that one first"
-            )
+        self._take_turn()
         try:
             members = self._members.get(offer.sync_id)
             if members is None:
@@ -90,6 +95,12 @@ class Publisher:
     def close(self) -> None:
         """Leave all connections."""
         self._transport.close()
+
+    def _take_turn(self) -> None:
+        if not self._sending.acquire(timeout=self._config.begin_timeout_s):
+            raise PhaseError(
+                f"the source still sends another sync after {self._config.begin_timeout_s:g} s; abort that one first"
+            )
 
 
 def _explained(sent: Sent, transport: Transport) -> Sent:

@@ -27,10 +27,10 @@ class Store:
         self.port = port
 
     @classmethod
-    def serve(cls, host: str) -> Store:
-        """Host a store on a free port of `host`, an address of this machine; nothing else is listened on."""
+    def serve(cls, host: str, port: int = 0) -> Store:
+        """Host a store on `port` (0: a free one) of `host`, an address of this machine; nothing else is listened on."""
         # TCPStore by itself listens on every interface; a socket handed in keeps it to this one.
-        listener = socket.create_server((host, 0), backlog=512)
+        listener = socket.create_server((host, port), backlog=512)
         port = int(listener.getsockname()[1])
         store = TCPStore(
             host,

@@ -62,6 +62,17 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """Where an agent listens and what it is: `role` is "member", "source" or "member+source"."""
+
+    name: str
+    role: str
+    host: str
+    port: int
+    layout: dict[str, str | int | float] = field(default_factory=dict[str, "str | int | float"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SyncOffer:
     """What the source proposes: everything a receiver needs to refuse or to receive.
 
@@ -189,4 +200,7 @@ class SyncReport:
     why: str = ""  # the reason for `transport`, where it was picked for this sync
     members: dict[str, Flip] = field(default_factory=dict[str, Flip])
     fenced: dict[str, str] = field(default_factory=dict[str, str])  # member: why it is no longer one
+    left: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # who went while the sync ran: what failed then
     content_digest: str = ""  # of the label under which this version was committed

@@ -46,7 +46,7 @@ class AutoTransport:
         self._members: dict[str, list[str]] = {}
         self._picked: dict[str, SyncOffer] = {}  # by sync: the offer as the picked transport is to see it
         self._chosen = ("", "")
-        self._aborted: set[str] = set()
+        self._aborted: set[str] = set()  # kept: a wait of a sync that is over may look only after the next began
 
     @property
     def chosen(self) -> tuple[str, str]:
@@ -56,7 +56,6 @@ class AutoTransport:
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Host the store (once) and say where it is."""
         with self._lock:
-            self._aborted.clear()  # one sync at a time: those before are over
             self._members = {sync_id: list(members)}
             if self._served is None:
                 self._served = Store.serve(self._host)

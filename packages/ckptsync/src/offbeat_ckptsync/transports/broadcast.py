@@ -58,12 +58,11 @@ class BroadcastTransport:
         self._served: Store | None = None
         self._joined: dict[tuple[str, int], Store] = {}
         self._group: _Group | None = None
-        self._aborted: set[str] = set()
+        self._aborted: set[str] = set()  # kept: a wait of a sync that is over may look only after the next began
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Host the store (once) and say where it is."""
         with self._lock:
-            self._aborted.clear()  # one sync at a time: those before are over
             if self._served is None:
                 self._served = Store.serve(self._host)
             return {"host": self._served.host, "port": self._served.port}

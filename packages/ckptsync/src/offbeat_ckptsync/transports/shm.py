@@ -44,12 +44,11 @@ class ShmTransport:
         self._open: dict[str, Segment] = {}  # by sync
         self._lines: dict[str, list[Line]] = {}  # by sync, the source's ends
         self._maps: dict[str, Mapping] = {}
-        self._aborted: set[str] = set()
+        self._aborted: set[str] = set()  # kept: a wait of a sync that is over may look only after the next began
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Listen (once) and say where."""
         with self._lock:
-            self._aborted.clear()  # one sync at a time: those before are over
             if self._reception is None:
                 self._reception = Reception()
             return self._reception.endpoint()

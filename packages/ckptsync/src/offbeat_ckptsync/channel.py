@@ -1,0 +1,200 @@
+"""A line between two processes that share a secret: authenticated JSON frames over TCP. No pickle, no encryption.
+
+A frame is its length (4 bytes, big-endian, of the body), 32 bytes of HMAC-SHA256, and the body (a JSON object in
+UTF-8). A line opens with three frames whose HMAC bytes are zero, `A` being the side that was called:
+
+    A: {"protocol": "offbeat-sync/1", "nonce": a}                    a, c: 32 random bytes in hex, fresh for each line
+    C: {"protocol": "offbeat-sync/1", "nonce": c, "proof": HMAC(secret, "caller:" a ":" c)}
+    A: {"name": n, "proof": HMAC(secret, "called:" a ":" c ":" n)}         n: who was called, as it registered
+
+Neither sends more to a side whose proof is wrong; it hangs up. From there on the HMAC of a frame covers "caller:" or
+"called:" (who sent it), the number of the frame in its direction (8 bytes, big-endian, from 0), and the body, under
+the key HMAC(secret, "session:" a ":" c). So frames cannot be forged, changed, repeated, left out or sent back. HMAC is
+HMAC-SHA256; in JSON it is written in hex.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+import struct
+from typing import TYPE_CHECKING, cast
+
+from offbeat_ckptsync.errors import TransferError, WireError
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.wire import Json
+
+PROTOCOL = "offbeat-sync/1"
+MAX_FRAME_BYTES = 64 << 20
+"""A manifest takes about 100 bytes per tensor, so this is enough for some 600,000 tensors."""
+
+_MAX_HELLO_BYTES = 4096  # of somebody who has not proved anything yet
+_MAC_BYTES = 32
+_NO_MAC = bytes(_MAC_BYTES)
+
+
+class ChannelClosed(TransferError):
+    """The other side hung up or died."""
+
+
+class Channel:
+    """One end of an open line. `send` may be called by several tasks, `receive` by one."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, is_caller: bool
+    ) -> None:
+        """Take over a connection whose sides have proved themselves; use `dial` and `answer`."""
+        self._reader = reader
+        self._writer = writer
+        self._key = key
+        self._mine, self._theirs = (b"caller:", b"called:") if is_caller else (b"called:", b"caller:")
+        self._num_sent = self._num_received = 0
+
+    async def send(self, message: Json) -> None:
+        """Send a message; raises `ChannelClosed` where nobody is there any more."""
+        body = json.dumps(message, separators=(",", ":")).encode()
+        mac = self._mac(self._mine, self._num_sent, body)
+        self._num_sent += 1
+        await _write(self._writer, mac, body)
+
+    async def receive(self) -> Json:
+        """Return the next message.
+
+        Raises:
+            ChannelClosed: the other side hung up or died.
+            WireError: a frame is not what the other side sent; the line is not used again.
+        """
+        mac, body = await _read(self._reader, MAX_FRAME_BYTES)
+        if not hmac.compare_digest(mac, self._mac(self._theirs, self._num_received, body)):
+            self.close()
+            raise WireError("a frame does not carry the sender's code: it was changed on the way; hung up")
+        self._num_received += 1
+        return _object(body)
+
+    def close(self) -> None:
+        """Hang up; harmless to repeat."""
+        self._writer.close()
+
+    def _mac(self, side: bytes, number: int, body: bytes) -> bytes:
+        return hmac.digest(self._key, side + struct.pack(">Q", number) + body, hashlib.sha256)
+
+
+async def dial(host: str, port: int, secret: str, *, name: str, timeout_s: float) -> Channel:
+    """Call `name` at `host`:`port`; both sides prove that they know `secret`.
+
+    Raises:
+        TransferError: nobody answers within `timeout_s`, or it does not know the secret, or is called otherwise (a port
+            is soon taken by another process when its owner dies).
+    """
+    where = f"{host}:{port}"
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                return await _prove_as_caller(reader, writer, secret.encode(), f"{name} at {where}", name)
+            except BaseException:
+                writer.close()
+                raise
+    except TimeoutError:
+        raise TransferError(f"no answer from {where} within {timeout_s:g} s") from None
+    except OSError as error:
+        raise TransferError(f"nobody answers at {where}: {error}") from error
+
+
+async def answer(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str, *, name: str, timeout_s: float
+) -> Channel:
+    """Answer a call as `name`; raises `TransferError` when the caller does not prove in time that it knows `secret`."""
+    key, mine = secret.encode(), secrets.token_hex(32)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _write(writer, _NO_MAC, _body({"protocol": PROTOCOL, "nonce": mine}))
+            hello = _object((await _read(reader, _MAX_HELLO_BYTES))[1])
+            theirs = _nonce(hello, "the caller")
+            if not hmac.compare_digest(str(hello.get("proof")), _proof(key, "caller", mine, theirs)):
+                raise TransferError("a caller does not know the secret; hung up")
+            await _write(
+                writer, _NO_MAC, _body({"name": name, "proof": _proof(key, "called", mine, theirs, name)})
+            )
+    except TimeoutError:
+        writer.close()
+        raise TransferError(f"a caller did not prove itself within {timeout_s:g} s; hung up") from None
+    except BaseException:
+        writer.close()
+        raise
+    return Channel(reader, writer, _session_key(key, mine, theirs), is_caller=False)
+
+
+async def _prove_as_caller(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, where: str, name: str
+) -> Channel:
+    theirs = _nonce(_object((await _read(reader, _MAX_HELLO_BYTES))[1]), where)
+    mine = secrets.token_hex(32)
+    proof = _proof(key, "caller", theirs, mine)
+    await _write(writer, _NO_MAC, _body({"protocol": PROTOCOL, "nonce": mine, "proof": proof}))
+    try:
+        told = _object((await _read(reader, _MAX_HELLO_BYTES))[1])
+    except ChannelClosed as closed:
+        raise TransferError(
+            f"{where} hung up on our proof; is the secret the same on both sides?"
+        ) from closed
+    actual = str(told.get("name"))
+    if not hmac.compare_digest(str(told.get("proof")), _proof(key, "called", theirs, mine, actual)):
+        raise TransferError(f"{where} does not know the secret; hung up")
+    if actual != name:
+        raise TransferError(f"{where} is not there any more: {actual} answers; hung up")
+    return Channel(reader, writer, _session_key(key, theirs, mine), is_caller=True)
+
+
+def _nonce(hello: Json, who: str) -> str:
+    nonce = hello.get("nonce")
+    if hello.get("protocol") != PROTOCOL or not isinstance(nonce, str):
+        raise WireError(f"{who} speaks {hello.get('protocol')!r}, expected {PROTOCOL!r}; hung up")
+    return nonce
+
+
+def _proof(secret: bytes, *parts: str) -> str:
+    return hmac.digest(secret, ":".join(parts).encode(), hashlib.sha256).hex()
+
+
+def _session_key(secret: bytes, called: str, caller: str) -> bytes:
+    return hmac.digest(secret, f"session:{called}:{caller}".encode(), hashlib.sha256)
+
+
+def _body(message: Json) -> bytes:
+    return json.dumps(message).encode()
+
+
+def _object(body: bytes) -> Json:
+    try:
+        data: object = json.loads(body)
+    except ValueError as error:
+        raise WireError(f"a frame holds no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise WireError(f"a frame holds {type(data).__name__}, expected an object")
+    return cast("Json", data)
+
+
+async def _write(writer: asyncio.StreamWriter, mac: bytes, body: bytes) -> None:
+    # One write, without an await in between: frames of several tasks never mix, and go out in the order of numbers.
+    if len(body) > MAX_FRAME_BYTES:
+        raise WireError(f"a message of {len(body)} bytes is larger than a frame may be ({MAX_FRAME_BYTES})")
+    try:
+        writer.write(struct.pack(">I", len(body)) + mac + body)
+        await writer.drain()
+    except (OSError, RuntimeError) as error:
+        raise ChannelClosed(f"the other side is gone: {error}") from error
+
+
+async def _read(reader: asyncio.StreamReader, max_bytes: int) -> tuple[bytes, bytes]:
+    try:
+        (size,) = struct.unpack(">I", await reader.readexactly(4))
+        if size > max_bytes:
+            raise WireError(f"a frame of {size} bytes came; at most {max_bytes} are taken")
+        return await reader.readexactly(_MAC_BYTES), await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise ChannelClosed("the other side hung up or died") from error

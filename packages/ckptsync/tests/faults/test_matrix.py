@@ -1,0 +1,183 @@
+"""Whoever fails, wherever, however: the new version is served, or the old one bit for bit, and the next sync is good."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.testing.actors import content_of, weights_of
+from offbeat_ckptsync.testing.troupe import Troupe
+
+PHASES = ("begin", "transfer", "verify", "flip", "commit")
+KINDS = ("killed", "hung", "slow", "corrupting")
+ROLES = ("sender", "receiver", "manager")
+SHORT_S = 1.0  # the deadline of a phase in which somebody hangs
+BOUND_S = 60.0  # far beyond the sum of all deadlines in play: only what is stuck for good reaches it
+
+CONFIG = {
+    transport: SyncConfig(
+        transport=transport,
+        bucket_mib=64 / 1024,
+        begin_timeout_s=20.0,
+        transfer_timeout_s=3.0 if transport == "broadcast" else 20.0,
+        verify_timeout_s=20.0,
+        flip_timeout_s=20.0,
+        commit_timeout_s=20.0,
+    )
+    for transport in ("shm", "broadcast")
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is to come of a fault: who serves the new version, and what the error, or the reason of a fence, says."""
+
+    new: tuple[str, ...] = ("r0", "r1")
+    says: str = ""
+
+
+WHOLE = Outcome()
+ALONE = Outcome(new=("r0",))
+
+
+def old(says):
+    return Outcome(new=(), says=says)
+
+
+def alone(says):
+    return Outcome(new=("r0",), says=says)
+
+
+# Before the flip everybody keeps the old version; who is dead does not fail the others.
+EXPECTED = {
+    ("sender", "begin", "killed"): old("begin: source: .*hung up or died"),
+    ("sender", "begin", "hung"): old("begin: source took longer"),
+    ("sender", "begin", "corrupting"): old("begin: r[01]: .*manifest says digest"),
+    ("sender", "transfer", "killed"): old("transfer: source: .*hung up or died"),
+    ("sender", "transfer", "hung"): old("transfer: source.* took longer"),
+    ("sender", "transfer", "corrupting"): old("verify: rank 0 of r[01]: bucket 2 of .* holds layer"),
+    ("sender", "verify", "corrupting"): old("verify: rank 0 of r[01]: bucket 1 of .* holds layer"),
+    ("receiver", "begin", "killed"): alone("begin: r1: .*hung up or died"),
+    ("receiver", "begin", "hung"): old("begin: r1 took longer"),
+    ("receiver", "begin", "corrupting"): old("begin: r1: .*manifest says digest"),
+    ("receiver", "transfer", "killed"): alone("transfer: .*r1: .*hung up or died"),
+    ("receiver", "transfer", "hung"): old("transfer: .*r1.* took longer"),
+    ("receiver", "transfer", "corrupting"): old("verify: rank 0 of r1: bucket 2 of .* holds layer"),
+    ("receiver", "verify", "killed"): alone("verify: r1: .*hung up or died"),
+    ("receiver", "verify", "hung"): old("verify: r1 took longer"),
+    ("receiver", "verify", "corrupting"): old("verify: r1: .*rank 0 of r1: bucket 1 of"),
+    ("receiver", "flip", "killed"): alone("flip: .*hung up or died"),
+    ("receiver", "flip", "hung"): alone("flip: took longer"),
+    ("receiver", "flip", "corrupting"): alone("commit: canary: answers 1 away"),
+    ("receiver", "commit", "killed"): alone("commit: .*hung up or died"),
+    ("receiver", "commit", "hung"): alone("commit: took longer"),
+    ("receiver", "commit", "corrupting"): alone("commit: r1 committed version .* instead of"),
+    ("manager", "begin", "corrupting"): old("begin: r1: .*manifest says digest"),
+    ("manager", "transfer", "corrupting"): old("transfer: r1: .*no open sync"),
+    ("manager", "verify", "corrupting"): old("verify: r1: .*no open sync"),
+    ("manager", "flip", "corrupting"): alone("flip: .*no open sync"),
+    ("manager", "commit", "corrupting"): alone("commit: .*was asked to commit"),
+}
+
+
+@pytest.fixture(scope="module")
+def troupes():
+    made = {}
+
+    def get(transport):
+        if transport not in made:
+            made[transport] = Troupe(CONFIG[transport])
+        made[transport].heal()  # after a case that failed
+        return made[transport]
+
+    yield get
+    for troupe in made.values():
+        troupe.close()
+
+
+def good_sync(troupe):
+    """Sync the next version; all receivers serve it bit for bit, and committed."""
+    troupe.version += 1
+    troupe.sender.ask("weights", troupe.version)
+    result = troupe.manager.ask("sync", troupe.version, {})
+    assert sorted(result.get("members", [])) == ["r0", "r1"], result
+    assert result["fenced"] == result["left"] == {}, result
+    good = [troupe.version, content_of(weights_of(troupe.version)), True, "idle"]
+    assert troupe.serving() == {"r0": good, "r1": good}
+
+
+def plant(troupe, role, phase, kind):
+    """Plant a fault; return what the manager is to be asked."""
+    idle_sender = role == "sender" and phase in ("verify", "flip", "commit") and kind != "corrupting"
+    if idle_sender:  # it has nothing to do there, so it is struck from outside
+        troupe.manager.ask("strike", phase, kind, troupe.sender.pid)
+    else:
+        troupe.actors["r1" if role == "receiver" else role].ask("arm", phase, kind)
+    if kind != "hung" or role == "manager":
+        return {}
+    # A sender that hangs after the transfer is waited for once: by the canary.
+    return {f"{'commit' if idle_sender else phase}_timeout_s": 3.0 if idle_sender else SHORT_S}
+
+
+def run_faulty_sync(troupe, role, phase, kind):
+    """Return what the manager said, or None where it cannot say anything any more."""
+    deadlines = plant(troupe, role, phase, kind)
+    troupe.version += 1
+    troupe.sender.ask("weights", troupe.version)
+    troupe.manager.tell("sync", troupe.version, deadlines)
+    if role == "manager" and kind in ("killed", "hung"):
+        with pytest.raises((EOFError, TimeoutError)):
+            troupe.manager.answer(BOUND_S if kind == "killed" else SHORT_S)
+        served = troupe.serving()
+        troupe.kill("manager")  # it is as good as dead
+        return None, served
+    result = troupe.manager.answer(BOUND_S)
+    if kind == "killed":
+        troupe.actors["r1" if role == "receiver" else role].process.join(10)
+    return result, troupe.serving()
+
+
+CASES = [("shm", *case) for case in itertools.product(ROLES, PHASES, KINDS)]
+CASES += [("broadcast", role, "transfer", kind) for role, kind in itertools.product(ROLES, KINDS)]
+
+
+@pytest.mark.parametrize(("transport", "role", "phase", "kind"), CASES)
+def test_new_everywhere_or_old_bit_for_bit(troupes, transport, role, phase, kind):
+    troupe = troupes(transport)
+    before, new = troupe.version, troupe.version + 1
+    if before == 0:
+        good_sync(troupe)
+        before, new = 1, 2
+    result, served = run_faulty_sync(troupe, role, phase, kind)
+    contents = {version: content_of(weights_of(version)) for version in (before, new)}
+    if result is None:
+        check_without_manager(phase, served, contents, new)
+    else:
+        check(result, served, contents, new, EXPECTED.get((role, phase, kind), WHOLE))
+    troupe.heal()
+    good_sync(troupe)
+
+
+def check(result, served, contents, new, outcome):
+    assert tuple(sorted(result.get("members", ()))) == outcome.new, result
+    told = result.get("error", "") or next(iter({**result["fenced"], **result["left"]}.values()), "")
+    assert re.search(outcome.says, told), told
+    for name, (version, content, committed, _) in served.items():
+        if name in outcome.new:
+            assert (version, content, committed) == (new, contents[new], True), (name, result)
+        elif not outcome.new:
+            assert (version, content, committed) == (new - 1, contents[new - 1], True), (name, result)
+        else:  # fenced off: it may hold anything, and no label stands for it, or it has caught up by now
+            assert not committed or content == contents[version], (name, result)
+
+
+def check_without_manager(phase, served, contents, new):
+    assert served.keys() == {"r0", "r1"}
+    for name, (version, content, _, _) in served.items():
+        assert content == contents[version], f"{name} serves what is not version {version}"
+        allowed = (new - 1, new) if phase == "flip" else (new,) if phase == "commit" else (new - 1,)
+        assert version in allowed, name
