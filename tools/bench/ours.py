@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from failures import BenchError, run_within, tail
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from workload import Work
@@ -65,13 +66,15 @@ class Input:
     work: Work
 
 
-def run(given: Input, adapter: str, layout: Layout, steps: int, folder: Path) -> dict[str, object]:
-    """Train `steps` steps into `folder` and return median seconds of a step and of its phases.
+def run(
+    given: Input, adapter: str, layout: Layout, steps: int, folder: Path, more: Sequence[str] = ()
+) -> dict[str, object]:
+    """Train `steps` steps into `folder`, with `more` settings, and return median seconds of a step and of its phases.
 
     Raises:
         BenchError: the command failed, or its completions are not as long as the work says.
     """
-    settings = [*_settings(given, adapter, layout, folder), f"trainer.steps={steps}"]
+    settings = [*_settings(given, adapter, layout, folder), f"trainer.steps={steps}", *more]
     command = [sys.executable, "-m", "offbeat_recipes.cli.train", *settings]
     log = folder.with_suffix(".log")
     with log.open("wb") as output:

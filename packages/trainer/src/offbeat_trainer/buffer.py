@@ -18,7 +18,7 @@ from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.journal.events import Dropped, Finished, Issued, Taken, spans_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from offbeat_trainer.gate import StalenessGate
     from offbeat_trainer.journal.events import Journal
@@ -70,6 +70,7 @@ class GroupBuffer:
         self._outstanding: Counter[int] = Counter()  # by last step
         self._finished: Counter[int] = Counter()
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._ready: list[tuple[float, int, Entry]] = []  # a heap: what `_chosen` takes first is first
         self._head: list[Entry] | None = None  # what `_first` returns, while it holds
         self._error: BaseException | None = None
 
@@ -226,10 +227,24 @@ class GroupBuffer:
             return [self._entries[index] for index in self.script[step]]
         if self._order is Order.FIRST_IN:
             return list(self._first())
-        finished = [entry for entry in self._entries.values() if entry.group is not None]
-        finished.sort(key=self._rank)
-        chosen = self.gate.choose(step, finished, self._outstanding)
+        seen: list[tuple[float, int, Entry]] = []
+        chosen = self.gate.choose(step, self._queue(seen), self._outstanding)
+        taken = {entry.index for entry in chosen}
+        for item in seen:  # passed over, because others are owed: they keep their place
+            if item[1] not in taken:
+                heapq.heappush(self._ready, item)
         return sorted(chosen, key=lambda entry: entry.index)
+
+    def _queue(self, seen: list[tuple[float, int, Entry]]) -> Iterator[Entry]:
+        """Yield finished groups by rank, no more of them than are asked for; they leave the queue and go to `seen`."""
+        while self._ready:
+            item = heapq.heappop(self._ready)
+            entry = item[2]
+            if (
+                self._entries.get(entry.index) is entry
+            ):  # dropped ones, and those of a script, are left in the queue
+                seen.append(item)
+                yield entry
 
     def _first(self) -> list[Entry]:
         """Return the pending groups of the lowest indices, one step's worth if there are so many."""
@@ -239,14 +254,14 @@ class GroupBuffer:
             )
         return self._head
 
-    def _rank(self, entry: Entry) -> tuple[float, int]:
+    def _rank(self, entry: Entry) -> float:
         match self._order:
             case Order.FIRST_IN:
-                return 0.0, entry.index
+                return 0.0
             case Order.OLDEST_VERSION:
-                return float(entry.version), entry.index
+                return float(entry.version)
             case Order.LONGEST_WAITING:
-                return entry.finished_s, entry.index
+                return entry.finished_s
             case _:
                 assert_never(self._order)
 
@@ -268,6 +283,10 @@ class GroupBuffer:
         entry.group = group
         entry.finished_s = now_s()
         self._finished[entry.last_step] += 1
+        if self._order is Order.FIRST_IN:
+            return  # it looks at `_first` alone
+        # By rank, then index: an index is in use once, so entries themselves are never compared.
+        heapq.heappush(self._ready, (self._rank(entry), entry.index, entry))
 
     def _remove(self, entry: Entry) -> None:
         del self._entries[entry.index]
@@ -277,6 +296,8 @@ class GroupBuffer:
             _less_one(self._finished, entry.last_step)
 
     def _drop_late(self, reason: str) -> None:
+        if not any(last < self.step for last in self._outstanding):  # ten thousand entries are not looked at
+            return
         late = [entry for entry in self._entries.values() if entry.last_step < self.step]
         scripted = {index for indices in self.script.values() for index in indices} if late else set[int]()
         late = [entry for entry in late if entry.index not in scripted]

@@ -146,11 +146,13 @@ class StalenessGate:
         for one in finished:
             if slots == 0:
                 break
-            if any(must >= slots for by, must in owed.items() if by < one.last_step):
+            if any(must >= slots and by < one.last_step for by, must in owed.items()):
                 continue
             chosen.append(one)
             slots -= 1
-            owed = {by: must - (one.last_step <= by) for by, must in owed.items()}
+            for by in owed:
+                if one.last_step <= by:
+                    owed[by] -= 1
         assert slots == 0, "`choose` needs `ready`"
         return chosen
 

@@ -119,6 +119,9 @@ class Producer:
             begun, version = self._begun(index)
             self._buffer.issue(index, prompt.uid, version)
             self._groups[index] = self._spawn(f"group {index}", self._make(index, prompt, begun, version))
+            await asyncio.sleep(
+                0
+            )  # a new version lets hundreds in at once: the trainer must not wait for all of them
 
     def _begun(self, index: int) -> tuple[tuple[Completion, ...], int]:
         """Return what an earlier process left of a group, if it is not too old by now, and the oldest version in it."""
@@ -194,6 +197,7 @@ class Producer:
                 self._failures = 0
                 self._buffer.finish(index, group)
                 self._parts.watchdog.progress(GENERATION, f"finished group {index}")
+                await asyncio.sleep(0)  # if this one fills a step, the step begins
 
     def _spawn(self, name: str, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guarded(work), name=name)

@@ -11,6 +11,7 @@ from offbeat_trainer.buffer import GroupBuffer
 from offbeat_trainer.clock import now_s
 from offbeat_trainer.config import Partial
 from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.garbage import rare_full_collections
 from offbeat_trainer.gate import StalenessGate, version_of
 from offbeat_trainer.journal.events import Flipped, recover
 from offbeat_trainer.loops.parts import due
@@ -43,7 +44,8 @@ async def open_stream(parts: Parts, mode: AsyncConfig, start: int) -> AsyncGener
     stream = GroupStream(parts, mode, start)
     stream.start()
     try:
-        yield stream
+        with rare_full_collections():
+            yield stream
     finally:
         await stream.stop()
 
@@ -169,7 +171,15 @@ class GroupStream:
 
     def _check(self, step: int, groups: list[Group]) -> None:
         """Hold the bound over every token that is about to be trained."""
-        oldest = min((v for g in groups for one in g.completions for v in one.policy_versions), default=None)
+        oldest = min(
+            (
+                min(one.policy_versions)
+                for group in groups
+                for one in group.completions
+                if one.policy_versions
+            ),
+            default=None,
+        )
         if oldest is not None and version_of(step) - oldest > self._mode.max_staleness:
             raise TrainerError(
                 f"step {step} was given a token of version {oldest}, {version_of(step) - oldest} versions old; "

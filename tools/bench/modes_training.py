@@ -1,0 +1,197 @@
+"""Real training beside a generator with a heavy tail: how much of the time is the busier of the two at work?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from modes_paced import VOCAB, Lengths, PacedReplica, PacedTask, StepLog, TimedJournal
+
+from offbeat_ckptsync import LocalMember, Receiver, Seat, SyncConfig, SyncReport
+from offbeat_ckptsync.manager import CheckpointEngineManager
+from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_ckptsync.transports import make_transport
+from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, World, engine_class
+from offbeat_engine.testing import make_tiny_model
+from offbeat_trainer import AlgorithmConfig, AsyncConfig, LoopConfig, SamplingConfig, SqliteJournal
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.bridge import EngineWeights
+from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.local import LocalPolicy
+from offbeat_trainer.loops.fully_async import run_fully_async
+from offbeat_trainer.loops.one_step_off import run_one_step_off
+from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.parts import Parts
+from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.roles import Actor
+from offbeat_trainer.run_store import RunStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    import torch
+
+    from offbeat_ckptsync import Manifest
+    from offbeat_engine import Engine
+
+LENGTHS = Lengths(median=40, sigma=0.9, longest=480)  # mean about 60: the longest takes eight times that
+PROMPTS_PER_STEP = 16
+GROUP_SIZE = 4
+SLOTS = 16
+MAX_STALENESS = 4
+GENERATION_SHARE = (
+    1.2  # work of generation over work of training: generation is the bottleneck, but not by much
+)
+LOOPS = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
+STEP_TIMEOUT_S = 600.0
+FIRST = 3  # steps that do not count: allocators, caches, and slots that fill
+LAST = MAX_STALENESS + 1  # nor do the last ones, for which nothing more is begun
+
+
+class Shelf:
+    """Satisfies `WeightSink`: keeps the newest tensors."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        """Expect the tensors of `manifest`."""
+        self._manifest = manifest
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def expected(self) -> Manifest:
+        """Return what is kept."""
+        return self._manifest
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Keep copies."""
+        del version
+        self.tensors = {name: tensor.clone() for name, tensor in tensors}
+
+
+class PacedPublisher:
+    """Syncs real weights into memory, then tells the replica its version. Satisfies `Publisher`."""
+
+    def __init__(self, engine: Engine, replica: PacedReplica) -> None:
+        """Connect the two through the transport of one process."""
+        config = SyncConfig(transport="loopback")
+        weights = EngineWeights(engine)
+        self._replica = replica
+        self._manager = CheckpointEngineManager(LocalSource(Publisher(weights, config)), config)
+        receiver = Receiver(Seat(member="paced"), Shelf(weights.manifest()))
+        self._manager.add(LocalMember(receiver, make_transport(config.transport, config)))
+
+    async def publish(self, version: int) -> SyncReport:
+        """See `Publisher.publish`."""
+        report = await self._manager.sync(version)
+        self._replica.flip(version)
+        return report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run over its counted steps: seconds a step, and what generation and training each had to do in it."""
+
+    step_s: float
+    generation_s: float
+    training_s: float
+    slots_busy: float
+    journal_share: float
+
+    @property
+    def utilisation(self) -> float:
+        """How near a step comes to the time that its busier side needs: no overlap can do better."""
+        return max(self.generation_s, self.training_s) / self.step_s
+
+
+def new_engine(model: str) -> Engine:
+    """Return a real engine with the weights in `model`, built."""
+    engine = engine_class("fsdp2")(
+        EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-4)), World()
+    )
+    engine.init_model()
+    return engine
+
+
+async def train(folder: Path, model: str, mode: str, token_s: float, steps: int) -> Measured:
+    """Run `mode` in `folder` on `model`, with real training and a generator that takes `token_s` seconds a token on each slot."""
+    engine = new_engine(model)
+    replica = PacedReplica(LENGTHS, token_s, SLOTS)
+    algorithm, log = AlgorithmConfig(), StepLog()
+    journal = TimedJournal(SqliteJournal(folder / "journal.sqlite"))
+    parts = Parts(
+        task=PacedTask(),
+        policy=LocalPolicy(
+            engine,
+            Actor(
+                engine,
+                PolicyLoss(config=algorithm, max_completion_tokens=LENGTHS.longest),
+                updates_per_step=1,
+            ),
+            folder / "policy",
+            keep=2,
+            timeout_s=STEP_TIMEOUT_S,
+        ),
+        generator=GroupGenerator(replica.generate_many),
+        publisher=PacedPublisher(engine, replica),
+        reporter=log,
+        store=RunStore(folder / "state", keep=2),
+        seed=1,
+        loop=LoopConfig(
+            steps=steps,
+            prompts_per_step=PROMPTS_PER_STEP,
+            group_size=GROUP_SIZE,
+            validate_every=0,
+            validation_prompts=1,
+            save_every=0,
+            sample_every=0,
+            step_timeout_s=STEP_TIMEOUT_S,
+        ),
+        algorithm=algorithm,
+        sampling=SamplingConfig(max_tokens=LENGTHS.longest),
+        asynchrony=AsyncConfig(max_staleness=MAX_STALENESS),
+        journal=journal,
+    )
+    await LOOPS[mode](parts, Outcome())
+    journal.close()
+    engine.close()
+    return _measured(log, replica, journal)
+
+
+def _measured(log: StepLog, replica: PacedReplica, journal: TimedJournal) -> Measured:
+    counted = log.values[FIRST:-LAST]
+    from_s, to_s = log.ended[FIRST - 1], log.ended[-LAST - 1]
+    tokens = sum(values["tokens/generated"] for values in counted)
+    steps = len(counted)
+    return Measured(
+        step_s=(to_s - from_s) / steps,
+        generation_s=tokens * replica.token_s / SLOTS / steps,
+        training_s=sum(values["time/train_s"] for values in counted) / steps,
+        slots_busy=replica.busy_s(from_s, to_s) / SLOTS / (to_s - from_s),
+        journal_share=journal.seconds / (log.ended[-1] - log.began["generate"][0]),
+    )
+
+
+async def measure(folder: Path, steps: int) -> dict[str, object]:
+    """Return how busy the bottleneck is in both overlapping modes, and what the journal takes of a step.
+
+    One short run in turns says how long training takes; generation is then paced to `GENERATION_SHARE` of that.
+    """
+    least = FIRST + LAST + 2
+    model = make_tiny_model(
+        folder / "tiny", vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_attention_heads=4,
+        num_hidden_layers=4, max_position_embeddings=1024,
+    )  # fmt: skip
+    alone = await train(folder / "alone", model, "sync", 1e-6, least)
+    token_s = GENERATION_SHARE * alone.training_s * SLOTS / (LENGTHS.mean() * PROMPTS_PER_STEP * GROUP_SIZE)
+    ahead = await train(folder / "fully_async", model, "fully_async", token_s, max(steps, least))
+    off = await train(folder / "one_step_off", model, "one_step_off", token_s, max(steps // 2, least))
+    return {
+        "utilisation": round(ahead.utilisation, 4),
+        "one_step_off_utilisation": round(off.utilisation, 4),
+        "bound_step_s": round(max(ahead.generation_s, ahead.training_s), 4),
+        "step_s": round(ahead.step_s, 4),
+        "one_step_off_step_s": round(off.step_s, 4),
+        "generation_s": round(ahead.generation_s, 4),
+        "training_s": round(ahead.training_s, 4),
+        "slots_busy": round(ahead.slots_busy, 4),
+        "journal_share_paced": round(ahead.journal_share, 5),
+    }
