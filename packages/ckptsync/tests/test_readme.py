@@ -5,14 +5,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_the_example_of_the_readme_runs(tmp_path):
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    script = tmp_path / "example.py"
-    script.write_text(example)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"version 1: 1050624 bytes, pause \d+\.\d ms\n", done.stdout)
+TEXT = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+@pytest.fixture
+def run_example(tmp_path):
+    def run(number):
+        script = tmp_path / "example.py"
+        script.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[number])
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_the_example_of_the_readme_runs(run_example):
+    assert re.fullmatch(r"version 1: 1050624 bytes, pause \d+\.\d ms\n", run_example(0))
+
+
+def test_the_example_of_two_processes_runs(run_example):
+    lines = sorted(run_example(1).splitlines())
+    served = re.fullmatch(r"replica-0 serves version 1, sum (-?\d+\.\d{3})", lines[0])
+    sent = re.fullmatch(r"version 1 reached \['replica-0'\], sum (-?\d+\.\d{3})", lines[1])
+    assert served[1] == sent[1]

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offbeat_ckptsync.agent import Agent
     from offbeat_ckptsync.canary import module_canary
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.errors import (
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.manager import CheckpointEngineManager
     from offbeat_ckptsync.manifest import diff_manifests, make_manifest, manifest_of
     from offbeat_ckptsync.members import ControlMember, GenerationGate, LocalMember
+    from offbeat_ckptsync.membership import Membership
+    from offbeat_ckptsync.peer import StagedCopy, agent_of
     from offbeat_ckptsync.plan import plan_buckets
     from offbeat_ckptsync.receiver import Receiver, State
     from offbeat_ckptsync.registry import transport_names
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
         Manifest,
         Phase,
         Piece,
+        Registration,
         Seat,
         Sent,
         Status,
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 _HOMES = {
+    "Agent": "agent",
     "module_canary": "canary",
     "SyncConfig": "config",
     "DigestError": "errors",
@@ -94,6 +99,9 @@ _HOMES = {
     "ControlMember": "members",
     "GenerationGate": "members",
     "LocalMember": "members",
+    "Membership": "membership",
+    "StagedCopy": "peer",
+    "agent_of": "peer",
     "plan_buckets": "plan",
     "Receiver": "receiver",
     "State": "receiver",
@@ -115,6 +123,7 @@ _HOMES = {
     "Manifest": "types",
     "Phase": "types",
     "Piece": "types",
+    "Registration": "types",
     "Seat": "types",
     "Sent": "types",
     "Status": "types",
@@ -132,10 +141,12 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "Agent",
     "Bucket",
     "BucketReceiver",
     "BucketSender",
     "CanaryMember",
+    "CastSource",
     "CheckpointEngineManager",
     "CommittingMember",
     "ControlMember",
@@ -152,6 +163,7 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "Member",
+    "Membership",
     "ModuleSink",
     "ModuleSource",
     "PeerMember",
@@ -161,9 +173,11 @@ __all__ = [
     "PlanError",
     "Publisher",
     "Receiver",
+    "Registration",
     "Seat",
     "Sent",
     "Source",
+    "StagedCopy",
     "State",
     "Status",
     "SupervisedMember",
@@ -180,6 +194,7 @@ __all__ = [
     "WeightSource",
     "WireError",
     "Worker",
+    "agent_of",
     "diff_manifests",
     "make_manifest",
     "make_transport",

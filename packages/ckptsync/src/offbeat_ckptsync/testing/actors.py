@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +164,9 @@ class HurtWeights(DictSource):
     def __init__(self, arms: Arms) -> None:
         super().__init__(weights_of(0))
         self._arms = arms
-        self.kill_at: int | None = None  # bytes after which this process kills itself
+        self.kill_at: tuple[int, float] | None = (
+            None  # after so many bytes, and seconds, this process kills itself
+        )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all; strike before the middle one, or where `kill_at` says."""
@@ -172,8 +175,10 @@ class HurtWeights(DictSource):
             if number == len(self.weights) // 2 and self._arms.peek() != ("transfer", "corrupting"):
                 strike(self._arms.take("transfer"))
             num_bytes += tensor.numel() * tensor.element_size()
-            if self.kill_at is not None and num_bytes >= self.kill_at:
-                strike("killed")
+            if self.kill_at is not None and num_bytes >= self.kill_at[0]:
+                # From a thread: it strikes in the middle of whatever goes on then, packing and sending included.
+                threading.Timer(self.kill_at[1], strike, args=("killed",)).start()
+                self.kill_at = None
             yield name, tensor
 
 
@@ -273,7 +278,7 @@ async def receiver(pipe: Connection, store: tuple[str, int], config: SyncConfig,
 
 
 async def sender(pipe: Connection, store: tuple[str, int], config: SyncConfig, name: str) -> None:
-    """Be a trainer: commands `arm`, `weights` seed, `kill_at` bytes."""
+    """Be a trainer: commands `arm`, `weights` seed, `kill_at` bytes seconds."""
     arms = Arms()
     weights = HurtWeights(arms)
     publisher = Publisher(weights, config, transport=_faulty_transport(config, arms, sends=True))
@@ -285,8 +290,8 @@ async def sender(pipe: Connection, store: tuple[str, int], config: SyncConfig, n
     async def take(seed: int) -> None:
         weights.weights = weights_of(seed)
 
-    async def kill_at(num_bytes: int) -> None:
-        weights.kill_at = num_bytes
+    async def kill_at(num_bytes: int, delay_s: float) -> None:
+        weights.kill_at = num_bytes, delay_s
 
     await agent.join(*store)
     await _obey(pipe, {"arm": arm, "weights": take, "kill_at": kill_at})
