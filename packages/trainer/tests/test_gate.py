@@ -1,5 +1,6 @@
 """The gate's rules against brute force."""
 
+import random
 from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
@@ -81,3 +82,46 @@ def test_discarding_is_bounded_by_the_capacity_only():
     assert gate.room(10, 11, 0) == gate.capacity == 12
     assert gate.room(10, 10, 5) == 7
     assert gate.room(10, 9, 0) == 0, "what would be too old for the very next step is not begun"
+
+
+@dataclass(frozen=True)
+class Due:
+    last_step: int
+    name: int
+
+
+def choose_slowly(gate, step, finished, outstanding):
+    """What `choose` says, with the whole of what is owed counted anew after each group."""
+    owed, chosen = gate.owed(step, outstanding), []
+    for one in finished:
+        slots = gate.groups_per_step - len(chosen)
+        if slots == 0:
+            break
+        if not any(must >= slots for by, must in owed.items() if by < one.last_step):
+            chosen.append(one)
+            owed = {by: must - (one.last_step <= by) for by, must in owed.items()}
+    return chosen
+
+
+def test_choose_is_what_counting_anew_gives():
+    dice = random.Random(5)
+    compared = passed_over = 0
+    while compared < 2000:
+        size, staleness = dice.randint(1, 5), dice.randint(0, 5)
+        gate = StalenessGate(max_staleness=staleness, groups_per_step=size, num_steps=100)
+        begun = [
+            Due(dice.randint(0, staleness), name)
+            for name in range(dice.randint(size, size * (staleness + 1)))
+        ]
+        outstanding = Counter(one.last_step for one in begun)
+        finished = [one for one in begun if dice.random() < 0.8]
+        dice.shuffle(finished)
+        if any(must > size for must in gate.owed(0, outstanding).values()):
+            continue  # more is owed than a step takes: the gate lets no run get there
+        if not gate.ready(0, outstanding, Counter(one.last_step for one in finished)):
+            continue
+        chosen = gate.choose(0, iter(finished), outstanding)
+        assert chosen == choose_slowly(gate, 0, finished, outstanding)
+        compared += 1
+        passed_over += chosen != finished[:size]
+    assert passed_over > 200

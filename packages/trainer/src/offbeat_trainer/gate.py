@@ -17,6 +17,8 @@ By 1 everything fits, by 2 it goes on fitting: earliest-deadline scheduling of u
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -140,19 +142,23 @@ class StalenessGate:
         Call it when `ready`. What is owed is nested (due by 3 is due by 4), so one pass is enough: a group that is
         passed over, because the slots left are all owed to earlier ones, would be passed over later, too.
         """
-        owed = self.owed(step, outstanding)
+        owed = list(self.owed(step, outstanding).items())  # by last step, in order
+        bys = [by for by, _ in owed]
+        paid = [0] * (len(owed) + 1)  # how many of those chosen count from here on
         slots = self.groups_per_step
         chosen: list[_Datable] = []
         for one in finished:
-            if slots == 0:
-                break
-            if any(must >= slots and by < one.last_step for by, must in owed.items()):
+            place = bisect.bisect_left(bys, one.last_step)
+            left = (
+                must - done for (_, must), done in zip(owed[:place], itertools.accumulate(paid), strict=False)
+            )
+            if any(must >= slots for must in left):
                 continue
             chosen.append(one)
+            paid[place] += 1
             slots -= 1
-            for by in owed:
-                if one.last_step <= by:
-                    owed[by] -= 1
+            if slots == 0:
+                break
         assert slots == 0, "`choose` needs `ready`"
         return chosen
 

@@ -203,6 +203,7 @@ class Producer:
         task = asyncio.create_task(self._guarded(work), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # for a task that is cancelled before its first step
         return task
 
     async def _guarded(self, work: Coroutine[object, object, None]) -> None:
