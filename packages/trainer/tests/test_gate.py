@@ -84,12 +84,6 @@ def test_discarding_is_bounded_by_the_capacity_only():
     assert gate.room(10, 9, 0) == 0, "what would be too old for the very next step is not begun"
 
 
-@dataclass(frozen=True)
-class Due:
-    last_step: int
-    name: int
-
-
 def choose_slowly(gate, step, finished, outstanding):
     """What `choose` says, with the whole of what is owed counted anew after each group."""
     owed, chosen = gate.owed(step, outstanding), []
@@ -110,7 +104,7 @@ def test_choose_is_what_counting_anew_gives():
         size, staleness = dice.randint(1, 5), dice.randint(0, 5)
         gate = StalenessGate(max_staleness=staleness, groups_per_step=size, num_steps=100)
         begun = [
-            Due(dice.randint(0, staleness), name)
+            Job(name, dice.randint(0, staleness))
             for name in range(dice.randint(size, size * (staleness + 1)))
         ]
         outstanding = Counter(one.last_step for one in begun)
