@@ -48,7 +48,7 @@ class Chaos:
     """One troupe and what became of it."""
 
     def __init__(self, transport: str, seed: int, log: bool) -> None:
-        from offbeat_ckptsync.testing.actors import content_of, weights_of
+        from offbeat_ckptsync.testing.hurt import content_of, weights_of
 
         phases = ("begin", "transfer", "verify", "flip", "commit")
         deadlines = {f"{phase}_timeout_s": DEADLINE_S / len(phases) for phase in phases}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.testing.actors import content_of, weights_of
+from offbeat_ckptsync.testing.hurt import content_of, weights_of
 from offbeat_ckptsync.testing.troupe import Troupe
 
 PHASES = ("begin", "transfer", "verify", "flip", "commit")

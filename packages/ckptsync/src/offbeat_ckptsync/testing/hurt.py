@@ -1,0 +1,212 @@
+"""Faults to plant in a receiver or a sender, in the phase where it has work to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from offbeat_ckptsync.manifest import manifest_of
+from offbeat_ckptsync.members import LocalMember
+from offbeat_ckptsync.plan import bytes_of
+from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport
+from offbeat_ckptsync.transports import make_transport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.types import Label, Manifest, Sent, SyncOffer
+
+SLOW_S = 0.2
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    """Return 24 tensors, 0.4 MB, that differ for each seed."""
+    rng = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}.weight": torch.randn(40 + i, 80, generator=rng) for i in range(24)}
+
+
+def content_of(weights: dict[str, torch.Tensor]) -> str:
+    """Return a digest of all bits."""
+    state = xxhash.xxh3_128()
+    for name, tensor in weights.items():
+        state.update(name.encode())
+        state.update(bytes_of(tensor).numpy().data)
+    return state.hexdigest()
+
+
+def strike(kind: str) -> None:
+    """Be killed, stopped until somebody continues this process, or slow."""
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "hung":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "slow":
+        time.sleep(SLOW_S)
+
+
+class Arms:
+    """At most one fault, used up when it strikes."""
+
+    def __init__(self) -> None:
+        self._phase = self._kind = ""
+
+    def arm(self, phase: str, kind: str) -> None:
+        """Plant a fault."""
+        self._phase, self._kind = phase, kind
+
+    def peek(self) -> tuple[str, str]:
+        """Return phase and kind of what is planted."""
+        return self._phase, self._kind
+
+    def take(self, phase: str) -> str:
+        """Return the fault planted for `phase`, or nothing, and forget it."""
+        if phase != self._phase:
+            return ""
+        self._phase = ""
+        return self._kind
+
+    def hit(self, phase: str) -> bool:
+        """Strike if a fault is planted for `phase`; say whether something is to be spoilt."""
+        kind = self.take(phase)
+        strike(kind)
+        return kind == "corrupting"
+
+
+class LiveSink:
+    """Weights that are written in place, tensor by tensor: what is torn in the middle stays torn."""
+
+    def __init__(self, arms: Arms) -> None:
+        self.weights = weights_of(0)
+        self._arms = arms
+
+    def expected(self) -> Manifest:
+        """Return the manifest of the weights."""
+        return manifest_of(self.weights.items())
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy all; a fault of the flip strikes when a third is written, or spoils a number when all is."""
+        spoil = False
+        for number, (name, tensor) in enumerate(tensors):
+            if number == len(self.weights) // 3:
+                spoil = self._arms.hit("flip")
+            self.weights[name].copy_(tensor)
+        if spoil:
+            self.weights["layer.5.weight"][0, 0] += 1
+
+    async def canary(self) -> list[float]:
+        """Say the sum of each tensor."""
+        return canary_of(self.weights)
+
+
+def canary_of(weights: dict[str, torch.Tensor]) -> list[float]:
+    """Return the sum of each tensor, float64."""
+    return [float(tensor.double().sum()) for tensor in weights.values()]
+
+
+class HurtMember(LocalMember):
+    """Faults of a receiver; those of the transfer are in its transport, those of the flip in its sink."""
+
+    arms = Arms()
+
+    async def begin(self, offer: SyncOffer) -> None:
+        """A spoilt offer has a tensor of another name."""
+        await super().begin(_bent_offer(offer) if self.arms.hit("begin") else offer)
+
+    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
+        """A spoilt comparison has another digest."""
+        await super().verify(offer, _bent_sent(sent) if self.arms.hit("verify") else sent)
+
+    async def commit(self, label: Label) -> Label:
+        """A spoilt answer has another content."""
+        spoil = self.arms.hit("commit")
+        stands = await super().commit(label)
+        return dataclasses.replace(stands, content_digest="f" * 32) if spoil else stands
+
+
+class HurtWeights(DictSource):
+    """Faults of a sender while its tensors are gathered."""
+
+    def __init__(self, arms: Arms) -> None:
+        super().__init__(weights_of(0))
+        self._arms = arms
+        self.kill_at: tuple[int, float] | None = (
+            None  # after so many bytes, and seconds, this process kills itself
+        )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all; strike before the middle one, or where `kill_at` says."""
+        num_bytes = 0
+        for number, (name, tensor) in enumerate(super().tensors()):
+            if number == len(self.weights) // 2 and self._arms.peek() != ("transfer", "corrupting"):
+                strike(self._arms.take("transfer"))
+            num_bytes += tensor.numel() * tensor.element_size()
+            if self.kill_at is not None and num_bytes >= self.kill_at[0]:
+                # From a thread: it strikes in the middle of whatever goes on then, packing and sending included.
+                threading.Timer(self.kill_at[1], strike, args=("killed",)).start()
+                self.kill_at = None
+            yield name, tensor
+
+
+class HurtSource(LocalSource):
+    """Faults of a sender."""
+
+    def __init__(self, publisher: Publisher, weights: HurtWeights, arms: Arms) -> None:
+        super().__init__(publisher)
+        self._weights = weights
+        self._arms = arms
+        self._answer: list[float] = []
+
+    async def offer(self, version: int, members: list[str]) -> SyncOffer:
+        """A spoilt offer has a tensor of another name."""
+        spoil = self._arms.hit("begin")
+        offer = await super().offer(version, members)
+        return _bent_offer(offer) if spoil else offer
+
+    async def send(self, offer: SyncOffer) -> Sent:
+        """Spoilt after the transfer: a wrong digest, or weights that the trainer has changed meanwhile."""
+        self._answer = canary_of(self._weights.weights)
+        sent = await super().send(offer)
+        if self._arms.hit("verify"):
+            sent = _bent_sent(sent)
+        if self._arms.hit("flip") or self._arms.hit("commit"):
+            for tensor in self._weights.weights.values():
+                tensor.zero_()
+        return sent
+
+    async def canary(self) -> list[float]:
+        """Return the right answer for the weights that were sent last."""
+        return self._answer
+
+
+def _bent_offer(offer: SyncOffer) -> SyncOffer:
+    first, *rest = offer.manifest.specs
+    specs = (dataclasses.replace(first, name=first.name + "?"), *rest)
+    return dataclasses.replace(offer, manifest=dataclasses.replace(offer.manifest, specs=specs))
+
+
+def _bent_sent(sent: Sent) -> Sent:
+    digests = sent.bucket_digests
+    return dataclasses.replace(sent, bucket_digests=(digests[0], "f" * 32, *digests[2:]))
+
+
+def faulty_transport(config: SyncConfig, arms: Arms, *, sends: bool) -> FaultyTransport:
+    """Return the configured transport with the faults of a transfer in it, at the third bucket."""
+
+    class Struck(Fault):
+        def strike(self, bucket: Any, payload: torch.Tensor) -> None:  # noqa: ANN401 -- as `Fault`
+            if bucket.index == self.bucket and (not sends or arms.peek() == ("transfer", "corrupting")):
+                self.left = 1 if arms.hit("transfer") else 0
+                super().strike(bucket, payload)
+
+    fault = Struck("corrupt", 2, times=0)
+    inner = make_transport(config.transport, config)
+    return FaultyTransport(inner, **{"on_send" if sends else "on_receive": fault})

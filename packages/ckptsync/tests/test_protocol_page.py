@@ -1,0 +1,57 @@
+"""What docs/sync-protocol.md says, held against the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from offbeat_ckptsync import errors, types
+from offbeat_ckptsync.agent import Agent
+from offbeat_ckptsync.receiver import TRANSITIONS, State
+from offbeat_ckptsync.testing.fakes import DictSource, awkward_weights
+
+PAGE = (Path(__file__).parents[3] / "docs" / "sync-protocol.md").read_text()
+
+
+def rows(heading):
+    """Return the cells of the first table after a line that begins with `heading`."""
+    after = PAGE[PAGE.index(heading) :]
+    table = re.search(r"(?:^\|.*\n)+", after, re.MULTILINE)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_the_states_are_those_of_the_code():
+    told = {}
+    for state, steps in rows("## 4. States"):
+        for step, after in re.findall(r"(\w+) -> (\w+)", re.sub(r"\([^)]*\)", "", steps)):
+            told[state, step] = after
+    assert told == {(str(state), str(step)): str(after) for (state, step), after in TRANSITIONS.items()}
+    assert {state for state, _ in rows("## 4. States")} == set(State)
+
+
+def test_the_ops_are_those_of_an_agent():
+    agent = Agent("a", "s", source=DictSource(awkward_weights(0)))
+    told = {re.match(r"`(\w+)`", op)[1] for op, *_ in rows("**Requests.**")}
+    assert told == set(agent._ops)
+
+
+def test_the_fields_of_values_are_those_of_the_code():
+    figures = {"Echo": {"transfer_s", "digest_s"}, "Sent": set()}
+    told = dict(rows("## 2. Values"))
+    for name, cells in told.items():
+        kind = getattr(types, name.strip("`"))
+        fields = {item.name for item in dataclasses.fields(kind)} - figures.get(kind.__name__, set())
+        if kind is types.Sent:
+            fields = {"version", "manifest_digest", "bucket_digests", "num_bytes"}
+        cells = re.sub(r"\([^)]*\)", "", cells)
+        assert set(re.findall(r"`(\w+)`", cells)) == fields, name
+
+
+def test_the_errors_are_those_of_the_code():
+    told = {name.strip("`") for name, *_ in rows("## 8. Errors")}
+    there = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert told == there - {
+        "SyncError",
+        "PlanError",
+    }  # the root, and a mistake of a caller that never travels
