@@ -28,7 +28,8 @@ from chaos_account import account_of, steps_on_record
 from failures import BenchError, tail
 
 GROUPS, GROUP_SIZE = 8, 4
-STEPS_PER_KILL = 4
+STEPS_PER_KILL = 40  # so many that the run does not end before the last kill
+SAVE_EVERY = 10
 POLL_S = 0.05
 RESUME_TIMEOUT_S = 420.0  # from a kill to the next step on record
 END_TIMEOUT_S = 120.0  # of a run whose rank has died
@@ -78,7 +79,7 @@ class Chaos:
             "trainer.steps": self.steps,
             "trainer.prompts_per_step": GROUPS,
             "trainer.group_size": GROUP_SIZE,
-            "trainer.save_every": 3,
+            "trainer.save_every": SAVE_EVERY,
             "trainer.keep_checkpoints": self.steps,  # so that the journal forgets no completion
             "trainer.validate_every": 0,
             "trainer.validation_prompts": 1,
@@ -91,7 +92,7 @@ class Chaos:
         command += [f"{key}={value}" for key, value in settings.items()]
         with self.folder.with_suffix(".log").open("ab") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        self._moved_s = None
+        self._moved_s, self._seen = None, self._state()
 
     def look(self) -> None:
         """Note whether the journal has moved; where it has not, how long it has stood still.
@@ -99,12 +100,15 @@ class Chaos:
         The time from a start to the first movement is explained by the start, and that after the last step by the end.
         """
         now_s = time.monotonic()
-        log = self.folder / "checkpoints" / "journal.sqlite-wal"
-        state = (log.stat().st_mtime_ns, log.stat().st_size) if log.exists() else (0, 0)
+        state = self._state()
         if state != self._seen:
             self._seen, self._moved_s = state, now_s
         elif self._moved_s is not None and self.done < self.steps:
             self.longest_wait_s = max(self.longest_wait_s, now_s - self._moved_s)
+
+    def _state(self) -> tuple[int, int]:
+        log = self.folder / "checkpoints" / "journal.sqlite-wal"
+        return (log.stat().st_mtime_ns, log.stat().st_size) if log.exists() else (0, 0)
 
     def until_step(self, step: int) -> bool:
         """Wait until `step` steps are on record; False if the run ends or takes too long before."""
@@ -186,11 +190,11 @@ def run(chaos: Chaos) -> dict[str, object]:
     started_s = time.monotonic()
     chaos.start()
     for number in range(chaos.options.kills):
-        if not chaos.until_step((number + 1) * STEPS_PER_KILL):
+        if not chaos.until_step(chaos.done + chaos.dice.randint(1, STEPS_PER_KILL // 4)):
             raise BenchError(f"the run does not work by itself:\n{tail(chaos.folder.with_suffix('.log'))}")
         time.sleep(chaos.dice.uniform(0.0, chaos.options.spread_s))
-        if chaos.done >= chaos.steps:
-            break
+        if chaos.done >= chaos.steps - 1:
+            raise BenchError(f"the run was over before kill {number + 1}; use a smaller --spread-s")
         victim = chaos.dice.choice(VICTIMS)
         say(f"kill {number + 1} of {chaos.options.kills}: {victim}, after step {chaos.done}")
         chaos.kill(victim)
@@ -226,7 +230,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of who is killed, and when")
     parser.add_argument(
-        "--spread-s", type=float, default=3.0, help="a kill comes up to so much after its step"
+        "--spread-s", type=float, default=2.0, help="a kill comes up to so much after its step"
     )
     parser.add_argument("--deadline-s", type=float, default=240.0, help="of the run's own watchdog")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the run folder there")
