@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import xxhash
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import ManifestError, TransferError
@@ -42,8 +43,24 @@ def offer_of(source):
     return Publisher(source, CONFIG).offer(1, [])
 
 
-def test_what_is_sent_is_the_plan_packed_byte_by_byte():
-    source, sender = DictSource(awkward_weights(1)), Collector()
+class StayingDict(DictSource):
+    tensors_stay = True
+
+
+class RefillingSource(DictSource):
+    """Yields every tensor in one buffer, which the next one overwrites."""
+
+    def tensors(self):
+        buffer = torch.empty(1 << 16, dtype=torch.uint8)
+        for name, tensor in super().tensors():
+            view = buffer[: tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
+            yield name, view.copy_(tensor)
+            buffer.fill_(255)
+
+
+@pytest.mark.parametrize("kind", [DictSource, StayingDict, RefillingSource])
+def test_what_is_sent_is_the_plan_packed_byte_by_byte(kind):
+    source, sender = kind(awkward_weights(1)), Collector()
     offer = offer_of(source)
     sent = send_weights(source, offer, lambda: sender)
     buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
@@ -56,6 +73,7 @@ def test_what_is_sent_is_the_plan_packed_byte_by_byte():
             raw = bytes(tensor.view(torch.uint8).tolist())[piece.tensor_offset :][: piece.num_bytes]
             want[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = raw
         assert bytes(payload.tolist()) == bytes(want)
+        assert sent.bucket_digests[bucket.index] == xxhash.xxh3_128_hexdigest(bytes(want))
 
 
 @pytest.mark.parametrize("sender", [Collector(fail_at=0), Collector(fail_at=2), Collector(hang_at=1)])

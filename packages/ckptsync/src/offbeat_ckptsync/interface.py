@@ -20,7 +20,23 @@ class WeightSource(Protocol):
         ...
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full tensors in manifest order; a fresh pass at each call."""
+        """Yield full tensors in manifest order; a fresh pass at each call.
+
+        Each is read until the next one is asked for, and not afterwards (but see `StayingSource`).
+        """
+        ...
+
+
+@runtime_checkable
+class StayingSource(Protocol):
+    """A weight source whose tensors stay as they are, and can be read, until its pass is over and the sync is sent.
+
+    They are then packed by several threads while the pass goes on.
+    """
+
+    @property
+    def tensors_stay(self) -> bool:
+        """Say whether they do."""
         ...
 
 

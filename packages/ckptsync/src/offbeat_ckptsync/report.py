@@ -58,12 +58,13 @@ def make_report(
 def phases_of(walls: Mapping[Phase, float], sent: Sent, flips: Mapping[str, Flip]) -> dict[str, float]:
     """Split the walls into the phases of `SyncReport`; they sum to the walls."""
     slowest = max(flips.values(), key=lambda flip: flip.pause_s)
-    exposed_wire_s = sent.send_s - sent.gather_s - sent.pack_s
+    # Packing may run while the source gathers: only what is left of the source's time counts.
+    pack_s = min(sent.pack_s, sent.send_s - sent.gather_s)
     return {
         "begin": walls[Phase.BEGIN],
         "gather": sent.gather_s,
-        "pack": sent.pack_s,
-        "wire": exposed_wire_s,
+        "pack": pack_s,
+        "wire": sent.send_s - sent.gather_s - pack_s,
         "verify": walls[Phase.TRANSFER] - sent.send_s + walls[Phase.VERIFY],
         "drain": slowest.drain_s,
         "load": slowest.load_s,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from offbeat_ckptsync.errors import ManifestError, SyncError
+from offbeat_ckptsync.interface import StayingSource
 from offbeat_ckptsync.manifest import dtype_name
-from offbeat_ckptsync.plan import bucket_starts, bytes_of, gaps, plan_buckets
+from offbeat_ckptsync.packing import BusyClock, Filling
+from offbeat_ckptsync.plan import bucket_starts, bytes_of, plan_buckets
 from offbeat_ckptsync.shipper import Shipper
 from offbeat_ckptsync.types import Piece, Sent, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from offbeat_ckptsync.interface import BucketSender, WeightSource
 
@@ -50,7 +52,8 @@ def send_weights(
     """
     started = time.perf_counter()
     try:
-        stream = BucketStream(offer, open_sender, device=device, lend=lend)
+        stays = isinstance(source, StayingSource) and source.tensors_stay
+        stream = BucketStream(offer, open_sender, device=device, lend=lend, stays=stays)
     except SyncError:
         walk(source)
         raise
@@ -84,22 +87,27 @@ class BucketStream:
         *,
         device: str,
         lend: Lend | None = None,
+        stays: bool = False,
     ) -> None:
-        """Ship what `offer` says, packed on `device`.
+        """Ship what `offer` says, packed on `device`; with `stays` tensors may be packed after `add` has returned.
 
         Raises:
             TransferError: the transport has no memory left to lend.
         """
         self.gather_s = 0.0
-        self._pack_s = 0.0
         self._offer = offer
+        self._packing = BusyClock()
+        self._later = stays and torch.device(device).type == "cpu"
         self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         self._next_spec = 0
         self._next_bucket = 0
         self._next_piece = 0
-        self._buffer: torch.Tensor | None = None
+        self._filling: Filling | None = None
+        self._waiting: list[tuple[Piece, torch.Tensor]] = []
         lent = None if lend is None else lend(bucket_starts(self._buckets)[1])
-        self._shipper = Shipper(offer, open_sender, self._buckets, device=device, lent=lent)
+        self._shipper = Shipper(
+            offer, open_sender, self._buckets, device=device, lent=lent, parallel=self._later
+        )
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Pack the next tensor; waits for a free buffer at most the offer's `timeout_s`.
@@ -114,11 +122,12 @@ class BucketStream:
         _check_is(specs[self._next_spec], name, tensor)
         data = bytes_of(tensor)
         while (piece := self._piece()) is not None and piece.spec_index == self._next_spec:
-            buffer = self._open_bucket()
-            mark = time.perf_counter()
-            into = buffer[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
-            into.copy_(data[piece.tensor_offset : piece.tensor_offset + piece.num_bytes])
-            self._pack_s += time.perf_counter() - mark
+            filling = self._open_bucket()
+            if self._later:
+                self._waiting.append((piece, data))
+            else:
+                with self._packing:
+                    filling.add(piece, data)
             self._advance()
         self._next_spec += 1
 
@@ -140,7 +149,7 @@ class BucketStream:
             bucket_digests=shipped.digests,
             num_bytes=sum(bucket.num_bytes for bucket in self._buckets),
             gather_s=self.gather_s,
-            pack_s=self._pack_s,
+            pack_s=self._packing.seconds,
             wire_s=shipped.wire_s,
             digest_s=shipped.digest_s,
             send_s=time.perf_counter() - started,
@@ -155,23 +164,28 @@ class BucketStream:
             return None
         return self._buckets[self._next_bucket].pieces[self._next_piece]
 
-    def _open_bucket(self) -> torch.Tensor:
-        if self._buffer is None:
+    def _open_bucket(self) -> Filling:
+        if self._filling is None:
             bucket = self._buckets[self._next_bucket]
-            self._buffer = self._shipper.buffer(bucket)
-            for start, end in gaps(bucket):
-                self._buffer[start:end].zero_()  # both sides digest the padding too
-        return self._buffer
+            self._filling = Filling(bucket, self._shipper.buffer(bucket))
+        return self._filling
 
     def _advance(self) -> None:
         bucket = self._buckets[self._next_bucket]
         self._next_piece += 1
         if self._next_piece == len(bucket.pieces):
-            assert self._buffer is not None
-            self._shipper.ship(bucket, self._buffer)
-            self._buffer = None
+            assert self._filling is not None
+            filling, waiting = self._filling, self._waiting
+            self._shipper.ship(bucket, filling, lambda: self._complete(filling, waiting))
+            self._filling, self._waiting = None, []
             self._next_bucket += 1
             self._next_piece = 0
+
+    def _complete(self, filling: Filling, waiting: list[tuple[Piece, torch.Tensor]]) -> str:
+        with self._packing:
+            for piece, data in waiting:
+                filling.add(piece, data)
+            return filling.digest()
 
 
 def _check_is(spec: TensorSpec, name: str, tensor: torch.Tensor) -> None:

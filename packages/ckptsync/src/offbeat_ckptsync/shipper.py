@@ -1,7 +1,8 @@
-"""The threads of a sender: full buckets are digested, then sent, while the caller fills the next ones."""
+"""The threads of a sender: buckets are completed and digested, then sent, while the caller goes on with the next ones."""
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan import bucket_starts
 from offbeat_ckptsync.streams import Lane, mark_of
@@ -21,10 +21,14 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from offbeat_ckptsync.interface import BucketSender
+    from offbeat_ckptsync.packing import Filling
     from offbeat_ckptsync.types import Bucket, SyncOffer
 
 NUM_BUFFERS = 3
 """One being filled, one being digested, one on the wire."""
+
+PACK_THREADS = 2
+"""Threads that fill buckets where the source's tensors stay: two cores fill faster than the wire empties."""
 
 
 @dataclass(slots=True)
@@ -47,26 +51,30 @@ class Shipper:
         *,
         device: str,
         lent: torch.Tensor | None,
+        parallel: bool = False,
     ) -> None:
-        """Start the threads; `open_sender` is called in one of them."""
+        """Start the threads; `open_sender` is called in one of them. With `parallel` several complete buckets."""
         self._offer = offer
         self._open_sender = open_sender
         self._buckets = buckets
         self._lent = lent
         self._starts, _ = bucket_starts(buckets)
         self._free: queue.Queue[torch.Tensor | None] = queue.Queue()
-        self._full: queue.Queue[tuple[Bucket, torch.Tensor, Future[str]] | None] = queue.Queue()
+        self._full: queue.Queue[tuple[Bucket, Filling, Future[str]] | None] = queue.Queue()
         self._digests: list[str] = []
         self._digest_s = self._wire_s = 0.0
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
         self._timeout_s = float(offer.endpoint["timeout_s"])
+        num_threads = min(PACK_THREADS, len(os.sched_getaffinity(0))) if parallel else 1
+        # Bounds how many tensors wait to be packed where there is a place for every bucket.
+        self._room = threading.Semaphore(NUM_BUFFERS + num_threads)
         if lent is None:
             size = max((bucket.num_bytes for bucket in buckets), default=0)
-            for _ in range(NUM_BUFFERS):
+            for _ in range(NUM_BUFFERS + num_threads - 1):
                 self._free.put(torch.empty(size, dtype=torch.uint8, device=device))
-        self._digest_lane, self._wire_lane = Lane(device), Lane(device)
-        self._digester = ThreadPoolExecutor(1, thread_name_prefix=f"digest {offer.sync_id}")
+        self._pack_lane, self._wire_lane = Lane(device), Lane(device)
+        self._packers = ThreadPoolExecutor(num_threads, thread_name_prefix=f"pack {offer.sync_id}")
         # A daemon: a transport that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"ship {offer.sync_id}", daemon=True)
         self._thread.start()
@@ -79,10 +87,12 @@ class Shipper:
         """
         if self._error is not None:
             raise self._failure()
-        if self._lent is not None:
-            start = self._starts[bucket.index]
-            return self._lent[start : start + bucket.num_bytes]
         try:
+            if self._lent is not None:
+                if not self._room.acquire(timeout=self._timeout_s):
+                    raise queue.Empty
+                start = self._starts[bucket.index]
+                return self._lent[start : start + bucket.num_bytes]
             buffer = self._free.get(timeout=self._timeout_s)
         except queue.Empty:
             raise TransferError(
@@ -93,18 +103,25 @@ class Shipper:
             raise self._failure()
         return buffer
 
-    def ship(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Digest and send `buffer`, which is full."""
-        payload = buffer[: bucket.num_bytes]
-        filled = mark_of(payload)
+    def ship(self, bucket: Bucket, filling: Filling, complete: Callable[[], str]) -> None:
+        """Call `complete`, which fills what is missing and returns the digest, and then send the bucket."""
+        mark = mark_of(filling.payload)
+
+        def work() -> str:
+            try:
+                with self._pack_lane.after(mark):
+                    return complete()
+            finally:
+                self._room.release()
+
         # Before the transport has it: what a transport spoils must not get a digest that fits.
-        self._full.put((bucket, buffer, self._digester.submit(self._digest, payload, filled)))
+        self._full.put((bucket, filling, self._packers.submit(work)))
 
     def cancel(self) -> None:
         """Stop; what is on the wire is lost. Harmless when nothing runs."""
         self._cancelled.set()
         self._full.put(None)
-        self._digester.shutdown(wait=False)
+        self._packers.shutdown(wait=False)
 
     def finish(self) -> Shipped:
         """Wait until everything has left, at most the offer's `timeout_s`.
@@ -120,7 +137,7 @@ class Shipper:
                 f"bucket {len(self._digests)} of version {self._offer.version} did not leave within "
                 f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
             )
-        self._digester.shutdown(wait=False)
+        self._packers.shutdown(wait=False)
         if self._error is not None:
             raise self._failure()
         return Shipped(digests=tuple(self._digests), digest_s=self._digest_s, wire_s=self._wire_s)
@@ -129,13 +146,6 @@ class Shipper:
         if isinstance(self._error, SyncError):
             return self._error
         return TransferError(f"sending bucket {len(self._digests)} failed: {self._error!r}")
-
-    def _digest(self, payload: torch.Tensor, filled: torch.cuda.Event | None) -> str:
-        mark = time.perf_counter()
-        with self._digest_lane.after(filled):
-            result = digest(payload)
-        self._digest_s += time.perf_counter() - mark
-        return result
 
     def _run(self) -> None:
         try:
@@ -150,14 +160,13 @@ class Shipper:
             self._error = error
             self._free.put(None)  # wakes a packer that waits for a buffer
 
-    def _send(
-        self, sender: BucketSender, bucket: Bucket, buffer: torch.Tensor, digested: Future[str]
-    ) -> None:
+    def _send(self, sender: BucketSender, bucket: Bucket, filling: Filling, digested: Future[str]) -> None:
         result = digested.result(self._timeout_s)
         mark = time.perf_counter()
         with self._wire_lane.after(None):  # a digest has waited for the filling
-            sender.send(bucket, buffer[: bucket.num_bytes])
+            sender.send(bucket, filling.payload)
         self._wire_s += time.perf_counter() - mark
+        self._digest_s += filling.digest_s
         self._digests.append(result)
         if self._lent is None:
-            self._free.put(buffer)
+            self._free.put(filling.buffer)

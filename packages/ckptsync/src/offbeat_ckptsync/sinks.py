@@ -24,6 +24,8 @@ class ModuleSource:
     For a model in one process. A sharded engine brings its own source.
     """
 
+    tensors_stay = True  # they are the live ones
+
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
 

@@ -135,7 +135,7 @@ class Sent:
     gather_s: float
     pack_s: float
     wire_s: float  # of the sending thread; overlaps with gathering and packing
-    digest_s: float = 0.0  # of the digesting thread; overlaps too
+    digest_s: float = 0.0  # of all packing threads; a part of their time
     send_s: float = 0.0  # from the first tensor asked for to the last bucket gone
     transport: str = ""  # the transport picked for this sync, where one was picked
     why: str = ""  # and the reason
@@ -161,8 +161,8 @@ class SyncReport:
 
         begin    offer, and every member's yes
         gather   the source waits for its tensors
-        pack     it lays them into buckets
-        wire     it waits for buckets to leave (digests of theirs included, which leave with them)
+        pack     it lays them into buckets and digests those
+        wire     it waits for buckets to leave
         verify   receivers finish digesting, after the last bucket has left; echoes are compared
         drain    the slowest member's generation comes to rest
         load     its live weights are written
