@@ -16,7 +16,8 @@ class SyncConfig:
     `host` is the address the source listens on and receivers connect to: loopback unless told otherwise. `device`
     is where payloads are when they travel: "cuda" means NCCL. `allow_cast` lets a receiver convert floating dtypes.
     `limit_gb_per_s` is what this machine's link can do, as `offbeat-sync-bench` measures it; reports then say how much
-    of it a sync reached. `canary_tolerance` is how far a member's canary may be from what most say (log-probs: nats).
+    of it a sync reached. `canary` asks every replica a fixed question after its flip; an answer further than
+    `canary_tolerance` (log-probs: nats) from what most say fences it off. It needs room for a few requests at once.
     """
 
     transport: str = "broadcast"
@@ -31,6 +32,7 @@ class SyncConfig:
     allow_cast: bool = False
     disk_path: str = ""  # folder shared by all members; needed by `disk`
     limit_gb_per_s: float = 0.0
+    canary: bool = False
     canary_tolerance: float = 0.05
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
         "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
         "engine.shard_size engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
-        "algorithm.correction_low algorithm.correction_high sync.limit_gb_per_s",
+        "algorithm.correction_low algorithm.correction_high sync.limit_gb_per_s sync.canary_tolerance",
     ),
     "-1": ("evaluation.step",),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.mailbox import Mailbox
@@ -11,14 +12,14 @@ from offbeat_ckptsync.receiver import Receiver
 from offbeat_ckptsync.sinks import specs_of
 from offbeat_ckptsync.transports import make_transport
 from offbeat_ckptsync.types import Seat
-from offbeat_rollout import PauseMode
+from offbeat_rollout import GenerateRequest, PauseMode, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     import torch
 
-    from offbeat_ckptsync import Manifest, Member, SyncConfig
+    from offbeat_ckptsync import Manifest, SyncConfig
     from offbeat_engine import Engine
     from offbeat_rollout import RolloutEngine
 
@@ -39,18 +40,46 @@ class EngineWeights:
         return self._engine.named_weights()
 
 
-async def make_member(name: str, engine: RolloutEngine, sync: SyncConfig) -> Member:
+async def make_member(name: str, engine: RolloutEngine, sync: SyncConfig) -> ControlMember | LocalMember:
     """Return the receiving end for a started `engine`: driven by its own update calls, or loaded in this process.
 
     An engine whose capabilities list "load_weights" takes tensors here; any other runs the receiver in its workers.
     """
+    canary = EngineCanary(engine) if sync.canary else None
     if "load_weights" not in engine.capabilities().features:
-        return ControlMember(name, engine.control, mailbox=Mailbox(), config=sync, gate=EngineGate(engine))
+        return ControlMember(
+            name, engine.control, mailbox=Mailbox(), config=sync, gate=EngineGate(engine), canary=canary
+        )
     answer = await engine.control("weight_specs", {})
     specs = cast("list[tuple[str, tuple[int, ...], str]]", answer["specs"])
     sink = EngineSink(engine, specs_of(specs), asyncio.get_running_loop(), sync.flip_timeout_s)
     receiver = Receiver(Seat(member=name), sink, allow_cast=sync.allow_cast)
-    return LocalMember(receiver, make_transport(sync.transport, sync))
+    return LocalMember(receiver, make_transport(sync.transport, sync), canary=canary)
+
+
+class EngineCanary:
+    """Asks an engine for the log-prob of the likeliest next token after four fixed prompts.
+
+    One token each: the largest log-prob changes as little as the arithmetic does, while a longer greedy answer may take
+    another turn at a near tie. Prompts of four tokens fill no block of a prefix cache, so none is answered from
+    keys and values of the version before.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Ask `engine`, which must have room for four requests within the deadline of the commit."""
+        self._engine = engine
+
+    async def __call__(self) -> list[float]:
+        """Return four log-probs, in nats."""
+        requests = [
+            GenerateRequest(
+                request_id=f"canary-{uuid.uuid4().hex}",
+                prompt_ids=tuple(range(first, first + 4)),
+                sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            )
+            for first in (1, 5, 9, 13)
+        ]
+        return [answer.logprobs[0] for answer in await self._engine.generate_many(requests)]
 
 
 class EngineGate:

@@ -11,7 +11,7 @@ from offbeat_trainer.cluster.process import redirect_output
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from offbeat_ckptsync import Echo, Flip, Sent, SyncConfig, SyncOffer
+    from offbeat_ckptsync import Echo, Flip, Label, Sent, SyncConfig, SyncOffer
     from offbeat_rollout import Completion, GenerateRequest, Health, RolloutEngine
     from offbeat_trainer.cluster.spec import RolloutSpec
 
@@ -54,9 +54,21 @@ class ReplicaWorker:
         """See `Member.transfer`."""
         return await self._member.transfer(offer)
 
+    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
+        """See `CommittingMember.verify`."""
+        await self._member.verify(offer, sent)
+
     async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
         """See `Member.flip`."""
         return await self._member.flip(offer, sent)
+
+    async def commit(self, label: Label) -> Label:
+        """See `CommittingMember.commit`."""
+        return await self._member.commit(label)
+
+    async def canary(self) -> list[float]:
+        """See `CanaryMember.canary`."""
+        return await self._member.canary()
 
     async def abort_sync(self, sync_id: str) -> int:
         """See `Member.abort`."""

@@ -12,7 +12,7 @@ from offbeat_trainer.cluster.waits import answer
 from offbeat_trainer.errors import WorkerGone
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync import Echo, Flip, Sent, SyncConfig, SyncOffer, SyncReport
+    from offbeat_ckptsync import Echo, Flip, Label, Sent, SyncConfig, SyncOffer, SyncReport
     from offbeat_trainer.cluster.rollout_group import RolloutGroup
     from offbeat_trainer.cluster.train_group import TrainGroup
 
@@ -65,6 +65,12 @@ class RemoteMember:
             self._handle.transfer.remote(offer), "receive weights", self._config.transfer_timeout_s
         )
 
+    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
+        """Forward."""
+        await self._ask(
+            self._handle.verify.remote(offer, sent), "compare digests", self._config.verify_timeout_s
+        )
+
     async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
         """Forward, and draw the pause on the replica's track."""
         flip: Flip = await self._ask(
@@ -72,6 +78,18 @@ class RemoteMember:
         )
         self._rollout.timeline.past(self._name, "paused", flip.pause_s, version=sent.version)
         return flip
+
+    async def commit(self, label: Label) -> Label:
+        """Forward."""
+        return await self._ask(
+            self._handle.commit.remote(label), "commit a version", self._config.commit_timeout_s
+        )
+
+    async def canary(self) -> list[float]:
+        """Forward."""
+        return await self._ask(
+            self._handle.canary.remote(), "answer the canary", self._config.commit_timeout_s
+        )
 
     async def abort(self, sync_id: str) -> int:
         """Forward."""
