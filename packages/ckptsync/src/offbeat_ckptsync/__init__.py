@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         VersionError,
         WireError,
     )
+    from offbeat_ckptsync.hybrid import HybridMember, SleepingGate
     from offbeat_ckptsync.interface import (
         BucketReceiver,
         BucketSender,
@@ -80,6 +81,8 @@ _HOMES = {
     "TransferError": "errors",
     "VersionError": "errors",
     "WireError": "errors",
+    "HybridMember": "hybrid",
+    "SleepingGate": "hybrid",
     "BucketReceiver": "interface",
     "BucketSender": "interface",
     "CanaryMember": "interface",
@@ -155,6 +158,7 @@ __all__ = [
     "Echo",
     "Flip",
     "GenerationGate",
+    "HybridMember",
     "Label",
     "LoadError",
     "LocalMember",
@@ -176,6 +180,7 @@ __all__ = [
     "Registration",
     "Seat",
     "Sent",
+    "SleepingGate",
     "Source",
     "StagedCopy",
     "State",

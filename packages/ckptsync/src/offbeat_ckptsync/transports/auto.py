@@ -46,7 +46,8 @@ class AutoTransport:
         self._members: dict[str, list[str]] = {}
         self._picked: dict[str, SyncOffer] = {}  # by sync: the offer as the picked transport is to see it
         self._chosen = ("", "")
-        self._aborted: set[str] = set()  # kept: a wait of a sync that is over may look only after the next began
+        # Kept: a wait of a sync that is over may look only after the next one has begun.
+        self._aborted: set[str] = set()
 
     @property
     def chosen(self) -> tuple[str, str]:

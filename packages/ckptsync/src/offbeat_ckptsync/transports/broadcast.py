@@ -58,7 +58,8 @@ class BroadcastTransport:
         self._served: Store | None = None
         self._joined: dict[tuple[str, int], Store] = {}
         self._group: _Group | None = None
-        self._aborted: set[str] = set()  # kept: a wait of a sync that is over may look only after the next began
+        # Kept: a wait of a sync that is over may look only after the next one has begun.
+        self._aborted: set[str] = set()
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Host the store (once) and say where it is."""

@@ -54,7 +54,8 @@ class CudaIpcTransport:
         self._exported: _Slots | None = None
         self._mapped: _Slots | None = None
         self._lines: dict[str, list[Line]] = {}
-        self._aborted: set[str] = set()  # kept: a wait of a sync that is over may look only after the next began
+        # Kept: a wait of a sync that is over may look only after the next one has begun.
+        self._aborted: set[str] = set()
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Listen (once) and say where."""

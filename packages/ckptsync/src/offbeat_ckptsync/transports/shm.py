@@ -44,7 +44,8 @@ class ShmTransport:
         self._open: dict[str, Segment] = {}  # by sync
         self._lines: dict[str, list[Line]] = {}  # by sync, the source's ends
         self._maps: dict[str, Mapping] = {}
-        self._aborted: set[str] = set()  # kept: a wait of a sync that is over may look only after the next began
+        # Kept: a wait of a sync that is over may look only after the next one has begun.
+        self._aborted: set[str] = set()
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Listen (once) and say where."""
