@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from typing import TYPE_CHECKING
 
 from modes_paced import Lengths, PacedReplica, PacedTask, StepLog, TimedJournal
@@ -92,33 +93,12 @@ async def measure(folder: Path, in_flight: int, steps: int) -> dict[str, object]
     staleness = in_flight // GROUPS_PER_STEP - 1
     first = staleness + 1  # by then every group that was begun at the start has been trained
     replica = PacedReplica(LENGTHS, GROUP_SECONDS / LENGTHS.longest, in_flight * GROUP_SIZE)
-    log, outcome = StepLog(lambda: replica.own_s), Outcome()
+    log = StepLog(lambda: replica.own_s)
     journal = TimedJournal(SqliteJournal(folder / "journal.sqlite"))
-    parts = Parts(
-        task=PacedTask(),
-        policy=NoPolicy(),
-        generator=GroupGenerator(replica.generate_many),
-        publisher=NoWeights(replica),
-        reporter=log,
-        store=RunStore(folder / "state", keep=2),
-        seed=1,
-        loop=LoopConfig(
-            # Some more than are counted: at the end of a run nothing new is begun.
-            steps=first + steps + staleness,
-            prompts_per_step=GROUPS_PER_STEP,
-            group_size=GROUP_SIZE,
-            validate_every=0,
-            validation_prompts=1,
-            save_every=0,
-            sample_every=0,
-        ),
-        algorithm=AlgorithmConfig(),
-        sampling=SamplingConfig(max_tokens=LENGTHS.longest),
-        asynchrony=AsyncConfig(max_staleness=staleness),
-        journal=journal,
-    )
+    # Some steps more than are counted: at the end of a run nothing new is begun.
+    parts = _parts(folder, replica, log, journal, staleness=staleness, steps=first + steps + staleness)
     gc.collect()
-    run = asyncio.create_task(run_fully_async(parts, outcome))
+    run = asyncio.create_task(run_fully_async(parts, Outcome()))
     while len(log.ended) < first + steps and not run.done():
         await asyncio.wait((run,), timeout=0.5)
     if run.done():
@@ -134,7 +114,7 @@ async def measure(folder: Path, in_flight: int, steps: int) -> dict[str, object]
     delays = sorted(map(_delay_s, [log] * steps, [journal] * steps, window))
     return {
         "driver_us_per_sample": round(1e6 * cpu_s / samples, 2),
-        "ready_to_consumed_p99_ms": round(1e3 * delays[int(0.99 * (len(delays) - 1))], 3),
+        "ready_to_consumed_p99_ms": round(1e3 * delays[math.ceil(0.99 * steps) - 1], 3),
         "ready_to_consumed_p50_ms": round(1e3 * delays[len(delays) // 2], 3),
         "in_flight_groups": min(
             values["buffer/running_groups"] + values["buffer/ready_groups"]
@@ -144,6 +124,33 @@ async def measure(folder: Path, in_flight: int, steps: int) -> dict[str, object]
         "samples": samples,
         "driver_busy": round(cpu_s / wall_s, 3),
     }
+
+
+def _parts(
+    folder: Path, replica: PacedReplica, log: StepLog, journal: TimedJournal, *, staleness: int, steps: int
+) -> Parts:
+    return Parts(
+        task=PacedTask(),
+        policy=NoPolicy(),
+        generator=GroupGenerator(replica.generate_many),
+        publisher=NoWeights(replica),
+        reporter=log,
+        store=RunStore(folder / "state", keep=2),
+        seed=1,
+        loop=LoopConfig(
+            steps=steps,
+            prompts_per_step=GROUPS_PER_STEP,
+            group_size=GROUP_SIZE,
+            validate_every=0,
+            validation_prompts=1,
+            save_every=0,
+            sample_every=0,
+        ),
+        algorithm=AlgorithmConfig(),
+        sampling=SamplingConfig(max_tokens=LENGTHS.longest),
+        asynchrony=AsyncConfig(max_staleness=staleness),
+        journal=journal,
+    )
 
 
 def _delay_s(log: StepLog, journal: TimedJournal, step: int) -> float:
