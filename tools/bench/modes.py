@@ -67,7 +67,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, by commas")
     parser.add_argument(
-        "--paced-steps", type=int, default=60, help="steps of the fully asynchronous paced run"
+        "--paced-steps", type=int, default=80, help="steps of the fully asynchronous paced run"
     )
     parser.add_argument("--steps", type=int, default=16, help="of each real run")
     parser.add_argument(
