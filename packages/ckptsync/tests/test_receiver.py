@@ -195,3 +195,15 @@ def test_a_sink_that_refuses_before_it_writes_leaves_the_receiver_whole(pair):
     pair.sink.load = load
     pair.receiver.flip(offer.sync_id, sent)
     assert pair.receiver.version == 1
+
+
+def test_no_label_stands_while_live_weights_are_written(pair):
+    offer, sent = pair.stage(1)
+    pair.receiver.flip(offer.sync_id, sent)
+    pair.receiver.commit(label_of(sent, offer.bucket_bytes))
+    pair.source.weights = awkward_weights(2)
+    offer, sent = pair.stage(2)
+    seen, load = [], pair.sink.load
+    pair.sink.load = lambda *given: (seen.append(pair.receiver.status()), load(*given))
+    pair.receiver.flip(offer.sync_id, sent)
+    assert seen == [Status(version=1, label=None, committed=False, state="flipping")]

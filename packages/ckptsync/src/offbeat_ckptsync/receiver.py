@@ -119,8 +119,12 @@ class Receiver:
     def status(self) -> Status:
         """Return what is served, and whether its label stands."""
         with self._lock:
+            whole = self._state not in (State.FLIPPING, State.BROKEN)  # else half of it is another version's
             return Status(
-                version=self._version, label=self._label, committed=self._committed, state=str(self._state)
+                version=self._version,
+                label=self._label if whole else None,
+                committed=self._committed and whole,
+                state=str(self._state),
             )
 
     def begin(self, offer: SyncOffer) -> None:
