@@ -70,7 +70,9 @@ def test_a_missing_field_a_closed_set_and_broken_text_are_refused():
     del data["sync_id"]
     with pytest.raises(WireError, match="'sync_id' is missing"):
         decode(SyncOffer, data)
-    with pytest.raises(WireError, match=r"SyncConfig: no transport is called .pigeon.; there are auto, broadcast"):
+    with pytest.raises(
+        WireError, match=r"SyncConfig: no transport is called .pigeon.; there are auto, broadcast"
+    ):
         decode(SyncConfig, {"transport": "pigeon"})
     with pytest.raises(WireError, match="not JSON"):
         loads(Flip, "{")
