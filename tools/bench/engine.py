@@ -157,7 +157,9 @@ def main() -> int:
     parser.add_argument("--only", choices=sorted(PARTS), action="append", help="one part, may be repeated")
     parser.add_argument("--rounds", type=int, default=Size().rounds, help="pairs of steps that count")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of each side; one never waits for another")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     size = Size(rounds=options.rounds, device=options.device)
     answer: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
