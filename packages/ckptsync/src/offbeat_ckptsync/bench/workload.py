@@ -120,22 +120,7 @@ def switch_off_digests() -> None:
     """Take digests out of this process, to measure what they cost. Nothing but a measurement may do that."""
     from offbeat_ckptsync import packing, staging
 
-    packing.xxhash = _NoHash
-    staging.digest = _no_digest
-
-
-class _NoHash:
-    """Stands where `xxhash` stood."""
-
-    class xxh3_128:  # noqa: N801 -- the name it stands for
-        """Hashes nothing."""
-
-        def update(self, data: object) -> None:
-            """Do nothing."""
-
-        def hexdigest(self) -> str:
-            """Return what `_no_digest` returns."""
-            return "none"
+    packing.digest = staging.digest = _no_digest
 
 
 def _no_digest(_payload: torch.Tensor) -> str:
