@@ -45,7 +45,10 @@ def test_a_task_brings_settings_and_the_command_line_wins():
     [
         ("trainer.stpes=5", "did you mean `trainer.steps`?"),
         ("+trainer.stpes=5", "did you mean `trainer.steps`?"),
-        ("mode=two_steps_off", "`mode`: expected one of fully_async, one_step_off, sync, got 'two_steps_off'"),
+        (
+            "mode=two_steps_off",
+            "`mode`: expected one of fully_async, one_step_off, sync, got 'two_steps_off'",
+        ),
         ("rollout=vlm", "did you mean 'vllm'?"),
         ("trainer.steps", "expected key=value"),
         ("trainer.steps=1,2", "one run takes one value"),
