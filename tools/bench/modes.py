@@ -48,10 +48,16 @@ def _paced(options: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 def _real(options: argparse.Namespace, folder: Path) -> dict[str, object]:
-    from modes_real import measure
+    from modes_real import Runs, measure
 
-    every = options.layouts == "all"
-    return measure(folder, options.rollout, options.steps, options.threads, every=every, say=say)
+    runs = Runs(
+        adapter=options.rollout,
+        lengths=options.lengths,
+        steps=options.steps,
+        threads=options.threads,
+        every=options.layouts == "all",
+    )
+    return measure(folder, runs, say)
 
 
 def _driver(options: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -72,6 +78,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16, help="of each real run")
     parser.add_argument(
         "--layouts", choices=["usual", "all"], default="all", help="of real runs: the best counts"
+    )
+    parser.add_argument(
+        "--lengths", choices=["spread", "equal"], default="spread", help="of real completions"
     )
     parser.add_argument("--rollout", default="vllm", help="adapter of real runs")
     parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,47 +22,59 @@ if TYPE_CHECKING:
 MODES = ("sync", "one_step_off", "fully_async")
 STALENESS = 2
 MODEL = "medium"
+# One in 48 tokens ends its completion: most are short, and a step of the sync mode waits for those of full length.
+WORK = {"spread": Work(completion_tokens=192, end_tokens=8), "equal": Work()}
 
 
-def layouts(mode: str, threads: int, *, every: bool) -> list[ours.Layout]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """What each run is: `steps` of the work with these `lengths`, on `threads` cores; `every` layout or the usual one."""
+
+    adapter: str
+    lengths: str
+    steps: int
+    threads: int
+    every: bool
+
+
+def layouts(runs: Runs, mode: str) -> list[ours.Layout]:
     """Return the layouts to try for `mode`, the usual best one first.
 
     In turns, both sides may use every core. Side by side, each has its own, or all are left to the scheduler.
     """
     if mode == "sync":
-        return ours.layouts(threads, every=every)
+        return ours.layouts(runs.adapter, runs.threads, every=runs.every)
+    threads = runs.threads
     half = max(1, threads // 2)
     apart = ours.Layout(ranks=1, threads_per_rank=threads - half or 1, replicas=half, threads_per_replica=1)
     shared = replace(apart, threads_per_rank=threads, replicas=threads)
     between = replace(apart, replicas=threads)
-    return list(dict.fromkeys([apart, shared, between])) if every else [apart]
+    return list(dict.fromkeys([apart, shared, between])) if runs.every else [apart]
 
 
-def measure(
-    folder: Path, adapter: str, steps: int, threads: int, *, every: bool, say: Callable[[str], None]
-) -> dict[str, object]:
+def measure(folder: Path, runs: Runs, say: Callable[[str], None]) -> dict[str, object]:
     """Return the tokens per second of each mode in its best layout, and what the journal took of the fastest.
 
     Raises:
         BenchError: a run failed, or its completions are not as long as the work says.
     """
-    work = Work()
-    given = _input(folder, work, steps)
+    given = _input(folder, WORK[runs.lengths], runs.steps)
     best: dict[str, tuple[float, ours.Layout, Path]] = {}
     for mode in MODES:
-        for number, layout in enumerate(layouts(mode, threads, every=every)):
+        for number, layout in enumerate(layouts(runs, mode)):
             where = folder / f"{mode}{number}"
             settings = [f"mode={mode}"]
             if mode == "fully_async":
                 settings.append(f"mode.max_staleness={STALENESS}")
             say(f"  {mode}: {layout} ...")
-            ours.run(given, adapter, layout, steps, where, settings)
+            ours.run(given, runs.adapter, layout, runs.steps, where, settings)
             speed = _tokens_per_s(where / "metrics.jsonl")
             say(f"    {speed:.0f} tokens/s")
             if mode not in best or speed > best[mode][0]:
                 best[mode] = (speed, layout, where)
     speeds = {mode: speed for mode, (speed, _, _) in best.items()}
     return {
+        "lengths": runs.lengths,
         "tokens_per_s": {mode: round(speed, 1) for mode, speed in speeds.items()},
         "async_over_sync": round(speeds["fully_async"] / speeds["sync"], 4),
         "one_step_off_over_sync": round(speeds["one_step_off"] / speeds["sync"], 4),

@@ -64,7 +64,7 @@ class Bench:
 
     def _best(self, adapter: str, given: ours.Input, folder: Path) -> dict[str, object] | None:
         tried: list[dict[str, object]] = []
-        every = ours.layouts(self.options.threads, every=self.options.layouts == "all")
+        every = ours.layouts(adapter, self.options.threads, every=self.options.layouts == "all")
         for number, layout in enumerate(every):
             where = folder / f"{adapter}{number}"
             measured = self._measure(

@@ -1,7 +1,7 @@
 """The work that both sides do: a model folder and prompts, made on the spot from fixed seeds.
 
 Both sides start from the same folder. Its tokenizer has no end token: no sample can end early, so every completion has
-its full length, on both sides and in every step.
+its full length, on both sides and in every step; unless the work gives `end_tokens`.
 """
 
 # transformers and tokenizers are typed in part.
@@ -24,12 +24,17 @@ PAD, UNK = "<pad>", "<unk>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One optimizer step on `prompts_per_step` * `group_size` completions, the same on both sides."""
+    """One optimizer step on `prompts_per_step` * `group_size` completions, the same on both sides.
+
+    `end_tokens` of the vocabulary end a completion. The weights are random, so each token is one of them with about
+    the same chance: lengths are geometric, up to `completion_tokens`.
+    """
 
     prompts_per_step: int = 16
     group_size: int = 16
     prompt_tokens: int = 16
     completion_tokens: int = 32
+    end_tokens: int = 0
     lr: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -100,6 +105,9 @@ def make_model(folder: Path, shape: Shape, work: Work) -> int:
     # Without these words transformers gives every Qwen2 tokenizer an end token of its own.
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": None}))
+    if work.end_tokens:
+        ends = list(range(shape.vocab - work.end_tokens, shape.vocab))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
