@@ -3,9 +3,9 @@
 
     uv run tools/bench/engine.py --json
 
-Two sides of a comparison take turns in one process (or one set of ranks), step by step, and the answer is the median
-of the ratios of neighbours: what else the machine does falls on both. Peaks of memory come from processes of their
-own. Progress goes to stderr. With --json the last line of stdout is one JSON object, else a table.
+Two sides of a comparison take turns in one process (or one set of ranks), step by step, in changing
+order: what else the machine does falls on both. The answer is the ratio of their median speeds; `*_of_neighbours` is
+the median of the ratios of neighbouring steps. Peaks of memory come from processes of their own. Progress goes to stderr. With --json the last line of stdout is one JSON object, else a table.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def overhead(size: Size, model: str) -> dict[str, Any]:
     )
     return {
         "overhead_ratio": turns.ratio,
+        "overhead_of_neighbours": turns.of_neighbours,
         "engine_tokens_per_s": turns.ours,
         "plain_tokens_per_s": turns.theirs,
     }
@@ -76,7 +77,12 @@ def overhead(size: Size, model: str) -> dict[str, Any]:
 def sharded(size: Size, model: str) -> dict[str, Any]:
     """Equal lengths, two gloo ranks of one thread: the engine beside a bare `fully_shard` loop."""
     turns: Turns = run_ranks(_sharded_rank, 2, model, size, timeout_s=900.0)[0]
-    return {"fsdp_ratio": turns.ratio, "fsdp_tokens_per_s": turns.ours, "bare_tokens_per_s": turns.theirs}
+    return {
+        "fsdp_ratio": turns.ratio,
+        "fsdp_of_neighbours": turns.of_neighbours,
+        "fsdp_tokens_per_s": turns.ours,
+        "bare_tokens_per_s": turns.theirs,
+    }
 
 
 def _sharded_rank(world: World, model: str, size: Size) -> Turns:

@@ -60,17 +60,27 @@ class Turns:
 
     ours: float
     theirs: float
-    ratio: float
+    of_neighbours: float
+
+    @property
+    def ratio(self) -> float:
+        """Ours over theirs."""
+        return self.ours / self.theirs
 
 
 def take_turns(ours: Side, theirs: Side, batch: TrainBatch, rounds: int) -> Turns:
     """Let both step on `batch` alternately, `rounds` times after two that do not count."""
     tokens = int(batch["lengths"].sum())
-    pairs = [(_seconds(ours, batch), _seconds(theirs, batch)) for _ in range(rounds + 2)][2:]
+    pairs: list[tuple[float, float]] = []
+    for number in range(rounds + 2):
+        sides = (ours, theirs) if number % 2 else (theirs, ours)  # neither is always the second
+        took = {side: _seconds(side, batch) for side in sides}
+        pairs.append((took[ours], took[theirs]))
+    pairs = pairs[2:]
     return Turns(
         ours=tokens / median(a for a, _ in pairs),
         theirs=tokens / median(b for _, b in pairs),
-        ratio=median(b / a for a, b in pairs),
+        of_neighbours=median(b / a for a, b in pairs),
     )
 
 
