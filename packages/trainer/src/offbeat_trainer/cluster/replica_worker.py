@@ -11,7 +11,7 @@ from offbeat_trainer.cluster.process import redirect_output
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from offbeat_ckptsync import Echo, Flip, Label, Sent, SyncConfig, SyncOffer
+    from offbeat_ckptsync import Echo, Flip, Label, Sent, Status, SyncConfig, SyncOffer
     from offbeat_rollout import Completion, GenerateRequest, Health, RolloutEngine
     from offbeat_trainer.cluster.spec import RolloutSpec
 
@@ -69,6 +69,14 @@ class ReplicaWorker:
     async def canary(self) -> list[float]:
         """See `CanaryMember.canary`."""
         return await self._member.canary()
+
+    async def status(self) -> Status:
+        """See `SupervisedMember.status`."""
+        return await self._member.status()
+
+    async def fence(self, reason: str) -> None:
+        """See `SupervisedMember.fence`."""
+        await self._member.fence(reason)
 
     async def abort_sync(self, sync_id: str) -> int:
         """See `Member.abort`."""

@@ -12,7 +12,7 @@ from offbeat_trainer.cluster.waits import answer
 from offbeat_trainer.errors import WorkerGone
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync import Echo, Flip, Label, Sent, SyncConfig, SyncOffer, SyncReport
+    from offbeat_ckptsync import Echo, Flip, Label, Sent, Status, SyncConfig, SyncOffer, SyncReport
     from offbeat_trainer.cluster.rollout_group import RolloutGroup
     from offbeat_trainer.cluster.train_group import TrainGroup
 
@@ -42,7 +42,7 @@ class RemoteSource:
 
 
 class RemoteMember:
-    """Satisfies `Member`: forwards to the receiving end in a replica's process."""
+    """Satisfies all that members may do but for peers: forwards to the receiving end in a replica's process."""
 
     def __init__(self, name: str, handle: Any, config: SyncConfig, rollout: RolloutGroup) -> None:  # noqa: ANN401
         self._name = name
@@ -90,6 +90,16 @@ class RemoteMember:
         return await self._ask(
             self._handle.canary.remote(), "answer the canary", self._config.commit_timeout_s
         )
+
+    async def status(self) -> Status:
+        """Forward."""
+        return await self._ask(
+            self._handle.status.remote(), "say what it serves", self._config.begin_timeout_s
+        )
+
+    async def fence(self, reason: str) -> None:
+        """Forward."""
+        await self._ask(self._handle.fence.remote(reason), "be fenced off", self._config.begin_timeout_s)
 
     async def abort(self, sync_id: str) -> int:
         """Forward."""
