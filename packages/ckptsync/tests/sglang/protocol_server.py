@@ -1,0 +1,111 @@
+"""A process that speaks SGLang's documented update protocol over a real model: not SGLang, and no stand-in for it.
+
+It loads safetensors files in place, tensor by tensor, as SGLang does; generates only while it is not paused; and keeps a
+record of what it was asked, in order. `python protocol_server.py MODEL_FOLDER` prints its port.
+
+Beside the documented calls: GET /record; POST /misbehave {"how": ..} for the next load: "torn" fails half-way, "silent"
+answers after the caller has given up, "liar" keeps its old weight version.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+
+class Model:
+    """Weights that answer: the log-prob of each token after a prompt, from an embedding and a linear layer."""
+
+    def __init__(self, folder):
+        self.weights = load_file(Path(folder) / "model.safetensors")
+        self.path = str(folder)
+        self.version = "default"
+        self.paused = False
+        self.how = ""
+        self.record = []
+        self.lock = threading.Lock()
+
+    def answer(self, ids):
+        hidden = self.weights["embed.weight"][ids].mean(0)
+        return (self.weights["head.weight"] @ hidden).log_softmax(-1).tolist()
+
+    def load(self, folder, version):
+        how, self.how = self.how, ""
+        with safe_open(Path(folder) / "model.safetensors", framework="pt") as file:
+            for number, name in enumerate(file.keys()):
+                if how == "torn" and number == 1:
+                    return False, "Failed to update weights: planted half-way."
+                self.weights[name].copy_(file.get_tensor(name))
+        if how == "silent":
+            time.sleep(3)
+        if how != "liar":
+            self.path, self.version = folder, version
+        return True, "Succeeded to update model weights."
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        model = self.server.model
+        match self.path:
+            case "/model_info":
+                self.reply(
+                    200, {"model_path": model.path, "weight_version": model.version, "is_generation": True}
+                )
+            case "/record":
+                self.reply(200, {"record": model.record, "paused": model.paused})
+            case _:
+                self.reply(404, {"detail": "Not Found"})
+
+    def do_POST(self):
+        model = self.server.model
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        match self.path:
+            case "/generate":
+                if model.paused:
+                    self.reply(503, {"error": "paused"})
+                else:
+                    self.reply(
+                        200, {"logprobs": model.answer(body["input_ids"]), "weight_version": model.version}
+                    )
+            case "/misbehave":
+                model.how = body["how"]
+                self.reply(200, {})
+            case "/pause_generation" | "/continue_generation":
+                model.record.append((self.path, body))
+                model.paused = self.path == "/pause_generation"
+                self.reply(200, {"message": "done", "status": "ok"})
+            case "/update_weights_from_disk":
+                model.record.append((self.path, body))
+                with model.lock:
+                    success, message = model.load(
+                        body["model_path"], body.get("weight_version") or model.version
+                    )
+                self.reply(200 if success else 400, {"success": success, "message": message})
+            case _:
+                self.reply(404, {"detail": "Not Found"})
+
+    def reply(self, status, content):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+if __name__ == "__main__":
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.model = Model(sys.argv[1])
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
