@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,52 @@ def test_resolved_settings_can_be_run_again(tmp_path: Path):
     path.write_text(to_yaml(config))
     assert compose_run([], str(path)) == config
     assert compose_run(["trainer.steps=8"], str(path)).trainer.steps == 8
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> str:
+    """The settings of a run, all written out as the run folder has them."""
+    path = tmp_path / "config.yaml"
+    own = ["algorithm=dr_grpo", "rollout.max_num_seqs=7", "trainer.steps=7"]
+    path.write_text(to_yaml(compose_run(own)))
+    return str(path)
+
+
+def test_a_choice_over_written_settings_changes_what_it_names_and_nothing_else(written: str):
+    before = compose_run([], written)
+    after = compose_run(["mode=fully_async"], written)
+    assert after == replace(before, mode=after.mode)
+    assert (before.mode.name, after.mode.name) == ("sync", "fully_async")
+    several = compose_run(
+        ["rollout=hf", "algorithm=grpo", "algorithm.aggregation=seq_mean_token_sum"], written
+    )
+    assert (several.rollout.name, several.rollout.max_num_seqs) == ("hf", 7)
+    assert (several.algorithm.advantage, several.algorithm.aggregation) == ("grpo", "seq_mean_token_sum")
+    assert several.mode == before.mode
+
+
+def test_naming_the_written_task_again_undoes_nothing(written: str):
+    assert compose_run(["task=arithmetic"], written) == compose_run([], written)
+
+
+def test_another_task_over_written_settings_is_refused_with_what_to_do(written: str):
+    with pytest.raises(SettingError) as caught:
+        compose_run(["task=gsm8k"], written)
+    assert "holds the settings of a run with task=arithmetic" in str(caught.value)
+    assert "leave --config out" in str(caught.value)
+    assert "override task: gsm8k" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "is no YAML"), ("- 1\n- 2\n", "should hold sections of settings, got [1, 2]")],
+)
+def test_files_that_hold_no_settings_are_refused(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingError) as caught:
+        compose_run([], str(path))
+    assert message in str(caught.value)
 
 
 def test_own_file_builds_on_the_packaged_one(tmp_path: Path):

@@ -18,6 +18,7 @@ from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from offbeat_recipes.errors import RecipeError, SettingError
 from offbeat_recipes.settings import check_path, parse, suggestion, to_dict
@@ -69,7 +70,8 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
     """Return the settings of a run from overrides as on a command line.
 
     Args:
-        settings: `group=choice` and `dotted.key=value`.
+        settings: `group=choice` and `dotted.key=value`. Over a `config_file` without `defaults`, a choice changes what
+            its own YAML names and leaves the rest of the file as it is.
         config_file: YAML to start from instead of the packaged `train.yaml`; its `defaults` may name that one.
 
     Raises:
@@ -81,6 +83,7 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
         path = Path(config_file).absolute()
         if not path.is_file():
             raise SettingError([f"--config: no file {config_file}"])
+        overrides = _over_file(path, overrides)
         folder, name, search = path.parent, path.name, [f"hydra.searchpath=[file://{CONF}]"]
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
@@ -116,6 +119,48 @@ def complain(prog: str, error: Exception) -> None:
     """Print what is wrong, one line a problem, and nothing else."""
     for line in str(error).splitlines():
         sys.stderr.write(f"{prog}: {line}\n")
+
+
+def _over_file(path: Path, overrides: list[str]) -> list[str]:
+    """Return `overrides` as Hydra takes them over the settings in `path`.
+
+    In a file with all its settings written out, say that of a run, no group is chosen that another choice could
+    replace. There a choice is added; Hydra puts what is added behind the file's own settings.
+
+    Raises:
+        SettingError: the file cannot be used, or a choice cannot be laid over it.
+    """
+    try:
+        raw = OmegaConf.to_container(OmegaConf.load(path))
+    except (OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
+        raise SettingError([f"--config: {path} is no YAML: {_first_line(error)}"]) from None
+    if not isinstance(raw, dict):
+        raise SettingError([f"--config: {path} should hold sections of settings, got {_short(raw)}"])
+    held = cast("dict[str, Any]", raw)
+    if any(entry != "_self_" for entry in held.get("defaults") or []):
+        return overrides
+    # A task brings settings for other sections along; naming the file's own task must not undo the file's.
+    same = f"task={_task_of(held)}"
+    return [_added(item, held, path) for item in overrides if item != same]
+
+
+def _added(item: str, raw: dict[str, Any], path: Path) -> str:
+    """Return `item` as an addition if it chooses a group; refuse a task over the settings of another task."""
+    group, _, choice = item.partition("=")
+    if group == "task" and _task_of(raw):
+        raise SettingError(
+            [
+                f"`{item}`: {path} holds the settings of a run with task={_task_of(raw)}, and another task needs "
+                "others; leave --config out, or give a file of your own with "
+                f"`defaults: [train, override task: {choice}, _self_]`"
+            ]
+        )
+    return f"+{item}" if group in groups() else item
+
+
+def _task_of(raw: dict[str, Any]) -> str:
+    section = raw.get("task")
+    return str(section.get("name", "")) if isinstance(section, dict) else ""  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
 def _checked_all(settings: Sequence[str]) -> list[str]:
@@ -158,6 +203,10 @@ def _choice(group: str, value: str, choices: list[str]) -> str:
     near = suggestion(value, choices)
     hint = f"; did you mean {near!r}?" if near else ""
     raise SettingError([f"`{group}`: expected one of {', '.join(choices)}, got {value!r}{hint}"])
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.60}"
 
 
 def _first_line(error: Exception) -> str:
