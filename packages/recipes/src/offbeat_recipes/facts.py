@@ -16,6 +16,7 @@ from offbeat_engine.capabilities import Refusal
 from offbeat_engine.registry import engine_class
 from offbeat_recipes.config import ArithmeticConfig, FileConfig, RowsConfig
 from offbeat_recipes.errors import TaskError
+from offbeat_recipes.stops import stop_refusals
 from offbeat_rollout import ConfigError as RolloutConfigError
 from offbeat_rollout.checks import check_config
 from offbeat_rollout.registry import adapter_class
@@ -72,6 +73,7 @@ def gather_facts(config: RunConfig) -> Facts:
         shape = _model_config(config)
         model = None if shape is None else model_facts(shape)
         num_prompts, prompt_tokens, answer_tokens = _task(config)
+        refusals += [] if model is None else stop_refusals(config, model.vocab_size)
     except (TaskError, OSError, ValueError) as error:
         setting = "task" if isinstance(error, TaskError) else "model.path"
         refusals.append(_refusal(setting, str(error).splitlines()[0], "give a value that can be used"))

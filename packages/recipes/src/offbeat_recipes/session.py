@@ -18,6 +18,7 @@ from offbeat_recipes.quiet import logs_to
 from offbeat_recipes.random_model import random_model_folder
 from offbeat_recipes.run_folder import RunFolder, open_run_folder, reopen_run_folder
 from offbeat_recipes.settings import to_dict
+from offbeat_recipes.stops import check_stops
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.wiring import make_reporter
 from offbeat_rollout import RolloutError
@@ -93,14 +94,15 @@ def drive(config: RunConfig, work: Work, started: float, *, reopen: bool = False
 
 def _open(config: RunConfig, folder: RunFolder, started: float, *, reopen: bool) -> Session:
     task = make_task(config.task, config.model.path, config.seed)
-    jsonl = None if reopen else JsonlReporter(folder.path)
-    reporter = make_reporter(config, jsonl, folder)
-    for note in task.notes:
-        reporter.phase("task", note)
     base = folder.path / "base"
     base_model = task.model_folder(base, config.seed)
     if config.model.random_init:
         base_model = random_model_folder(base_model, base, config.seed)
+    check_stops(task, base_model, trust_remote_code=config.model.trust_remote_code)
+    jsonl = None if reopen else JsonlReporter(folder.path)
+    reporter = make_reporter(config, jsonl, folder)
+    for note in task.notes:
+        reporter.phase("task", note)
     return Session(
         config=config,
         folder=folder,

@@ -55,10 +55,16 @@ def check_request(request: GenerateRequest, max_model_len: int, vocab_size: int)
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         bad = next(token for token in prompt if not 0 <= token < vocab_size)
         raise RequestError(f"{who}: prompt token {bad} is outside the vocabulary of {vocab_size}")
-    _check_sampling(who, request.sampling)
+    _check_sampling(who, request.sampling, vocab_size)
 
 
-def _check_sampling(who: str, sampling: SamplingParams) -> None:
+def _check_sampling(who: str, sampling: SamplingParams, vocab_size: int) -> None:
+    strange = [token for token in sampling.stop_token_ids if not 0 <= token < vocab_size]
+    if strange:
+        raise RequestError(
+            f"{who}: stop token {strange[0]} is outside the vocabulary of {vocab_size} and could never come; "
+            "give tokens of the model in `stop_token_ids`"
+        )
     if sampling.max_tokens < 1:
         raise RequestError(f"{who}: `max_tokens` must be >= 1, got {sampling.max_tokens}")
     if not math.isfinite(sampling.temperature) or sampling.temperature < 0:

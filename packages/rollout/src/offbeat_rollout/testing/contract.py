@@ -129,6 +129,7 @@ async def _refusals(subject: Subject) -> None:
         subject.request(temperature=-1.0),
         subject.request(top_p=0.0),
         subject.request(top_k=0),
+        subject.request(stop_token_ids=(1, subject.vocab_size)),
     ]
     for request in bad:
         try:
