@@ -33,8 +33,13 @@ def test_a_batch_that_breaks_it_is_refused_by_name(changes, words):
         train_batch(**tensors(**changes))
 
 
-def test_a_missing_key_is_named():
+@pytest.mark.parametrize(
+    ("missing", "wanted"),
+    [("lengths", r"`lengths` \[B\] torch.int64"), ("loss_mask", r"`loss_mask` \[B, T\] torch.bool")],
+)
+def test_a_missing_key_is_named_with_what_came(missing, wanted):
     given = tensors()
-    del given["loss_mask"]
-    with pytest.raises(BatchError, match="`loss_mask`"):
+    del given[missing]
+    others = ", ".join(sorted(given))
+    with pytest.raises(BatchError, match=rf"{wanted} \(.*\), got {others}; make batches with"):
         train_batch(**given)

@@ -116,6 +116,15 @@ def test_unshard_undoes_shard(tiny, two_ranks, num_sequences):
         assert all(torch.equal(back[key], batch[key]) for key in batch.keys())  # noqa: SIM118
 
 
+@pytest.mark.parametrize("key", ["lengths", "input_ids"])
+def test_rows_without_a_required_key_cannot_be_shared(tiny, key):
+    batch = random_batch(3).exclude(key)
+    with pytest.raises(
+        BatchError, match=rf"needs `{key}` .* got .*loss_mask.*; make batches with `train_batch`"
+    ):
+        Fsdp2Engine(config_of(tiny), World()).shard_data(batch)
+
+
 def test_hooks_run_once_per_micro_batch_and_are_heard(tiny):
     engine = make_engine(config_of(tiny, micro_batch_tokens=40))
     seen = []

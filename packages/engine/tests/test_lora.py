@@ -227,6 +227,13 @@ def test_a_checkpoint_holds_the_adapter_alone_and_resumes_on_any_ranks(tiny, tmp
     assert {name.split(".")[0] for name in held} == {"model", "optimizer", "random"}
 
 
+@pytest.fixture(scope="module")
+def saved_adapter(tiny, tmp_path_factory):
+    root = str(tmp_path_factory.mktemp("adapter"))
+    save(World(), tiny, root)
+    return root
+
+
 def test_a_checkpoint_of_another_base_is_refused(tiny, tmp_path):
     save(World(), tiny, str(tmp_path / "saved"))
     other = make_tiny_model(tmp_path / "other", seed=1)
@@ -234,6 +241,34 @@ def test_a_checkpoint_of_another_base_is_refused(tiny, tmp_path):
         make_engine(other, lora=ALONE).load_checkpoint(str(tmp_path / "saved"))
     with pytest.raises(CheckpointError, match="frozen in only one"):
         make_engine(tiny, lora=LoraConfig()).load_checkpoint(str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (replace(ALONE, alpha=6.0), "`lora.alpha` 12, and this engine has 6;"),
+        (replace(ALONE, rank=6, alpha=12.0), "`lora.rank` 3, and this engine has 6;"),
+        (
+            replace(ALONE, targets=("q_proj", "v_proj")),
+            r"`lora.targets` \['down_proj', .*'v_proj'\], and this engine has \['q_proj', 'v_proj'\];",
+        ),
+    ],
+    ids=["alpha", "rank", "targets"],
+)
+def test_a_checkpoint_of_other_adapters_is_refused_with_both_values(tiny, saved_adapter, settings, words):
+    engine = make_engine(tiny, lora=settings)
+    before = weights_of(engine)
+    with pytest.raises(CheckpointError, match=words):
+        engine.load_checkpoint(saved_adapter)
+    assert worst(weights_of(engine), before) == 0.0
+
+
+def test_adapters_are_the_same_however_targets_and_dropout_are_said(tiny, saved_adapter):
+    every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert make_engine(tiny, lora=replace(ALONE, targets=every)).load_checkpoint(saved_adapter) == 2
+    assert make_engine(tiny, lora=replace(ALONE, dropout=0.1, export=LORA.export)).load_checkpoint(
+        saved_adapter
+    )
 
 
 def test_fingerprints_tell_a_changed_value_and_swapped_rows():

@@ -77,10 +77,8 @@ def train_batch(**tensors: torch.Tensor) -> TrainBatch:
 
 def check_batch(batch: TrainBatch) -> None:
     """Raise `BatchError` naming the first key of `batch` that breaks the schema, else return."""
+    check_keys(batch)
     by_key = {field.key: field for field in SCHEMA}
-    for key in by_key:
-        if by_key[key].required and key not in batch:
-            raise BatchError(f"a batch needs `{key}`: {by_key[key].meaning}")
     batch_size, num_tokens = batch["input_ids"].shape
     for key in map(str, batch.keys()):  # a TensorDict iterates over its batch, not its keys
         field = by_key.get(key)
@@ -94,6 +92,17 @@ def check_batch(batch: TrainBatch) -> None:
                 f"got {list(tensor.shape)} {tensor.dtype}"
             )
     _check_values(batch, num_tokens)
+
+
+def check_keys(batch: TrainBatch) -> None:
+    """Raise `BatchError` naming the first required key that `batch` has not, else return."""
+    for field in SCHEMA:
+        if field.required and field.key not in batch:
+            dims = ", ".join(field.dims)
+            raise BatchError(
+                f"a batch needs `{field.key}` [{dims}] {field.dtype} ({field.meaning}), got "
+                f"{', '.join(sorted(map(str, batch.keys()))) or 'nothing'}; make batches with `train_batch`"
+            )
 
 
 def _check_values(batch: TrainBatch, num_tokens: int) -> None:

@@ -54,7 +54,13 @@ class LossOutput:
 
 
 class LossFn(Protocol):
-    """A differentiable function of one micro-batch. Must be picklable: it travels to the ranks."""
+    """A differentiable function of one micro-batch. Must be picklable: it travels to the ranks.
+
+    It may carry a bool attribute (or property) `entropy_gradient`: true asks for a gradient of
+    `predictions["entropy"]`. Without it, or where it is false, an engine may hand out entropy as a number to look at
+    (`Fsdp2Engine` does), since the gradient costs memory and time that most losses do not need. The attribute is
+    optional, so no member of this protocol: engines read it with `getattr(loss_fn, "entropy_gradient", False)`.
+    """
 
     def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
         """Return the micro-batch's share of the loss; `predictions` carry gradients, `batch` does not."""
@@ -225,6 +231,9 @@ class Engine(ABC):
         """Return this rank's share of `data` (the same on all ranks), balanced by tokens, no communication.
 
         Ranks that share the tokens of their sequences get the same share, and must be given it whole.
+
+        Raises:
+            BatchError: `data` lacks a required key of the schema.
         """
 
     @abstractmethod

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from offbeat_engine import folders
 from offbeat_engine.errors import CheckpointError
+from offbeat_engine.fsdp2 import lora
 from offbeat_engine.fsdp2.ranks import first_failure, from_rank_zero, gather
 from offbeat_engine.fsdp2.weights import held
 
@@ -35,13 +36,15 @@ FORMAT = 1
 class Target:
     """What a checkpoint is taken of: trained and untrained weights, optimizer, schedule, random state.
 
-    `base` are fingerprints (see `lora.fingerprint`) of the weights that a checkpoint does not hold.
+    `base` are fingerprints (see `lora.fingerprint`) of the weights that a checkpoint does not hold, `adapters` says
+    what its matrices A and B mean (see `lora.described`).
     """
 
     world: World
     updater: Updater
     untrained: dict[str, torch.Tensor]
     base: dict[str, int]
+    adapters: dict[str, Any]
 
 
 def target_of(world: World, scorer: Scorer, updater: Updater) -> Target:
@@ -51,7 +54,13 @@ def target_of(world: World, scorer: Scorer, updater: Updater) -> Target:
         for name, tensor in held(scorer.hf).items()
         if name not in updater.params and name not in scorer.base
     }
-    return Target(world=world, updater=updater, untrained=untrained, base=scorer.base)
+    return Target(
+        world=world,
+        updater=updater,
+        untrained=untrained,
+        base=scorer.base,
+        adapters=lora.described(scorer.hf),
+    )
 
 
 def save(target: Target, folder: Path, step: int) -> None:
@@ -78,6 +87,7 @@ def save(target: Target, folder: Path, step: int) -> None:
             "num_ranks": world.size,
             "has_moments": bool(target.updater.moments()),
             "base": target.base,
+            "adapters": target.adapters,
         }
         (partial / folders.META).write_text(json.dumps(meta, indent=2))
         folders.finish_folder(folder)
@@ -96,6 +106,8 @@ def load(target: Target, folder: Path) -> None:
         meta = json.loads((folder / folders.META).read_text())
         if meta["format"] != FORMAT:
             raise CheckpointError(f"{folder} has format {meta['format']}, this version reads {FORMAT}")
+        # First: an adapted weight of the base has another name than one that is not, which says less.
+        _check_adapters(target.adapters, meta.get("adapters", {}), folder)
         _check_base(target.base, meta.get("base", {}), folder)
         moments = updater.empty_moments() if meta["has_moments"] else {}
         state = _tensors(target, moments)
@@ -217,6 +229,21 @@ def _check_base(here: dict[str, int], there: dict[str, int], folder: Path) -> No
         raise CheckpointError(
             f"{folder} holds adapters of another base: `{name}` {what}; load the model they were trained on"
         )
+
+
+def _check_adapters(here: dict[str, Any], there: dict[str, Any], folder: Path) -> None:
+    """Refuse matrices of another meaning: another alpha fits every shape and scales the adapter otherwise."""
+    # A checkpoint that does not describe its adapters was written before there was a description.
+    for setting in sorted(here.keys() & there.keys()):
+        if here[setting] != there[setting]:
+            raise CheckpointError(
+                f"{folder} holds adapters of `lora.{setting}` {_said(there[setting])}, and this engine has "
+                f"{_said(here[setting])}; set it back, or train new adapters"
+            )
+
+
+def _said(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _rng_key(world: World) -> str:

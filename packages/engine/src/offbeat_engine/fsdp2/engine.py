@@ -105,12 +105,7 @@ class Fsdp2Engine(Engine):
                 self._mode = before
                 parts.scorer.train(before is _Mode.TRAIN)
 
-    def set_loss_fn(self, loss_fn: LossFn) -> None:
-        """Use `loss_fn` from now on.
-
-        It may carry a true attribute `entropy_gradient`: only then does `predictions["entropy"]` have a
-        gradient, which costs a pass over the logits that most losses do not need.
-        """
+    def set_loss_fn(self, loss_fn: LossFn) -> None:  # noqa: D102
         self._loss_fn = loss_fn
 
     @overload

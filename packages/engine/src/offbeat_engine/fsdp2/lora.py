@@ -113,6 +113,20 @@ def write_config(folder: Path, hf: Any) -> None:  # noqa: ANN401
     description.save_pretrained(str(folder))
 
 
+def described(hf: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return what gives A and B their meaning, JSON-ready, under the names of `LoraConfig`; {} without adapters.
+
+    `targets` are the last parts of the adapted modules' names.
+    """
+    if ADAPTER not in getattr(hf, "peft_config", {}):
+        return {}
+    config, mark = hf.peft_config[ADAPTER], f".lora_A.{ADAPTER}.weight"
+    adapted = {
+        name.removesuffix(mark).rpartition(".")[2] for name, _ in hf.named_parameters() if name.endswith(mark)
+    }
+    return {"rank": int(config.r), "alpha": float(config.lora_alpha), "targets": sorted(adapted)}
+
+
 def fingerprint(tensor: torch.Tensor) -> int:
     """Return a number that changes with any value of a frozen float32 weight, or with the order of its rows."""
     # Integers add up to the same whatever the order of addition.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDict
 
+from offbeat_engine.batch import check_keys
 from offbeat_engine.errors import StateError
 from offbeat_engine.fsdp2.ranks import gather
 from offbeat_engine.planning import plan_shards
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 
 
 def take_share(data: TrainBatch, world: World, num_peers: int = 1) -> tuple[TrainBatch, list[list[int]]]:
-    """Return this rank's rows of `data` (perhaps none) and the plan: every group of peers' row numbers."""
+    """Return this rank's rows of `data` (perhaps none) and the plan: every group of peers' row numbers.
+
+    Raises:
+        BatchError: `data` lacks a key that every batch has; it is the same on all ranks, so all of them raise.
+    """
+    check_keys(data)
     lengths = [int(length) for length in data["lengths"].tolist()]
     shares = plan_shards(lengths, world.size // num_peers)
     rows = torch.tensor(shares[world.rank // num_peers], dtype=torch.int64, device=data["lengths"].device)
