@@ -1,4 +1,4 @@
-"""Print the packages of this workspace that one of them needs, its dependencies' dependencies included."""
+"""Print what one package of this workspace needs: its siblings, theirs included, or what all these ask of others."""
 
 from __future__ import annotations
 
@@ -6,32 +6,47 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 PACKAGES = Path(__file__).resolve().parent.parent / "packages"
 
 
-def declared_by(package: str) -> set[str]:
-    """Return the short names of the siblings that `package` declares itself."""
-    project = tomllib.loads((PACKAGES / package / "pyproject.toml").read_text())["project"]
-    names = (re.match(r"offbeat-([a-z]+)", requirement) for requirement in project["dependencies"])
-    return {name.group(1) for name in names if name is not None}
+def project(package: str) -> dict[str, Any]:
+    """Return what the pyproject file of `package` declares."""
+    return tomllib.loads((PACKAGES / package / "pyproject.toml").read_text())["project"]
 
 
-def siblings_of(package: str) -> set[str]:
-    """Return every sibling that an installation of `package` brings along."""
-    found: set[str] = set()
-    waiting = declared_by(package)
+def siblings_of(package: str) -> dict[str, set[str]]:
+    """Return every sibling that an installation of `package` brings along, with the extras asked of it."""
+    found: dict[str, set[str]] = {}
+    waiting = [package]
     while waiting:
-        name = waiting.pop()
-        found.add(name)
-        waiting |= declared_by(name) - found
+        for requirement in project(waiting.pop())["dependencies"]:
+            name = re.match(r"offbeat-([a-z]+)(?:\[([\w,-]+)\])?", requirement)
+            if name is None:
+                continue
+            if name[1] not in found:
+                waiting.append(name[1])
+            found.setdefault(name[1], set()).update((name[2] or "").split(",") if name[2] else ())
     return found
 
 
+def requirements_of(package: str) -> list[str]:
+    """Return what an installation of `package` asks of others: its own requirements and those of its siblings."""
+    wanted: set[str] = set()
+    for name, extras in {package: set[str](), **siblings_of(package)}.items():
+        declared = project(name)
+        wanted.update(declared["dependencies"])
+        for extra in extras:
+            wanted.update(declared["optional-dependencies"][extra])
+    return sorted(item for item in wanted if not item.startswith("offbeat-"))
+
+
 def main() -> None:
-    """Print one short name a line for the package named on the command line."""
-    for name in sorted(siblings_of(sys.argv[1])):
-        print(name)
+    """Print one a line: short names of siblings of the package named first, or with `--others` requirements."""
+    package, *options = sys.argv[1:]
+    for line in requirements_of(package) if options == ["--others"] else sorted(siblings_of(package)):
+        print(line)
 
 
 if __name__ == "__main__":
