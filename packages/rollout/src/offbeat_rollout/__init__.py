@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.config import AdapterConfig, RolloutConfig
     from offbeat_rollout.errors import (
         ConfigError,
         EngineStateError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 _HOMES = {
+    "AdapterConfig": "config",
     "RolloutConfig": "config",
     "ConfigError": "errors",
     "EngineStateError": "errors",
@@ -62,6 +63,7 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "AdapterConfig",
     "Completion",
     "ConfigError",
     "EngineStateError",

@@ -1,8 +1,22 @@
 """Settings of a generation engine."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """A low-rank adapter (arXiv 2106.09685) over the weights in `model_path`; `rank` 0 means none.
+
+    It adds alpha / rank * B [out, rank] @ A [rank, in] to a weight [out, in]: nothing until the first update. With an
+    adapter, updates bring its A and B alone. `targets` are endings of module names; empty means every linear layer but
+    the head.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,5 +40,6 @@ class RolloutConfig:
     prefix_caching: bool = False
     weight_backend: str = "offbeat"
     cpu_threads: int = 1
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0

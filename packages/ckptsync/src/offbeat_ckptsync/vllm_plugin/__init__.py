@@ -13,6 +13,12 @@ engine with `WeightTransferConfig(backend="offbeat")` and drive it with `Control
 
 `offbeat_ckptsync.worker` says what the requests hold and where answers go. Keys and values that were computed under
 the old weights stay, as does the prefix cache: clear them in `pause_generation(clear_cache=True)` where that matters.
+
+To send a low-rank adapter alone, start the engine with `enable_lora`, with `additional_config={"offbeat": {"adapter": {"id": 1,
+"rank": 8, "alpha": 16.0, "targets": []}}}` (targets: endings of module names; none means every linear layer but the head),
+and add an adapter of zeros under that id with `add_lora` before the first request; all requests name it. Then
+`finish_weight_update` must not be called: vLLM forgets every adapter there. Leave the session open and say
+`update_weight_version("7")`, as the adapter of offbeat-rollout does.
 """
 
 from __future__ import annotations

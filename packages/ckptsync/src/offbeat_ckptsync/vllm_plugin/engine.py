@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (  # noqa: TID253 -- this modu
 )
 
 from offbeat_ckptsync.errors import ManifestError
+from offbeat_ckptsync.vllm_plugin.adapter import AdapterSink, adapter_of
 from offbeat_ckptsync.vllm_plugin.expected import expected_manifest
 from offbeat_ckptsync.worker import Worker
 
@@ -58,8 +59,11 @@ class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatU
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
+        adapter = adapter_of(vllm_config)
         self._worker = Worker(
-            VllmSink(model, vllm_config.model_config),
+            VllmSink(model, vllm_config.model_config)
+            if adapter is None
+            else AdapterSink(model, vllm_config, adapter),
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
             num_ranks=parallel.data_parallel_size * parallel.world_size,
             prepare_thread=_use_parent_cores if device.type == "cpu" else None,

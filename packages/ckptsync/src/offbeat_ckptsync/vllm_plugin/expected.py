@@ -43,13 +43,17 @@ def _from_folder(folder: Path) -> tuple[TensorSpec, ...]:
     return folder_specs(folder) if folder.is_dir() else ()
 
 
-def _from_empty_model(model_config: ModelConfig) -> tuple[TensorSpec, ...]:
+def empty_model(model_config: ModelConfig) -> torch.nn.Module:
+    """Return the transformers model of this configuration, without weights."""
     import transformers
 
     architecture = getattr(transformers, next(iter(model_config.hf_config.architectures or ())))
     with torch.device("meta"):
-        module = cast("torch.nn.Module", architecture(model_config.hf_config))
-    return manifest_of(distinct_tensors(module)).specs
+        return cast("torch.nn.Module", architecture(model_config.hf_config))
+
+
+def _from_empty_model(model_config: ModelConfig) -> tuple[TensorSpec, ...]:
+    return manifest_of(distinct_tensors(empty_model(model_config))).specs
 
 
 def _is_floating(dtype: str) -> bool:

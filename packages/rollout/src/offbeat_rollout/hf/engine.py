@@ -11,7 +11,8 @@ Operations of `control`:
 - "load_weights": payload `{"tensors": iterable of (name, tensor), "version": int, "recompute_kv": bool = False}`. The
   whole set is checked before anything changes (`UpdateRefused` names every offender), copied in between two tokens,
   then `version` flips. Generation in flight goes on under the new weights, with its old keys and values unless
-  `recompute_kv`. The tensors must not change until the call returns.
+  `recompute_kv`. The tensors must not change until the call returns. With an `adapter` in the settings these are its A
+  and B alone, merged into the base weights at once; what follows costs what it costs without an adapter.
 """
 
 from __future__ import annotations
@@ -57,7 +58,16 @@ class HfEngine(RolloutEngine):
             devices=frozenset({"cpu", "cuda"}),
             dtypes=frozenset({"float32", "bfloat16"}),
             features=frozenset(
-                {"seed", "pause", "abort", "load_weights", "recompute_kv", "sleep_1", "continuous_batching"}
+                {
+                    "seed",
+                    "pause",
+                    "abort",
+                    "load_weights",
+                    "adapter",
+                    "recompute_kv",
+                    "sleep_1",
+                    "continuous_batching",
+                }
             ),
             missing={
                 "tensor_parallel": "one process, one device; use vllm",

@@ -95,15 +95,15 @@ def weight_specs(model: PreTrainedModel) -> list[tuple[str, tuple[int, ...], str
     return [(name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in named_weights(model).items()]
 
 
-def check_update(
-    model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Tensor]]
+def check_given(
+    specs: Iterable[tuple[str, tuple[int, ...], str]], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Return `tensors` by name if they are exactly the model's weights; touch nothing.
+    """Return `tensors` by name if they are exactly those of `specs`; touch nothing.
 
     Raises:
         UpdateRefused: naming everything that is unknown, missing, given twice, or of another shape or dtype.
     """
-    live = named_weights(model)
+    live = {name: (shape, dtype) for name, shape, dtype in specs}
     given: dict[str, torch.Tensor] = {}
     wrong: list[str] = []
     for name, tensor in tensors:
@@ -111,10 +111,10 @@ def check_update(
             wrong.append(f"{name} came twice")
         elif name not in live:
             wrong.append(f"{name} is unknown to the model")
-        elif tuple(tensor.shape) != tuple(live[name].shape):
-            wrong.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(live[name].shape)}")
-        elif tensor.dtype != live[name].dtype:
-            wrong.append(f"{name} has dtype {dtype_name(tensor)}, expected {dtype_name(live[name])}")
+        elif tuple(tensor.shape) != live[name][0]:
+            wrong.append(f"{name} has shape {tuple(tensor.shape)}, expected {live[name][0]}")
+        elif dtype_name(tensor) != live[name][1]:
+            wrong.append(f"{name} has dtype {dtype_name(tensor)}, expected {live[name][1]}")
         given[name] = tensor
     wrong += [f"{name} is missing" for name in live if name not in given]
     if wrong:
@@ -126,8 +126,20 @@ def check_update(
     return given
 
 
-def apply_update(model: PreTrainedModel, given: dict[str, torch.Tensor]) -> None:
-    """Copy checked tensors into the live weights (tied ones change together, they share memory)."""
-    with torch.no_grad():
-        for name, tensor in named_weights(model).items():
-            tensor.copy_(given[name])
+class WholeWeights:
+    """Updates that bring every weight of the model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Write into `model`."""
+        self._model = model
+
+    def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return what an update must bring."""
+        return weight_specs(self._model)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Check all, then copy all into the live weights (tied ones change together, they share memory)."""
+        given = check_given(self.specs(), tensors)
+        with torch.no_grad():
+            for name, tensor in named_weights(self._model).items():
+                tensor.copy_(given[name])

@@ -11,8 +11,9 @@ import torch
 
 from offbeat_rollout.checks import eos_token_ids
 from offbeat_rollout.errors import EngineStateError
+from offbeat_rollout.hf.adapter import MergedAdapter
 from offbeat_rollout.hf.decode import RunningBatch, new_row
-from offbeat_rollout.hf.model import apply_update, check_update, load_model, weight_specs
+from offbeat_rollout.hf.model import WholeWeights, load_model
 from offbeat_rollout.types import Finish, PauseMode
 
 if TYPE_CHECKING:
@@ -125,13 +126,13 @@ class Worker:
 
     def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Return the weights' names, shapes and dtypes."""
-        return weight_specs(self._model)
+        return self._weights.specs()
 
     def load_weights(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool
     ) -> None:
         """Check all, then change all, then serve them as `version`."""
-        apply_update(self._model, check_update(self._model, tensors))
+        self._weights.load(tensors)
         self.version = version
         if recompute_kv:
             self._batch.recompute()
@@ -152,6 +153,8 @@ class Worker:
         torch.set_num_threads(self._config.cpu_threads)
         self._eos = eos_token_ids(self._config.model_path)
         self._model: PreTrainedModel = load_model(self._config)
+        adapter = self._config.adapter
+        self._weights = MergedAdapter(self._model, adapter) if adapter.rank else WholeWeights(self._model)
         self._batch = RunningBatch(self._model, self._config.cpu_threads)
         self.vocab_size = self._batch.vocab_size
 

@@ -15,6 +15,10 @@ What it promises beyond the interface:
 Operations of `control`, each forwarded to vLLM's call of the same purpose: "init" (payload: the backend's init info),
 "start", "update" (payload: the backend's update info), "finish" (`{"version": int}`, or `{}` to leave the version as it
 is), "shutdown". Payloads hold plain values. A worker that refuses an update raises `UpdateRefused` here.
+
+With an `adapter` in the settings vLLM serves it through its own LoRA layers, and every request names it; see `lora`. The
+backend then gets the adapter's A and B alone. vLLM forgets all adapters when an update session ends, so there the session
+is opened once and stays open: "finish" only sets the version, and "shutdown" is refused.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -27,16 +31,19 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
+from offbeat_rollout.adapted import folder_adapter_specs
 from offbeat_rollout.checks import check_config, check_request, eos_token_ids
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.safetensors_header import folder_specs
 from offbeat_rollout.types import Health, PauseMode, RolloutCapabilities
 from offbeat_rollout.vllm.environment import check_environment, vllm_environment
+from offbeat_rollout.vllm.lora import serve_nothing_yet, served_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Mapping, Sequence
 
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from offbeat_rollout.config import RolloutConfig
@@ -56,6 +63,8 @@ class VllmEngine(RolloutEngine):
         self._eos: tuple[int, ...] = ()
         self._specs: list[tuple[str, tuple[int, ...], str]] = []
         self._running_ids: set[str] = set()
+        self._adapter: LoRARequest | None = None
+        self._session_open = False  # of weight updates; see the module for adapters
 
     @classmethod
     def capabilities(cls) -> RolloutCapabilities:
@@ -70,6 +79,7 @@ class VllmEngine(RolloutEngine):
                     "pause",
                     "abort",
                     "weight_transfer",
+                    "adapter",
                     "recompute_kv",
                     "sleep_1",
                     "sleep_2",
@@ -96,7 +106,7 @@ class VllmEngine(RolloutEngine):
         check_config(self.config, self.capabilities())
         if self._llm is not None:
             raise EngineStateError("the engine is running already; `stop` it before another `start`")
-        self._specs = folder_specs(self.config.model_path, self.config.dtype)
+        self._specs = await asyncio.to_thread(_specs_of, self.config)
         self._eos = eos_token_ids(self.config.model_path)
         # vLLM reads its own environment here; the adapter only looks whether an entrypoint has set it.
         check_environment(self.config, os.environ)  # noqa: TID251
@@ -106,7 +116,9 @@ class VllmEngine(RolloutEngine):
         launched = Launched()
         try:
             async with asyncio.timeout(self.config.start_timeout_s):
-                self._llm = await asyncio.to_thread(launched.run, self.config)
+                llm = await asyncio.to_thread(launched.run, self.config)
+                if self.config.adapter.rank:
+                    await serve_nothing_yet(llm, self.config.adapter, self._specs)
         except TimeoutError:
             await asyncio.to_thread(launched.kill)
             raise EngineStateError(
@@ -117,9 +129,11 @@ class VllmEngine(RolloutEngine):
         except Exception as error:
             await asyncio.to_thread(launched.kill)
             raise EngineStateError(f"vLLM did not start: {error}; its log says more") from error
-        self._launched = launched
-        self._vocab_size = int(self._llm.model_config.get_vocab_size())
+        self._llm, self._launched = llm, launched
+        self._vocab_size = int(llm.model_config.get_vocab_size())
         self._version = 0
+        self._session_open = False
+        self._adapter = served_adapter() if self.config.adapter.rank else None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the completion of one request."""
@@ -180,7 +194,7 @@ class VllmEngine(RolloutEngine):
     async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
         """Run one of the operations the module names."""
         if op == "weight_specs":
-            return {"specs": list(self._specs or folder_specs(self.config.model_path, self.config.dtype))}
+            return {"specs": list(self._specs or await asyncio.to_thread(_specs_of, self.config))}
         llm = self._running()
         from vllm.distributed.weight_transfer.base import (
             WeightTransferInitRequest,
@@ -192,13 +206,23 @@ class VllmEngine(RolloutEngine):
                 request = WeightTransferInitRequest(init_info=dict(payload))
                 await self._update_call(llm.init_weight_transfer_engine(request), op)
             case "start":
-                await self._update_call(llm.start_weight_update(), op)
+                if not (self._adapter and self._session_open):
+                    await self._update_call(llm.start_weight_update(), op)
+                    self._session_open = True
             case "update":
                 request = WeightTransferUpdateRequest(update_info=dict(payload))
-                await self._update_call(llm.update_weights(request), op)
+                try:
+                    await self._update_call(llm.update_weights(request), op)
+                except BaseException:
+                    self._session_open = False  # vLLM closes it when an update fails
+                    raise
             case "finish":
                 return await self._finish(llm, payload)
             case "shutdown":
+                if self._adapter:
+                    raise UpdateRefused(
+                        "vLLM would forget the adapter it serves; `stop` the engine instead of a shutdown of its updates"
+                    )
                 await self._update_call(llm.shutdown_weight_transfer_engine(), op)
             case _:
                 raise ConfigError(
@@ -244,7 +268,7 @@ class VllmEngine(RolloutEngine):
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
         params = sampling_params(request, self._eos)
         try:
-            async for output in llm.generate(prompt, params, request.request_id):
+            async for output in llm.generate(prompt, params, request.request_id, lora_request=self._adapter):
                 if output.finished:
                     return completion(request, output)
         except (EngineDeadError, EngineGenerateError) as error:
@@ -256,7 +280,10 @@ class VllmEngine(RolloutEngine):
         if version is not None and not isinstance(version, int):
             raise UpdateRefused(f"`finish` needs an integer `version`, got {version!r}; nothing was changed")
         label = None if version is None else str(version)
-        await self._update_call(llm.finish_weight_update(weight_version=label), "finish")
+        if self._adapter is None:
+            await self._update_call(llm.finish_weight_update(weight_version=label), "finish")
+        elif label is not None:
+            await self._update_call(llm.update_weight_version(label), "finish")
         if version is None:
             return {}
         self._version = version
@@ -283,3 +310,9 @@ class VllmEngine(RolloutEngine):
             raise EngineStateError(
                 f"vLLM did not answer `{what}` within {self.config.request_timeout_s} s (`request_timeout_s`)"
             ) from None
+
+
+def _specs_of(config: RolloutConfig) -> list[tuple[str, tuple[int, ...], str]]:
+    return (
+        folder_adapter_specs(config) if config.adapter.rank else folder_specs(config.model_path, config.dtype)
+    )

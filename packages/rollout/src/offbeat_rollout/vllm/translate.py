@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout.errors import EngineStateError
 from offbeat_rollout.types import Completion, Finish
+from offbeat_rollout.vllm.lora import adapter_args
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(backend=config.weight_backend),
         disable_log_stats=True,
         enable_log_requests=False,
+        **adapter_args(config.adapter),
     )
 
 
