@@ -82,7 +82,8 @@ class Health:
 class RolloutCapabilities:
     """What an adapter can do, declared before anything starts.
 
-    `missing` names absent features with the reason, to be printed by the dry run.
+    `missing` names absent features with the reason, to be printed by the dry run. `sleep_devices` are those whose memory
+    `sleep` gives back; on others it may be accepted, and frees nothing.
     """
 
     adapter: str
@@ -90,3 +91,4 @@ class RolloutCapabilities:
     dtypes: frozenset[str]
     features: frozenset[str]
     missing: dict[str, str]
+    sleep_devices: frozenset[str] = frozenset()

@@ -72,6 +72,31 @@ async def test_new_weights_in_the_middle_of_a_completion(engine, paths):
     assert set(fresh.policy_versions) == {7}
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+async def test_after_a_flip_the_prefix_is_the_old_weights_or_computed_anew(engine, paths, recompute):
+    long = asyncio.create_task(engine.generate(request("long", 250, seed=1)))
+    await asyncio.sleep(0.15)
+    update = {"tensors": weights(paths[1]).items(), "version": 7, "recompute_kv": recompute}
+    await engine.control("load_weights", update)
+    done = await long
+    flip = done.policy_versions.index(7)
+    assert list(done.policy_versions) == [0] * flip + [7] * (250 - flip)
+    assert 0 < flip < 250
+    old, new = (gaps(path, done) for path in paths)
+    assert max(old[:flip]) <= 1e-4, "what came before the flip is the old weights'"
+    if recompute:
+        assert max(new[flip:]) <= 1e-4, "the new weights, on the whole prefix"
+    else:
+        assert max(new[flip:]) > 1e-2, "new weights over keys and values of the old ones"
+
+
+def gaps(path, done):
+    """Return how far each log-prob is from that of the model in `path` on everything before it."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    expected = reference_logprobs(model, (3, 4, 5), done.token_ids, SamplingParams(max_tokens=250))
+    return [abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)]
+
+
 async def test_weights_are_taken_during_a_pause(engine, paths):
     await engine.pause(PauseMode.KEEP)
     await engine.control("load_weights", {"tensors": weights(paths[1]).items(), "version": 3})

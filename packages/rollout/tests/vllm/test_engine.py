@@ -180,6 +180,13 @@ async def test_a_refused_update_changes_nothing(engine, paths):
         await engine.control("fly", {})
 
 
+def gaps(path, done):
+    """Return how far each log-prob is from that of the model in `path` on everything before it."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    expected = reference_logprobs(model, (3, 4, 5), done.token_ids, SamplingParams(max_tokens=250))
+    return [abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)]
+
+
 @pytest.mark.parametrize(("version", "recompute"), [(3, False), (4, True)])
 async def test_new_weights_in_the_middle_of_a_completion(engine, paths, version, recompute):
     """After the first round the engine serves the second model, after the second round the first again."""
@@ -196,9 +203,14 @@ async def test_new_weights_in_the_middle_of_a_completion(engine, paths, version,
     done = await long
     assert done.finish is Finish.LENGTH
     assert len(done.token_ids) == 250
-    assert set(done.policy_versions) == {served, version}
-    assert list(done.policy_versions) == sorted(done.policy_versions)
+    flip = done.policy_versions.index(version)
+    assert list(done.policy_versions) == [served] * flip + [version] * (250 - flip)
+    assert 0 < flip < 250
     assert engine.version == version
+    # Before the flip the log-probs are the old weights'; after it the new ones' on the whole prefix, if computed anew.
+    assert max(gaps(paths[served % 2], done)[:flip]) <= 1e-4
+    after = max(gaps(target, done)[flip:])
+    assert after <= 1e-4 if recompute else after > 1e-2
     fresh = await engine.generate(request(f"fresh{version}", 12, seed=2))
     model = AutoModelForCausalLM.from_pretrained(target).eval()
     expected = reference_logprobs(model, (3, 4, 5), fresh.token_ids, SamplingParams(max_tokens=12))

@@ -75,6 +75,7 @@ class HfEngine(RolloutEngine):
                 "sliding_window": "full attention only; use vllm",
                 "sleep_2": "weights cannot be discarded, they have no other home",
             },
+            sleep_devices=frozenset({"cuda"}),
         )
 
     @classmethod

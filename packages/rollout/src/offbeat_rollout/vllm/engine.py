@@ -89,6 +89,7 @@ class VllmEngine(RolloutEngine):
                 }
             ),
             missing={"load_weights": "weights come through the weight-transfer backend, in vLLM's workers"},
+            sleep_devices=frozenset({"cuda"}),
         )
 
     @classmethod
