@@ -38,7 +38,10 @@ class StopKeys:
     def _pressed(self) -> None:
         if self._stop.listening and not self._stop.requested:
             self._stop.requested = True
-            self._reporter.phase("stopping", "after this step, with a checkpoint; Ctrl-C again stops at once")
+            self._reporter.phase(
+                "stopping",
+                "after this step, or the sync that follows with mode.sync_every, with a checkpoint; Ctrl-C again stops at once",
+            )
             return
         self._stop.requested = True
         assert self._task is not None

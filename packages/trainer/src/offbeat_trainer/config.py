@@ -3,7 +3,6 @@
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
 
 class Advantage(StrEnum):
@@ -119,8 +118,9 @@ class LoopConfig:
 class Partial(StrEnum):
     """What happens to completions that are under way when new weights come.
 
-    KEEP: they go on under the new weights, from the keys and values they have. ABORT: they end, and are continued from
-    their tokens under the new weights. WAIT: the weights come when nothing is under way any more.
+    KEEP: they go on under the new weights, from the keys and values they have, or from new ones (`recompute_kv`).
+    ABORT: they end, and are continued from their tokens under the new weights. WAIT: the weights come when nothing is
+    under way any more.
     """
 
     KEEP = "keep"
@@ -155,6 +155,7 @@ class AsyncConfig:
     """How far generation may run ahead of training, in versions (one per step); docs/asynchrony.md explains each.
 
     No trained token is more than `max_staleness` versions old. Weights go to the replicas every `sync_every` steps.
+    `recompute_kv`: completions that go on through a sync get the keys and values of their tokens from the new weights.
     `over_sampling` 0.1 begins 10 % more groups than a step takes and drops the slowest; it favours short completions.
     A group is tried `max_attempts` times before it is dropped. `on_stall` is for waits of `trainer.step_timeout_s`
     without progress.
@@ -165,6 +166,7 @@ class AsyncConfig:
     max_staleness: int = 2
     sync_every: int = 1
     partial: Partial = Partial.KEEP
+    recompute_kv: bool = False
     order: Order = Order.OLDEST_VERSION
     too_old: TooOld = TooOld.PACE
     over_sampling: float = 0.0
@@ -182,20 +184,30 @@ class WarmupConfig:
     lr_warmup_steps: int = 20
 
 
+class Placement(StrEnum):
+    """Whether training and generation have devices of their own, or the same ones in turns.
+
+    COLOCATED: while one works the other rests; where it can, it gives its device memory away meanwhile.
+    """
+
+    SEPARATE = "separate"
+    COLOCATED = "colocated"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Where the processes run. Empty `ray_address` starts a private Ray on this machine.
 
     On CPU the devices of a pool are the cores: training and generation take turns in sync mode, so each pool may
-    use them all. On GPU every rank and every tensor-parallel rank of a replica has a device of its own.
-    `num_devices` 0 = count them.
+    use them all. On GPU every rank and every tensor-parallel rank of a replica has a device of its own, unless
+    `placement` is "colocated" (sync mode only): then ranks and replicas share theirs. `num_devices` 0 = count them.
     Replicas are asked for their health every `health_period_s`; one that takes longer than `health_timeout_s` to answer
     is replaced.
     """
 
     ray_address: str = ""
     num_devices: int = 0
-    placement: Literal["separate"] = "separate"
+    placement: Placement = Placement.SEPARATE
     start_timeout_s: float = 300.0
     health_period_s: float = 5.0
     health_timeout_s: float = 60.0

@@ -186,6 +186,11 @@ def check_async(config: AsyncConfig) -> None:
             config.too_old is TooOld.PACE or config.order is not Order.FIRST_IN,
             "`too_old: discard` drops prompts, `order: first_in` waits for each of them; choose one",
         ),
+        (
+            config.partial is Partial.KEEP or not config.recompute_kv,
+            "`recompute_kv` is for completions that go on through a sync, `partial: keep`; with `abort` they are computed "
+            "anew in any case, with `wait` none is under way",
+        ),
         (config.max_attempts >= 1, f"`max_attempts` must be >= 1, got {config.max_attempts}"),
     )
     for ok, message in checks:

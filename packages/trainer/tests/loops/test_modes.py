@@ -198,9 +198,33 @@ def test_a_stop_request_ends_after_its_step_and_the_run_goes_on_from_there(tmp_p
     assert second.history()[6] == whole.history()[6]
 
 
+@pytest.mark.parametrize(("asked_in", "ends_after"), [(1, 3), (2, 3), (3, 3), (4, 6)])
+def test_a_stop_between_two_syncs_waits_for_the_next_and_adds_none(tmp_path, asked_in, ends_after):
+    """A run that is stopped and goes on flips where the one that is left alone does, and so trains the same."""
+    stop = StopRequest()
+
+    def training(step):
+        stop.requested |= step + 1 == asked_in
+        return 1.0
+
+    settings = {
+        "folder": tmp_path / "parts", "loop": replace(LOOP, steps=9, validate_every=0, save_every=0),
+        "asynchrony": AsyncConfig(max_staleness=2, sync_every=3, order=Order.FIRST_IN, partial=Partial.WAIT),
+    }  # fmt: skip
+    whole = ScriptedRun(**(settings | {"folder": tmp_path / "whole"})).go()
+    first = ScriptedRun(**settings, stop=stop, train_s=training).go()
+    assert (first.outcome.steps, first.outcome.interrupted) == (ends_after, True)
+    second = ScriptedRun(**settings, journal=first.journal).go()
+    flips = [version for run in (first, second) for _, version in run.publisher.flips]
+    assert sorted(set(flips)) == [version for _, version in whole.publisher.flips] == [1, 4, 7, 10]
+    assert second.policy.history == whole.policy.history
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        ({"recompute_kv": True, "partial": Partial.ABORT}, "recompute_kv"),
+        ({"recompute_kv": True, "partial": Partial.WAIT}, "none is under way"),
         ({"max_staleness": -1}, "max_staleness"),
         ({"sync_every": 0}, "sync_every"),
         ({"max_staleness": 1, "sync_every": 3}, "raise `max_staleness`"),

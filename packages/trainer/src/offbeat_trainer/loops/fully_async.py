@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 async def run_fully_async(parts: Parts, outcome: Outcome, start: int = 0) -> None:
-    """Train from step `start` to the last, or to the first step boundary after a stop was requested.
+    """Train from step `start` to the last, or to the first sync after a stop was requested.
 
     The policy must already hold the weights of step `start`. `outcome` is filled as the run goes.
     """
@@ -30,11 +30,10 @@ async def run_fully_async(parts: Parts, outcome: Outcome, start: int = 0) -> Non
             with clock.phase("generate"):
                 groups = await stream.take(step)
             groups, trained = await learn(parts, clock, groups)
-            if stream.syncs_after(step):
+            parts.stop.held = not stream.syncs_after(step)
+            if not parts.stop.held:
                 with clock.phase("sync"):
                     report = await stream.publish(version_of(step + 1))
                 trained += sync_metrics(report)
-            await close_step(parts, outcome, clock, step, groups, [*trained, *stream.metrics()])
-            if parts.stop.requested:
-                outcome.interrupted = step + 1 < parts.loop.steps
+            if await close_step(parts, outcome, clock, step, groups, [*trained, *stream.metrics()]):
                 return

@@ -53,7 +53,5 @@ async def run_one_step_off(parts: Parts, outcome: Outcome, start: int = 0) -> No
             with clock.phase("sync"):
                 report = await stream.publish(version_of(step + 1))
             metrics = [*trained, *sync_metrics(report), *stream.metrics()]
-            await close_step(parts, outcome, clock, step, groups, metrics)
-            if parts.stop.requested:
-                outcome.interrupted = step + 1 < parts.loop.steps
+            if await close_step(parts, outcome, clock, step, groups, metrics):
                 return

@@ -101,8 +101,11 @@ async def close_step(
     step: int,
     groups: Sequence[Group],
     trained: Sequence[Metric],
-) -> None:
-    """End step `step`: join its metrics, validate, show, report and save what the calendar says is due."""
+) -> bool:
+    """End step `step`: join its metrics, validate, show, report and save what the calendar says is due.
+
+    Returns whether the run ends here: a stop was asked for, and the checkpoint to go on from is written.
+    """
     done = step + 1
     metrics = [*group_metrics(groups), *staleness_metrics(groups, version_of(step)), *trained]
     outcome.take(step, reduce_metrics(metrics), clock.seconds)
@@ -115,9 +118,12 @@ async def close_step(
     if due(done, parts.loop.sample_every):
         show(parts, done, "sampled", groups)
     parts.reporter.metrics(done, [*metrics, *clock.metrics()])
-    if due(done, parts.loop.save_every) or parts.stop.requested or last:
+    ends = parts.stop.due
+    if due(done, parts.loop.save_every) or ends or last:
         with clock.phase("save"):
             await save(parts, outcome)
+    outcome.interrupted = ends and not last
+    return ends
 
 
 async def save(parts: Parts, outcome: Outcome) -> None:

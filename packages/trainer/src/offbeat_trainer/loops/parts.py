@@ -33,12 +33,20 @@ NUM_SHOWN = 4
 class StopRequest:
     """Asked for from outside (Ctrl-C), honoured by a loop between two steps.
 
-    `listening` says that a loop is at work and will come to look; before that there is nothing to finish.
+    `listening` says that a loop is at work and will come to look; before that there is nothing to finish. `held` says
+    that the step at hand is none to end after: its weights have not flowed, and a run that goes on from it would begin
+    by letting them flow, which one that is left alone does not.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self.listening = False
+        self.held = False
+
+    @property
+    def due(self) -> bool:
+        """Whether the run ends after the step at hand."""
+        return self.requested and not self.held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,6 @@ class GroupStream:
             or due(done, loop.validate_every)
             or due(done, loop.save_every)
             or done == loop.steps
-            or self._parts.stop.requested
         )
 
     async def publish(self, version: int) -> SyncReport:

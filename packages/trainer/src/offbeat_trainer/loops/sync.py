@@ -32,7 +32,5 @@ async def run_sync(parts: Parts, outcome: Outcome, start: int = 0) -> None:
         groups, trained = await learn(parts, clock, groups)
         with clock.phase("sync"):
             report = await parts.publisher.publish(version_of(step + 1))
-        await close_step(parts, outcome, clock, step, groups, [*trained, *sync_metrics(report)])
-        if parts.stop.requested:
-            outcome.interrupted = step + 1 < parts.loop.steps
+        if await close_step(parts, outcome, clock, step, groups, [*trained, *sync_metrics(report)]):
             return
