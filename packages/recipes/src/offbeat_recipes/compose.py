@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from offbeat_engine.config import LoraExport
 from offbeat_recipes.evaluation import evaluate_run
 from offbeat_recipes.modes import loop_of, make_parts
 from offbeat_recipes.session import Session, drive
@@ -42,7 +44,7 @@ def evaluate(config: RunConfig, started: float) -> int:
 
 async def _reinforce(session: Session) -> None:
     config = session.config
-    cluster = Cluster(cluster_spec(config, session.folder, str(session.base_model)))
+    cluster = Cluster(cluster_spec(config, session.folder, str(await _replicas_model(session))))
     try:
         store = RunStore(session.folder.checkpoints / "state", keep=config.trainer.keep_checkpoints)
         _, start = await together(
@@ -62,6 +64,16 @@ async def _reinforce(session: Session) -> None:
             await cluster.train.export(str(session.folder.final.absolute()))
     finally:
         await cluster.stop()
+
+
+async def _replicas_model(session: Session) -> Path:
+    """Return the folder that replicas start from: any of the same shape, unless they get no more than an adapter over it."""
+    config, model = session.config, session.folder.model
+    if not (config.sends_adapter_alone and config.warmup.steps):
+        return session.base_model
+    if not model.exists():
+        await _warm_up_alone(session, LoraExport.MERGED)
+    return model.absolute()
 
 
 async def _prepare_training(session: Session, train: TrainGroup, store: RunStore) -> int:
@@ -97,25 +109,31 @@ async def _starting_model(session: Session, train: TrainGroup) -> Path:
         return session.base_model
     if not model.exists():
         started = time.perf_counter()
-        await _warm_up(session, train)
+        await _warm_up(session, train, LoraExport.MERGED)
         session.outcome.warmup_s = time.perf_counter() - started
     return model.absolute()
 
 
-async def _warm_up(session: Session, train: TrainGroup) -> None:
+async def _warm_up(session: Session, train: TrainGroup, export: LoraExport) -> None:
+    """Train on worked examples and write `<run>/model`; what follows needs it merged, a base of its own."""
     config = session.config
     engine = on_model(config.engine_config(""), session.base_model)
+    engine = replace(engine, lora=replace(engine.lora, export=export))
     await train.build(warm_up_engine(engine, config.warmup))
     await run_warm_up(train, session.task, config.warmup, session.reporter)
     await train.export(str(session.folder.model.absolute()))
 
 
 async def _supervise(session: Session) -> None:
+    await _warm_up_alone(session, session.config.engine.lora.export)
+
+
+async def _warm_up_alone(session: Session, export: LoraExport) -> None:
     cluster = Cluster(cluster_spec(session.config, session.folder, str(session.base_model)))
     try:
         await cluster.train.start()
         session.startup_s = time.perf_counter() - session.started
-        await _warm_up(session, cluster.train)
+        await _warm_up(session, cluster.train, export)
         session.outcome.warmup_s = time.perf_counter() - session.started - session.startup_s
     finally:
         await cluster.stop()

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict, Field
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_engine.config import Dtype, EngineConfig, ModelConfig
-from offbeat_rollout.config import RolloutConfig
+from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig
+from offbeat_rollout.config import AdapterConfig, RolloutConfig
 from offbeat_trainer.config import (
     AlgorithmConfig,
     AsyncConfig,
@@ -152,6 +152,7 @@ class RolloutSection(RolloutConfig):
     model_path: str = field(default="", metadata={"derived": "model.path"})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
+    adapter: AdapterConfig = field(default_factory=AdapterConfig, metadata={"derived": "engine.lora"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,8 +243,25 @@ class RunConfig:
 
     def rollout_config(self, path: str) -> RolloutConfig:
         """Return the settings of one generation replica for the model in folder `path`."""
-        derived: dict[str, Any] = {"model_path": path, "dtype": self.model.dtype.value, "device": self.device}
+        derived: dict[str, Any] = {
+            "model_path": path,
+            "dtype": self.model.dtype.value,
+            "device": self.device,
+            "adapter": self._adapter,
+        }
         return RolloutConfig(**{**_as(RolloutConfig, self.rollout), **derived})
+
+    @property
+    def sends_adapter_alone(self) -> bool:
+        """Whether replicas hold the base weights and get no more than the adapter over them."""
+        return bool(self.engine.lora.rank) and self.engine.lora.export is LoraExport.ADAPTER
+
+    @property
+    def _adapter(self) -> AdapterConfig:
+        lora = self.engine.lora
+        if not self.sends_adapter_alone:
+            return AdapterConfig()
+        return AdapterConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
 
     def sync_config(self) -> SyncConfig:
         """Return the settings of the weight sync; without `disk_path`, files go to the run folder."""

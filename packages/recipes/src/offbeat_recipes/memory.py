@@ -79,12 +79,16 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
     else:
         cache = int(config.rollout.kv_cache_gib * GIB)
         cache_item = ("keys and values", cache)
+    # The Transformers adapter merges: it starts from the base again at every update.
+    merges = config.sends_adapter_alone and config.rollout.name == "hf" and config.device == "cpu"
+    base = [("base weights under the adapter, at most", weights)] if merges else []
     return Memory(
         process="replica",
         num=config.rollout.num_replicas * devices,
         items=(
             (f"weights, {config.model.dtype.value}", weights),
             cache_item,
+            *base,
             ("new weights, staged until verified", staged),
         ),
         certain=weights + cache,

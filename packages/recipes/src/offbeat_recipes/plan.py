@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
-from offbeat_engine.config import LoraExport
 from offbeat_recipes.config import ArithmeticConfig
 from offbeat_recipes.memory import (
     GIB,
@@ -237,12 +236,6 @@ def _sampling_and_sync(config: RunConfig) -> Iterator[Refusal]:
             "algorithm.dual_clip",
             f"{config.algorithm.dual_clip:g}; it must be more than 1",
             "use 3, or 0 for off",
-        )
-    if config.engine.lora.rank and config.engine.lora.export is LoraExport.ADAPTER:
-        yield _refusal(
-            "engine.lora.export",
-            "adapter; replicas hold whole weights and refuse what they do not know",
-            "engine.lora.export=merged",
         )
     if config.sync.transport == "loopback":
         yield _refusal(
