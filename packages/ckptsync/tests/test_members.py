@@ -24,6 +24,7 @@ CONFIG = SyncConfig(
     transfer_timeout_s=20,
     verify_timeout_s=5,
     flip_timeout_s=5,
+    delta="auto",
 )
 
 
@@ -115,42 +116,65 @@ async def test_two_replicas_of_one_and_two_ranks_take_three_versions(house, repl
             assert (replica.label, replica.paused, replica.active) == (version, 0, False)
 
 
+async def test_replicas_of_several_ranks_take_deltas_and_one_that_was_started_anew_makes_it_a_whole_one(
+    house, replicas
+):
+    source, manager = house
+    for version, one_weight in ((4, 1.0), (5, 2.0)):
+        source.weights = {name: tensor.clone() for name, tensor in awkward_weights(3).items()}
+        source.weights["transposed"][3, 4] = one_weight
+        report = await manager.sync(version)
+        assert report.num_deltas == report.num_buckets > 4
+        assert report.wire_bytes < report.num_bytes / 20
+        for replica in replicas.values():
+            assert await replica.sums() == [[version, sums_of(source.weights)]] * len(replica.pipes)
+    third = Replica(2)
+    manager.enlist(ControlMember("third", third.control, mailbox=Mailbox(), config=CONFIG, gate=third))
+    report = await manager.sync(6)
+    assert (report.num_deltas, report.delta_why) == (0, "third kept no copy of what the source sent last")
+    report = await manager.sync(7)
+    assert (report.num_deltas, report.delta_fraction) == (report.num_buckets, 0.0)
+    manager.remove("third")
+    third.close()
+
+
 async def test_a_refusal_comes_back_with_its_names_from_every_kind_of_replica(house, replicas):
     source, manager = house
-    source.weights = {name.replace("mask", "masque"): tensor for name, tensor in awkward_weights(4).items()}
+    kept = source.weights
+    source.weights = {name.replace("mask", "masque"): tensor for name, tensor in awkward_weights(8).items()}
     with pytest.raises(SyncFailed, match=r"begin: .*unknown tensor 'masque'") as caught:
-        await manager.sync(4)
-    assert caught.value.served == {"one": 3, "two": 3}
-    assert await replicas["two"].sums() == [[3, sums_of(awkward_weights(3))]] * 2
-    source.weights = awkward_weights(4)
-    await manager.sync(4)
-    assert await replicas["two"].sums() == [[4, sums_of(awkward_weights(4))]] * 2
+        await manager.sync(8)
+    assert caught.value.served == {"one": 7, "two": 7}
+    assert await replicas["two"].sums() == [[7, sums_of(kept)]] * 2
+    source.weights = awkward_weights(8)
+    await manager.sync(8)
+    assert await replicas["two"].sums() == [[8, sums_of(awkward_weights(8))]] * 2
 
 
 async def test_a_session_that_a_dead_manager_left_open_is_taken_over(house, replicas):
     source, manager = house
     await replicas["one"].control("start", {})
-    source.weights = awkward_weights(5)
-    await manager.sync(5)
+    source.weights = awkward_weights(9)
+    await manager.sync(9)
     assert replicas["one"].active is False
 
 
 async def test_a_replica_that_is_killed_fails_the_sync_and_the_others_live_on(house, replicas):
     source, manager = house
     third = Replica(1)
-    source.weights = awkward_weights(5)
+    source.weights = awkward_weights(9)
     await manager.catch_up(
         ControlMember("third", third.control, mailbox=Mailbox(), config=CONFIG, gate=third)
     )
     third.processes[0].kill()
     third.processes[0].join(10)
-    source.weights = awkward_weights(6)
+    source.weights = awkward_weights(10)
     with pytest.raises(SyncFailed, match="third") as caught:
-        await manager.sync(6)
-    assert caught.value.served == {"one": 5, "two": 5}
+        await manager.sync(10)
+    assert caught.value.served == {"one": 9, "two": 9}
     manager.remove("third")
-    await manager.sync(6)
-    assert await replicas["one"].sums() == [[6, sums_of(awkward_weights(6))]]
+    await manager.sync(10)
+    assert await replicas["one"].sums() == [[10, sums_of(awkward_weights(10))]]
     third.close()
 
 

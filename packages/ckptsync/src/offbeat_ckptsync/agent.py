@@ -3,7 +3,7 @@
 A request is {"id": n, "op": .., ..}; its answer {"id": n, "ok": {..}} or {"id": n, "error": {"type", "message"}}. Requests are
 handled side by side, so that `abort` overtakes a `transfer` that hangs. What the ops take and give:
 
-    member  begin {offer, silent_s} -> {}             transfer {offer} -> {echoes}     verify {offer, sent} -> {}
+    member  begin {offer, silent_s} -> {held}             transfer {offer} -> {echoes}     verify {offer, sent} -> {}
             flip {offer, sent} -> {flip}              commit {label} -> {label}        abort {sync_id} -> {version}
             status {} -> {status}                     fence {reason} -> {}             canary {} -> {values}
     both    ping {} -> {}
@@ -201,10 +201,10 @@ class Agent:
 
     async def _begin(self, request: Json) -> Json:
         offer = decode(SyncOffer, request.get("offer"))
-        await self._of_member().begin(offer)
+        held = await self._of_member().begin(offer)
         self._open = offer.sync_id
         self._expect_word_within(float(cast("float", request.get("silent_s", 0))))
-        return {}
+        return {"held": held or ""}
 
     async def _transfer(self, request: Json) -> Json:
         echoes = await self._of_member().transfer(decode(SyncOffer, request.get("offer")))

@@ -18,6 +18,9 @@ class SyncConfig:
     `limit_gb_per_s` is what this machine's link can do, as `offbeat-sync-bench` measures it; reports then say how much
     of it a sync reached. `canary` asks every replica a fixed question after its flip; an answer further than
     `canary_tolerance` (log-probs: nats) from what most say fences it off. It needs room for a few requests at once.
+    With `delta` "auto" a bucket of which at most `delta_max_fraction` of the elements changed since the last committed
+    version goes as a delta, where the transport carries deltas and every member still holds that version's bytes. It
+    costs the source two packed copies of the weights, and each receiving rank one more than it keeps anyway.
     """
 
     transport: str = "broadcast"
@@ -34,7 +37,13 @@ class SyncConfig:
     limit_gb_per_s: float = 0.0
     canary: bool = False
     canary_tolerance: float = 0.05
+    delta: Literal["off", "auto"] = "off"
+    delta_max_fraction: float = 0.25
 
     def __post_init__(self) -> None:
-        """Refuse a transport that nobody has; raises `ValueError` with the names there are."""
+        """Refuse a transport that nobody has, with the names there are, and a fraction that is none: `ValueError`."""
         require_transport(self.transport)
+        if not 0.0 <= self.delta_max_fraction <= 1.0:
+            raise ValueError(
+                f"`delta_max_fraction` is a part of the elements, 0 to 1, got {self.delta_max_fraction}"
+            )

@@ -57,14 +57,15 @@ class HybridMember:
         """The inner member's."""
         return self._inner.name
 
-    async def begin(self, offer: SyncOffer) -> None:
+    async def begin(self, offer: SyncOffer) -> str | None:
         """Agree, then stop generating and sleep; one that refuses goes on generating."""
-        await self._inner.begin(offer)
+        held = await self._inner.begin(offer)
         if not self._is_closed:
             self._is_closed = True
             await self._gate.pause()
             if isinstance(self._gate, SleepingGate):
                 await self._gate.sleep()
+        return held
 
     async def transfer(self, offer: SyncOffer) -> list[Echo]:
         """See `Member.transfer`."""

@@ -91,6 +91,37 @@ class BucketReceiver(Protocol):
         ...
 
 
+@runtime_checkable
+class DeltaSender(Protocol):
+    """A `BucketSender` that also takes deltas, in a sync whose offer has `bases`."""
+
+    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
+        """Send `delta`, uint8 and shorter than the bucket, in its place; it is left as it is."""
+        ...
+
+
+@runtime_checkable
+class DeltaReceiver(Protocol):
+    """A `BucketReceiver` that also brings deltas, in a sync whose offer has `bases`."""
+
+    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return the delta, uint8, that comes for this bucket, or None: then `receive` brings it whole.
+
+        Called in bucket order, once for each, before `receive`.
+        """
+        ...
+
+
+@runtime_checkable
+class DeltaTransport(Protocol):
+    """A transport that knows deltas: both its ends do where `carries_deltas` holds."""
+
+    @property
+    def carries_deltas(self) -> bool:
+        """Say whether they do, for the sync that is open."""
+        ...
+
+
 class Transport(Protocol):
     """How buckets travel. One object per process and side; it may keep connections from sync to sync."""
 
@@ -146,8 +177,12 @@ class Member(Protocol):
         """A name for messages, unique among the members."""
         ...
 
-    async def begin(self, offer: SyncOffer) -> None:
-        """Agree to `offer`, or raise `ManifestError` or `VersionError` naming what does not fit."""
+    async def begin(self, offer: SyncOffer) -> str | None:
+        """Agree to `offer`, or raise `ManifestError` or `VersionError` naming what does not fit.
+
+        Return the content digest of the committed bytes that every rank keeps beside its live weights, until this
+        sync is over, as a base for deltas; nothing, or "", where there are none.
+        """
         ...
 
     async def transfer(self, offer: SyncOffer) -> list[Echo]:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from offbeat_ckptsync.errors import SyncError, SyncFailed, VersionError
+from offbeat_ckptsync.errors import DigestError, SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.interface import CommittingMember, PeerMember, SupervisedMember
 from offbeat_ckptsync.labels import LabelBook, told
 from offbeat_ckptsync.plan import plan_buckets
@@ -51,6 +51,9 @@ class CheckpointEngineManager:
         self._label: Label | None = None
         self._book = LabelBook()
         self._turn = asyncio.Lock()
+        self._doubt = (
+            False  # a sync found bytes that were not what was sent: what deltas stand on may be such
+        )
 
     @property
     def members(self) -> list[str]:
@@ -128,6 +131,7 @@ class CheckpointEngineManager:
                         raise
                     left |= dict.fromkeys(gone, str(failed))
                 else:
+                    self._doubt = False
                     return dataclasses.replace(report, left=left)
 
     async def catch_up(self, member: Member) -> SyncReport | None:
@@ -199,7 +203,7 @@ class CheckpointEngineManager:
             raise SyncFailed(f"{name}: {Phase.BEGIN}: no answer within {limit_s:g} s") from None
 
     async def _run(self, source: Source, members: dict[str, Member], aim: Aim) -> tuple[Label, SyncReport]:
-        run = Run(source, self._config, members, aim)
+        run = Run(source, self._config, members, dataclasses.replace(aim, whole=self._doubt))
         done = await self._until_verified(run)
         await run.flip(done.offer, done.sent)
         if run.flips or run.fenced.keys() - run.refused.keys():
@@ -216,7 +220,10 @@ class CheckpointEngineManager:
         limit = self._config.limit_gb_per_s
         report = make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips, limit_gb_per_s=limit)
         return done.label, dataclasses.replace(
-            report, fenced=run.fenced, content_digest=done.label.content_digest
+            report,
+            fenced=run.fenced,
+            content_digest=done.label.content_digest,
+            delta_why=run.why_whole or done.sent.delta_why,
         )
 
     async def _until_verified(self, run: Run) -> _Verified:
@@ -226,6 +233,7 @@ class CheckpointEngineManager:
             sent, echoes = await run.transfer(offer)
             label = await run.verify(offer, buckets, sent, echoes)
         except (Exception, asyncio.CancelledError) as error:
+            self._doubt = self._doubt or isinstance(error, DigestError)
             served = await run.abort()
             if not isinstance(error, SyncError):
                 raise

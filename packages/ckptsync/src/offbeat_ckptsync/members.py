@@ -75,9 +75,9 @@ class LocalMember:
         """The seat's member name."""
         return self._receiver.seat.member
 
-    async def begin(self, offer: SyncOffer) -> None:
-        """Agree, or raise naming what does not fit."""
-        self._receiver.begin(offer)
+    async def begin(self, offer: SyncOffer) -> str:
+        """Agree and say what is kept, or raise naming what does not fit."""
+        return self._receiver.begin(offer)
 
     async def transfer(self, offer: SyncOffer) -> list[Echo]:
         """Stage in a thread."""
@@ -167,11 +167,11 @@ class ControlMember:
         """A name for messages, unique among the members."""
         return self._name
 
-    async def begin(self, offer: SyncOffer) -> None:
-        """Open the engine's update session and let every rank check the offer and start staging."""
+    async def begin(self, offer: SyncOffer) -> str:
+        """Open the engine's update session and let every rank check the offer, say what it keeps, and start staging."""
         await self._start()
         self._staged_key = f"staged-{uuid.uuid4().hex}"
-        await self._ask(
+        answers = await self._ask(
             "begin",
             {
                 "offer": encode(offer),
@@ -181,6 +181,8 @@ class ControlMember:
             },
             self._config.begin_timeout_s,
         )
+        held = {str(answer.get("held", "")) for answer in answers}
+        return held.pop() if len(held) == 1 else ""
 
     async def transfer(self, offer: SyncOffer) -> list[Echo]:
         """Wait for the echo of every rank."""

@@ -6,6 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.plan import gaps
 
@@ -28,13 +30,18 @@ class Filling:
         self.buffer = buffer
         self.payload = buffer[: bucket.num_bytes]
         self.digest_s = 0.0
+        self.delta: torch.Tensor | None = None  # what is sent in place of `payload`, where there is one
         for start, end in gaps(bucket):
             self.payload[start:end].zero_()
 
     def add(self, piece: Piece, data: torch.Tensor) -> None:
         """Copy the bytes of `piece` out of `data`, the uint8 bytes of its tensor."""
         into = self.payload[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
-        into.copy_(data[piece.tensor_offset : piece.tensor_offset + piece.num_bytes])
+        given = data[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
+        if into.device.type == given.device.type == "cpu":
+            np.copyto(into.numpy(), given.numpy())  # torch's own threads would meet after every tensor
+        else:
+            into.copy_(given)
 
     def digest(self) -> str:
         """Return the digest of the bucket, once it is full."""

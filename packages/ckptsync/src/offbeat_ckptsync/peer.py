@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.agent import Agent
@@ -49,5 +50,6 @@ def agent_of(
 ) -> Agent:
     """Return an agent for a replica in this process: it takes weights, and hands its copy on to joiners."""
     member = LocalMember(receiver, make_transport(config.transport, config), gate=gate, canary=canary)
-    source = LocalSource(Publisher(StagedCopy(receiver), config))
+    # A copy goes to joiners, who hold nothing that a delta could stand on.
+    source = LocalSource(Publisher(StagedCopy(receiver), dataclasses.replace(config, delta="off")))
     return Agent(receiver.seat.member, secret, member=member, source=source, host=config.host)

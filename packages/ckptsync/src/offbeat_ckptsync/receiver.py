@@ -13,7 +13,7 @@ from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferEr
 from offbeat_ckptsync.labels import label_of, told
 from offbeat_ckptsync.manifest import check_digest, require_match
 from offbeat_ckptsync.plan import plan_buckets, tensor_views
-from offbeat_ckptsync.staging import Staged, stage
+from offbeat_ckptsync.staging import Shelf, Staged, stage, writes_to
 from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
@@ -98,12 +98,7 @@ class Receiver:
         self._committed = False
         self._state = State.IDLE
         self._session: _Session | None = None
-        self._spare: torch.Tensor | None = (
-            None  # the last staging buffer, kept: fresh pages cost more than copying
-        )
-        self._kept: tuple[Manifest, tuple[Bucket, ...]] | None = (
-            None  # how to read `_spare`, while it is served
-        )
+        self._shelf = Shelf()
         self._lock = threading.RLock()
 
     @property
@@ -127,8 +122,10 @@ class Receiver:
                 state=str(self._state),
             )
 
-    def begin(self, offer: SyncOffer) -> None:
+    def begin(self, offer: SyncOffer) -> str:
         """Agree to `offer`; one that is still open is given up first.
+
+        Return the content digest of the committed bytes kept here, "" where there are none laid out as the offer's.
 
         Raises:
             VersionError: `offer.version` is not above the served one (or below it, with `offer.reload`).
@@ -150,6 +147,7 @@ class Receiver:
             buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
             self._move(Step.BEGIN)
             self._session = _Session(offer, buckets)
+            return self._held(self._session)
 
     def transfer(self, transport: Transport, sync_id: str = "") -> Echo:
         """Stage every bucket beside the live weights and return the digests of what arrived. Blocks.
@@ -158,15 +156,19 @@ class Receiver:
 
         Raises:
             TransferError: the bytes did not arrive; names the bucket. The sync stays open until `abort`.
+            DigestError: a delta arrived that is none.
             PhaseError: no sync was agreed to, or it was aborted meanwhile.
         """
         with self._lock:
             session = self._open(sync_id)
             self._move(Step.TRANSFER)
-            spare, self._spare, self._kept = self._spare, None, None
+            held = self._held(session)
+            keeps = held != "" and held in session.offer.bases
+            base = self._shelf.base() if keeps else None
+            spare = self._shelf.take(keep=keeps)
         mark = time.perf_counter()
         try:
-            staged = stage(transport, session.offer, self.seat, session.buckets, spare)
+            staged = stage(transport, session.offer, self.seat, session.buckets, spare, base)
         except SyncError:
             raise
         except Exception as error:
@@ -184,7 +186,7 @@ class Receiver:
         )
         with self._lock:
             if self._session is not session:
-                self._spare = staged.close()  # nobody else holds it: its own thread is here
+                self._shelf.put_back(staged.close())  # nobody else holds it: its own thread is here
                 raise PhaseError(
                     f"{self._who()}: sync {session.offer.sync_id} was aborted while its bytes arrived"
                 )
@@ -220,11 +222,11 @@ class Receiver:
             session = self._open(sync_id)
             assert session.staged is not None
             self._move(Step.FLIP)
+        memory = session.staged.memory
+        written = writes_to(memory)
         mark = time.perf_counter()
         try:
-            self._sink.load(
-                tensor_views(session.offer.manifest, session.buckets, session.staged.memory), sent.version
-            )
+            self._sink.load(tensor_views(session.offer.manifest, session.buckets, memory), sent.version)
         except SyncError:
             with self._lock:
                 self._move(Step.REFUSE)
@@ -241,8 +243,10 @@ class Receiver:
             self._move(Step.LOADED)
             self._version = sent.version
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
-            self._spare, session.staged = session.staged.close(), None
-            self._kept = None if self._spare is None else (session.offer.manifest, session.buckets)
+            kept, session.staged = session.staged.close(), None
+            self._shelf.keep(kept, session.offer.manifest, session.buckets)
+            if writes_to(memory) != written:
+                self._shelf.forget()  # the sink used it up: it is no copy of what was sent any more
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def commit(self, label: Label) -> Label:
@@ -265,7 +269,8 @@ class Receiver:
     def distrust(self) -> None:
         """Let no label stand: what is served was found wrong. The next offer may bring the same version again."""
         with self._lock:
-            self._label, self._committed, self._kept = None, False, None
+            self._label, self._committed = None, False
+            self._shelf.forget()
 
     def copy(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]]:
         """Return what is served, from the staging buffer that is kept until the next transfer; nothing is copied.
@@ -274,9 +279,10 @@ class Receiver:
             TransferError: there is no such copy, or its label does not stand.
         """
         with self._lock:
-            if self._kept is None or self._spare is None or not self._committed:
+            copy = self._shelf.read() if self._committed else None
+            if copy is None:
                 raise TransferError(f"{self._who()} keeps no copy of a committed version")
-            return self._kept[0], list(tensor_views(*self._kept, self._spare))
+            return copy
 
     def abort(self, sync_id: str) -> int:
         """Give up `sync_id` (any open one when empty) and return the version served.
@@ -293,8 +299,16 @@ class Receiver:
                 if self._state is State.IDLE:
                     self._session = None
                     if session.staged is not None:
-                        self._spare = session.staged.close()
+                        self._shelf.put_back(session.staged.close())
             return self._version
+
+    def _held(self, session: _Session) -> str:
+        """Return which content the copy on the shelf is, where the buckets of `session` can be compared with it."""
+        if self._label is None or not self._committed:
+            return ""
+        return (
+            self._label.content_digest if self._shelf.holds(session.offer.manifest, session.buckets) else ""
+        )
 
     def _check_label(self, sent: Sent, session: _Session) -> None:
         """A version that is served may come once more, with the same content only."""

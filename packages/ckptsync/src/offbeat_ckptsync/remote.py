@@ -121,9 +121,10 @@ class RemoteMember:
         """The name it registered under."""
         return self.line.name
 
-    async def begin(self, offer: SyncOffer) -> None:
+    async def begin(self, offer: SyncOffer) -> str:
         """See `Member.begin`."""
-        await self.line.ask("begin", {"offer": encode(offer), "silent_s": self._silent_s})
+        answer = await self.line.ask("begin", {"offer": encode(offer), "silent_s": self._silent_s})
+        return str(answer.get("held", ""))
 
     async def transfer(self, offer: SyncOffer) -> list[Echo]:
         """See `Member.transfer`."""

@@ -52,6 +52,9 @@ def make_report(
         limit_gb_per_s=limit_gb_per_s,
         fraction_of_limit=gb_per_s / limit_gb_per_s if limit_gb_per_s > 0 else None,
         members=dict(flips),
+        wire_bytes=sent.wire_bytes,
+        num_deltas=sent.num_deltas,
+        delta_fraction=sent.delta_fraction,
     )
 
 

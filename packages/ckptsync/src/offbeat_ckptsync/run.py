@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from offbeat_ckptsync.canary import odd_ones
+from offbeat_ckptsync.delta import common_base
 from offbeat_ckptsync.digest import check_echo
-from offbeat_ckptsync.errors import LoadError, SyncError, TransferError, VersionError
+from offbeat_ckptsync.errors import DigestError, LoadError, SyncError, TransferError, VersionError
 from offbeat_ckptsync.interface import CanaryMember, CommittingMember, SupervisedMember
 from offbeat_ckptsync.labels import label_of, told
 from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Phase, Sent, SyncOffer
@@ -32,6 +33,7 @@ class Aim:
     version: int
     check: Callable[[Label], None]
     reload: bool = False
+    whole: bool = False  # no deltas: what they stand on may be spoilt
 
 
 class Run:
@@ -51,6 +53,7 @@ class Run:
         self.flips: dict[str, Flip] = {}
         self.fenced: dict[str, str] = {}
         self._silent: set[str] = set()  # who missed a deadline
+        self.why_whole = ""  # why no bucket may go as a delta, where the source could send some
         self.refused: dict[str, str] = {}  # of `fenced`: those that still serve the old version, whole
 
     async def begin(self) -> SyncOffer:
@@ -61,9 +64,14 @@ class Run:
             Phase.BEGIN, limit_s, {SOURCE: self._source.offer(self._aim.version, [*self._members])}
         )
         self._offer = offer = dataclasses.replace(offers[SOURCE], reload=self._aim.reload)
-        await self._all(
+        held = await self._all(
             Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
         )
+        if not self._aim.whole:
+            base, self.why_whole = common_base(offer.bases, held)
+            self._offer = offer = dataclasses.replace(offer, base=base)
+        elif offer.bases:
+            self.why_whole = "a sync before found bytes that were not what was sent"
         return offer
 
     async def transfer(self, offer: SyncOffer) -> tuple[Sent, dict[str, list[Echo]]]:
@@ -258,7 +266,8 @@ class Run:
         self._silent.update(slow)
         where = f"version {self._aim.version}: {phase}"
         if causes:
-            first = next(iter(causes.values()))
+            # Who found wrong bytes says more than who then lost a line.
+            first = min(causes.values(), key=lambda error: not isinstance(error, DigestError))
             kind = type(first) if isinstance(first, SyncError) else SyncError
             silent = f"; no word from {', '.join(slow)}" if slow else ""
             raise kind(

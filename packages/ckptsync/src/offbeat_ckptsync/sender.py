@@ -13,7 +13,7 @@ from offbeat_ckptsync.manifest import dtype_name
 from offbeat_ckptsync.packing import BusyClock, Filling
 from offbeat_ckptsync.plan import bucket_starts, bytes_of, plan_buckets
 from offbeat_ckptsync.shipper import Shipper
-from offbeat_ckptsync.types import Piece, Sent, SyncOffer, TensorSpec
+from offbeat_ckptsync.types import Bucket, Piece, Sent, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.interface import BucketSender, WeightSource
 
     Lend = Callable[[int], "torch.Tensor | None"]
+    FindDelta = Callable[[Bucket, torch.Tensor], "torch.Tensor | None"]
 
 
 def walk(source: WeightSource) -> int:
@@ -38,11 +39,13 @@ def send_weights(
     *,
     device: str = "cpu",
     lend: Lend | None = None,
+    delta: FindDelta | None = None,
 ) -> Sent:
     """Send what `source` yields as `offer` says it, and return what was sent.
 
     The caller's thread iterates and packs, into the memory that `lend(num_bytes)` gives where it gives some; other
-    threads open the sender (so that meeting the receivers overlaps with gathering), digest and send. Whatever fails,
+    threads open the sender (so that meeting the receivers overlaps with gathering), digest and send. Where `delta` is
+    given and returns one for a full bucket, that is sent in the bucket's place. Whatever fails,
     `source` is iterated to its end before the error is raised: the other ranks of a collective source are never left
     waiting half-way.
 
@@ -53,7 +56,10 @@ def send_weights(
     started = time.perf_counter()
     try:
         stays = isinstance(source, StayingSource) and source.tensors_stay
-        stream = BucketStream(offer, open_sender, device=device, lend=lend, stays=stays)
+        memory = (
+            None if lend is None else lend(bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))[1])
+        )
+        stream = BucketStream(offer, open_sender, device=device, lent=memory, stays=stays, delta=delta)
     except SyncError:
         walk(source)
         raise
@@ -86,14 +92,11 @@ class BucketStream:
         open_sender: Callable[[], BucketSender],
         *,
         device: str,
-        lend: Lend | None = None,
+        lent: torch.Tensor | None = None,
         stays: bool = False,
+        delta: FindDelta | None = None,
     ) -> None:
-        """Ship what `offer` says, packed on `device`; with `stays` tensors may be packed after `add` has returned.
-
-        Raises:
-            TransferError: the transport has no memory left to lend.
-        """
+        """Ship what `offer` says, packed into `lent` or on `device`; `stays`: also after `add` has returned."""
         self.gather_s = 0.0
         self._offer = offer
         self._packing = BusyClock()
@@ -104,7 +107,7 @@ class BucketStream:
         self._next_piece = 0
         self._filling: Filling | None = None
         self._waiting: list[tuple[Piece, torch.Tensor]] = []
-        lent = None if lend is None else lend(bucket_starts(self._buckets)[1])
+        self._delta = delta
         self._shipper = Shipper(
             offer, open_sender, self._buckets, device=device, lent=lent, parallel=self._later
         )
@@ -152,6 +155,7 @@ class BucketStream:
             pack_s=self._packing.seconds,
             wire_s=shipped.wire_s,
             digest_s=shipped.digest_s,
+            wire_bytes=shipped.wire_bytes,
             send_s=time.perf_counter() - started,
         )
 
@@ -176,15 +180,17 @@ class BucketStream:
         if self._next_piece == len(bucket.pieces):
             assert self._filling is not None
             filling, waiting = self._filling, self._waiting
-            self._shipper.ship(bucket, filling, lambda: self._complete(filling, waiting))
+            self._shipper.ship(bucket, filling, lambda: self._complete(bucket, filling, waiting))
             self._filling, self._waiting = None, []
             self._next_bucket += 1
             self._next_piece = 0
 
-    def _complete(self, filling: Filling, waiting: list[tuple[Piece, torch.Tensor]]) -> str:
+    def _complete(self, bucket: Bucket, filling: Filling, waiting: list[tuple[Piece, torch.Tensor]]) -> str:
         with self._packing:
             for piece, data in waiting:
                 filling.add(piece, data)
+            if self._delta is not None:
+                filling.delta = self._delta(bucket, filling.payload)
             return filling.digest()
 
 

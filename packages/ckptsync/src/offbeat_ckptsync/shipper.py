@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
+from offbeat_ckptsync.interface import DeltaSender
 from offbeat_ckptsync.plan import bucket_starts
 from offbeat_ckptsync.streams import Lane, mark_of
 
@@ -38,6 +39,7 @@ class Shipped:
     digests: tuple[str, ...]
     digest_s: float
     wire_s: float
+    wire_bytes: int
 
 
 class Shipper:
@@ -63,6 +65,7 @@ class Shipper:
         self._full: queue.Queue[tuple[Bucket, Filling, Future[str]] | None] = queue.Queue()
         self._digests: list[str] = []
         self._digest_s = self._wire_s = 0.0
+        self._wire_bytes = 0
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
         self._timeout_s = float(offer.endpoint["timeout_s"])
@@ -140,7 +143,12 @@ class Shipper:
         self._packers.shutdown(wait=False)
         if self._error is not None:
             raise self._failure()
-        return Shipped(digests=tuple(self._digests), digest_s=self._digest_s, wire_s=self._wire_s)
+        return Shipped(
+            digests=tuple(self._digests),
+            digest_s=self._digest_s,
+            wire_s=self._wire_s,
+            wire_bytes=self._wire_bytes,
+        )
 
     def _failure(self) -> SyncError:
         if isinstance(self._error, SyncError):
@@ -164,7 +172,12 @@ class Shipper:
         result = digested.result(self._timeout_s)
         mark = time.perf_counter()
         with self._wire_lane.after(None):  # a digest has waited for the filling
-            sender.send(bucket, filling.payload)
+            if filling.delta is None:
+                sender.send(bucket, filling.payload)
+            else:
+                assert isinstance(sender, DeltaSender), "its transport says that it carries deltas"
+                sender.send_delta(bucket, filling.delta)
+        self._wire_bytes += (filling.payload if filling.delta is None else filling.delta).numel()
         self._wire_s += time.perf_counter() - mark
         self._digest_s += filling.digest_s
         self._digests.append(result)

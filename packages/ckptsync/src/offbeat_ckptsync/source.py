@@ -7,6 +7,7 @@ import threading
 import uuid
 from typing import TYPE_CHECKING
 
+from offbeat_ckptsync.contents import Comparison, Contents
 from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.interface import Chooser
 from offbeat_ckptsync.sender import send_weights
@@ -17,6 +18,7 @@ from offbeat_ckptsync.types import Sent, SyncOffer
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.interface import Transport, WeightSource
+    from offbeat_ckptsync.sender import FindDelta, Lend
 
 
 class Publisher:
@@ -34,6 +36,7 @@ class Publisher:
         self._config = config
         self._transport = make_transport(config.transport, config) if transport is None else transport
         self._members: dict[str, list[str]] = {}
+        self._contents = Contents()
         self._sending = threading.Lock()
 
     def offer(self, version: int, members: list[str]) -> SyncOffer:
@@ -53,13 +56,15 @@ class Publisher:
             "rendezvous_s": min(self._config.begin_timeout_s, self._config.transfer_timeout_s),
         }
         self._members = {sync_id: list(members)}
+        manifest, bucket_bytes = self._source.manifest(), int(self._config.bucket_mib * (1 << 20))
         return SyncOffer(
             sync_id=sync_id,
             version=version,
-            manifest=self._source.manifest(),
-            bucket_bytes=int(self._config.bucket_mib * (1 << 20)),
+            manifest=manifest,
+            bucket_bytes=bucket_bytes,
             transport=self._config.transport,
             endpoint=endpoint,
+            bases=self._contents.digests(manifest, bucket_bytes),
         )
 
     def send(self, offer: SyncOffer) -> Sent:
@@ -73,24 +78,40 @@ class Publisher:
             members = self._members.get(offer.sync_id)
             if members is None:
                 raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
-            sent = send_weights(
-                self._source,
-                offer,
-                lambda: self._transport.sender(offer, members),
-                device=self._transport.device,
-                lend=lambda num_bytes: self._transport.lend(offer, num_bytes),
-            )
-            return _explained(sent, self._transport)
+            return _explained(self._send(offer, members), self._transport)
         except BaseException:
             self._transport.abort(offer.sync_id)
             raise
         finally:
             self._sending.release()
 
+    def _send(self, offer: SyncOffer, members: list[str]) -> Sent:
+        def send(lend: Lend, delta: FindDelta | None = None) -> Sent:
+            return send_weights(
+                self._source,
+                offer,
+                lambda: self._transport.sender(offer, members),
+                device=self._transport.device,
+                lend=lend,
+                delta=delta,
+            )
+
+        if self._config.delta == "off":
+            return send(lambda num_bytes: self._transport.lend(offer, num_bytes))
+        comparison = Comparison(self._contents, self._transport, offer, self._config)
+        try:
+            sent = send(comparison.lend, comparison.delta)
+        except BaseException:
+            comparison.end(None)
+            raise
+        comparison.end(sent)
+        return comparison.explained(sent)
+
     def abort(self, sync_id: str) -> None:
         """Give up a sync; a running `send` of it ends with an error after the source is iterated to its end."""
         if self._members.pop(sync_id, None) is not None:
             self._transport.abort(sync_id)
+            self._contents.aborted(sync_id)
 
     def close(self) -> None:
         """Leave all connections."""

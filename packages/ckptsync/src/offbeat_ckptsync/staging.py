@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_ckptsync.delta import apply_delta, runs_of
 from offbeat_ckptsync.digest import digest
-from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan import bucket_starts
+from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
+from offbeat_ckptsync.interface import DeltaReceiver
+from offbeat_ckptsync.plan import bucket_starts, tensor_views
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from offbeat_ckptsync.interface import BucketReceiver, Transport
-    from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
+    from offbeat_ckptsync.types import Bucket, Manifest, Seat, SyncOffer
 
 
 @dataclass(slots=True)
@@ -36,19 +40,78 @@ class Staged:
         return spare
 
 
+class Shelf:
+    """The staging memory of one rank, kept from sync to sync: fresh pages cost more than copying.
+
+    After a load it holds a copy of what is served, which joiners may be given and deltas stand on. While a sync keeps
+    that copy as its base it is staged in memory of its own, so there are two of the kind from then on.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._copy: torch.Tensor | None = None
+        self._plan: tuple[Manifest, tuple[Bucket, ...]] | None = None  # how to read it
+        self._spare: torch.Tensor | None = None
+
+    def holds(self, manifest: Manifest, buckets: tuple[Bucket, ...]) -> bool:
+        """Say whether there is a copy of what is served, laid out like this."""
+        plan = self._plan
+        return plan is not None and (plan[0].digest, plan[1]) == (manifest.digest, buckets)
+
+    def base(self) -> torch.Tensor | None:
+        """Return the copy's memory."""
+        return self._copy
+
+    def take(self, *, keep: bool) -> torch.Tensor | None:
+        """Return memory to stage in, if there is some; without `keep` the copy is given up for it."""
+        if not keep and self._copy is not None:
+            self.forget()
+        spare, self._spare = self._spare, None
+        return spare
+
+    def put_back(self, memory: torch.Tensor | None) -> None:
+        """Take memory back whose content was dropped."""
+        self._spare = memory
+
+    def keep(self, memory: torch.Tensor | None, manifest: Manifest, buckets: tuple[Bucket, ...]) -> None:
+        """Take memory back that holds what is served now; None where it was the transport's."""
+        self.forget()
+        self._copy, self._plan = memory, None if memory is None else (manifest, buckets)
+
+    def forget(self) -> None:
+        """Trust the copy no longer; its memory can be staged in."""
+        if self._copy is not None:
+            self._spare = self._copy
+        self._copy = self._plan = None
+
+    def read(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]] | None:
+        """Return the copy as views of its memory, or None where there is none."""
+        if self._plan is None or self._copy is None:
+            return None
+        return self._plan[0], list(tensor_views(*self._plan, self._copy))
+
+
+def writes_to(memory: torch.Tensor) -> int:
+    """Return a number that grows with each write of torch's into `memory` or any view of it."""
+    return 0 if memory.is_inference() else memory._version  # noqa: SLF001 -- torch has no public name for it
+
+
 def stage(
     transport: Transport,
     offer: SyncOffer,
     seat: Seat,
     buckets: tuple[Bucket, ...],
     spare: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
 ) -> Staged:
     """Receive all buckets, into the transport's own memory where it lends some, else into `spare` or a fresh buffer.
 
-    Bucket k is digested where it lies while bucket k + 1 arrives.
+    Bucket k is digested where it lies while bucket k + 1 arrives. One that comes as a delta is made from its copy in
+    `base`, laid out as what is staged and left as it is.
 
     Raises:
         TransferError: a bucket did not arrive; names seat, bucket and cause.
+        DigestError: what arrived for a bucket is no delta of it.
     """
     starts, num_bytes = bucket_starts(buckets)
     timer = _Timer()
@@ -56,11 +119,10 @@ def stage(
     try:
         lent = end.lend(num_bytes)
         memory = _allocate(num_bytes, spare, device=transport.device) if lent is None else lent
+        desk = _Desk(offer, seat, memory, base)
         with ThreadPoolExecutor(1, thread_name_prefix=f"digest {seat.member}") as pool:
             waiting = [
-                pool.submit(
-                    timer.digest, _receive(end, seat, bucket, memory[start : start + bucket.num_bytes])
-                )
+                pool.submit(timer.digest, desk.receive(end, bucket, start))
                 for bucket, start in zip(buckets, starts, strict=True)
             ]
             digests = tuple(future.result() for future in waiting)
@@ -76,21 +138,49 @@ def _allocate(num_bytes: int, spare: torch.Tensor | None, *, device: str) -> tor
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _receive(receiver: BucketReceiver, seat: Seat, bucket: Bucket, into: torch.Tensor) -> torch.Tensor:
-    try:
-        receiver.receive(bucket, into)
-    except SyncError:
-        raise
-    except Exception as error:
-        raise TransferError(f"rank {seat.rank} of {seat.member}: bucket {bucket.index}: {error!r}") from error
-    return into
+class _Desk:
+    """Where one rank puts buckets as they come."""
+
+    def __init__(self, offer: SyncOffer, seat: Seat, memory: torch.Tensor, base: torch.Tensor | None) -> None:
+        self._offer = offer
+        self._who = f"rank {seat.rank} of {seat.member}"
+        self._memory = memory
+        self._base = base
+
+    def receive(self, end: BucketReceiver, bucket: Bucket, start: int) -> Callable[[], torch.Tensor]:
+        """Wait for a bucket; return what is left to do for it: a call that completes it and returns its bytes."""
+        into = self._memory[start : start + bucket.num_bytes]
+        try:
+            if self._offer.bases and isinstance(end, DeltaReceiver):
+                delta = end.receive_delta(bucket)
+                if delta is not None:
+                    return lambda: self._apply(bucket, start, delta, into)
+            end.receive(bucket, into)
+        except SyncError:
+            raise
+        except Exception as error:
+            raise TransferError(f"{self._who}: bucket {bucket.index}: {error!r}") from error
+        return lambda: into
+
+    def _apply(self, bucket: Bucket, start: int, delta: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        if self._base is None:
+            raise TransferError(
+                f"{self._who}: bucket {bucket.index} came as a delta, and there is no content here that it stands on"
+            )
+        into.copy_(self._base[start : start + bucket.num_bytes])
+        try:
+            apply_delta(runs_of(self._offer.manifest, bucket), delta, into)
+        except DigestError as error:
+            raise DigestError(f"{self._who}: bucket {bucket.index}: {error}") from error
+        return into
 
 
 class _Timer:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def digest(self, payload: torch.Tensor) -> str:
+    def digest(self, complete: Callable[[], torch.Tensor]) -> str:
+        payload = complete()
         mark = time.perf_counter()
         result = digest(payload)
         self.seconds += time.perf_counter() - mark

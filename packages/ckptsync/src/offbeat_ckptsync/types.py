@@ -78,6 +78,10 @@ class SyncOffer:
 
     `endpoint` is the transport's own rendezvous data (strings and numbers only). It always holds `timeout_s`, the
     deadline of a wait for bytes, and `rendezvous_s`, the deadline of a wait for the other side.
+
+    `bases` are the contents that the source can make deltas against; where there are any, the transport says of each
+    bucket whether it comes as a delta. `base` is the one of them that every member holds, set by the manager after
+    their yes; where it is empty all buckets come whole.
     """
 
     sync_id: str
@@ -87,6 +91,8 @@ class SyncOffer:
     transport: str
     endpoint: dict[str, str | int | float]
     reload: bool = False  # a member whose content is not trusted takes the version it serves once more
+    bases: tuple[str, ...] = ()
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +145,12 @@ class Sent:
     send_s: float = 0.0  # from the first tensor asked for to the last bucket gone
     transport: str = ""  # the transport picked for this sync, where one was picked
     why: str = ""  # and the reason
+    wire_bytes: int = 0  # what left for each rank: deltas where there were some, else the buckets
+    num_deltas: int = 0  # buckets that went as deltas
+    delta_fraction: float | None = (
+        None  # elements that changed since the base, of all; None: nothing compared
+    )
+    delta_why: str = ""  # why no deltas were made, where they are switched on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,3 +216,7 @@ class SyncReport:
         default_factory=dict[str, str]
     )  # who went while the sync ran: what failed then
     content_digest: str = ""  # of the label under which this version was committed
+    wire_bytes: int = 0  # as in `Sent`; `num_bytes` is the content
+    num_deltas: int = 0
+    delta_fraction: float | None = None
+    delta_why: str = ""  # why nothing was compared, where deltas are switched on

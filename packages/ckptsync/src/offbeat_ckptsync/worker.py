@@ -2,7 +2,7 @@
 
 A request is `{"op": .., "reply": key, "mailbox": {host, port}, ..}`. Its answer goes to the mailbox under `<reply>/<rank>` and is returned too:
 
-    begin   offer, config, member, staged (key)   -> {"version": served}
+    begin   offer, config, member, staged (key)   -> {"version": served, "held": content}
             Agrees, then stages in a background thread, which mails its echo under the key `staged`.
     verify  sync_id, sent                         -> {}
     flip    sync_id, sent                         -> {"flip": Flip}
@@ -92,8 +92,8 @@ class Worker:
     def _answer(self, request: Mapping[str, object]) -> Json:
         match request.get("op"):
             case "begin":
-                self._begin(request)
-                return {"version": self.version}
+                held = self._begin(request)
+                return {"version": self.version, "held": held}
             case "verify":
                 self._open().verify(_text(request, "sync_id"), decode(Sent, request.get("sent")))
                 return {}
@@ -113,7 +113,7 @@ class Worker:
             case other:
                 raise WireError(f"unknown op {other!r}; expected one of {', '.join(_OPS)}")
 
-    def _begin(self, request: Mapping[str, object]) -> None:
+    def _begin(self, request: Mapping[str, object]) -> str:
         offer = decode(SyncOffer, request.get("offer"))
         config = decode(SyncConfig, request.get("config"))
         made_from = (_text(request, "member"), config)
@@ -126,11 +126,12 @@ class Worker:
             self._transport = make_transport(offer.transport, config)
             self._made_from = made_from
         receiver, transport, key = self._receiver, self._transport, _text(request, "staged")
-        receiver.begin(offer)
+        held = receiver.begin(offer)
         # A daemon: generation goes on meanwhile, and a transport that hangs must not keep the process alive.
         threading.Thread(
             target=lambda: self._stage(receiver, transport, key), name=f"stage {offer.version}", daemon=True
         ).start()
+        return held
 
     def _stage(self, receiver: Receiver, transport: Transport, key: str) -> None:
         try:

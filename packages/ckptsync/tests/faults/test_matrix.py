@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -30,6 +30,7 @@ CONFIG = {
     )
     for transport in ("shm", "broadcast")
 }
+CONFIG["deltas"] = replace(CONFIG["broadcast"], delta="auto")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def good_sync(troupe):
     assert result["fenced"] == result["left"] == {}, result
     good = [troupe.version, content_of(weights_of(troupe.version)), True, "idle"]
     assert troupe.serving() == {"r0": good, "r1": good}
+    return result
 
 
 def plant(troupe, role, phase, kind):
@@ -142,7 +144,10 @@ def run_faulty_sync(troupe, role, phase, kind):
 
 
 CASES = [("shm", *case) for case in itertools.product(ROLES, PHASES, KINDS)]
-CASES += [("broadcast", role, "transfer", kind) for role, kind in itertools.product(ROLES, KINDS)]
+CASES += [
+    (transport, role, "transfer", kind)
+    for transport, role, kind in itertools.product(("broadcast", "deltas"), ROLES, KINDS)
+]
 
 
 @pytest.mark.parametrize(("transport", "role", "phase", "kind"), CASES)
@@ -160,6 +165,8 @@ def test_new_everywhere_or_old_bit_for_bit(troupes, transport, role, phase, kind
         check(result, served, contents, new, EXPECTED.get((role, phase, kind), WHOLE))
     troupe.heal()
     good_sync(troupe)
+    if transport == "deltas":
+        assert good_sync(troupe)["num_deltas"] > 0
 
 
 def check(result, served, contents, new, outcome):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 import torch
@@ -37,28 +38,49 @@ def weights_of(rows, seed):
     }
 
 
-@pytest.mark.parametrize("name", ["loopback", "shm", "broadcast", "disk"])
-def test_any_manifest_crosses_in_buckets_of_any_size(name, tmp_path_factory):
+def nudged(tensor):
+    tensor = tensor.clone()
+    if tensor.numel():
+        tensor.view(-1)[tensor.numel() // 2] = 1
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "delta"),
+    [
+        *itertools.product(["loopback", "shm", "broadcast", "disk"], ["off"]),
+        ("loopback", "auto"),
+        ("disk", "auto"),
+    ],
+)
+def test_any_manifest_crosses_in_buckets_of_any_size(name, delta, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("disk"))
 
     @settings(max_examples=8, deadline=None, database=None)
     @given(ROWS, st.integers(256, 5000), st.integers(1, 2))
     def check(rows, bucket_bytes, num_receivers):
         config = SyncConfig(
-            transport=name, bucket_mib=bucket_bytes / (1 << 20), disk_path=folder, transfer_timeout_s=20
+            transport=name,
+            bucket_mib=bucket_bytes / (1 << 20),
+            disk_path=folder,
+            transfer_timeout_s=20,
+            delta=delta,
         )
         sinks = {f"r{i}": DictSink() for i in range(num_receivers)}
         house = House(DictSource({}), dict(sinks), config, lambda: make_transport(name, config))
 
-        async def sync_twice():
-            for version in (1, 2):
-                house.source.weights = weights_of(rows, version)
+        async def sync_thrice():
+            for version in (1, 2, 3):
+                # The third has the bits of the second but for a few.
+                house.source.weights = weights_of(rows, min(version, 2))
+                if version == 3:
+                    house.source.weights = {name: nudged(t) for name, t in house.source.weights.items()}
                 await house.manager.sync(version)
                 for sink in sinks.values():
                     assert_same(sink.weights, house.source.weights)
 
         try:
-            asyncio.run(sync_twice())
+            asyncio.run(sync_thrice())
         finally:
             house.close()
 

@@ -72,7 +72,7 @@ async def receiver(pipe: Connection, store: tuple[str, int], config: SyncConfig,
     sink = LiveSink(arms)
     taker = Receiver(Seat(member=name), sink)
     member = HurtMember(taker, faulty_transport(config, arms, sends=False), canary=sink.canary)
-    source = LocalSource(Publisher(StagedCopy(taker), config))
+    source = LocalSource(Publisher(StagedCopy(taker), dataclasses.replace(config, delta="off")))
     agent = Agent(name, SECRET, member=member, source=source)
 
     async def arm(phase: str, kind: str) -> None:
@@ -143,6 +143,7 @@ async def manager(pipe: Connection, store: tuple[str, int], config: SyncConfig, 
             "members": [*report.members],
             "fenced": report.fenced,
             "left": report.left,
+            "num_deltas": report.num_deltas,
         }
 
     async def state() -> dict[str, object]:

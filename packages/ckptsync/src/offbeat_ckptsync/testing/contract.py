@@ -12,6 +12,7 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.manifest import manifest_of
 from offbeat_ckptsync.sinks import DictSink
+from offbeat_ckptsync.testing.delta_contract import check_deltas
 from offbeat_ckptsync.testing.fakes import (
     DictSource,
     Fault,
@@ -55,8 +56,8 @@ def transport_contract(
     import pytest
 
     @pytest.mark.parametrize("receivers", num_receivers)
-    @pytest.mark.parametrize("case", [*CASES, None], ids=lambda case: case.name if case else "faults")
-    def test_contract(case: Case | None, receivers: int, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("case", [*CASES, *_CHECKS], ids=lambda case: getattr(case, "name", case))
+    def test_contract(case: Case | str, receivers: int, tmp_path: Path) -> None:
         given: dict[str, Any] = {
             "disk_path": str(tmp_path),
             "begin_timeout_s": 20.0,
@@ -65,10 +66,10 @@ def transport_contract(
         }
         config = SyncConfig(transport=name, bucket_mib=BUCKET_BYTES / (1 << 20), **given)
         make = lambda: make_transport(name, config)  # noqa: E731
-        if case is None:
-            asyncio.run(check_transport(make, config, num_receivers=receivers))
-        else:
+        if isinstance(case, Case):
             asyncio.run(check_case(case, make, config, num_receivers=receivers))
+        else:
+            asyncio.run(_CHECKS[case](make, config, num_receivers=receivers))
 
     return test_contract
 
@@ -127,6 +128,9 @@ async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, 
             await _good(house, sinks, version, awkward_weights(version))
     finally:
         house.close()
+
+
+_CHECKS = {"faults": check_transport, "deltas": check_deltas}
 
 
 async def _good(house: House, sinks: dict[str, DictSink], version: int, weights: Tensors) -> None:

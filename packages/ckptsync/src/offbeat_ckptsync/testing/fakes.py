@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.errors import SyncError
+from offbeat_ckptsync.interface import DeltaReceiver, DeltaSender, DeltaTransport
 from offbeat_ckptsync.manager import CheckpointEngineManager
 from offbeat_ckptsync.manifest import manifest_of
 from offbeat_ckptsync.members import LocalMember
@@ -71,7 +72,7 @@ class Fault:
             return
         self.left -= 1
         if self.kind == "corrupt":
-            payload[bucket.num_bytes // 2] ^= 1
+            payload[payload.numel() // 2] ^= 1
         elif self.kind == "die":
             raise OSError("planted: the line is cut")
         elif self.kind == "hang":
@@ -93,6 +94,11 @@ class FaultyTransport:
         """The wrapped transport's."""
         return self._inner.device
 
+    @property
+    def carries_deltas(self) -> bool:
+        """As the wrapped transport."""
+        return isinstance(self._inner, DeltaTransport) and self._inner.carries_deltas
+
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """As the wrapped transport."""
         return self._inner.open(sync_id, members)
@@ -103,11 +109,15 @@ class FaultyTransport:
 
     def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
         """As the wrapped transport, with the fault in `send`."""
-        return _FaultySender(self._inner.sender(offer, members), self._on_send)
+        inner = self._inner.sender(offer, members)
+        kind = _FaultyDeltaSender if isinstance(inner, DeltaSender) else _FaultySender
+        return kind(inner, self._on_send)
 
     def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
         """As the wrapped transport, with the fault after `receive`."""
-        return _FaultyReceiver(self._inner.receiver(offer, seat), self._on_receive)
+        inner = self._inner.receiver(offer, seat)
+        kind = _FaultyDeltaReceiver if isinstance(inner, DeltaReceiver) else _FaultyReceiver
+        return kind(inner, self._on_receive)
 
     def abort(self, sync_id: str) -> None:
         """As the wrapped transport."""
@@ -147,6 +157,23 @@ class _FaultyReceiver:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class _FaultyDeltaSender(_FaultySender):
+    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
+        assert isinstance(self._inner, DeltaSender)
+        if self._fault is not None:
+            self._fault.strike(bucket, delta)
+        self._inner.send_delta(bucket, delta)
+
+
+class _FaultyDeltaReceiver(_FaultyReceiver):
+    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
+        assert isinstance(self._inner, DeltaReceiver)
+        delta = self._inner.receive_delta(bucket)
+        if delta is not None and self._fault is not None:
+            self._fault.strike(bucket, delta)
+        return delta
 
 
 class TornSink(DictSink):

@@ -15,6 +15,7 @@ import threading
 from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.interface import DeltaTransport
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.topology import Place, choose, here
 from offbeat_ckptsync.transports.roll import answer, call_roll, forget
@@ -53,6 +54,12 @@ class AutoTransport:
     def chosen(self) -> tuple[str, str]:
         """The transport picked last and the reason."""
         return self._chosen
+
+    @property
+    def carries_deltas(self) -> bool:
+        """Say whether the transport picked last does."""
+        picked = self._made.get(self._chosen[0])
+        return isinstance(picked, DeltaTransport) and picked.carries_deltas
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Host the store (once) and say where it is."""

@@ -6,6 +6,9 @@ with a roll call on a TCPStore of the source:
     receiver: set <sync>/here/<member>/<rank> = {"num_ranks": .., "group": id of the group it is in, or ""}
     source:   wait for all of them; set <sync>/go = {"group": id, "seats": [[member, rank], ..]}
 
+In a sync whose offer has `bases` each bucket is announced by a broadcast of 8 bytes: an int64, little-endian, the length
+of the delta that follows, or -1 where the bucket itself does.
+
 If all are in the group that the source is in, that group is used; else all build the group of the new id, the source
 as rank 0 and seats[i] as rank i + 1. A failure on any side drops its group, so the next sync builds a fresh one.
 """
@@ -47,8 +50,14 @@ Seats = list[list[str | int]]
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+_WHOLE = -1
+"""Announced in place of a delta's length: the bucket comes whole."""
+
+
 class BroadcastTransport:
     """Satisfies `Transport` over a process group; rank 0 is the source."""
+
+    carries_deltas = True
 
     def __init__(self, *, host: str = "127.0.0.1", device: str = "cpu") -> None:
         """Listen, as a source, and bind gloo's sockets on `host`; payloads live on `device`."""
@@ -256,7 +265,17 @@ class _Sender(_End):
         self._seats = seats
 
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        if self._offer.bases:
+            self._announce(bucket, _WHOLE, payload.device)
         self.move(bucket, payload, "sent")
+
+    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
+        self._announce(bucket, delta.numel(), delta.device)
+        self.move(bucket, delta, "sent")
+
+    def _announce(self, bucket: Bucket, length: int, device: torch.device) -> None:
+        word = torch.tensor([length], dtype=torch.int64, device=device)
+        self.move(bucket, word.view(torch.uint8), "announced")
 
     def close(self) -> None:
         seats = [(str(member), int(rank)) for member, rank in self._seats]
@@ -266,6 +285,21 @@ class _Sender(_End):
 class _Receiver(_End):
     def lend(self, num_bytes: int) -> None:
         """Nothing to lend: buckets are staged in the receiver's memory."""
+
+    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
+        device = self._transport.device
+        word = torch.zeros(1, dtype=torch.int64, device=device)
+        self.move(bucket, word.view(torch.uint8), "received")
+        length = int(word.item())
+        if length == _WHOLE:
+            return None
+        if not 0 <= length < bucket.num_bytes:
+            raise TransferError(
+                f"broadcast: a delta of {length} bytes is announced for bucket {bucket.index} of {bucket.num_bytes}"
+            )
+        delta = torch.empty(length, dtype=torch.uint8, device=device)
+        self.move(bucket, delta, "received")
+        return delta
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         self.move(bucket, into, "received")

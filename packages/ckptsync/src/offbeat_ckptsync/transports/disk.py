@@ -2,10 +2,14 @@
 
 `<folder>/<sync id>/model.safetensors` holds the tensors, `sync.json` version and digests. The folder appears by one
 rename when both are complete; the sync before it is removed when the next one appears.
+
+A sync with deltas writes `changes.bin` in place of the tensors: for each bucket in order its delta, or the bucket itself. `sync.json`
+then has "changes", a list of [1 for a delta or 0, number of bytes], and no digests.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -13,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import SyncError, TransferError
@@ -22,17 +27,17 @@ from offbeat_ckptsync.safetensors_header import write_header
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
 
 _POLL_S = 0.005
+_CHANGES = "changes.bin"
 
 
 class DiskTransport:
     """Satisfies `Transport` through files; every member sees the same folder under the same path."""
 
     device = "cpu"
+    carries_deltas = True
 
     def __init__(self, folder: str) -> None:
         """Keep syncs under `folder`, which is made where it is missing."""
@@ -49,9 +54,9 @@ class DiskTransport:
     def lend(self, offer: SyncOffer, num_bytes: int) -> None:
         """Nothing to lend: buckets are packed into buffers."""
 
-    def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
+    def sender(self, offer: SyncOffer, members: list[str]) -> _Sender | _DeltaSender:
         """Start writing; a folder needs no receiver to be there."""
-        return _Sender(offer, Path(str(offer.endpoint["path"])))
+        return (_DeltaSender if offer.base else _Sender)(offer, Path(str(offer.endpoint["path"])))
 
     def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
         """Read when the folder has appeared."""
@@ -68,15 +73,40 @@ class DiskTransport:
         """Nothing is held; the last version stays on disk."""
 
 
-class _Sender:
+class _Writer:
+    """A folder that appears when it is complete."""
+
     def __init__(self, offer: SyncOffer, path: Path) -> None:
         self._offer = offer
         self._path = path
+        _partial(path).mkdir()
+
+    def complete(self, **more: object) -> None:
+        about = {
+            "version": self._offer.version,
+            "manifest_digest": self._offer.manifest.digest,
+            "bucket_bytes": self._offer.bucket_bytes,
+            **more,
+        }
+        try:
+            (_partial(self._path) / "sync.json").write_text(json.dumps(about))
+            _partial(self._path).rename(self._path)
+        except OSError as error:
+            raise TransferError(f"disk: {self._path} could not be completed: {error}") from error
+        for old in self._path.parent.iterdir():
+            if old != self._path and (old / "sync.json").is_file():
+                shutil.rmtree(old, ignore_errors=True)  # a reader that is still at it keeps its open file
+
+    def failure(self, bucket: Bucket, error: OSError) -> TransferError:
+        return TransferError(f"disk: bucket {bucket.index} could not be written to {self._path}: {error}")
+
+
+class _Sender(_Writer):
+    def __init__(self, offer: SyncOffer, path: Path) -> None:
+        super().__init__(offer, path)
         self._digests: list[str] = []
         header, self._starts = write_header(offer.manifest.specs)
-        partial = _partial(path)
-        partial.mkdir()
-        self._target = partial / "model.safetensors"
+        self._target = _partial(path) / "model.safetensors"
         self._target.write_bytes(header)
 
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
@@ -88,26 +118,36 @@ class _Sender:
                     file.seek(self._starts[piece.spec_index] + piece.tensor_offset)
                     file.write(data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
         except OSError as error:
-            raise TransferError(
-                f"disk: bucket {bucket.index} could not be written to {self._path}: {error}"
-            ) from error
+            raise self.failure(bucket, error) from error
         self._digests.append(digest(payload))
 
     def close(self) -> None:
-        about = {
-            "version": self._offer.version,
-            "manifest_digest": self._offer.manifest.digest,
-            "bucket_bytes": self._offer.bucket_bytes,
-            "bucket_digests": self._digests,
-        }
+        self.complete(bucket_digests=self._digests)
+
+
+class _DeltaSender(_Writer):
+    def __init__(self, offer: SyncOffer, path: Path) -> None:
+        super().__init__(offer, path)
+        self._changes: list[tuple[int, int]] = []
+        self._target = _partial(path) / _CHANGES
+        self._target.touch()
+
+    def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        self._append(bucket, payload, is_delta=False)
+
+    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
+        self._append(bucket, delta, is_delta=True)
+
+    def close(self) -> None:
+        self.complete(changes=self._changes)
+
+    def _append(self, bucket: Bucket, payload: torch.Tensor, *, is_delta: bool) -> None:
         try:
-            (_partial(self._path) / "sync.json").write_text(json.dumps(about))
-            _partial(self._path).rename(self._path)
+            with self._target.open("ab") as file:
+                file.write(payload.numpy().data)
         except OSError as error:
-            raise TransferError(f"disk: {self._path} could not be completed: {error}") from error
-        for old in self._path.parent.iterdir():
-            if old != self._path and (old / "sync.json").is_file():
-                shutil.rmtree(old, ignore_errors=True)  # a reader that is still at it keeps its open file
+            raise self.failure(bucket, error) from error
+        self._changes.append((int(is_delta), payload.numel()))
 
 
 class _Receiver:
@@ -126,24 +166,52 @@ class _Receiver:
         if (about["version"], about["manifest_digest"]) != (offer.version, offer.manifest.digest):
             raise TransferError(f"disk: {path} holds version {about['version']}, offered was {offer.version}")
         _, self._starts = write_header(offer.manifest.specs)
-        self._bytes = np.memmap(path / "model.safetensors", dtype=np.uint8, mode="r")
+        self._changes = _places(about["changes"]) if "changes" in about else None
+        name = "model.safetensors" if self._changes is None else _CHANGES
+        # A file without a byte cannot be mapped.
+        self._bytes = (
+            np.fromfile(path / name, np.uint8)
+            if (path / name).stat().st_size == 0
+            else np.memmap(path / name, dtype=np.uint8, mode="r")
+        )
 
     def lend(self, num_bytes: int) -> None:
         """Nothing to lend: buckets are staged in the receiver's memory."""
 
+    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
+        if self._changes is None or not self._changes[bucket.index][0]:
+            return None
+        _, start, num_bytes = self._changes[bucket.index]
+        return torch.from_numpy(self._read(bucket, start, num_bytes).copy())
+
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         target = into.numpy()
+        if self._changes is not None:
+            target[:] = self._read(bucket, self._changes[bucket.index][1], bucket.num_bytes)
+            return
         for start, end in gaps(bucket):
             target[start:end] = 0
         for piece in bucket.pieces:
-            start = self._starts[piece.spec_index] + piece.tensor_offset
-            found = self._bytes[start : start + piece.num_bytes]
-            if len(found) != piece.num_bytes:
-                raise TransferError(f"disk: {self._path} is cut short in bucket {bucket.index}")
+            found = self._read(bucket, self._starts[piece.spec_index] + piece.tensor_offset, piece.num_bytes)
             target[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = found
+
+    def _read(self, bucket: Bucket, start: int, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        found = self._bytes[start : start + num_bytes]
+        if len(found) != num_bytes:
+            raise TransferError(f"disk: {self._path} is cut short in bucket {bucket.index}")
+        return found
 
     def close(self) -> None:
         del self._bytes
+
+
+def _places(changes: list[tuple[int, int]]) -> list[tuple[bool, int, int]]:
+    """Return for each bucket whether it is a delta, where it begins in the file, and its bytes."""
+    ends = itertools.accumulate(num_bytes for _, num_bytes in changes)
+    return [
+        (bool(is_delta), end - num_bytes, num_bytes)
+        for (is_delta, num_bytes), end in zip(changes, ends, strict=True)
+    ]
 
 
 def _partial(path: Path) -> Path:

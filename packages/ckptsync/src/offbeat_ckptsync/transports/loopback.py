@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 _DEPTH = 2  # buckets in flight to one receiver
 
 
+_Item = tuple[bool, "torch.Tensor"]
+"""Whether it is a delta, and the bytes."""
+
+_Inbox = queue.Queue[_Item]
+
+
 @dataclass(slots=True)
 class _Channel:
     """One sync: a queue for each receiving rank that came."""
 
-    queues: dict[Seat, queue.Queue[torch.Tensor]] = field(
-        default_factory=dict[Seat, "queue.Queue[torch.Tensor]"]
-    )
+    queues: dict[Seat, _Inbox] = field(default_factory=dict[Seat, "_Inbox"])
     changed: threading.Condition = field(default_factory=threading.Condition)
     aborted: threading.Event = field(default_factory=threading.Event)
 
@@ -41,6 +45,7 @@ class LoopbackTransport:
     """Satisfies `Transport` within one process."""
 
     device = "cpu"
+    carries_deltas = True
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Open a channel."""
@@ -93,8 +98,14 @@ class _Sender:
         self._queues = dict(channel.queues)
 
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        self._put_all(bucket, payload, is_delta=False)
+
+    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
+        self._put_all(bucket, delta, is_delta=True)
+
+    def _put_all(self, bucket: Bucket, payload: torch.Tensor, *, is_delta: bool) -> None:
         for seat, inbox in self._queues.items():
-            copy = payload.clone()
+            copy = (is_delta, payload.clone())
             if not _until(self._offer, self._channel, lambda box=inbox, item=copy: _put(box, item)):
                 raise TransferError(
                     f"loopback: rank {seat.rank} of {seat.member} did not take bucket {bucket.index}"
@@ -106,21 +117,33 @@ class _Sender:
 
 
 class _Receiver:
-    def __init__(
-        self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: queue.Queue[torch.Tensor]
-    ) -> None:
+    def __init__(self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: _Inbox) -> None:
         self._offer = offer
         self._seat = seat
         self._channel = channel
         self._inbox = inbox
+        self._next: _Item | None = None  # what has been taken out of the inbox already
 
     def lend(self, num_bytes: int) -> None:
         """Nothing to lend: buckets are staged in the receiver's memory."""
 
+    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
+        item = self._take(bucket)
+        if item[0]:
+            return item[1]
+        self._next = item
+        return None
+
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
+        item, self._next = self._next or self._take(bucket), None
+        into.copy_(item[1])
+
+    def _take(self, bucket: Bucket) -> _Item:
+        taken: list[_Item] = []
+
         def take() -> bool:
             try:
-                into.copy_(self._inbox.get(timeout=_TICK_S))
+                taken.append(self._inbox.get(timeout=_TICK_S))
             except queue.Empty:
                 return False
             return True
@@ -129,6 +152,7 @@ class _Receiver:
             raise TransferError(
                 f"loopback: bucket {bucket.index} did not reach rank {self._seat.rank} of {self._seat.member}"
             )
+        return taken[0]
 
     def close(self) -> None:
         """The queue goes with its channel."""
@@ -137,7 +161,7 @@ class _Receiver:
 _TICK_S = 0.02  # how soon a waiting side notices an abort
 
 
-def _put(inbox: queue.Queue[torch.Tensor], item: torch.Tensor) -> bool:
+def _put(inbox: _Inbox, item: _Item) -> bool:
     try:
         inbox.put(item, timeout=_TICK_S)
     except queue.Full:
