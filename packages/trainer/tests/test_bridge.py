@@ -1,6 +1,9 @@
-"""The canary of a real engine: it answers alike while the weights are the same, and otherwise when they are not."""
+"""A real engine as the receiving end of a sync: what is under way at the flip, and the canary after it."""
 
 from __future__ import annotations
+
+import asyncio
+import dataclasses
 
 import pytest
 import torch
@@ -12,24 +15,145 @@ from offbeat_ckptsync import (
     Publisher,
     SyncConfig,
 )
-from offbeat_engine.testing import make_tiny_model
-from offbeat_rollout import RolloutConfig
+from offbeat_rollout import EngineStateError, GenerateRequest, PauseMode, RolloutConfig, SamplingParams
+from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.registry import adapter_class
-from offbeat_trainer.bridge import EngineCanary, make_member
+from offbeat_rollout.testing import ScriptedRollout, make_tiny_model
+from offbeat_trainer.bridge import EngineCanary, SharedGate, make_member
+from offbeat_trainer.errors import PlanRefused
 
 VOCAB = 32
+LENGTH = 480
 
 
 @pytest.fixture
 async def replicas(tmp_path):
     model = make_tiny_model(tmp_path / "tiny", vocab_size=VOCAB)
-    config = RolloutConfig(model_path=str(model), max_model_len=32)
+    config = RolloutConfig(model_path=str(model), max_model_len=512)
     made = [adapter_class("hf")(config) for _ in range(2)]
     for engine in made:
         await engine.start()
     yield made
     for engine in made:
         await engine.stop()
+
+
+@pytest.mark.parametrize("recompute_kv", [False, True])
+async def test_a_sync_keeps_keys_and_values_or_has_them_computed_anew(replicas, tmp_path, recompute_kv):
+    import transformers
+
+    replica = replicas[0]
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tiny").eval()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.5)
+    config = SyncConfig(transport="loopback")
+    manager = CheckpointEngineManager(LocalSource(Publisher(ModuleSource(trained), config)), config)
+    manager.add(await make_member("replica 0", replica, config, recompute_kv=recompute_kv))
+    request = GenerateRequest(
+        request_id="long", prompt_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=LENGTH, seed=3)
+    )
+    work = asyncio.create_task(replica.generate(request))
+    await asyncio.sleep(0.05)
+    await replica.pause(PauseMode.KEEP)  # on a busy machine it would be over before the weights have come
+    await manager.sync(1)
+    await replica.resume()
+    done = await work
+    flip = done.policy_versions.index(1)
+    assert list(done.policy_versions) == [0] * flip + [1] * (LENGTH - flip)
+    assert 0 < flip < LENGTH
+    with torch.no_grad():
+        logits = trained(torch.tensor([[1, 2, 3, *done.token_ids]])).logits[0, 2:-1].double()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    gap = (expected - torch.tensor(done.logprobs, dtype=torch.float64))[flip:].abs().max()
+    assert gap <= 1e-4 if recompute_kv else gap > 1e-2
+
+
+class Sleeper(HfEngine):
+    """A Transformers engine that says it gives memory back when it sleeps; it writes down when it is told to."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.told = []
+
+    @classmethod
+    def capabilities(cls):
+        return dataclasses.replace(super().capabilities(), sleep_devices=frozenset({"cpu"}))
+
+    async def sleep(self, level):
+        self.told.append(("sleep", self.version))
+        await super().sleep(level)
+
+    async def wake(self, tags=None):
+        self.told.append((*tags, self.version))
+        await super().wake(tags)
+
+
+async def test_on_shared_devices_an_engine_sleeps_from_its_rest_to_the_next_flip(tmp_path):
+    import transformers
+
+    path = make_tiny_model(tmp_path / "tiny", vocab_size=VOCAB)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(path)
+    config = SyncConfig(transport="loopback")
+    manager = CheckpointEngineManager(LocalSource(Publisher(ModuleSource(trained), config)), config)
+    engine = Sleeper(RolloutConfig(model_path=path, max_model_len=64))
+    await engine.start()
+    try:
+        gate = SharedGate(engine)
+        manager.add(await make_member("replica 0", engine, config, shared=gate))
+        await manager.sync(1)
+        assert engine.told == [("sleep", 0), ("weights", 0), ("kv_cache", 1)]
+        request = GenerateRequest(
+            request_id="r", prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=4, seed=3)
+        )
+        assert set((await engine.generate(request)).policy_versions) == {1}
+        await gate.rest()
+        await gate.rest()
+        with pytest.raises(EngineStateError, match="sleeps"):
+            await engine.generate(request)
+        with torch.no_grad():
+            trained.model.norm.weight.mul_(1.5)
+        await manager.sync(2)
+        assert engine.told[3:] == [("sleep", 1), ("weights", 1), ("kv_cache", 2)]
+        assert set((await engine.generate(request)).policy_versions) == {2}
+    finally:
+        await engine.stop()
+
+
+class Controlled(ScriptedRollout):
+    """An engine that takes weights in workers of its own; it writes its control calls down."""
+
+    features = frozenset({"pause", "recompute_kv"})
+
+    def __init__(self):
+        super().__init__(RolloutConfig(model_path=""))
+        self.calls = []
+
+    @classmethod
+    def capabilities(cls):
+        return dataclasses.replace(super().capabilities(), features=cls.features)
+
+    async def control(self, op, payload):
+        self.calls.append((op, dict(payload)))
+        return {}
+
+
+class Forgetful(Controlled):
+    features = frozenset({"pause"})
+
+
+async def test_an_engine_with_workers_is_told_with_the_version():
+    for recompute_kv, told in ((False, {"version": 3}), (True, {"version": 3, "recompute_kv": True})):
+        engine = Controlled()
+        member = await make_member("r", engine, SyncConfig(), recompute_kv=recompute_kv)
+        for payload in ({"version": 3}, {}):
+            await member._control("finish", payload)
+        assert engine.calls == [("finish", told), ("finish", {})]
+
+
+async def test_who_cannot_compute_keys_and_values_again_is_refused():
+    with pytest.raises(PlanRefused, match=r"scripted cannot compute keys and values again; .*partial=abort"):
+        await make_member("r", Forgetful(), SyncConfig(), recompute_kv=True)
 
 
 async def test_replicas_answer_alike_and_otherwise_after_a_sync(replicas, tmp_path):

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, cast
 
+from offbeat_ckptsync.hybrid import CACHE, HybridMember
 from offbeat_ckptsync.mailbox import Mailbox
 from offbeat_ckptsync.members import ControlMember, LocalMember
 from offbeat_ckptsync.receiver import Receiver
@@ -13,6 +14,7 @@ from offbeat_ckptsync.sinks import specs_of
 from offbeat_ckptsync.transports import make_transport
 from offbeat_ckptsync.types import Seat
 from offbeat_rollout import GenerateRequest, PauseMode, SamplingParams
+from offbeat_trainer.errors import PlanRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync import Manifest, SyncConfig
+    from offbeat_ckptsync.members import Control
     from offbeat_engine import Engine
     from offbeat_rollout import RolloutEngine
 
@@ -40,21 +43,61 @@ class EngineWeights:
         return self._engine.named_weights()
 
 
-async def make_member(name: str, engine: RolloutEngine, sync: SyncConfig) -> ControlMember | LocalMember:
+async def make_member(
+    name: str,
+    engine: RolloutEngine,
+    sync: SyncConfig,
+    *,
+    recompute_kv: bool = False,
+    shared: SharedGate | None = None,
+) -> ControlMember | LocalMember | HybridMember:
     """Return the receiving end for a started `engine`: driven by its own update calls, or loaded in this process.
 
     An engine whose capabilities list "load_weights" takes tensors here; any other runs the receiver in its workers.
+    With `recompute_kv`, what is under way at a flip goes on from keys and values of the new weights. With `shared`, the
+    gate of an engine on the trainer's devices, the engine rests for the whole sync.
+
+    Raises:
+        PlanRefused: the engine cannot compute keys and values again.
     """
-    canary = EngineCanary(engine) if sync.canary else None
-    if "load_weights" not in engine.capabilities().features:
-        return ControlMember(
-            name, engine.control, mailbox=Mailbox(), config=sync, gate=EngineGate(engine), canary=canary
+    features = engine.capabilities().features
+    if recompute_kv and "recompute_kv" not in features:
+        raise PlanRefused(
+            f"{engine.capabilities().adapter} cannot compute keys and values again; use mode.recompute_kv=false, or "
+            "mode.partial=abort"
         )
+    canary = EngineCanary(engine) if sync.canary else None
+    if "load_weights" in features:
+        receiver = await _receiver(name, engine, sync, recompute_kv=recompute_kv)
+        member = LocalMember(receiver, make_transport(sync.transport, sync), canary=canary)
+    else:
+        control = engine.control if not recompute_kv else _recomputing(engine)
+        gate = EngineGate(engine) if shared is None else None
+        member = ControlMember(name, control, mailbox=Mailbox(), config=sync, gate=gate, canary=canary)
+    return member if shared is None else HybridMember(member, shared)
+
+
+async def _receiver(name: str, engine: RolloutEngine, sync: SyncConfig, *, recompute_kv: bool) -> Receiver:
     answer = await engine.control("weight_specs", {})
     specs = cast("list[tuple[str, tuple[int, ...], str]]", answer["specs"])
-    sink = EngineSink(engine, specs_of(specs), asyncio.get_running_loop(), sync.flip_timeout_s)
-    receiver = Receiver(Seat(member=name), sink, allow_cast=sync.allow_cast)
-    return LocalMember(receiver, make_transport(sync.transport, sync), canary=canary)
+    sink = EngineSink(
+        engine,
+        specs_of(specs),
+        asyncio.get_running_loop(),
+        timeout_s=sync.flip_timeout_s,
+        recompute_kv=recompute_kv,
+    )
+    return Receiver(Seat(member=name), sink, allow_cast=sync.allow_cast)
+
+
+def _recomputing(engine: RolloutEngine) -> Control:
+    """Return the control calls of `engine` in which a new version also drops the keys and values under way."""
+
+    async def control(op: str, payload: dict[str, object]) -> object:
+        flips = op == "finish" and "version" in payload
+        return await engine.control(op, {**payload, "recompute_kv": True} if flips else payload)
+
+    return control
 
 
 class EngineCanary:
@@ -98,13 +141,64 @@ class EngineGate:
         await self._engine.resume()
 
 
+class SharedGate(EngineGate):
+    """The gate of an engine on the trainer's devices: closed from the end of generation to the end of the next sync.
+
+    Where the engine can give memory of its device back (`RolloutCapabilities.sleep_devices`), it does so while it rests;
+    the weights wait in host memory. Elsewhere, on a CPU above all, closing is all there is to do.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Close and open `engine`."""
+        super().__init__(engine)
+        self._sleeps = engine.config.device in engine.capabilities().sleep_devices
+        self._is_closed = False
+        self._is_asleep = False
+
+    async def rest(self) -> None:
+        """Stop generating and sleep; requests under way are frozen, or end as aborted where the engine sleeps."""
+        await self.pause()
+        await self.sleep()
+
+    async def pause(self) -> None:
+        """Freeze running requests; harmless while closed."""
+        if not self._is_closed:
+            await super().pause()
+            self._is_closed = True
+
+    async def resume(self) -> None:
+        """Go on."""
+        await super().resume()
+        self._is_closed = False
+
+    async def sleep(self) -> None:
+        """See `offbeat_ckptsync.SleepingGate`; harmless while asleep."""
+        if self._sleeps and not self._is_asleep:
+            await self._engine.pause(PauseMode.ABORT)  # what holds keys and values cannot sleep
+            self._is_asleep = True
+            await self._engine.sleep(1)
+
+    async def wake(self, tags: list[str]) -> None:
+        """See `offbeat_ckptsync.SleepingGate`."""
+        if self._sleeps:
+            await self._engine.wake(tags)
+            self._is_asleep = self._is_asleep and CACHE not in tags
+
+
 class EngineSink:
     """Satisfies `WeightSink` with an engine that loads tensors between two tokens of its own accord."""
 
     def __init__(
-        self, engine: RolloutEngine, manifest: Manifest, loop: asyncio.AbstractEventLoop, timeout_s: float
+        self,
+        engine: RolloutEngine,
+        manifest: Manifest,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        timeout_s: float,
+        recompute_kv: bool = False,
     ) -> None:
-        """Load into `engine`, whose coroutines run in `loop`, within `timeout_s`."""
+        """Load into `engine`, whose coroutines run in `loop`, within `timeout_s`; see `make_member` for the rest."""
+        self._recompute_kv = recompute_kv
         self._engine = engine
         self._manifest = manifest
         self._loop = loop
@@ -116,5 +210,7 @@ class EngineSink:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Hand the tensors to the engine, from a thread that is not its event loop's."""
-        load = self._engine.control("load_weights", {"tensors": tensors, "version": version})
+        load = self._engine.control(
+            "load_weights", {"tensors": tensors, "version": version, "recompute_kv": self._recompute_kv}
+        )
         asyncio.run_coroutine_threadsafe(load, self._loop).result(self._timeout_s)

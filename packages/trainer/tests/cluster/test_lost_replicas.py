@@ -1,10 +1,12 @@
-"""Replicas that die or hang in the middle of things, with real processes: nothing is lost and the run goes on."""
+"""Processes that die or hang in the middle of things, for real: without a replica the run goes on, without a rank it ends."""
 
 import asyncio
 import json
 import os
 import signal
+import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +17,7 @@ from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
 from offbeat_trainer import AlgorithmConfig
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.config import AsyncConfig, ClusterConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.errors import WorkerGone
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.journal.events import Dropped, Finished, Issued, Taken
 from offbeat_trainer.journal.memory import MemoryJournal
@@ -201,4 +204,45 @@ async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(tmp_path):
         await publisher.publish(4)
         await until(lambda: rollout.serving == {"replica 0": 4, "replica 1": 4}, "both to serve")
     finally:
+        await cluster.stop()
+
+
+class SlowReward(ScriptedTask):
+    """Scores nothing of the second step before it is told to: the trainer waits, and asks nothing of its ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.scored = 0
+        self.asked, self.told = threading.Event(), threading.Event()
+
+    def score(self, prompt, completion):
+        self.scored += 1
+        if self.scored > GROUPS * GROUP_SIZE + 1:  # those of the first step, and the validation before it
+            self.asked.set()
+            self.told.wait(TIMEOUT_S)
+        return super().score(prompt, completion)
+
+
+async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_by_name(tmp_path):
+    cluster = await start_cluster(tmp_path, 1)
+    task = SlowReward()
+    try:
+        recorder = Recorder()
+        parts = parts_of(cluster, tmp_path, recorder, MemoryJournal(), Timeline())
+        parts = replace(parts, task=task, asynchrony=AsyncConfig(max_staleness=0))
+        outcome = Outcome()
+        run = asyncio.create_task(cluster.train.watched(run_fully_async(parts, outcome)))
+        await until(lambda: run.done() or (task.asked.is_set() and len(recorder.steps) == 1), "the wait")
+        assert not run.done(), "the run was over before the rank could be killed"
+        begun = time.monotonic()
+        os.kill(await pid_of(cluster.train._workers[0]), signal.SIGKILL)
+        with pytest.raises(
+            WorkerGone, match="training rank 0 died while it should be there for the next call"
+        ):
+            await asyncio.wait_for(asyncio.shield(run), 30.0)  # the deadlines of the run are eight times that
+        assert time.monotonic() - begun < 30.0
+        assert outcome.steps == 1
+        assert RunStore(tmp_path / "state", keep=2).load(0).step == 0, "there is a checkpoint to go on from"
+    finally:
+        task.told.set()
         await cluster.stop()

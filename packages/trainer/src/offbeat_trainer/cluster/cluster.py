@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from offbeat_trainer.cluster.placement import Rooms
 from offbeat_trainer.cluster.rollout_group import RolloutGroup
 from offbeat_trainer.cluster.session import start_ray, stop_ray
 from offbeat_trainer.cluster.train_group import TrainGroup
 from offbeat_trainer.cluster.weights import ClusterPublisher
+from offbeat_trainer.concurrency import together
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.timeline import Timeline
 
+_Prepared = TypeVar("_Prepared")
+
 
 class Cluster:
-    """Ray, the training pool and the generation pool. `stop` undoes whatever was started, in any state."""
+    """Ray, the training pool and the generation pool. `stop` undoes whatever was started, in any state.
+
+    In colocated placement both pools have the same devices: before the weights change the replicas rest, a sync wakes
+    them, and a replacement is started while nothing trains.
+    """
 
     def __init__(self, spec: ClusterSpec) -> None:
-        """Start Ray; the pools are started by their own `start`, side by side if wanted."""
+        """Start Ray; the pools are started by `start`, or each by its own."""
         self._spec = spec
-        self.train = TrainGroup(spec)
-        self.rollout = RolloutGroup(spec)
+        self._rooms = Rooms(spec)
+        self.train = TrainGroup(spec, self._rooms)
+        self.rollout = RolloutGroup(spec, self._rooms)
+        if self._rooms.shared:
+            self.train.make_room = self.rollout.rest
+            self.rollout.devices_free = self.train.standing
         start_ray(spec.cluster, num_gpus=spec.num_gpus)
+
+    async def start(self, prepare: Callable[[], Awaitable[_Prepared]]) -> _Prepared:
+        """Start both pools, let `prepare` ready the training pool once its ranks have met, and return its result.
+
+        Separate pools come up side by side. Shared devices are handed over: ranks, replicas, which then rest, `prepare`.
+        """
+
+        async def ready() -> _Prepared:
+            await self.train.start()
+            return await prepare()
+
+        if not self._rooms.shared:
+            _, prepared = await together(
+                {"start replicas": self.rollout.start(), "prepare training": ready()}
+            )
+            return cast("_Prepared", prepared)
+        await self.train.start()
+        await self.rollout.start()
+        await self.rollout.rest()
+        return await prepare()
 
     def publisher(self) -> ClusterPublisher:
         """Return the way from the one pool to the other; both must have been started."""
@@ -36,4 +70,5 @@ class Cluster:
         """End every process of the run."""
         await self.rollout.stop()
         self.train.stop()
+        self._rooms.release()
         stop_ray()

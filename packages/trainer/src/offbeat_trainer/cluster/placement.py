@@ -1,42 +1,128 @@
-"""Where processes go: one placement group per pool, reserved before any process starts."""
+"""Where processes go: room for both pools, reserved before any process starts, apart or shared."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
+from offbeat_trainer.config import Placement
 from offbeat_trainer.errors import PlanRefused
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ray.util.placement_group import PlacementGroup
 
+    from offbeat_trainer.cluster.spec import ClusterSpec
 
-def bundles(num_processes: int, gpus_each: int) -> list[dict[str, float]]:
-    """Return the resources of a pool's processes, one bundle each."""
-    return [
-        {"CPU": CPUS_PER_PROCESS, **({"GPU": gpus_each} if gpus_each else {})} for _ in range(num_processes)
-    ]
+Pool = Literal["train", "rollout", "shared"]
 
 
-def reserve(name: str, num_processes: int, gpus_each: int, *, timeout_s: float) -> PlacementGroup:
-    """Reserve room for a pool, packed on as few hosts as possible.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where one process runs: what it asks of Ray, and what its environment must say of its devices."""
 
-    Raises:
-        PlanRefused: the cluster did not have that much free within `timeout_s`.
+    strategy: PlacementGroupSchedulingStrategy
+    num_gpus: int
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class Rooms:
+    """The devices of a run. In separate placement each pool has its own; colocated, rank i and its replica share one.
+
+    Colocated on GPUs, Ray gives each device to its rank. A replica, which may span several, is put beside the first of
+    its ranks and told their devices: it is started after them.
     """
-    group = placement_group(bundles(num_processes, gpus_each), strategy="PACK", name=name)
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        """Reserve nothing yet."""
+        self._spec = spec
+        self._groups: dict[Pool, PlacementGroup] = {}
+        self._devices: list[str] = []  # of each rank: what CUDA_VISIBLE_DEVICES says there
+
+    @property
+    def shared(self) -> bool:
+        """Whether both pools are in one room."""
+        return self._spec.cluster.placement is Placement.COLOCATED
+
+    def rank(self, index: int) -> Seat:
+        """Return the seat of training rank `index`; the first one reserves the room.
+
+        Raises:
+            PlanRefused: the cluster does not have that much free.
+        """
+        gpus = 1 if self._spec.train.device == "cuda" else 0
+        return Seat(strategy=self._bundle("shared" if self.shared else "train", index), num_gpus=gpus)
+
+    def replica(self, index: int) -> Seat:
+        """Return the seat of replica `index`; raises as `rank` does."""
+        width, gpus = self._width, self._gpus_of_a_replica
+        if not self.shared:
+            return Seat(strategy=self._bundle("rollout", index), num_gpus=gpus)
+        strategy = self._bundle("shared", index * width)
+        if not gpus:
+            return Seat(strategy=strategy, num_gpus=0)
+        mine = self._devices[index * width : (index + 1) * width]
+        if len(mine) < width:
+            raise PlanRefused(
+                f"replica {index} shares the devices of training ranks {index * width} to {(index + 1) * width - 1}, and "
+                f"{len(self._devices)} rank(s) have been started; colocated replicas start after their ranks"
+            )
+        return Seat(strategy=strategy, num_gpus=0, environment={"CUDA_VISIBLE_DEVICES": ",".join(mine)})
+
+    def ranks_hold(self, devices: Sequence[str]) -> None:
+        """Note the devices that Ray gave to the ranks, in rank order."""
+        self._devices = list(devices)
+
+    def release(self) -> None:
+        """Give all room back; safe to call twice."""
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
+
+    @property
+    def _width(self) -> int:
+        return self._spec.rollout.rollout.tensor_parallel_size
+
+    @property
+    def _gpus_of_a_replica(self) -> int:
+        return self._width if self._spec.rollout.rollout.device == "cuda" else 0
+
+    def _bundle(self, pool: Pool, index: int) -> PlacementGroupSchedulingStrategy:
+        if pool not in self._groups:
+            self._groups[pool] = _reserve(
+                pool, self._bundles(pool), timeout_s=self._spec.cluster.start_timeout_s
+            )
+        return PlacementGroupSchedulingStrategy(self._groups[pool], index)
+
+    def _bundles(self, pool: Pool) -> list[dict[str, float]]:
+        ranks, replicas = self._spec.train.num_ranks, self._spec.rollout.num_replicas
+        gpu = 1 if self._spec.train.device == "cuda" else 0
+        match pool:
+            case "train":
+                return [_bundle(1, gpu)] * ranks
+            case "rollout":
+                return [_bundle(1, self._gpus_of_a_replica)] * replicas
+            case "shared":
+                return [_bundle(2, gpu)] * max(ranks, replicas * self._width)
+
+
+def _bundle(num_processes: int, gpus: int) -> dict[str, float]:
+    return {"CPU": num_processes * CPUS_PER_PROCESS, **({"GPU": gpus} if gpus else {})}
+
+
+def _reserve(name: str, bundles: list[dict[str, float]], *, timeout_s: float) -> PlacementGroup:
+    """Reserve `bundles`, packed on as few hosts as possible."""
+    group = placement_group(bundles, strategy="PACK", name=name)
     if not group.wait(timeout_s):
         remove_placement_group(group)
         raise PlanRefused(
-            f"the pool {name!r} needs {num_processes} processes with {gpus_each} GPU(s) each; within {timeout_s:g} s the "
-            f"cluster had only {ray.available_resources()} free. Ask for fewer, or add devices"
+            f"the pool {name!r} needs {len(bundles)} x {bundles[0]}; within {timeout_s:g} s the cluster had only "
+            f"{ray.available_resources()} free. Ask for fewer, or add devices"
         )
     return group
-
-
-def release(group: PlacementGroup) -> None:
-    """Give a pool's room back."""
-    remove_placement_group(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat_rollout.registry import adapter_class
-from offbeat_trainer.bridge import make_member
+from offbeat_trainer.bridge import SharedGate, make_member
 from offbeat_trainer.cluster.process import redirect_output
 
 if TYPE_CHECKING:
@@ -19,16 +19,27 @@ if TYPE_CHECKING:
 class ReplicaWorker:
     """Serves completions and takes weights. Its methods are coroutines of one event loop; both go on side by side."""
 
-    def __init__(self, name: str, spec: RolloutSpec, sync: SyncConfig, log_path: str) -> None:
+    def __init__(
+        self, name: str, spec: RolloutSpec, sync: SyncConfig, log_path: str, *, shared: bool = False
+    ) -> None:
         redirect_output(log_path)
         self._name = name
         self._sync = sync
+        self._recompute_kv = spec.recompute_kv
         self._engine: RolloutEngine = adapter_class(spec.adapter_name)(spec.rollout)
+        self._gate = SharedGate(self._engine) if shared else None
 
     async def start(self) -> None:
         """Load the model; then the replica can generate and take weights."""
         await self._engine.start()
-        self._member = await make_member(self._name, self._engine, self._sync)
+        self._member = await make_member(
+            self._name, self._engine, self._sync, recompute_kv=self._recompute_kv, shared=self._gate
+        )
+
+    async def rest(self) -> None:
+        """Leave the devices to the trainer until the next sync; see `SharedGate.rest`."""
+        assert self._gate is not None, "only a replica that shares its devices rests"
+        await self._gate.rest()
 
     async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """See `RolloutEngine.generate_many`."""

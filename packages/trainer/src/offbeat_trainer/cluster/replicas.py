@@ -6,9 +6,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from offbeat_trainer.cluster.placement import release, reserve
 from offbeat_trainer.cluster.replica_worker import ReplicaWorker
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.waits import answer
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from offbeat_rollout import Completion, GenerateRequest, Health
+    from offbeat_trainer.cluster.placement import Rooms
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.timeline import Timeline
 
@@ -24,48 +23,37 @@ MAX_CALLS = 1024  # of one replica at once; a call carries a whole batch, so thi
 
 
 class ReplicaStarter:
-    """Room for the replicas of a run, and processes in it: a replacement takes the place of the one it follows."""
+    """Starts processes for the replicas of a run: a replacement takes the seat of the one it follows."""
 
-    def __init__(self, spec: ClusterSpec) -> None:
-        """Start nothing and reserve nothing yet."""
+    def __init__(self, spec: ClusterSpec, rooms: Rooms) -> None:
+        """Start nothing yet."""
         self._spec = spec
+        self._rooms = rooms
         self.names = [f"replica {index}" for index in range(spec.rollout.num_replicas)]
-
-    def reserve(self) -> None:
-        """Reserve devices for all replicas; see `offbeat_trainer.cluster.placement`."""
-        spec = self._spec
-        self._placement = reserve(
-            "rollout", len(self.names), self._gpus_each, timeout_s=spec.cluster.start_timeout_s
-        )
 
     def launch(self, name: str) -> Any:  # noqa: ANN401
         """Return the handle of a new process for replica `name`, which has still to load its model."""
         spec, index = self._spec, self.names.index(name)
-        rollout = spec.rollout
+        rollout, seat = spec.rollout, self._rooms.replica(index)
         environment = rollout.environments[index] if rollout.environments else {}
         return (
             ray.remote(ReplicaWorker)
             .options(
                 num_cpus=CPUS_PER_PROCESS,
-                num_gpus=self._gpus_each,
+                num_gpus=seat.num_gpus,
                 max_restarts=0,
                 max_concurrency=MAX_CALLS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
-                runtime_env={"env_vars": environment},
+                scheduling_strategy=seat.strategy,
+                runtime_env={"env_vars": {**environment, **seat.environment}},
             )
-            .remote(name, rollout, spec.train.sync, f"{spec.log_dir}/replica{index}.log")
+            .remote(
+                name,
+                rollout,
+                spec.train.sync,
+                f"{spec.log_dir}/replica{index}.log",
+                shared=self._rooms.shared,
+            )
         )
-
-    def release(self) -> None:
-        """Give the devices back; safe to call twice, and before `reserve`."""
-        if hasattr(self, "_placement"):
-            release(self._placement)
-            del self._placement
-
-    @property
-    def _gpus_each(self) -> int:
-        rollout = self._spec.rollout.rollout
-        return rollout.tensor_parallel_size if rollout.device == "cuda" else 0
 
 
 class RemoteReplica:
@@ -90,6 +78,10 @@ class RemoteReplica:
             self._name, "complete", f"{self._name}/{next(self._calls)}", requests=len(requests)
         ):
             return await answer(call, owner=self._name, what="complete a batch", timeout_s=self._timeout_s)
+
+    async def rest(self) -> None:
+        """Let it stop generating and give its device memory back, until the next sync."""
+        await answer(self.handle.rest.remote(), owner=self._name, what="rest", timeout_s=self._timeout_s)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """Forward."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
 
     from offbeat_rollout import Completion, GenerateRequest
+    from offbeat_trainer.cluster.placement import Rooms
     from offbeat_trainer.cluster.spec import ClusterSpec
 
 log = logging.getLogger(__name__)
@@ -46,9 +48,12 @@ class RolloutGroup:
     started in its place, brought to the served version and admitted. Where it was the only one, batches wait for that.
     """
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    def __init__(self, spec: ClusterSpec, rooms: Rooms) -> None:
         self._spec = spec
-        self._starter = ReplicaStarter(spec)
+        self._starter = ReplicaStarter(spec, rooms)
+        self.devices_free: asyncio.Lock | None = (
+            None  # where they are shared: to be held while a replica starts
+        )
         self.handles: dict[str, Any] = {}
         self.joiner: Joiner | None = None
         self.lost: dict[str, str] = {}  # why; until the replacement is admitted
@@ -63,7 +68,6 @@ class RolloutGroup:
     async def start(self) -> None:
         """Reserve devices and bring up all replicas; they serve nothing until their first sync."""
         spec, cluster = self._spec, self._spec.cluster
-        self._starter.reserve()
         self.handles = {name: self._starter.launch(name) for name in self._starter.names}
         await answers(
             [handle.start.remote() for handle in self.handles.values()],
@@ -137,6 +141,19 @@ class RolloutGroup:
             self.lose(name, reason)
         return unwell
 
+    async def rest(self) -> None:
+        """Let the devices be the trainer's until the next sync: nothing is generated, memory is given back where it can be.
+
+        A replica that cannot is lost: what is left of it goes, and with it its memory.
+        """
+        resting = [name for name in self.handles if name not in self.replacing]
+        failures = await asyncio.gather(
+            *(self._replicas[name].rest() for name in resting), return_exceptions=True
+        )
+        for name, failure in zip(resting, failures, strict=True):
+            if isinstance(failure, Exception):
+                self.lose(name, f"could not rest: {failure}")
+
     def touch(self) -> None:
         """Let those who wait with `until` look again."""
         self._changed.set()
@@ -162,14 +179,13 @@ class RolloutGroup:
             ) from error
 
     async def stop(self) -> None:
-        """End the replicas and give their devices back; safe to call twice, and before `start` ended."""
+        """End the replicas; safe to call twice, and before `start` ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         handles, self.handles = self.handles, {}
         await asyncio.gather(*(_end(name, handle) for name, handle in handles.items()))
-        self._starter.release()
 
     async def _watch(self, pool: _WatchedPool) -> None:
         cluster = self._spec.cluster
@@ -210,14 +226,17 @@ class RolloutGroup:
 
     async def _start_anew(self, name: str) -> None:
         ray.kill(self.handles[name])  # one that hangs must not hold its devices
-        handle = self.handles[name] = self._starter.launch(name)
-        await answer(
-            handle.start.remote(),
-            owner=name,
-            what="load the model and become able to generate",
-            timeout_s=self._spec.cluster.start_timeout_s,
-        )
-        self._replicas[name].handle = handle
+        async with nullcontext() if self.devices_free is None else self.devices_free:
+            handle = self.handles[name] = self._starter.launch(name)
+            await answer(
+                handle.start.remote(),
+                owner=name,
+                what="load the model and become able to generate",
+                timeout_s=self._spec.cluster.start_timeout_s,
+            )
+            self._replicas[name].handle = handle
+            if self.devices_free is not None:
+                await self._replicas[name].rest()
         if self.joiner is not None:
             await self.joiner.join(name, handle)
         elif self._started_with is not None:

@@ -30,11 +30,12 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """The generation pool: equal replicas."""
+    """The generation pool: equal replicas. `recompute_kv`: what goes on through a sync is computed anew after it."""
 
     adapter_name: str
     rollout: RolloutConfig
     num_replicas: int
+    recompute_kv: bool = False
     environments: tuple[dict[str, str], ...] = ()  # one per replica: what its library reads at import
 
 

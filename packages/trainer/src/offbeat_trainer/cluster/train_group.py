@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, cast
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from offbeat_trainer.cluster.placement import release, reserve
+from offbeat_trainer.cluster.liveness import guarded
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.cluster.waits import answer, answers
+from offbeat_trainer.concurrency import together
+from offbeat_trainer.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+
     from offbeat_engine import EngineConfig, TrainBatch
+    from offbeat_trainer.cluster.placement import Rooms
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.metrics import Metric
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 # A step frees and takes the same large buffers again and again. By default glibc hands each back to the kernel, and
 # the page faults were a sixth of a step's CPU time; so on CPU a rank keeps what it has freed, up to its own peak.
@@ -31,8 +41,10 @@ CPU_RANK_ENVIRONMENT = {
 class TrainGroup:
     """Satisfies `Policy`. Every method runs on all ranks; a rank that dies or is late is named in the error."""
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    def __init__(self, spec: ClusterSpec, rooms: Rooms) -> None:
         self._spec = spec
+        self._rooms = rooms
+        self.make_room: Callable[[], Awaitable[None]] | None = None  # before every update, under `standing`
         self._names = [f"training rank {rank}" for rank in range(spec.train.num_ranks)]
         self.standing = (
             asyncio.Lock()
@@ -42,20 +54,19 @@ class TrainGroup:
     async def start(self) -> None:
         """Reserve devices, start the ranks and let them meet."""
         spec = self._spec
-        gpus = 1 if spec.train.device == "cuda" else 0
-        environment = {} if gpus else CPU_RANK_ENVIRONMENT
-        self._placement = reserve("train", spec.train.num_ranks, gpus, timeout_s=spec.cluster.start_timeout_s)
-        # "control" is a thread of its own, so that a sync can be given up while the rank computes.
-        actor_class: Any = cast("Any", ray.remote)(concurrency_groups={"control": 1})(TrainWorker)
+        environment = {} if spec.train.device == "cuda" else CPU_RANK_ENVIRONMENT
+        seats = [self._rooms.rank(rank) for rank in range(spec.train.num_ranks)]
+        # Threads of their own: a sync can be given up, and a rank says that it is there, while it computes.
+        actor_class: Any = cast("Any", ray.remote)(concurrency_groups={"control": 1, "watch": 1})(TrainWorker)
         self._workers: list[Any] = [
             actor_class.options(
                 num_cpus=CPUS_PER_PROCESS,
-                num_gpus=gpus,
+                num_gpus=seat.num_gpus,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+                scheduling_strategy=seat.strategy,
                 runtime_env={"env_vars": environment},
             ).remote(spec.train, rank, f"{spec.log_dir}/train_rank{rank}.log")
-            for rank in range(spec.train.num_ranks)
+            for rank, seat in enumerate(seats)
         ]
         timeout_s = spec.cluster.start_timeout_s
         address = await answer(
@@ -65,6 +76,7 @@ class TrainGroup:
             timeout_s=timeout_s,
         )
         await self.call("join", address, what="meet the other ranks", timeout_s=timeout_s)
+        self._rooms.ranks_hold(await self.call("device", what="name its device", timeout_s=timeout_s))
 
     async def build(self, engine: EngineConfig, reference: EngineConfig | None = None) -> None:
         """Build the engines on all ranks, in place of earlier ones."""
@@ -74,15 +86,22 @@ class TrainGroup:
 
     async def update(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.update`."""
-        async with self.standing:
-            self.updates += 1
+        async with self._devices_alone():
             return (await self.call("update", ray.put(batch), what="train on a batch"))[0]
 
     async def supervise(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.supervise`."""
-        async with self.standing:
-            self.updates += 1
+        async with self._devices_alone():
             return (await self.call("supervise", ray.put(batch), what="train on a supervised batch"))[0]
+
+    @asynccontextmanager
+    async def _devices_alone(self) -> AsyncGenerator[None]:
+        """Change weights in the block: nobody syncs meanwhile, and who shares the devices has made room."""
+        async with self.standing:
+            if self.make_room is not None:
+                await self.make_room()
+            self.updates += 1
+            yield
 
     async def save(self, step: int) -> None:
         """See `Policy.save`."""
@@ -95,6 +114,33 @@ class TrainGroup:
     async def export(self, path: str) -> None:
         """See `Policy.export`."""
         await self.call("export", path, what="export the model")
+
+    async def watched(self, run: Coroutine[Any, Any, _Result]) -> _Result:
+        """Return what `run` returns; end it as soon as a rank is found dead, though nothing was asked of it.
+
+        Raises:
+            WorkerGone: a rank died; found within `cluster.health_period_s`, and at once if it was at work.
+            Exception: what `run` raises.
+        """
+        return await guarded(run, self._watch(), name="the run")
+
+    async def _watch(self) -> None:
+        while True:
+            await together(
+                {
+                    f"watch {name}": self._look_at(name, worker)
+                    for name, worker in zip(self._names, self._workers, strict=True)
+                }
+            )
+            await asyncio.sleep(self._spec.cluster.health_period_s)
+
+    async def _look_at(self, name: str, worker: Any) -> None:  # noqa: ANN401
+        call = worker.here.options(concurrency_group="watch").remote()
+        timeout_s = self._spec.cluster.health_timeout_s
+        try:
+            await answer(call, owner=name, what="be there for the next call", timeout_s=timeout_s)
+        except DeadlineExceeded:  # whoever waits for its work has a deadline for that
+            log.warning("%s has not answered for %g s; it is slow or it hangs", name, timeout_s)
 
     async def call(self, method: str, *args: object, what: str, timeout_s: float | None = None) -> list[Any]:
         """Call `method` on every rank and return the answers in rank order."""
@@ -111,10 +157,7 @@ class TrainGroup:
         return await answer(call, owner=self._names[0], what=what, timeout_s=self._spec.step_timeout_s)
 
     def stop(self) -> None:
-        """End the ranks and give their devices back; safe to call twice, and before `start` ended."""
+        """End the ranks; safe to call twice, and before `start` ended."""
         for worker in getattr(self, "_workers", []):
             ray.kill(worker)
-        if hasattr(self, "_placement"):
-            release(self._placement)
-            del self._placement
         self._workers = []

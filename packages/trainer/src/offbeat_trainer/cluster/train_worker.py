@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
+import ray
 import torch
 
 from offbeat_ckptsync.sender import walk
@@ -48,6 +49,13 @@ class TrainWorker:
             device=self._spec.device,
             timeout_s=self._spec.collective_timeout_s,
         )
+
+    def here(self) -> None:
+        """Answer, from another thread than the one that computes."""
+
+    def device(self) -> str:
+        """Return the id of this rank's GPU as CUDA_VISIBLE_DEVICES would name it; "" on CPU."""
+        return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def build(self, engine: EngineConfig, reference: EngineConfig | None) -> None:
         """Build the engines, in place of those of an earlier call."""

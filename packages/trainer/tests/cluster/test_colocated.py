@@ -1,0 +1,137 @@
+"""Training and generation on the same devices, in turns: a real cluster of one rank and one replica on this CPU."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from offbeat_ckptsync import SyncConfig
+from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig
+from offbeat_engine.testing import make_tiny_model, random_batch
+from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
+from offbeat_trainer import AlgorithmConfig
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.config import ClusterConfig, Placement
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+TIMEOUT_S = 240.0
+LONG = 900  # tokens
+
+
+@pytest.fixture(scope="module")
+async def cluster(tmp_path_factory):
+    from offbeat_trainer.cluster.cluster import Cluster
+    from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
+
+    folder = tmp_path_factory.mktemp("colocated")
+    model = make_tiny_model(folder / "tiny")
+    train = TrainSpec(
+        engine_name="fsdp2",
+        device="cpu",
+        num_ranks=1,
+        threads_per_rank=1,
+        loss_fn=PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=LONG),
+        updates_per_step=1,
+        checkpoint_dir=str(folder / "policy"),
+        keep_checkpoints=2,
+        collective_timeout_s=TIMEOUT_S,
+        sync=SyncConfig(transport="auto"),
+    )
+    rollout = RolloutSpec(
+        adapter_name="hf", rollout=RolloutConfig(model_path=model, max_model_len=1024), num_replicas=1
+    )
+    cluster = Cluster(
+        ClusterSpec(
+            cluster=ClusterConfig(object_store_mib=128, placement=Placement.COLOCATED, health_period_s=0.5),
+            train=train,
+            rollout=rollout,
+            log_dir=str(folder / "logs"),
+            step_timeout_s=TIMEOUT_S,
+        )
+    )
+
+    async def prepare():
+        await cluster.train.build(
+            EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
+        )
+        return "prepared"
+
+    try:
+        assert await cluster.start(prepare) == "prepared"
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+@pytest.fixture(scope="module")
+async def publisher(cluster):
+    return cluster.publisher()
+
+
+async def tokens_made(cluster):
+    """Return how many tokens the replica has made of what it has under way."""
+
+    def count(worker):
+        return sum(len(row.token_ids) for row in worker._engine._worker._batch.rows)
+
+    return await cluster.rollout.handles["replica 0"].__ray_call__.remote(count)
+
+
+async def until(condition, what):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not await condition():
+        assert time.monotonic() < deadline, f"waited {TIMEOUT_S:g} s for {what}"
+        await asyncio.sleep(0.02)
+
+
+async def test_both_pools_sit_in_one_room(cluster):
+    from ray.util import placement_group_table
+
+    rooms = [room for room in placement_group_table().values() if room["state"] == "CREATED"]
+    assert [(room["name"], len(room["bundles"])) for room in rooms] == [("shared", 1)]
+
+
+async def test_nothing_is_generated_while_weights_change_and_it_goes_on_with_the_next_version(
+    cluster, publisher
+):
+    await publisher.publish(1)
+    prompt = GenerateRequest(
+        request_id="long", prompt_ids=(1, 3), sampling=SamplingParams(max_tokens=LONG, seed=1)
+    )
+    work = asyncio.create_task(cluster.rollout.generate_many([prompt]))
+
+    async def at_work():
+        assert not work.done(), "the completion was over before anything could be trained"
+        return await tokens_made(cluster) > 10
+
+    await until(at_work, "the replica to be at work")
+    await cluster.train.supervise(random_batch(4))
+    made = await tokens_made(cluster)
+    assert 10 < made < LONG
+    await cluster.train.supervise(random_batch(4))
+    await asyncio.sleep(0.3)
+    assert await tokens_made(cluster) == made, "the replica generated while the devices were the trainer's"
+    report = await publisher.publish(3)
+    assert report.transport == "shm", report.why
+    (done,) = await asyncio.wait_for(work, TIMEOUT_S)
+    assert list(done.policy_versions) == [1] * made + [3] * (LONG - made)
+
+
+async def test_a_replacement_rests_too_until_a_sync_wakes_it(cluster, publisher):
+    handle = cluster.rollout.handles["replica 0"]
+    os.kill(await handle.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
+
+    async def back():
+        return cluster.rollout.handles["replica 0"] is not handle and bool(cluster.rollout.serving)
+
+    await publisher.publish(4)
+    await until(back, "the replacement to serve")
+    assert cluster.rollout.serving == {"replica 0": 4}
+    request = GenerateRequest(
+        request_id="next", prompt_ids=(1, 3), sampling=SamplingParams(max_tokens=4, seed=1)
+    )
+    (made,) = await cluster.rollout.generate_many([request])
+    assert set(made.policy_versions) == {4}
