@@ -130,6 +130,18 @@ def test_a_killed_asynchronous_run_resumes_bit_for_bit_where_timing_decides_noth
     json.loads((tmp_path / "killed" / "trace.json").read_text())
 
 
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_colocated_is_separate_bit_for_bit(tmp_path: Path):
+    settings = ("rollout=hf", "rollout.cpu_threads=1", "engine.threads_per_rank=1")
+    run(tmp_path / "apart", *settings)
+    run(tmp_path / "shared", *settings, "cluster.placement=colocated")
+    assert [line["step"] for line in history(tmp_path / "shared")] == [1, 2, 3, 4, 5]
+    assert history(tmp_path / "shared") == history(tmp_path / "apart")
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("apart", "shared")]
+    assert summaries[0]["accuracy_after"] == summaries[1]["accuracy_after"]
+
+
 def begin(folder: Path, *settings: str) -> subprocess.Popen[str]:
     """Start a run without waiting for it."""
     return subprocess.Popen(

@@ -84,7 +84,7 @@ def test_derived_fields_say_what_decides_them(section: type):
         ({"algorithm": {"advantage": "gpro"}}, "did you mean 'grpo'?"),
         (
             {"mode": {"name": "two_steps_off"}},
-            "`mode.name`: expected 'sync', 'one_step_off' or 'fully_async', got 'two_steps_off'",
+            "`mode.name`: expected 'sync', 'one_step_off', 'fully_async', got 'two_steps_off'",
         ),
         ({"task": {"name": "gsm9k"}}, "did you mean 'gsm8k'?"),
         ({"task": {"name": "gsm8k", "level": 2}}, "`task.level` belongs to task=arithmetic"),

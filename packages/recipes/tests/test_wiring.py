@@ -8,8 +8,8 @@ from offbeat_recipes.run_folder import open_run_folder
 from offbeat_recipes.settings import parse, to_dict
 from offbeat_recipes.wiring import (
     cluster_spec,
+    engine_on,
     make_reporter,
-    on_model,
     replica_environments,
     threads_per_rank,
 )
@@ -104,10 +104,10 @@ def test_what_the_processes_are_told(folder, monkeypatch):
 
 
 def test_a_model_folder_holds_the_weights_to_start_from(tmp_path):
-    engine = parse({"model": {"random_init": True}, "engine": {"packing": False}}).engine_config("/shape")
-    moved = on_model(engine, tmp_path)
+    config = parse({"model": {"random_init": True}, "engine": {"packing": False}})
+    moved = engine_on(config, tmp_path)
     assert (moved.model.path, moved.model.random_init) == (str(tmp_path), False)
-    assert (moved.packing, moved.optimizer) == (False, engine.optimizer)
+    assert (moved.packing, moved.optimizer) == (False, config.engine_config("").optimizer)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offbeat_recipes.wiring import cluster_spec, on_model
+from offbeat_recipes.wiring import cluster_spec, engine_on
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.cluster.cluster import Cluster
-from offbeat_trainer.concurrency import together
+from offbeat_trainer.config import Placement
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.seeds import derive_seed
@@ -25,7 +25,10 @@ async def evaluate_run(session: Session) -> None:
     """Sample held-out prompts from the model that `evaluation.step` names; write and report what came out."""
     config = session.config
     start = session.folder.model if session.folder.model.exists() else session.base_model
-    cluster = Cluster(cluster_spec(config, session.folder, str(start.absolute())))
+    spec = cluster_spec(config, session.folder, str(start.absolute()))
+    if config.evaluation.step == 0:  # nobody is there to share devices with
+        spec = replace(spec, cluster=replace(spec.cluster, placement=Placement.SEPARATE))
+    cluster = Cluster(spec)
     try:
         if config.evaluation.step == 0:
             await cluster.rollout.start()
@@ -43,8 +46,7 @@ async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> 
     wanted = None if session.config.evaluation.step < 0 else session.config.evaluation.step
 
     async def prepare() -> int:
-        await cluster.train.start()
-        await cluster.train.build(on_model(session.config.engine_config(""), start))
+        await cluster.train.build(engine_on(session.config, start))
         step = await cluster.train.load(wanted)
         if step is None:
             raise ResumeError(
@@ -52,9 +54,8 @@ async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> 
             )
         return step
 
-    _, step = await together({"start replicas": cluster.rollout.start(), "load": prepare()})
+    step = await cluster.start(prepare)
     await cluster.publisher().publish(1)
-    assert step is not None
     return step
 
 

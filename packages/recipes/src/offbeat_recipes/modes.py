@@ -48,10 +48,10 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
         algorithm=config.algorithm,
         sampling=config.sampling,
         stop=session.stop,
-        asynchrony=config.mode,
+        asynchrony=config.asynchrony,
         journal=journal,
         timeline=timeline,
-        watchdog=Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.mode.on_stall),
+        watchdog=Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall),
     )
 
 

@@ -28,7 +28,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
     "1": (
         "trainer.prompts_per_step trainer.group_size trainer.updates_per_step trainer.validation_prompts",
         "warmup.batch_size sampling.max_tokens engine.num_ranks engine.micro_batch_tokens rollout.num_replicas",
-        "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size rollout.cpu_threads task.level",
+        "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size task.level",
         "task.hidden_size task.num_layers task.num_heads task.intermediate_size task.max_prompt_tokens",
         "trainer.keep_checkpoints evaluation.num_samples engine.sequence_parallel_size mode.sync_every",
         "mode.max_attempts",
@@ -40,6 +40,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
         "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
         "engine.shard_size engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
+        "rollout.cpu_threads",
         "algorithm.correction_low algorithm.correction_high sync.limit_gb_per_s sync.canary_tolerance",
         "sync.delta_max_fraction",
     ),
@@ -63,6 +64,10 @@ _AT_MOST_ONE = (
 )
 
 
+_DEFAULT_CHOICE = {"task": "arithmetic", "mode": "sync"}
+"""The variant of a section that has several, where its `name` is not given."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One leaf of the tree.
@@ -80,16 +85,17 @@ class Setting:
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Return every setting of the tree, those of all tasks included, in order; a path may come once per task."""
+    """Return every setting of the tree, those of all tasks and modes included; a path may come once for each."""
     return tuple(_walk(RunConfig, "", ""))
 
 
-def known_paths(task: str | None = None) -> dict[str, Setting]:
-    """Return the settings that can be set, by dotted path: those of `task`, or of all tasks."""
+def known_paths(chosen: Mapping[str, str] | None = None) -> dict[str, Setting]:
+    """Return the settings that can be set, by dotted path: those of the `chosen` variant by section, or all."""
     return {
         item.path: item
         for item in all_settings()
-        if not item.derived and (task is None or item.variant in ("", task))
+        if not item.derived
+        and (chosen is None or not item.variant or item.variant == chosen[_section(item.path)])
     }
 
 
@@ -100,11 +106,8 @@ def parse(raw: Mapping[str, Any]) -> RunConfig:
         SettingError: something in it does not exist or is not what it must be; all of it is named.
     """
     values = _without_nulls(raw)
-    task = values.get("task")
-    if isinstance(task, dict):
-        task.setdefault("name", "arithmetic")  # pyright: ignore[reportUnknownMemberType]
-    name = str(values.get("task", {}).get("name", "arithmetic")) if isinstance(task, dict) else "arithmetic"
-    problems = [line for path in _leaves(values) for line in _unknown(path, name)]
+    chosen = _choose(values)
+    problems = [line for path in _leaves(values) for line in _unknown(path, chosen)]
     if problems:
         raise SettingError(problems)
     try:
@@ -120,7 +123,7 @@ def parse(raw: Mapping[str, Any]) -> RunConfig:
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Return the settings that can be set as plain nested values; `parse` reads them back."""
-    settable = known_paths(config.task.name)
+    settable = known_paths({"task": config.task.name, "mode": config.mode.name})
 
     def keep(values: dict[str, Any], prefix: str) -> dict[str, Any]:
         kept: dict[str, Any] = {}
@@ -196,15 +199,30 @@ def _is_section(path: str, known: Iterable[str]) -> bool:
     return any(name.startswith(f"{path}.") for name in known)
 
 
-def _unknown(path: str, task: str) -> list[str]:
+def _section(path: str) -> str:
+    return path.partition(".")[0]
+
+
+def _choose(values: dict[str, Any]) -> dict[str, str]:
+    """Return the chosen variant of each section that has several; where it is not named, it is from here on."""
+    chosen = dict(_DEFAULT_CHOICE)
+    for section, default in _DEFAULT_CHOICE.items():
+        given = values.get(section)
+        if isinstance(given, dict):
+            chosen[section] = str(given.setdefault("name", default))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    return chosen
+
+
+def _unknown(path: str, chosen: Mapping[str, str]) -> list[str]:
     wrong = check_path(path)
-    mine = known_paths(task)
+    mine = known_paths(chosen)
     if wrong or _is_section(path, mine) or any(_covers(item, path) for item in mine.values()):
         return wrong
+    section = _section(path)
     owners = sorted({item.variant for item in all_settings() if _covers(item, path)})
-    if task not in {item.variant for item in all_settings()}:
-        return []  # the task itself is unknown: pydantic says so, once
-    return [f"`{path}` belongs to task={' or '.join(owners)}; this run has task={task}"]
+    if chosen[section] not in {item.variant for item in all_settings() if _section(item.path) == section}:
+        return []  # the choice itself is unknown: pydantic says so, once
+    return [f"`{path}` belongs to {section}={' or '.join(owners)}; this run has {section}={chosen[section]}"]
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -242,7 +260,7 @@ _EXPECTED = {
 def _sentence(error: ErrorDetails) -> str:
     """Turn one pydantic error into: setting, what was expected, what came."""
     loc = [str(part) for part in error["loc"]]
-    if len(loc) > 1 and loc[0] == "task":
+    if len(loc) > 1 and loc[0] in _DEFAULT_CHOICE:
         del loc[1]  # pydantic puts the variant's name there
     path, came, kind = ".".join(loc), error.get("input"), error["type"]
     context = error.get("ctx", {})

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_recipes.plan import default_threads
+from offbeat_recipes.abilities import offloads
+from offbeat_recipes.placing import default_threads
 from offbeat_rollout.registry import adapter_environment
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> ClusterSpec:
     """Return what the processes of a run are told; replicas start from `base_model`."""
-    rollout = config.rollout_config(base_model)
+    rollout = config.rollout_config(base_model, len(os.sched_getaffinity(0)))
     return ClusterSpec(
         cluster=config.cluster,
         train=TrainSpec(
@@ -50,6 +51,7 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
             adapter_name=config.rollout.name,
             rollout=rollout,
             num_replicas=config.rollout.num_replicas,
+            recompute_kv=config.asynchrony.recompute_kv,
             environments=replica_environments(config, rollout),
         ),
         log_dir=str(folder.logs.absolute()),
@@ -58,8 +60,14 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
     )
 
 
-def on_model(engine: EngineConfig, model: Path) -> EngineConfig:
-    """Return `engine` with the weights in folder `model`."""
+def engine_on(config: RunConfig, model: Path) -> EngineConfig:
+    """Return the settings of the training engine for the weights in folder `model`.
+
+    On GPUs that replicas share, what the engine can keep in host memory between its updates goes there.
+    """
+    engine = config.engine_config("")
+    if config.colocated and config.device == "cuda" and offloads(config):
+        engine = replace(engine, offload_parameters=True, offload_optimizer=True)
     return replace(engine, model=replace(engine.model, path=str(model), random_init=False))
 
 

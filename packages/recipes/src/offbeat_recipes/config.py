@@ -1,0 +1,337 @@
+"""The settings of a run: one frozen tree, composed of the packages' own settings.
+
+Sections extend the dataclass of the package they are for, so no field is written twice. A field that is derived
+from another setting says so in its metadata and cannot be set: `model.dtype` alone decides the precision of the
+engine and of the replicas. Reading and checking live in `offbeat_recipes.settings`.
+"""
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.registry import require_transport
+from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig
+from offbeat_rollout.config import AdapterConfig, RolloutConfig
+from offbeat_trainer.config import (
+    AlgorithmConfig,
+    AsyncConfig,
+    ClusterConfig,
+    LoopConfig,
+    OnStall,
+    Placement,
+    SamplingConfig,
+    WarmupConfig,
+)
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncMode:
+    """Generate and train in turns, on fresh weights."""
+
+    name: Literal["sync"] = "sync"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneStepOffMode:
+    """Generate the next step's groups while this one trains. What `AsyncConfig` has else is its nature."""
+
+    name: Literal["one_step_off"] = "one_step_off"
+    max_attempts: int = 3
+    on_stall: OnStall = OnStall.STOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullyAsyncMode(AsyncConfig):
+    """Generate as far ahead as `max_staleness` allows."""
+
+    name: Literal["fully_async"] = "fully_async"
+
+
+ModeConfig: TypeAlias = Annotated[SyncMode | OneStepOffMode | FullyAsyncMode, Field(discriminator="name")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithmeticConfig:
+    """Sums to be worked out column by column, with a tiny model and tokenizer made on the spot.
+
+    `level` is the number of digits of both operands. Each column but the last carries with probability `carry_share`.
+    `forget_carry` is the share of the warm-up's worked examples that leave out every carry: it makes a policy that is
+    right sometimes. `held_out_fraction` of all prompts is kept for validation alone. The rest is the shape of the
+    model.
+    """
+
+    name: Literal["arithmetic"] = "arithmetic"
+    level: int = 2
+    carry_share: float = 0.7
+    forget_carry: float = 0.7
+    held_out_fraction: float = 0.1
+    hidden_size: int = 96
+    num_layers: int = 2
+    num_heads: int = 3
+    intermediate_size: int = 256
+    initializer_range: float = 0.1
+    rope_theta: float = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsConfig:
+    """Prompts from files: JSONL or parquet, by the ending of the name.
+
+    A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted. `chat_template`
+    "auto" applies the tokenizer's template to prompts that are lists of messages, "always" to plain text
+    too (as the user's message), "never" takes text as it is.
+    """
+
+    train_path: str = ""
+    validation_path: str = ""
+    max_prompt_tokens: int = 256
+    overlong: Literal["refuse", "filter"] = "refuse"
+    chat_template: Literal["auto", "always", "never"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gsm8kConfig(RowsConfig):
+    """Grade-school word problems in the public format: `question`, and `answer` that ends in `#### 42`.
+
+    `answer` "strict" takes the number after `####`, "flexible" the last number of the completion.
+    """
+
+    name: Literal["gsm8k"] = "gsm8k"
+    answer: Literal["strict", "flexible"] = "strict"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileConfig(RowsConfig):
+    """Any prompts with any reward.
+
+    `reward` is "package.module:function", called as function(prompt_text, completion_text, row) -> float. A
+    completion counts as correct when its reward is at least `correct_at`. `answer_key` names the column that
+    supervised training learns from.
+    """
+
+    name: Literal["file"] = "file"
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    reward: str = ""
+    correct_at: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalTaskConfig:
+    """A task of another package, found under `entry` in the entry-point group `offbeat.tasks`."""
+
+    name: Literal["external"] = "external"
+    entry: str = ""
+    options: dict[str, bool | int | float | str] = field(
+        default_factory=dict[str, bool | int | float | str], metadata={"free": True}
+    )
+
+
+TaskConfig: TypeAlias = Annotated[
+    ArithmeticConfig | Gsm8kConfig | FileConfig | ExternalTaskConfig, Field(discriminator="name")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection(ModelConfig):
+    """Which model is trained. An empty `path` means that the task makes one."""
+
+    path: str = ""
+    seed: int = field(default=0, metadata={"derived": "seed"})
+    head: Literal["lm", "value"] = field(default="lm", metadata={"derived": "the role"})
+    dtype: Dtype = Dtype.FLOAT32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection(EngineConfig):
+    """The training engine and how many ranks it has. `threads_per_rank` 0 shares the cores among the ranks."""
+
+    name: str = "fsdp2"
+    num_ranks: int = 1
+    threads_per_rank: int = 0
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(path=""), metadata={"derived": "the section `model`"}
+    )
+    dtype: Dtype = field(default=Dtype.FLOAT32, metadata={"derived": "model.dtype"})
+    device: Device = field(default="cpu", metadata={"derived": "device"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection(RolloutConfig):
+    """The generation engine and how many replicas of it run.
+
+    `cpu_threads` 0: colocated, the cores are shared among the replicas, as they are among the ranks; else one each.
+    """
+
+    name: str = "vllm"
+    num_replicas: int = 1
+    cpu_threads: int = 0
+    model_path: str = field(default="", metadata={"derived": "model.path"})
+    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
+    device: Device = field(default="cpu", metadata={"derived": "device"})
+    adapter: AdapterConfig = field(default_factory=AdapterConfig, metadata={"derived": "engine.lora"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSection(SyncConfig):
+    """How new weights reach the replicas.
+
+    Without a `transport`, `cluster.placement` decides: "broadcast" between separate pools, "auto" on shared devices.
+    """
+
+    transport: str = ""
+    host: str = field(default="127.0.0.1", metadata={"derived": "cluster.rendezvous_host"})
+    device: Device = field(default="cpu", metadata={"derived": "device"})
+
+    def __post_init__(self) -> None:
+        """Refuse a transport that nobody has; raises `ValueError` with the names there are."""
+        if self.transport:
+            require_transport(self.transport)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportConfig:
+    """Where a run tells what is going on, besides its JSONL files. `wandb_project` is used with `wandb` only."""
+
+    console: bool = True
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "offbeat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """What `offbeat-eval` looks at: checkpoint `step` of the run folder (-1 the newest, 0 the model as it is),
+    `num_samples` completions a prompt at `temperature` (0 is greedy)."""
+
+    step: int = -1
+    num_samples: int = 1
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything a run is told.
+
+    `name` defaults to the task's, `run_dir` to runs/<name> (with a number where that is taken). `resume` "auto"
+    goes on from the newest whole checkpoint of the run folder. `device` is where training and generation run.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str = ""
+    run_dir: str = ""
+    seed: int = 0
+    resume: Literal["never", "auto"] = "never"
+    device: Device = "cpu"
+    mode: ModeConfig = field(default_factory=SyncMode)
+    task: TaskConfig = field(default_factory=ArithmeticConfig)
+    model: ModelSection = field(default_factory=ModelSection)
+    trainer: LoopConfig = field(default_factory=LoopConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: EngineSection = field(default_factory=EngineSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    sync: SyncSection = field(default_factory=SyncSection)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def model_config(self, path: str) -> ModelConfig:
+        """Return what an engine is told of the model in folder `path`."""
+        derived: dict[str, Any] = {"path": path, "seed": self.seed}
+        return ModelConfig(**{**_as(ModelConfig, self.model), **derived})
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: `run_dir`, or runs/<name>."""
+        return Path(self.run_dir or f"runs/{self.name or self.task.name}")
+
+    @property
+    def asynchrony(self) -> AsyncConfig:
+        """What the loop is told of running ahead; of it, `sync` reads nothing."""
+        match self.mode:
+            case FullyAsyncMode():
+                return self.mode
+            case OneStepOffMode():
+                return AsyncConfig(max_attempts=self.mode.max_attempts, on_stall=self.mode.on_stall)
+            case SyncMode():
+                return AsyncConfig()
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run, the warm-up not counted."""
+        return self.trainer.steps * self.trainer.updates_per_step
+
+    def engine_config(self, path: str) -> EngineConfig:
+        """Return the settings of a training engine for the model in folder `path`.
+
+        `optimizer.total_steps` 0 becomes the number of optimizer steps of the run.
+        """
+        optimizer = self.engine.optimizer
+        derived: dict[str, Any] = {
+            "model": self.model_config(path),
+            "dtype": self.model.dtype,
+            "device": self.device,
+            "optimizer": replace(optimizer, total_steps=optimizer.total_steps or self.num_updates),
+        }
+        return EngineConfig(**{**_as(EngineConfig, self.engine), **derived})
+
+    @property
+    def colocated(self) -> bool:
+        """Whether training and generation take turns on the same devices."""
+        return self.cluster.placement is Placement.COLOCATED
+
+    def replica_threads(self, num_cores: int) -> int:
+        """Return how many of `num_cores` each process of a replica computes with, on a CPU."""
+        rollout = self.rollout
+        if rollout.cpu_threads or not self.colocated:
+            return rollout.cpu_threads or 1
+        return max(1, num_cores // (rollout.num_replicas * rollout.tensor_parallel_size))
+
+    def rollout_config(self, path: str, num_cores: int = 1) -> RolloutConfig:
+        """Return the settings of one generation replica for the model in folder `path`, on `num_cores` for all."""
+        derived: dict[str, Any] = {
+            "model_path": path,
+            "dtype": self.model.dtype.value,
+            "device": self.device,
+            "cpu_threads": self.replica_threads(num_cores),
+            "adapter": self._adapter,
+        }
+        return RolloutConfig(**{**_as(RolloutConfig, self.rollout), **derived})
+
+    @property
+    def sends_adapter_alone(self) -> bool:
+        """Whether replicas hold the base weights and get no more than the adapter over them."""
+        return bool(self.engine.lora.rank) and self.engine.lora.export is LoraExport.ADAPTER
+
+    @property
+    def _adapter(self) -> AdapterConfig:
+        lora = self.engine.lora
+        if not self.sends_adapter_alone:
+            return AdapterConfig()
+        return AdapterConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+    def sync_config(self) -> SyncConfig:
+        """Return the settings of the weight sync; without `disk_path`, files go to the run folder."""
+        derived: dict[str, Any] = {
+            "host": self.cluster.rendezvous_host,
+            "device": self.device,
+            "transport": self.sync.transport or ("auto" if self.colocated else "broadcast"),
+            "disk_path": self.sync.disk_path or str((self.folder / "sync").absolute()),
+        }
+        return SyncConfig(**{**_as(SyncConfig, self.sync), **derived})
+
+
+def _as(
+    cls: type[ModelConfig | EngineConfig | RolloutConfig | SyncConfig], section: object
+) -> dict[str, Any]:
+    """Return the fields of `section` that `cls` knows."""
+    return {item.name: getattr(section, item.name) for item in fields(cls)}
