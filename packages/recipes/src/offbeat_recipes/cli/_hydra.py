@@ -137,7 +137,8 @@ def _over_file(path: Path, overrides: list[str]) -> list[str]:
     if not isinstance(raw, dict):
         raise SettingError([f"--config: {path} should hold sections of settings, got {_short(raw)}"])
     held = cast("dict[str, Any]", raw)
-    if any(entry != "_self_" for entry in held.get("defaults") or []):
+    named = cast("list[object]", held.get("defaults") or [])
+    if any(entry != "_self_" for entry in named):
         return overrides
     # A task brings settings for other sections along; naming the file's own task must not undo the file's.
     same = f"task={_task_of(held)}"
