@@ -37,7 +37,7 @@ def test_the_ops_are_those_of_an_agent():
 
 
 def test_the_fields_of_values_are_those_of_the_code():
-    figures = {"Echo": {"transfer_s", "digest_s"}, "Sent": set()}
+    figures = {"Echo": {"transfer_s", "digest_s", "num_bytes"}, "Sent": set()}
     told = dict(rows("## 2. Values"))
     for name, cells in told.items():
         kind = getattr(types, name.strip("`"))

@@ -3,7 +3,8 @@
 A request is {"id": n, "op": .., ..}; its answer {"id": n, "ok": {..}} or {"id": n, "error": {"type", "message"}}. Requests are
 handled side by side, so that `abort` overtakes a `transfer` that hangs. What the ops take and give:
 
-    member  begin {offer, silent_s} -> {held}             transfer {offer} -> {echoes}     verify {offer, sent} -> {}
+    member  layouts {} -> {ranks}
+            begin {offer, silent_s} -> {held}             transfer {offer} -> {echoes}     verify {offer, sent} -> {}
             flip {offer, sent} -> {flip}              commit {label} -> {label}        abort {sync_id} -> {version}
             status {} -> {status}                     fence {reason} -> {}             canary {} -> {values}
     both    ping {} -> {}
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.channel import Channel, ChannelClosed, answer
 from offbeat_ckptsync.errors import SyncError, TransferError, WireError
-from offbeat_ckptsync.interface import CanaryMember, CommittingMember, SupervisedMember
+from offbeat_ckptsync.interface import CanaryMember, CommittingMember, SlicedMember, SupervisedMember
 from offbeat_ckptsync.membership import register
-from offbeat_ckptsync.types import Label, Registration, Sent, SyncOffer
+from offbeat_ckptsync.types import Label, Needs, Registration, Sent, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, encode, encode_error
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ops: dict[str, Callable[[Json], Awaitable[Json]]] = {
             "ping": self._ping,
+            "layouts": self._layouts,
             "begin": self._begin,
             "transfer": self._transfer,
             "verify": self._verify,
@@ -198,6 +200,11 @@ class Agent:
 
     async def _ping(self, _request: Json) -> Json:
         return {}
+
+    async def _layouts(self, _request: Json) -> Json:
+        member = self._of_member()
+        ranks = await member.layouts() if isinstance(member, SlicedMember) else {}
+        return {"ranks": {str(rank): encode(Needs(cuts=layout)) for rank, layout in ranks.items()}}
 
     async def _begin(self, request: Json) -> Json:
         offer = decode(SyncOffer, request.get("offer"))

@@ -102,6 +102,9 @@ class Comparison:
         """Return memory to pack into: the transport's own where it lends some, else that of the next content."""
         lent = self._transport.lend(self._offer, num_bytes)
         carries = isinstance(self._transport, DeltaTransport) and self._transport.carries_deltas
+        if lent is None and self._offer.whole is not None:
+            self._why = "ranks get slices, which are sent without deltas"
+            return None
         if lent is not None or not carries:
             self._why = f"{type(self._transport).__name__} does not carry deltas" + (
                 ": receivers read the source's own memory" if lent is not None else ""

@@ -72,8 +72,14 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def check_echo(echo: Echo, sent: Sent, manifest: Manifest, buckets: tuple[Bucket, ...]) -> None:
-    """Make sure that what one rank staged is what was sent.
+def check_echo(
+    echo: Echo,
+    sent: Sent,
+    manifest: Manifest,
+    buckets: tuple[Bucket, ...],
+    own: tuple[Bucket, ...] | None = None,
+) -> None:
+    """Make sure that what one rank staged is what was sent; `own` are the buckets it was to get, all where not given.
 
     Raises:
         VersionError: it staged another version or other tensors.
@@ -85,11 +91,16 @@ def check_echo(echo: Echo, sent: Sent, manifest: Manifest, buckets: tuple[Bucket
             f"{who} staged version {echo.version} with manifest {echo.manifest_digest}, but version {sent.version} "
             f"with manifest {sent.manifest_digest} was sent; sync again"
         )
-    if len(echo.bucket_digests) != len(sent.bucket_digests):
-        raise DigestError(f"{who} staged {len(echo.bucket_digests)} buckets of {len(sent.bucket_digests)}")
-    for bucket, got, want in zip(buckets, echo.bucket_digests, sent.bucket_digests, strict=True):
+    own = buckets if own is None else own
+    num_sent = len(sent.bucket_digests)
+    if len(echo.bucket_digests) != len(own) or len(buckets) != num_sent:
+        raise DigestError(
+            f"{who} staged {len(echo.bucket_digests)} buckets of {num_sent}, was to get {len(own)} of {len(buckets)}"
+        )
+    for bucket, got in zip(own, echo.bucket_digests, strict=True):
+        want = sent.bucket_digests[bucket.index]
         if got != want:
             raise DigestError(
-                f"{who}: bucket {bucket.index} of {len(buckets)} arrived with digest {got}, sent with {want}; it "
+                f"{who}: bucket {bucket.index} of {num_sent} arrived with digest {got}, sent with {want}; it "
                 f"holds {tensors_in(manifest, bucket)}"
             )

@@ -7,10 +7,12 @@ import time
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from offbeat_ckptsync.errors import LoadError
+from offbeat_ckptsync.interface import SlicedMember
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.interface import CanaryMember, CommittingMember, Member, SupervisedMember
     from offbeat_ckptsync.members import GenerationGate
+    from offbeat_ckptsync.slices import Layout
     from offbeat_ckptsync.types import Echo, Flip, Label, Sent, Status, SyncOffer
 
     class Whole(Member, CommittingMember, SupervisedMember, CanaryMember, Protocol):
@@ -56,6 +58,10 @@ class HybridMember:
     def name(self) -> str:
         """The inner member's."""
         return self._inner.name
+
+    async def layouts(self) -> dict[int, Layout]:
+        """See `SlicedMember.layouts`."""
+        return await self._inner.layouts() if isinstance(self._inner, SlicedMember) else {}
 
     async def begin(self, offer: SyncOffer) -> str | None:
         """Agree, then stop generating and sleep; one that refuses goes on generating."""

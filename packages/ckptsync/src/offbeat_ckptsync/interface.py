@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from offbeat_ckptsync.slices import Layout
     from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 
@@ -109,6 +110,34 @@ class DeltaReceiver(Protocol):
 
         Called in bucket order, once for each, before `receive`.
         """
+        ...
+
+
+@runtime_checkable
+class PickingReceiver(Protocol):
+    """A `BucketReceiver` that may be asked for its rank's own buckets only; others are asked for all."""
+
+    @property
+    def picks(self) -> bool:
+        """Say whether it may."""
+        ...
+
+
+@runtime_checkable
+class SlicedSink(Protocol):
+    """A sink that needs slices of some tensors, as a rank of a tensor-parallel replica does."""
+
+    def layout(self) -> Layout:
+        """Return what it needs of which tensor; `expected` names whole tensors, `load` gets the slices."""
+        ...
+
+
+@runtime_checkable
+class SlicedMember(Protocol):
+    """A member whose ranks need slices of some tensors."""
+
+    async def layouts(self) -> dict[int, Layout]:
+        """Return what each of its ranks needs; nothing where it takes everything."""
         ...
 
 

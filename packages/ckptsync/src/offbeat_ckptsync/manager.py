@@ -49,6 +49,7 @@ class CheckpointEngineManager:
         self._members: dict[str, Member] = {}
         self._fenced: dict[str, str] = {}
         self._label: Label | None = None
+        self._like: SyncOffer | None = None  # the offer last committed, for its cut
         self._book = LabelBook()
         self._turn = asyncio.Lock()
         self._doubt = (
@@ -177,7 +178,7 @@ class CheckpointEngineManager:
                     "version first"
                 )
 
-        aim = Aim(version=label.version, check=check, reload=reload)
+        aim = Aim(version=label.version, check=check, reload=reload, like=self._like)
         sources = [self._source]
         sources += [peer.peer() for peer in self._members.values() if isinstance(peer, PeerMember)]
         failures: list[SyncFailed] = []
@@ -217,6 +218,7 @@ class CheckpointEngineManager:
         if not run.flips:
             reasons = "; ".join(f"{name}: {why}" for name, why in run.fenced.items())
             raise SyncFailed(f"version {aim.version}: no member changed over: {reasons}")
+        self._like = done.offer
         limit = self._config.limit_gb_per_s
         report = make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips, limit_gb_per_s=limit)
         return done.label, dataclasses.replace(

@@ -43,8 +43,11 @@ def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
 
 
 def manifest_digest(specs: Iterable[TensorSpec]) -> str:
-    """Return the xxh3-128 digest, in hex, of the canonical JSON of `specs`: [[name, shape, dtype], ...], UTF-8."""
-    rows = [[spec.name, list(spec.shape), spec.dtype] for spec in specs]
+    """Return the xxh3-128 digest, in hex, of the canonical JSON of `specs`: [[name, shape, dtype], ...], UTF-8.
+
+    A part other than 0 stands behind the dtype.
+    """
+    rows = [[spec.name, list(spec.shape), spec.dtype, *([spec.part] if spec.part else [])] for spec in specs]
     canonical = json.dumps(rows, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(canonical.encode())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from offbeat_ckptsync.errors import LoadError, SyncError, TransferError
 from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.types import Echo, Flip, Label, Sent, Status, SyncOffer
+from offbeat_ckptsync.types import Echo, Flip, Label, Needs, Sent, Status, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, decode_error, encode
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.interface import Transport
     from offbeat_ckptsync.mailbox import Mailbox
     from offbeat_ckptsync.receiver import Receiver
+    from offbeat_ckptsync.slices import Layout
 
 Control = Callable[[str, dict[str, object]], Awaitable[object]]
 """Calls a remote engine: `control(op, payload)` with op "start" (payload {}), "update" (payload: the request that
@@ -74,6 +75,12 @@ class LocalMember:
     def name(self) -> str:
         """The seat's member name."""
         return self._receiver.seat.member
+
+    async def layouts(self) -> dict[int, Layout]:
+        """Say what the receiver needs."""
+        return (
+            {self._receiver.seat.rank: self._receiver.layout()} if self._receiver.seat.num_ranks == 1 else {}
+        )
 
     async def begin(self, offer: SyncOffer) -> str:
         """Agree and say what is kept, or raise naming what does not fit."""
@@ -157,6 +164,7 @@ class ControlMember:
         self._config = config
         self._gate = NoGate() if gate is None else gate
         self._canary = canary
+        self._layouts: dict[int, Layout] | None = None
         self._staged_key = ""
         self._verified = ""
         self._start_note = ""
@@ -166,6 +174,15 @@ class ControlMember:
     def name(self) -> str:
         """A name for messages, unique among the members."""
         return self._name
+
+    async def layouts(self) -> dict[int, Layout]:
+        """Ask every rank what it needs; once, because it does not change while an engine lives."""
+        if self._layouts is None:
+            answers = await self._ask_aside("layout", {}, self._config.begin_timeout_s)
+            self._layouts = {
+                rank: decode(Needs, answer.get("layout")).cuts for rank, answer in enumerate(answers)
+            }
+        return self._layouts
 
     async def begin(self, offer: SyncOffer) -> str:
         """Open the engine's update session and let every rank check the offer, say what it keeps, and start staging."""

@@ -11,7 +11,7 @@ from offbeat_ckptsync.manifest import dtype_of, num_bytes_of
 from offbeat_ckptsync.types import Bucket, Manifest, Piece, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 ALIGNMENT = 256
 """Default alignment of tensors in buckets, in bytes: enough for any dtype and for vectorised copies on GPUs."""
@@ -23,7 +23,7 @@ def plan_buckets(manifest: Manifest, max_bytes: int, alignment: int = ALIGNMENT)
     A tensor that does not fit into what is left of a bucket opens the next one; a tensor larger than a bucket is
     cut, starting on a fresh bucket and filling whole ones. So buckets laid end to end (each rounded up to
     `alignment`) hold every tensor in one piece: a receiver can use it where it landed. A tensor without elements
-    has no piece.
+    has no piece. Tensors of one part share buckets, in the order in which their last bytes come.
 
     Raises:
         PlanError: `alignment` is not a power of two >= 16, or a bucket is smaller than it.
@@ -37,32 +37,39 @@ def plan_buckets(manifest: Manifest, max_bytes: int, alignment: int = ALIGNMENT)
         )
     layout = _Layout(room, alignment)
     for index, spec in enumerate(manifest.specs):
-        layout.place(index, num_bytes_of(spec))
+        layout.place(index, num_bytes_of(spec), spec.part)
     return layout.finish()
 
 
 def bucket_starts(buckets: tuple[Bucket, ...], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
-    """Return where each bucket starts when they lie end to end, and the bytes of them all."""
-    starts: list[int] = []
+    """Return where each bucket starts when they lie end to end, part by part, and the bytes of them all."""
+    starts = [0] * len(buckets)
     end = 0
-    for bucket in buckets:
-        starts.append(end)
-        end += round_up(bucket.num_bytes, alignment)
+    for place in sorted(range(len(buckets)), key=lambda place: buckets[place].part):
+        starts[place] = end
+        end += round_up(buckets[place].num_bytes, alignment)
     return starts, end
 
 
 def tensor_views(
-    manifest: Manifest, buckets: tuple[Bucket, ...], staged: torch.Tensor
+    manifest: Manifest,
+    buckets: tuple[Bucket, ...],
+    staged: torch.Tensor,
+    starts: Sequence[int] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of `manifest` as a view of `staged`, buckets laid end to end (uint8); nothing is copied."""
-    starts, _ = bucket_starts(buckets)
+    """Yield every tensor of `manifest` as a view of `staged`, uint8; nothing is copied.
+
+    Buckets lie end to end, or at `starts`. Tensors none of whose bytes are in `buckets` are left out.
+    """
+    starts = bucket_starts(buckets)[0] if starts is None else starts
     first: dict[int, int] = {}
     for bucket, start in zip(buckets, starts, strict=True):
         for piece in bucket.pieces:
             if piece.tensor_offset == 0:
                 first[piece.spec_index] = start + piece.bucket_offset
     for index, spec in enumerate(manifest.specs):
-        yield spec.name, _view(spec, staged, first.get(index))
+        if index in first or num_bytes_of(spec) == 0:
+            yield spec.name, _view(spec, staged, first.get(index))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,35 +105,47 @@ def _view(spec: TensorSpec, staged: torch.Tensor, start: int | None) -> torch.Te
 
 
 class _Layout:
+    """Buckets being filled, one of each part at a time."""
+
     def __init__(self, room: int, alignment: int) -> None:
         self.room = room
         self.alignment = alignment
-        self._done: list[Bucket] = []
-        self._open: list[Piece] = []
-        self._end = 0
+        self._done: list[tuple[int, list[Piece]]] = []
+        self._open: dict[int, list[Piece]] = {}
 
-    def place(self, spec_index: int, num_bytes: int) -> None:
+    def place(self, spec_index: int, num_bytes: int, part: int) -> None:
         if num_bytes == 0:
             return
-        if round_up(self._end, self.alignment) + num_bytes > self.room:
-            self._close()
+        if round_up(self._end(part), self.alignment) + num_bytes > self.room:
+            self._close(part)
         taken = 0
         while taken < num_bytes:
-            offset = round_up(self._end, self.alignment)
+            offset = round_up(self._end(part), self.alignment)
             size = min(num_bytes - taken, self.room - offset)
-            self._open.append(
-                Piece(spec_index=spec_index, tensor_offset=taken, bucket_offset=offset, num_bytes=size)
-            )
-            self._end = offset + size
+            piece = Piece(spec_index=spec_index, tensor_offset=taken, bucket_offset=offset, num_bytes=size)
+            self._open.setdefault(part, []).append(piece)
             taken += size
             if taken < num_bytes:
-                self._close()
+                self._close(part)
 
     def finish(self) -> tuple[Bucket, ...]:
-        self._close()
-        return tuple(self._done)
+        for part in [*self._open]:
+            self._close(part)
+        # In the order in which a source that yields tensors one by one completes them.
+        self._done.sort(key=lambda done: (done[1][-1].spec_index, done[1][-1].tensor_offset))
+        return tuple(
+            Bucket(index=index, num_bytes=_end_of(pieces), pieces=tuple(pieces), part=part)
+            for index, (part, pieces) in enumerate(self._done)
+        )
 
-    def _close(self) -> None:
-        if self._open:
-            self._done.append(Bucket(index=len(self._done), num_bytes=self._end, pieces=tuple(self._open)))
-        self._open, self._end = [], 0
+    def _end(self, part: int) -> int:
+        return _end_of(self._open.get(part, []))
+
+    def _close(self, part: int) -> None:
+        pieces = self._open.pop(part, [])
+        if pieces:
+            self._done.append((part, pieces))
+
+
+def _end_of(pieces: list[Piece]) -> int:
+    return pieces[-1].bucket_offset + pieces[-1].num_bytes if pieces else 0

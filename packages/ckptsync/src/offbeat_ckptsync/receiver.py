@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.digest import check_echo
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
+from offbeat_ckptsync.interface import SlicedSink
 from offbeat_ckptsync.labels import label_of, told
 from offbeat_ckptsync.manifest import check_digest, require_match
 from offbeat_ckptsync.plan import plan_buckets, tensor_views
+from offbeat_ckptsync.slices import assemble, check_cut, own_buckets
 from offbeat_ckptsync.staging import Shelf, Staged, stage, writes_to
 from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.interface import Transport, WeightSink
+    from offbeat_ckptsync.slices import Layout
 
 
 class State(StrEnum):
@@ -122,6 +125,10 @@ class Receiver:
                 state=str(self._state),
             )
 
+    def layout(self) -> Layout:
+        """Return what this rank needs of which tensor; nothing where it needs all."""
+        return self._sink.layout() if isinstance(self._sink, SlicedSink) else {}
+
     def begin(self, offer: SyncOffer) -> str:
         """Agree to `offer`; one that is still open is given up first.
 
@@ -141,9 +148,11 @@ class Receiver:
                     "rise, publish the next one"
                 )
             check_digest(offer.manifest)
+            check_cut(offer, self.seat, self.layout())
+            whole = offer.manifest if offer.whole is None else offer.whole
             expected = self._sink.expected()
             if expected is not None:
-                require_match(expected, offer.manifest, who=self._who(), allow_cast=self._allow_cast)
+                require_match(expected, whole, who=self._who(), allow_cast=self._allow_cast)
             buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
             self._move(Step.BEGIN)
             self._session = _Session(offer, buckets)
@@ -183,6 +192,7 @@ class Receiver:
             bucket_digests=staged.digests,
             transfer_s=time.perf_counter() - mark,
             digest_s=staged.digest_s,
+            num_bytes=sum(bucket.num_bytes for bucket in staged.buckets),
         )
         with self._lock:
             if self._session is not session:
@@ -205,7 +215,8 @@ class Receiver:
             session = self._open(sync_id)
             if session.echo is None:
                 raise PhaseError(f"{self._who()} is {self._state} and has nothing staged to verify")
-            check_echo(session.echo, sent, session.offer.manifest, session.buckets)
+            own = own_buckets(session.offer, self.seat, session.buckets)
+            check_echo(session.echo, sent, session.offer.manifest, session.buckets, own)
             self._check_label(sent, session)
             self._move(Step.VERIFY)
 
@@ -222,11 +233,12 @@ class Receiver:
             session = self._open(sync_id)
             assert session.staged is not None
             self._move(Step.FLIP)
-        memory = session.staged.memory
+        staged, memory = session.staged, session.staged.memory
         written = writes_to(memory)
         mark = time.perf_counter()
         try:
-            self._sink.load(tensor_views(session.offer.manifest, session.buckets, memory), sent.version)
+            views = tensor_views(session.offer.manifest, staged.buckets, memory, staged.starts)
+            self._sink.load(assemble(session.offer, self.layout(), views), sent.version)
         except SyncError:
             with self._lock:
                 self._move(Step.REFUSE)
@@ -245,7 +257,8 @@ class Receiver:
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
             kept, session.staged = session.staged.close(), None
             self._shelf.keep(kept, session.offer.manifest, session.buckets)
-            if writes_to(memory) != written:
+            # A part of a version is no copy that a joiner could be given.
+            if writes_to(memory) != written or session.offer.whole is not None:
                 self._shelf.forget()  # the sink used it up: it is no copy of what was sent any more
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 

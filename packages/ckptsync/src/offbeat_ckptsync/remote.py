@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.channel import Channel, dial
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.types import Echo, Flip, Label, Registration, Sent, Status, SyncOffer
+from offbeat_ckptsync.types import Echo, Flip, Label, Needs, Registration, Sent, Status, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, decode_error, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.slices import Layout
 
 
 class Peer:
@@ -120,6 +121,11 @@ class RemoteMember:
     def name(self) -> str:
         """The name it registered under."""
         return self.line.name
+
+    async def layouts(self) -> dict[int, Layout]:
+        """See `SlicedMember.layouts`."""
+        ranks = cast("dict[str, object]", (await self.line.ask("layouts")).get("ranks"))
+        return {int(rank): decode(Needs, needs).cuts for rank, needs in ranks.items()}
 
     async def begin(self, offer: SyncOffer) -> str:
         """See `Member.begin`."""

@@ -53,6 +53,7 @@ def make_report(
         fraction_of_limit=gb_per_s / limit_gb_per_s if limit_gb_per_s > 0 else None,
         members=dict(flips),
         wire_bytes=sent.wire_bytes,
+        rank_bytes={f"{e.member}/{e.rank}": e.num_bytes for ranks in echoes.values() for e in ranks},
         num_deltas=sent.num_deltas,
         delta_fraction=sent.delta_fraction,
     )

@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, TypeVar
 from offbeat_ckptsync.canary import odd_ones
 from offbeat_ckptsync.delta import common_base
 from offbeat_ckptsync.digest import check_echo
-from offbeat_ckptsync.errors import DigestError, LoadError, SyncError, TransferError, VersionError
-from offbeat_ckptsync.interface import CanaryMember, CommittingMember, SupervisedMember
+from offbeat_ckptsync.errors import (
+    DigestError,
+    LoadError,
+    ManifestError,
+    SyncError,
+    TransferError,
+    VersionError,
+)
+from offbeat_ckptsync.interface import CanaryMember, CommittingMember, SlicedMember, SupervisedMember
 from offbeat_ckptsync.labels import label_of, told
-from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Phase, Sent, SyncOffer
+from offbeat_ckptsync.slices import cut_offer, own_buckets
+from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Phase, Seat, Sent, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -34,6 +42,7 @@ class Aim:
     check: Callable[[Label], None]
     reload: bool = False
     whole: bool = False  # no deltas: what they stand on may be spoilt
+    like: SyncOffer | None = None  # cut the tensors as this offer did, so that the same label is reached
 
 
 class Run:
@@ -64,6 +73,7 @@ class Run:
             Phase.BEGIN, limit_s, {SOURCE: self._source.offer(self._aim.version, [*self._members])}
         )
         self._offer = offer = dataclasses.replace(offers[SOURCE], reload=self._aim.reload)
+        self._offer = offer = await self._cut(offer, limit_s)
         held = await self._all(
             Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
         )
@@ -73,6 +83,19 @@ class Run:
         elif offer.bases:
             self.why_whole = "a sync before found bytes that were not what was sent"
         return offer
+
+    async def _cut(self, offer: SyncOffer, limit_s: float) -> SyncOffer:
+        """Ask ranks what they need and cut the offer for them."""
+        asked = {
+            name: member.layouts()
+            for name, member in self._members.items()
+            if isinstance(member, SlicedMember)
+        }
+        layouts = await self._all(Phase.BEGIN, limit_s, asked)
+        try:
+            return cut_offer(offer, {name: ranks for name, ranks in layouts.items() if ranks}, self._aim.like)
+        except ManifestError as error:
+            raise ManifestError(f"version {self._aim.version}: {Phase.BEGIN}: {error}") from error
 
     async def transfer(self, offer: SyncOffer) -> tuple[Sent, dict[str, list[Echo]]]:
         """Let the source send and the members stage."""
@@ -96,7 +119,8 @@ class Run:
         try:
             for of_member in echoes.values():
                 for echo in of_member:
-                    check_echo(echo, sent, offer.manifest, buckets)
+                    own = own_buckets(offer, Seat(member=echo.member, rank=echo.rank), buckets)
+                    check_echo(echo, sent, offer.manifest, buckets, own)
             if (sent.version, sent.manifest_digest) != (self._aim.version, offer.manifest.digest):
                 raise VersionError(
                     f"the source says it sent {told(label, sent.version)}; that is not its offer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,10 +104,11 @@ class BucketStream:
         self._later = stays and torch.device(device).type == "cpu"
         self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         self._next_spec = 0
-        self._next_bucket = 0
-        self._next_piece = 0
-        self._filling: Filling | None = None
-        self._waiting: list[tuple[Piece, torch.Tensor]] = []
+        self._places: dict[int, list[tuple[Bucket, Piece]]] = {}  # of each tensor's bytes
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                self._places.setdefault(piece.spec_index, []).append((bucket, piece))
+        self._open: dict[int, _Open] = {}  # one of each part at most
         self._delta = delta
         self._shipper = Shipper(
             offer, open_sender, self._buckets, device=device, lent=lent, parallel=self._later
@@ -124,14 +126,16 @@ class BucketStream:
             raise ManifestError(f"the source yields {name!r} after the {len(specs)} tensors it offered")
         _check_is(specs[self._next_spec], name, tensor)
         data = bytes_of(tensor)
-        while (piece := self._piece()) is not None and piece.spec_index == self._next_spec:
-            filling = self._open_bucket()
+        for bucket, piece in self._places.get(self._next_spec, []):
+            opened = self._open_bucket(bucket)
             if self._later:
-                self._waiting.append((piece, data))
+                opened.waiting.append((piece, data))
             else:
                 with self._packing:
-                    filling.add(piece, data)
-            self._advance()
+                    opened.filling.add(piece, data)
+            if piece == bucket.pieces[-1]:
+                del self._open[bucket.index]
+                self._shipper.ship(bucket, opened.filling, lambda b=bucket, o=opened: self._complete(b, o))
         self._next_spec += 1
 
     def finish(self, started: float) -> Sent:
@@ -163,39 +167,29 @@ class BucketStream:
         """Stop shipping; what is on the wire is lost. Harmless when nothing runs."""
         self._shipper.cancel()
 
-    def _piece(self) -> Piece | None:
-        if self._next_bucket == len(self._buckets):
-            return None
-        return self._buckets[self._next_bucket].pieces[self._next_piece]
+    def _open_bucket(self, bucket: Bucket) -> _Open:
+        if bucket.index not in self._open:
+            self._open[bucket.index] = _Open(Filling(bucket, self._shipper.buffer(bucket)))
+        return self._open[bucket.index]
 
-    def _open_bucket(self) -> Filling:
-        if self._filling is None:
-            bucket = self._buckets[self._next_bucket]
-            self._filling = Filling(bucket, self._shipper.buffer(bucket))
-        return self._filling
-
-    def _advance(self) -> None:
-        bucket = self._buckets[self._next_bucket]
-        self._next_piece += 1
-        if self._next_piece == len(bucket.pieces):
-            assert self._filling is not None
-            filling, waiting = self._filling, self._waiting
-            self._shipper.ship(bucket, filling, lambda: self._complete(bucket, filling, waiting))
-            self._filling, self._waiting = None, []
-            self._next_bucket += 1
-            self._next_piece = 0
-
-    def _complete(self, bucket: Bucket, filling: Filling, waiting: list[tuple[Piece, torch.Tensor]]) -> str:
+    def _complete(self, bucket: Bucket, opened: _Open) -> str:
+        filling = opened.filling
         with self._packing:
-            for piece, data in waiting:
+            for piece, data in opened.waiting:
                 filling.add(piece, data)
             if self._delta is not None:
                 filling.delta = self._delta(bucket, filling.payload)
             return filling.digest()
 
 
+@dataclass(slots=True)
+class _Open:
+    filling: Filling
+    waiting: list[tuple[Piece, torch.Tensor]] = field(default_factory=list["tuple[Piece, torch.Tensor]"])
+
+
 def _check_is(spec: TensorSpec, name: str, tensor: torch.Tensor) -> None:
-    got = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+    got = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), part=spec.part)
     if got != spec:
         raise ManifestError(
             f"the source yields {got.name!r} {got.shape} {got.dtype} where it offered {spec.name!r} {spec.shape} "

@@ -70,14 +70,16 @@ class Shipper:
         self._cancelled = threading.Event()
         self._timeout_s = float(offer.endpoint["timeout_s"])
         num_threads = min(PACK_THREADS, len(os.sched_getaffinity(0))) if parallel else 1
+        num_threads += max((bucket.part for bucket in buckets), default=0)  # one bucket of each part is open
         # Bounds how many tensors wait to be packed where there is a place for every bucket.
         self._room = threading.Semaphore(NUM_BUFFERS + num_threads)
         if lent is None:
             size = max((bucket.num_bytes for bucket in buckets), default=0)
             for _ in range(NUM_BUFFERS + num_threads - 1):
                 self._free.put(torch.empty(size, dtype=torch.uint8, device=device))
+        num_packers = min(PACK_THREADS, len(os.sched_getaffinity(0))) if parallel else 1
         self._pack_lane, self._wire_lane = Lane(device), Lane(device)
-        self._packers = ThreadPoolExecutor(num_threads, thread_name_prefix=f"pack {offer.sync_id}")
+        self._packers = ThreadPoolExecutor(num_packers, thread_name_prefix=f"pack {offer.sync_id}")
         # A daemon: a transport that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"ship {offer.sync_id}", daemon=True)
         self._thread.start()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.copying import copy_all
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.manifest import dtype_name, dtype_of, make_manifest, manifest_of, require_match
+from offbeat_ckptsync.shards import layout_of, local_part
 from offbeat_ckptsync.types import Manifest, TensorSpec
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.interface import WeightSource
+    from offbeat_ckptsync.slices import Layout
 
 
 class ModuleSource:
@@ -82,31 +84,41 @@ class ModuleSink:
         self._allow_cast = allow_cast
 
     def expected(self) -> Manifest:
-        """Return the module's own tensors, tied ones once."""
+        """Return the module's own tensors, tied ones once, sharded ones in their whole shape."""
         return manifest_of(distinct_tensors(self._module))
+
+    def layout(self) -> Layout:
+        """Return what this rank holds of parameters that are DTensors; raises `ManifestError` as `layout_of`."""
+        return layout_of(distinct_tensors(self._module))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Check everything, then copy everything; raises `ManifestError` before the first copy."""
         given = dict(tensors)
+        live = {name: local_part(tensor) for name, tensor in distinct_tensors(self._module)}
         require_match(
-            self.expected(),
+            manifest_of(live.items()),
             manifest_of(given.items()),
             who=f"module ({version})",
             allow_cast=self._allow_cast,
         )
-        copy_all([(live, given[name]) for name, live in distinct_tensors(self._module)])
+        copy_all([(tensor, given[name]) for name, tensor in live.items()])
 
 
 class DictSink:
     """Keeps a copy of the last version in `weights`; for tests and for those who take weights by hand.
 
-    With `expected` given, it takes these tensors only.
+    With `expected` given, it takes these tensors only; with `layout`, of those named there only these slices.
     """
 
-    def __init__(self, expected: Manifest | None = None) -> None:
+    def __init__(self, expected: Manifest | None = None, layout: Layout | None = None) -> None:
         self.weights: dict[str, torch.Tensor] = {}
         self.version: int | None = None
         self._expected = expected
+        self._layout = {} if layout is None else layout
+
+    def layout(self) -> Layout:
+        """Return the slices asked for; the dictionary then holds those."""
+        return self._layout
 
     def expected(self) -> Manifest | None:
         """Return what was asked for, or None."""

@@ -11,6 +11,7 @@ from offbeat_ckptsync.contents import Comparison, Contents
 from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.interface import Chooser
 from offbeat_ckptsync.sender import send_weights
+from offbeat_ckptsync.slices import CutSource
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports import make_transport
 from offbeat_ckptsync.types import Sent, SyncOffer
@@ -86,9 +87,11 @@ class Publisher:
             self._sending.release()
 
     def _send(self, offer: SyncOffer, members: list[str]) -> Sent:
+        source = self._source if offer.whole is None else CutSource(self._source, offer)
+
         def send(lend: Lend, delta: FindDelta | None = None) -> Sent:
             return send_weights(
-                self._source,
+                source,
                 offer,
                 lambda: self._transport.sender(offer, members),
                 device=self._transport.device,

@@ -12,8 +12,9 @@ import torch
 from offbeat_ckptsync.delta import apply_delta, runs_of
 from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
-from offbeat_ckptsync.interface import DeltaReceiver
+from offbeat_ckptsync.interface import DeltaReceiver, PickingReceiver
 from offbeat_ckptsync.plan import bucket_starts, tensor_views
+from offbeat_ckptsync.slices import own_buckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,8 @@ class Staged:
     memory: torch.Tensor  # uint8, buckets end to end
     digests: tuple[str, ...]
     digest_s: float  # seconds of digesting, in a thread beside the receiving one
+    buckets: tuple[Bucket, ...]  # those that this rank gets
+    starts: list[int]  # where each of them lies
     lent: bool  # the memory is the transport's: not to be kept from sync to sync
     end: BucketReceiver
 
@@ -113,23 +116,41 @@ def stage(
         TransferError: a bucket did not arrive; names seat, bucket and cause.
         DigestError: what arrived for a bucket is no delta of it.
     """
-    starts, num_bytes = bucket_starts(buckets)
+    own = own_buckets(offer, seat, buckets)
+    all_starts, num_bytes = bucket_starts(buckets)
     timer = _Timer()
     end = transport.receiver(offer, seat)
     try:
         lent = end.lend(num_bytes)
-        memory = _allocate(num_bytes, spare, device=transport.device) if lent is None else lent
+        if lent is None:
+            starts, num_bytes = bucket_starts(own)
+            memory = _allocate(num_bytes, spare, device=transport.device)
+        else:
+            starts, memory = [all_starts[bucket.index] for bucket in own], lent
         desk = _Desk(offer, seat, memory, base)
+        places = dict(zip((bucket.index for bucket in own), starts, strict=True))
+        picks = isinstance(end, PickingReceiver) and end.picks
         with ThreadPoolExecutor(1, thread_name_prefix=f"digest {seat.member}") as pool:
             waiting = [
-                pool.submit(timer.digest, desk.receive(end, bucket, start))
-                for bucket, start in zip(buckets, starts, strict=True)
+                pool.submit(timer.digest, desk.receive(end, bucket, places[bucket.index]))
+                if bucket.index in places
+                else desk.pass_over(end, bucket)
+                for bucket in buckets
+                if bucket.index in places or not picks
             ]
-            digests = tuple(future.result() for future in waiting)
+            digests = tuple(future.result() for future in waiting if future is not None)
     except BaseException:
         end.close()
         raise
-    return Staged(memory=memory, digests=digests, digest_s=timer.seconds, lent=lent is not None, end=end)
+    return Staged(
+        buckets=own,
+        starts=starts,
+        memory=memory,
+        digests=digests,
+        digest_s=timer.seconds,
+        lent=lent is not None,
+        end=end,
+    )
 
 
 def _allocate(num_bytes: int, spare: torch.Tensor | None, *, device: str) -> torch.Tensor:
@@ -146,6 +167,7 @@ class _Desk:
         self._who = f"rank {seat.rank} of {seat.member}"
         self._memory = memory
         self._base = base
+        self._scratch: torch.Tensor | None = None
 
     def receive(self, end: BucketReceiver, bucket: Bucket, start: int) -> Callable[[], torch.Tensor]:
         """Wait for a bucket; return what is left to do for it: a call that completes it and returns its bytes."""
@@ -161,6 +183,12 @@ class _Desk:
         except Exception as error:
             raise TransferError(f"{self._who}: bucket {bucket.index}: {error!r}") from error
         return lambda: into
+
+    def pass_over(self, end: BucketReceiver, bucket: Bucket) -> None:
+        """Take a bucket that is not for this rank, from a transport that sends every rank everything."""
+        if self._scratch is None or self._scratch.numel() < bucket.num_bytes:
+            self._scratch = self._memory.new_empty(bucket.num_bytes)
+        end.receive(bucket, self._scratch[: bucket.num_bytes])
 
     def _apply(self, bucket: Bucket, start: int, delta: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         if self._base is None:

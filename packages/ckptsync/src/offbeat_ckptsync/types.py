@@ -23,6 +23,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    part: int = 0  # of a cut manifest: tensors of one part go to the same ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,31 @@ class Bucket:
     index: int
     num_bytes: int
     pieces: tuple[Piece, ...]
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What a rank needs of a tensor: elements `start` to `start + length` along `dim`, all along the others."""
+
+    dim: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """A rank's layout on the wire: its cuts by tensor."""
+
+    cuts: dict[str, tuple[Cut, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Where a tensor of a cut manifest lies: in which tensor of the whole one, from where along each dimension."""
+
+    spec_index: int
+    starts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +108,10 @@ class SyncOffer:
     `bases` are the contents that the source can make deltas against; where there are any, the transport says of each
     bucket whether it comes as a delta. `base` is the one of them that every member holds, set by the manager after
     their yes; where it is empty all buckets come whole.
+
+    Where ranks need slices only, the manager has cut the tensors: `whole` is the manifest before that, `manifest` the cut
+    one, `cells` where each of its tensors lies, `audiences` which parts each rank gets (by "member/rank"; one that is
+    not there gets all).
     """
 
     sync_id: str
@@ -93,6 +123,9 @@ class SyncOffer:
     reload: bool = False  # a member whose content is not trusted takes the version it serves once more
     bases: tuple[str, ...] = ()
     base: str = ""
+    whole: Manifest | None = None
+    cells: tuple[Cell, ...] = ()
+    audiences: dict[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +161,7 @@ class Echo:
     bucket_digests: tuple[str, ...]  # xxh3-128, hex, one per bucket, of the bytes that arrived
     transfer_s: float = 0.0
     digest_s: float = 0.0
+    num_bytes: int = 0  # of the buckets that this rank took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,3 +254,6 @@ class SyncReport:
     num_deltas: int = 0
     delta_fraction: float | None = None
     delta_why: str = ""  # why nothing was compared, where deltas are switched on
+    rank_bytes: dict[str, int] = field(
+        default_factory=dict[str, int]
+    )  # content that each rank took, by "member/rank"

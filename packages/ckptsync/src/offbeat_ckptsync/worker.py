@@ -9,6 +9,7 @@ A request is `{"op": .., "reply": key, "mailbox": {host, port}, ..}`. Its answer
     commit  label                                 -> {"label": Label}
     abort   sync_id                               -> {"version": served}
     status                                        -> {"status": Status}
+    layout                                        -> {"layout": {"cuts": ..}}, what the rank needs
     distrust                                      -> {}
 
 Each answer also carries `"num_ranks"`. A failure is mailed as `{"error": {"type", "message"}}` and raised.
@@ -22,10 +23,11 @@ from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import SyncError, WireError
+from offbeat_ckptsync.interface import SlicedSink
 from offbeat_ckptsync.receiver import Receiver
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.transports import make_transport
-from offbeat_ckptsync.types import Label, Seat, Sent, Status, SyncOffer
+from offbeat_ckptsync.types import Label, Needs, Seat, Sent, Status, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, encode, encode_error
 
 if TYPE_CHECKING:
@@ -106,6 +108,9 @@ class Worker:
                 return {"version": self._abort(_text(request, "sync_id"))}
             case "status":
                 return {"status": encode(self._status())}
+            case "layout":
+                sink = self._sink
+                return {"layout": encode(Needs(cuts=sink.layout() if isinstance(sink, SlicedSink) else {}))}
             case "distrust":
                 if self._receiver is not None:
                     self._receiver.distrust()
@@ -175,7 +180,7 @@ class Worker:
 
 
 _MAILBOX_TIMEOUT_S = 10.0
-_OPS = ("begin", "verify", "flip", "commit", "abort", "status", "distrust")
+_OPS = ("begin", "verify", "flip", "commit", "abort", "status", "layout", "distrust")
 
 
 def _text(request: Mapping[str, object], name: str) -> str:

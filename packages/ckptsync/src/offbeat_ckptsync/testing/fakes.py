@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.interface import DeltaReceiver, DeltaSender, DeltaTransport
+from offbeat_ckptsync.interface import DeltaReceiver, DeltaSender, DeltaTransport, PickingReceiver
 from offbeat_ckptsync.manager import CheckpointEngineManager
 from offbeat_ckptsync.manifest import manifest_of
 from offbeat_ckptsync.members import LocalMember
@@ -146,6 +146,10 @@ class _FaultyReceiver:
     def __init__(self, inner: BucketReceiver, fault: Fault | None) -> None:
         self._inner = inner
         self._fault = fault
+
+    @property
+    def picks(self) -> bool:
+        return isinstance(self._inner, PickingReceiver) and self._inner.picks
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         return self._inner.lend(num_bytes)

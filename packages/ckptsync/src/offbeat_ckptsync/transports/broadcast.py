@@ -9,13 +9,11 @@ with a roll call on a TCPStore of the source:
 In a sync whose offer has `bases` each bucket is announced by a broadcast of 8 bytes: an int64, little-endian, the length
 of the delta that follows, or -1 where the bucket itself does.
 
+Buckets that only some ranks get (`audiences` of the offer) go to each of those alone, by point-to-point sends of the group.
+
 If all are in the group that the source is in, that group is used; else all build the group of the new id, the source
 as rank 0 and seats[i] as rank i + 1. A failure on any side drops its group, so the next sync builds a fresh one.
 """
-
-# torch types its distributed bindings in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -23,32 +21,19 @@ import json
 import threading
 import time
 import uuid
-from collections import deque
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo
-from torch.distributed.distributed_c10d import BroadcastOptions
 
 from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.slices import parts_of
 from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.transports.group import Group, Seats
 from offbeat_ckptsync.transports.roll import Word, answer, call_roll, forget
+from offbeat_ckptsync.types import Seat
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
-
-CHUNK_BYTES = 4 << 20
-"""Bytes per broadcast, and `IN_FLIGHT` of them at a time: on two cores gloo moves 2.0 GB/s in chunks of 4 MiB, 1.5
-in chunks of 1 MiB and 0.8 in chunks of 64 MiB (the chunk then no longer fits the caches on its way)."""
-
-IN_FLIGHT = 2
-
-Seats = list[list[str | int]]
-"""[member, rank] of every receiving rank, in the order of group ranks 1, 2, ..."""
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
+    from offbeat_ckptsync.types import Bucket, SyncOffer
 
 _WHOLE = -1
 """Announced in place of a delta's length: the bucket comes whole."""
@@ -66,7 +51,7 @@ class BroadcastTransport:
         self._lock = threading.Lock()
         self._served: Store | None = None
         self._joined: dict[tuple[str, int], Store] = {}
-        self._group: _Group | None = None
+        self._group: Group | None = None
         # Kept: a wait of a sync that is over may look only after the next one has begun.
         self._aborted: set[str] = set()
 
@@ -91,7 +76,7 @@ class BroadcastTransport:
             here["group"] == (group.id if group else "") for ranks in roll.values() for here in ranks
         )
         if group is None or group.seats != seats or not together:
-            group = _Group(uuid.uuid4().hex, seats)
+            group = Group(uuid.uuid4().hex, seats)
             self._drop()
         store.set(f"{offer.sync_id}/go", json.dumps({"group": group.id, "seats": seats}))
         self._join_group(group, store, offer, rank=0)
@@ -111,7 +96,7 @@ class BroadcastTransport:
         told = json.loads(store.get(go) or "{}")
         if self._group is None or self._group.id != told["group"]:
             self._drop()
-            group = _Group(told["group"], told["seats"])
+            group = Group(told["group"], told["seats"])
             self._join_group(group, store, offer, rank=1 + told["seats"].index([seat.member, seat.rank]))
         assert self._group is not None
         return _Receiver(self, offer, self._group)
@@ -132,7 +117,7 @@ class BroadcastTransport:
         """Say whether `abort` was called for this sync."""
         return sync_id in self._aborted
 
-    def failed(self, group: _Group) -> None:
+    def failed(self, group: Group) -> None:
         """Forget a group in which something failed."""
         with self._lock:
             if self._group is group:
@@ -151,7 +136,7 @@ class BroadcastTransport:
             self._joined = {where: Store.join(*where, float(offer.endpoint["rendezvous_s"]))}
         return self._joined[where]
 
-    def _join_group(self, group: _Group, store: Store, offer: SyncOffer, *, rank: int) -> None:
+    def _join_group(self, group: Group, store: Store, offer: SyncOffer, *, rank: int) -> None:
         if self._group is group:
             return
         group.build(store, rank, self._host, self.device, float(offer.endpoint["timeout_s"]))
@@ -174,66 +159,10 @@ def _call_roll(
         raise TransferError(f"broadcast: {error}") from error
 
 
-class _Group:
-    """A process group: the source and its receiving ranks."""
-
-    def __init__(self, group_id: str, seats: Seats) -> None:
-        self.id = group_id
-        self.seats = seats
-        self._held: list[Any] = []  # the process group, once built
-
-    def build(self, store: Store, rank: int, host: str, device: str, timeout_s: float) -> None:
-        world = len(self.seats) + 1
-        own = PrefixStore(self.id, store.raw)
-        try:
-            if device == "cuda":
-                from torch.distributed import ProcessGroupNCCL
-
-                options: Any = ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
-                self._held = [ProcessGroupNCCL(own, rank, world, options)]
-                return
-            options = ProcessGroupGloo._Options()  # noqa: SLF001 -- as above
-            options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
-            # Peers reach a loopback source over loopback; elsewhere gloo finds this machine's own address.
-            local = host in _LOOPBACK
-            options._devices = [  # noqa: SLF001 -- as above
-                ProcessGroupGloo.create_device(hostname=host)
-                if local
-                else ProcessGroupGloo.create_default_device()
-            ]
-            self._held = [ProcessGroupGloo(own, rank, world, options)]
-        except (RuntimeError, ValueError) as error:
-            names = ", ".join(f"rank {seat_rank} of {member}" for member, seat_rank in self.seats)
-            raise TransferError(
-                f"broadcast: the group of {world} (source, {names}) did not form: {error}"
-            ) from error
-
-    def broadcast(self, payload: torch.Tensor, timeout_s: float) -> None:
-        options: Any = BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=max(timeout_s, 0.001))
-        works: deque[Any] = deque()
-        for start in range(0, payload.numel(), CHUNK_BYTES):
-            works.append(self._held[0].broadcast([payload[start : start + CHUNK_BYTES]], options))
-            if len(works) >= IN_FLIGHT:
-                works.popleft().wait()
-        for work in works:
-            work.wait()
-        if payload.is_cuda:
-            torch.cuda.current_stream(
-                payload.device
-            ).synchronize()  # NCCL only queues; the caller reuses `payload`
-
-    def leave(self) -> None:
-        # The last reference closes the sockets, which frees the peers at once. It first waits for what this rank has
-        # in flight, up to its deadline, so it is dropped in a thread of its own.
-        held, self._held = self._held, []
-        threading.Thread(target=held.clear, name="leave group", daemon=True).start()
-
-
 class _End:
-    def __init__(self, transport: BroadcastTransport, offer: SyncOffer, group: _Group) -> None:
+    sends = False
+
+    def __init__(self, transport: BroadcastTransport, offer: SyncOffer, group: Group) -> None:
         self._transport = transport
         self._offer = offer
         self._group = group
@@ -242,21 +171,36 @@ class _End:
     def move(self, bucket: Bucket, payload: torch.Tensor, what: str) -> None:
         if self._transport.is_aborted(self._offer.sync_id):
             raise TransferError(f"broadcast: aborted before bucket {bucket.index}")
+        left_s = self._deadline - time.monotonic()
+        ranks = self._audience(bucket)
         try:
-            self._group.broadcast(payload, self._deadline - time.monotonic())
+            if len(ranks) == len(self._group.seats):
+                self._group.broadcast(payload, left_s)
+            elif self.sends:
+                self._group.give(payload, ranks, left_s)
+            else:
+                self._group.take(payload, left_s)
         except (RuntimeError, IndexError) as error:  # IndexError: the group was dropped by `abort`
             self._transport.failed(self._group)
             raise TransferError(
                 f"broadcast: bucket {bucket.index} of version {self._offer.version} could not be {what}: {error}"
             ) from error
 
+    def _audience(self, bucket: Bucket) -> list[int]:
+        """Return the group ranks of those who get a bucket."""
+        seats = [Seat(member=str(member), rank=int(rank)) for member, rank in self._group.seats]
+        parts = [parts_of(self._offer, seat) for seat in seats]
+        return [rank for rank, own in enumerate(parts, start=1) if own is None or bucket.part in own]
+
 
 class _Sender(_End):
+    sends = True
+
     def __init__(
         self,
         transport: BroadcastTransport,
         offer: SyncOffer,
-        group: _Group,
+        group: Group,
         store: Store,
         seats: Seats,
     ) -> None:
@@ -283,6 +227,8 @@ class _Sender(_End):
 
 
 class _Receiver(_End):
+    picks = True
+
     def lend(self, num_bytes: int) -> None:
         """Nothing to lend: buckets are staged in the receiver's memory."""
 

@@ -175,6 +175,8 @@ class _Receiver:
             else np.memmap(path / name, dtype=np.uint8, mode="r")
         )
 
+    picks = True
+
     def lend(self, num_bytes: int) -> None:
         """Nothing to lend: buckets are staged in the receiver's memory."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.slices import parts_of
 from offbeat_ckptsync.types import Seat
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ class _Sender:
 
     def _put_all(self, bucket: Bucket, payload: torch.Tensor, *, is_delta: bool) -> None:
         for seat, inbox in self._queues.items():
+            parts = parts_of(self._offer, seat)
+            if parts is not None and bucket.part not in parts:
+                continue
             copy = (is_delta, payload.clone())
             if not _until(self._offer, self._channel, lambda box=inbox, item=copy: _put(box, item)):
                 raise TransferError(
@@ -123,6 +127,8 @@ class _Receiver:
         self._channel = channel
         self._inbox = inbox
         self._next: _Item | None = None  # what has been taken out of the inbox already
+
+    picks = True
 
     def lend(self, num_bytes: int) -> None:
         """Nothing to lend: buckets are staged in the receiver's memory."""

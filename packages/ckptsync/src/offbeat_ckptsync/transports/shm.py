@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan import bucket_starts, plan_buckets
+from offbeat_ckptsync.slices import own_buckets
 from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, call
 from offbeat_ckptsync.transports.segments import Mapping, Segment
 
@@ -162,6 +163,8 @@ class _Sender:
 
 
 class _Receiver:
+    picks = True
+
     def __init__(
         self, transport: ShmTransport, offer: SyncOffer, seat: Seat, line: Line, mapping: Mapping
     ) -> None:
@@ -172,6 +175,8 @@ class _Receiver:
         self._mapping = mapping
         self._num_whole = 0  # buckets that are whole
         self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        own = own_buckets(offer, seat, self._buckets)
+        self._last = own[-1].index if own else -1
         self._memory: torch.Tensor | None = None
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
 
@@ -181,7 +186,9 @@ class _Receiver:
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         what = f"shm: {self._who} waits for bucket {bucket.index} of version {self._offer.version}"
-        while self._num_whole <= bucket.index:
+        # Behind its last bucket a rank waits for the others' words too: then the whole sync is there, or failed.
+        until = len(self._buckets) if bucket.index == self._last else bucket.index + 1
+        while self._num_whole < until:
             packet, _ = self._line.receive(
                 self._deadline,
                 lambda: self._transport.is_aborted(self._offer.sync_id),
