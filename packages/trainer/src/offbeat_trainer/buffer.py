@@ -30,12 +30,13 @@ OUTPACED = "outpaced"  # over-sampled, and the others were faster
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One pending group. `group` is None until it is whole and scored."""
+    """One pending group. `group` is None until it is whole and scored; `oldest` is then the version of its oldest token."""
 
     index: int
     version: int
     last_step: int
     group: Group | None = None
+    oldest: int | None = None
     finished_s: float = 0.0
 
 
@@ -281,6 +282,10 @@ class GroupBuffer:
 
     def _settle(self, entry: Entry, group: Group) -> None:
         entry.group = group
+        # Looked at here, token by token, and not when a step is taken: the trainer waits for that.
+        entry.oldest = min(
+            (min(one.policy_versions) for one in group.completions if one.policy_versions), default=None
+        )
         entry.finished_s = now_s()
         self._finished[entry.last_step] += 1
         if self._order is Order.FIRST_IN:

@@ -94,7 +94,7 @@ class GroupStream:
         self._parts.timeline.tail(_tail_s(entries, started_s))
         self._parts.timeline.count("ready groups", self.buffer.ready_groups)
         groups = [entry.group for entry in entries if entry.group is not None]
-        self._check(step, groups)
+        self._check(step, entries)
         return groups
 
     def syncs_after(self, step: int) -> bool:
@@ -168,17 +168,9 @@ class GroupStream:
     def _dropped(self, index: int) -> None:
         self._producer.cancel(index)
 
-    def _check(self, step: int, groups: list[Group]) -> None:
+    def _check(self, step: int, entries: list[Entry]) -> None:
         """Hold the bound over every token that is about to be trained."""
-        oldest = min(
-            (
-                min(one.policy_versions)
-                for group in groups
-                for one in group.completions
-                if one.policy_versions
-            ),
-            default=None,
-        )
+        oldest = min((entry.oldest for entry in entries if entry.oldest is not None), default=None)
         if oldest is not None and version_of(step) - oldest > self._mode.max_staleness:
             raise TrainerError(
                 f"step {step} was given a token of version {oldest}, {version_of(step) - oldest} versions old; "
