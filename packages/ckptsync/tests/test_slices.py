@@ -386,6 +386,40 @@ async def test_a_replica_whose_ranks_leave_something_out_is_refused_and_the_old_
     await site.sync(2)
 
 
+class GivesAll:
+    """A transport that knows nothing of audiences: every rank is sent every bucket."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def sender(self, offer, members):
+        return self.inner.sender(dataclasses.replace(offer, whole=None), members)
+
+    def receiver(self, offer, seat):
+        inner = self.inner.receiver(dataclasses.replace(offer, whole=None), seat)
+
+        class Plain:
+            lend, receive, close = inner.lend, inner.receive, inner.close
+
+        return Plain()
+
+
+async def test_a_transport_that_gives_every_rank_everything_serves_slices_too(monkeypatch):
+    monkeypatch.setattr(
+        "offbeat_ckptsync.worker.make_transport", lambda *given: GivesAll(make_transport(*given))
+    )
+    site = Site("loopback", "")
+    site.publisher._transport = GivesAll(site.publisher._transport)
+    site.manager.add(site.replica("tp", tp_layouts(2)))
+    for version in (1, 2):
+        report = await site.sync(version)
+        assert max(report.rank_bytes.values()) < 0.75 * report.num_bytes
+    site.close()
+
+
 def test_one_rank_of_several_members_is_asked_once():
     site = Site("loopback", "")
     replica = site.replica("tp", tp_layouts(2))

@@ -129,16 +129,7 @@ def stage(
             starts, memory = [all_starts[bucket.index] for bucket in own], lent
         desk = _Desk(offer, seat, memory, base)
         places = dict(zip((bucket.index for bucket in own), starts, strict=True))
-        picks = isinstance(end, PickingReceiver) and end.picks
-        with ThreadPoolExecutor(1, thread_name_prefix=f"digest {seat.member}") as pool:
-            waiting = [
-                pool.submit(timer.digest, desk.receive(end, bucket, places[bucket.index]))
-                if bucket.index in places
-                else desk.pass_over(end, bucket)
-                for bucket in buckets
-                if bucket.index in places or not picks
-            ]
-            digests = tuple(future.result() for future in waiting if future is not None)
+        digests = desk.take(end, buckets, places, timer)
     except BaseException:
         end.close()
         raise
@@ -168,6 +159,21 @@ class _Desk:
         self._memory = memory
         self._base = base
         self._scratch: torch.Tensor | None = None
+
+    def take(
+        self, end: BucketReceiver, buckets: tuple[Bucket, ...], places: dict[int, int], timer: _Timer
+    ) -> tuple[str, ...]:
+        """Receive the buckets that have a place, by index, and return their digests."""
+        picks = isinstance(end, PickingReceiver) and end.picks
+        with ThreadPoolExecutor(1, thread_name_prefix=f"digest for {self._who}") as pool:
+            waiting = [
+                pool.submit(timer.digest, self.receive(end, bucket, places[bucket.index]))
+                if bucket.index in places
+                else self.pass_over(end, bucket)
+                for bucket in buckets
+                if bucket.index in places or not picks
+            ]
+            return tuple(future.result() for future in waiting if future is not None)
 
     def receive(self, end: BucketReceiver, bucket: Bucket, start: int) -> Callable[[], torch.Tensor]:
         """Wait for a bucket; return what is left to do for it: a call that completes it and returns its bytes."""
