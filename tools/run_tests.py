@@ -1,49 +1,65 @@
 """Run the tests in passes and close with one line that counts them all.
 
-Ordinary tests share two worker processes. Tests that need the machine to themselves follow one after
-another, in one process for those that start Ray or use a GPU and in one for those that start vLLM. Each pass
-writes a JUnit file; the closing line is computed from those files and from pytest's exit codes, so that a
-pass that crashed, ran out of time or found no test counts as an error and is not lost.
+Without a GPU, which they would share, the passes run side by side: ordinary tests have two worker processes, those
+that start Ray or use a GPU one, and those that start vLLM one. The latter two spend their time in chains of processes
+that wait for one another to come up and leave much of the machine idle; so they go first, and ordinary tests, at low
+priority, take what is left. The first pass is seen as it goes, the others when they are over. Each pass writes a
+JUnit file; the closing line is computed from those files and from pytest's exit codes, so that a pass that crashed,
+ran out of time or found no test counts as an error and is not lost.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 PASS_DEADLINE_S = 1500
 GRACE_S = 30
+GPU_DRIVER = Path("/dev/nvidiactl")
+NUM_SLOWEST = 15  # tests of a pass that are shown with the time they took
 NO_TESTS = 5  # pytest's exit code for "nothing was collected"
 # pytest-xdist opens its own processes: one thread each keeps two workers from fighting over two cores.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+# Torch's compiler would open a pool of them too, each of which imports torch, for graphs of a few kernels.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One run of pytest: the tests that `markers` selects, with `options`."""
+    """One run of pytest: the tests that `markers` selects, with `options`; it yields to those of lower `niceness`."""
 
     name: str
     markers: str
     options: tuple[str, ...] = ()
+    niceness: int = 0
 
 
-PARALLEL = ("-n", "2", "--dist", "loadfile")
+# Each worker begins with one half of the tests in their order, and takes from the other's rest when it is done: files
+# stay together as far as two workers can be kept busy to the end.
+PARALLEL = ("-n", "2", "--dist", "worksteal")
+ORDINARY = "not (vllm or ray or gpu)"
 FULL = (
-    Pass(name="parallel", markers="not (vllm or ray or gpu)", options=PARALLEL),
+    Pass(name="parallel", markers=ORDINARY, options=PARALLEL, niceness=5),
     Pass(name="ray-and-gpu", markers="(ray or gpu) and not vllm"),
     Pass(name="vllm", markers="vllm"),
 )
-FAST = (Pass(name="fast", markers="not (vllm or ray or gpu or slow)", options=PARALLEL),)
+FAST = (Pass(name="fast", markers=f"{ORDINARY} and not slow", options=PARALLEL),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,38 +116,75 @@ def trouble(outcome: Outcome, *, expects_tests: bool) -> str | None:
             return f"pytest exited {outcome.exit_code} and its report does not say why"
 
 
-def run_pass(chosen: Pass, arguments: list[str], report: Path) -> Outcome:
-    """Run pytest for one pass and return what came of it; whatever it left running is ended with it."""
-    command = [sys.executable, "-m", "pytest", "-m", chosen.markers, f"--junitxml={report}"]
-    print(f"\n--- tests: {chosen.name} ({chosen.markers})", flush=True)
-    process = subprocess.Popen(
-        [*command, *chosen.options, *arguments], env={**os.environ, **ENVIRONMENT}, start_new_session=True
+async def run_passes(
+    passes: tuple[Pass, ...], arguments: list[str], folder: Path, at_once: int
+) -> list[Outcome]:
+    """Run the passes, `at_once` of them side by side, and return their outcomes."""
+    turns = asyncio.Semaphore(at_once)
+    first = passes[0]
+
+    async def take_turn(chosen: Pass) -> Outcome:
+        async with turns:
+            if chosen is not first:
+                return await run_and_print(chosen, arguments, folder)
+            print(title(chosen), flush=True)
+            return await run_pass(chosen, arguments, folder, None)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(take_turn(chosen)) for chosen in passes]
+    return [task.result() for task in tasks]
+
+
+def title(chosen: Pass) -> str:
+    """Return the line above a pass's output."""
+    return f"\n--- tests: {chosen.name} ({chosen.markers})"
+
+
+async def run_and_print(chosen: Pass, arguments: list[str], folder: Path) -> Outcome:
+    """Run one pass and print what it said when it is over."""
+    log = folder / f"{chosen.name}.log"
+    with log.open("w") as file:
+        outcome = await run_pass(chosen, arguments, folder, file)
+    print(f"{title(chosen)}\n{log.read_text(errors='replace')}", flush=True)
+    return outcome
+
+
+async def run_pass(chosen: Pass, arguments: list[str], folder: Path, log: TextIO | None) -> Outcome:
+    """Run pytest for one pass, its output to `log` or to where ours goes; whatever it left running is ended with it."""
+    report = folder / f"{chosen.name}.xml"
+    words = ["-m", "pytest", "-m", chosen.markers, f"--junitxml={report}", f"--durations={NUM_SLOWEST}"]
+    process = await asyncio.create_subprocess_exec(
+        *("nice", "-n", str(chosen.niceness), sys.executable, *words, *chosen.options, *arguments),
+        env={**os.environ, **ENVIRONMENT},
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
     exit_code: int | None = None
     try:
-        exit_code = process.wait(timeout=PASS_DEADLINE_S)
-    except subprocess.TimeoutExpired:
+        async with asyncio.timeout(PASS_DEADLINE_S):
+            exit_code = await process.wait()
+    except TimeoutError:
         pass
-    except KeyboardInterrupt:
+    except asyncio.CancelledError:  # Ctrl-C: pytest says what it has
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=GRACE_S)
+        async with asyncio.timeout(GRACE_S):
+            await process.wait()
         raise
     finally:
-        end_session(process)
+        await end_session(process)
     return read_outcome(chosen.name, exit_code, report)
 
 
-def end_session(process: subprocess.Popen[bytes]) -> None:
+async def end_session(process: asyncio.subprocess.Process) -> None:
     """End `process` and what it started, if any of it still runs."""
-    try:
+    with suppress(ProcessLookupError):  # nothing was left
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(timeout=GRACE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await process.wait()
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # nothing was left
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=GRACE_S)
+        await process.wait()
 
 
 def closing_line(outcomes: list[Outcome], num_troubles: int, wall_s: float) -> str:
@@ -161,7 +214,8 @@ def main() -> None:
     passes = FAST if options.fast else FULL
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="offbeat-tests-") as folder:
-        outcomes = [run_pass(chosen, paths, Path(folder) / f"{chosen.name}.xml") for chosen in passes]
+        at_once = 1 if GPU_DRIVER.exists() else len(passes)
+        outcomes = asyncio.run(run_passes(passes, paths, Path(folder), at_once))
     # Narrowed to some paths a pass may well be empty; all passes together may not.
     must_all_find = not paths or not any(outcome.num_tests for outcome in outcomes)
     print()

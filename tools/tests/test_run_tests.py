@@ -28,6 +28,23 @@ import os, pytest
 def test_takes_the_process_down(): os._exit(0)
 """
 
+MEETING = """
+import pathlib, time
+import pytest
+
+def meet(mine, other):
+    here = pathlib.Path(__file__).parent
+    (here / mine).touch()
+    deadline = time.monotonic() + 60
+    while not (here / other).exists():
+        assert time.monotonic() < deadline, f"{other} did not come while {mine} was here"
+        time.sleep(0.02)
+
+def test_ordinary(): meet("ordinary", "alone")
+@pytest.mark.ray
+def test_alone(): meet("alone", "ordinary")
+"""
+
 
 @pytest.fixture(autouse=True)
 def only_needed_plugins(monkeypatch):
@@ -54,6 +71,17 @@ def test_every_verdict_and_a_crash_are_counted(small_checkout):
     assert code == 1
     assert closing == "1 passed, 1 failed, 1 skipped, 2 error, 1 xfailed"  # the crash left with exit code 0
     assert "tests ray-and-gpu: pytest exited 0 and its report does not say why" in output
+
+
+@pytest.mark.slow
+def test_passes_run_side_by_side_and_all_are_seen(small_checkout):
+    write_suite(small_checkout, meeting=MEETING)
+    code, output, closing = run(small_checkout)
+    assert (code, closing) == (0, "2 passed, 0 failed, 0 skipped")
+    for name in ("parallel", "ray-and-gpu", "vllm"):
+        assert f"--- tests: {name} (" in output
+    assert output.count("1 passed") == 2
+    assert output.count("slowest 15 durations") == 2
 
 
 def test_green_only_with_tests_and_without_red_gates(small_checkout):
