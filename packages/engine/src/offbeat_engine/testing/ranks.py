@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from types import TracebackType
 
+# What a rank would import before its first step, in this order; what is not installed is passed over.
+PRELOADED = [
+    "offbeat_engine.fsdp2",
+    "offbeat_engine.testing.probes",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+    "accelerate",
+    "peft",
+]
+
 
 class RanksError(EngineError, RuntimeError):
     """A rank raised, died or did not answer in time; the message holds its traceback."""
@@ -49,7 +59,7 @@ class RankPool:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
-        context = mp.get_context("spawn")
+        context = _context(device)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(num_ranks):
@@ -126,6 +136,19 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: 
     """Start `num_ranks` processes, call `fn(world, *args)` on each, and return the results in rank order."""
     with RankPool(num_ranks, timeout_s) as pool:
         return pool.run(fn, *args)
+
+
+def _context(device: str) -> Any:  # noqa: ANN401 one of multiprocessing's contexts
+    """Return how ranks are started: forked off a process that has loaded the libraries, where that is safe.
+
+    A fresh interpreter takes seconds to import them, a fork milliseconds. That process computes nothing and starts no
+    thread, so a fork of it is as good as new; but it may have looked for GPUs, and CUDA does not survive a fork.
+    """
+    if device == "cuda":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def _homes(fn: Callable[..., Any], args: tuple[object, ...]) -> dict[str, str | None]:
