@@ -51,7 +51,8 @@ def adapter_of(vllm_config: VllmConfig) -> AdapterSpec | None:
         return None
     try:
         fields = dict(cast("dict[str, Any]", given))
-        spec = AdapterSpec(**{**fields, "targets": tuple(fields["targets"])})
+        fields["targets"] = tuple(fields["targets"])
+        spec = AdapterSpec(**fields)
     except (TypeError, KeyError, ValueError) as error:
         raise ManifestError(
             f"additional_config['offbeat']['adapter'] is {given!r}; expected id, rank, alpha, targets"
