@@ -12,8 +12,7 @@ from offbeat_ckptsync.interface import SlicedMember
 if TYPE_CHECKING:
     from offbeat_ckptsync.interface import CanaryMember, CommittingMember, Member, SupervisedMember
     from offbeat_ckptsync.members import GenerationGate
-    from offbeat_ckptsync.slices import Layout
-    from offbeat_ckptsync.types import Echo, Flip, Label, Sent, Status, SyncOffer
+    from offbeat_ckptsync.types import Echo, Flip, Label, Layout, Sent, Status, SyncOffer
 
     class Whole(Member, CommittingMember, SupervisedMember, CanaryMember, Protocol):
         """A member with everything: `LocalMember`, `ControlMember` and `RemoteMember` are such."""

@@ -9,8 +9,18 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.slices import Layout
-    from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
+    from offbeat_ckptsync.types import (
+        Bucket,
+        Echo,
+        Flip,
+        Label,
+        Layout,
+        Manifest,
+        Seat,
+        Sent,
+        Status,
+        SyncOffer,
+    )
 
 
 class WeightSource(Protocol):

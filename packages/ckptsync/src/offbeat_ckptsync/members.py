@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.interface import Transport
     from offbeat_ckptsync.mailbox import Mailbox
     from offbeat_ckptsync.receiver import Receiver
-    from offbeat_ckptsync.slices import Layout
+    from offbeat_ckptsync.types import Layout
 
 Control = Callable[[str, dict[str, object]], Awaitable[object]]
 """Calls a remote engine: `control(op, payload)` with op "start" (payload {}), "update" (payload: the request that

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.interface import Transport, WeightSink
-    from offbeat_ckptsync.slices import Layout
+    from offbeat_ckptsync.types import Layout
 
 
 class State(StrEnum):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.slices import Layout
+    from offbeat_ckptsync.types import Layout
 
 
 class Peer:

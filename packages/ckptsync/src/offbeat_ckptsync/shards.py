@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.slices import Layout
+    from offbeat_ckptsync.types import Layout
 
 
 def layout_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.interface import WeightSource
-    from offbeat_ckptsync.slices import Layout
+    from offbeat_ckptsync.types import Layout
 
 
 class ModuleSource:

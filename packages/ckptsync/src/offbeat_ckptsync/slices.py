@@ -16,17 +16,13 @@ import torch
 
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.manifest import dtype_of, make_manifest
-from offbeat_ckptsync.types import Cell, Cut, TensorSpec
+from offbeat_ckptsync.types import Cell, Cut, Layout, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from offbeat_ckptsync.interface import WeightSource
     from offbeat_ckptsync.types import Bucket, Manifest, Seat, SyncOffer
-
-Layout = dict[str, tuple[Cut, ...]]
-"""What one rank needs, by tensor: cuts along one dimension, of which it gets the concatenation in their order. A tensor that
-is not named it needs whole, one without cuts not at all. What one rank of a member needs a part of, its ranks must cover."""
 
 Layouts = dict[str, dict[int, Layout]]
 """By member and rank. A member that is not here takes everything."""

@@ -63,6 +63,11 @@ class Cut:
     length: int
 
 
+Layout = dict[str, tuple[Cut, ...]]
+"""What one rank needs, by tensor: cuts along one dimension, of which it gets the concatenation in their order. A tensor that
+is not named it needs whole, one without cuts not at all. What one rank of a member needs a part of, its ranks must cover."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """A rank's layout on the wire: its cuts by tensor."""
