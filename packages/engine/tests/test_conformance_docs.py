@@ -7,8 +7,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 PAGE = Path(__file__).parents[3] / "docs" / "writing-an-engine.md"
 
 
@@ -52,7 +50,7 @@ def run_suite(folder, *options):
     return subprocess.run(
         [*command, "test_my_engine.py"],
         cwd=folder,
-        env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "500"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -69,29 +67,33 @@ def test_the_engine_of_the_page_passes_the_suite(tmp_path):
     assert "mine does not declare packing: this engine is the plainest possible" in ran.stdout
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "case", "says"),
-    [
-        (
-            'logits_BTV / batch["temperature"][:, None, None]',
-            "logits_BTV",
-            "training_llama_one_rank",
-            r"first step: `logprobs` of sequence \d+, token \d+",
-        ),
-        (
-            'self.num_steps = state["num_steps"]',
-            "pass",
-            "checkpoint_1_to_1",
-            r"learning rate after loading and a step: expected 0\.000833\d*, got 0\.001",
-        ),
-    ],
-    ids=["temperature", "schedule"],
+# What is right in the page's engine, what is written in its place, the case that sees it, and what that says.
+MISTAKES = (
+    (
+        'logits_BTV / batch["temperature"][:, None, None]',
+        "logits_BTV",
+        "training_llama_one_rank",
+        r"first step: `logprobs` of sequence \d+, token \d+",
+    ),
+    (
+        'self.num_steps = state["num_steps"]',
+        "pass",
+        "checkpoint_1_to_1",
+        r"learning rate after loading and a step: expected 0\.000833\d*, got 0\.001",
+    ),
 )
-def test_the_suite_sees_a_mistake_in_it(tmp_path, good, bad, case, says):
+
+
+def test_the_suite_sees_two_mistakes_in_it_and_tells_them_apart(tmp_path):
     write_package(tmp_path)
     file = tmp_path / "my_engine.py"
-    assert good in file.read_text()
-    file.write_text(file.read_text().replace(good, bad))
-    ran = run_suite(tmp_path, "-k", case)
+    for good, bad, _, _ in MISTAKES:
+        assert good in file.read_text()
+        file.write_text(file.read_text().replace(good, bad))
+    ran = run_suite(tmp_path, "-k", " or ".join(case for _, _, case, _ in MISTAKES))
     assert ran.returncode == 1
-    assert re.search(says, ran.stdout), ran.stdout[-3000:]
+    assert "2 failed" in ran.stdout
+    for _, _, case, says in MISTAKES:
+        assert re.search(
+            rf"FAILED test_my_engine\.py::\w+::test_{case} - AssertionError: {says}", ran.stdout
+        ), ran.stdout[-3000:]

@@ -57,9 +57,9 @@ class ReplicaWorker:
         """See `RolloutEngine.stop`."""
         await self._engine.stop()
 
-    async def begin(self, offer: SyncOffer) -> None:
+    async def begin(self, offer: SyncOffer) -> str | None:
         """See `Member.begin`."""
-        await self._member.begin(offer)
+        return await self._member.begin(offer)
 
     async def transfer(self, offer: SyncOffer) -> list[Echo]:
         """See `Member.transfer`."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Actors ask for slices of a logical core: what they may really use is decided by the plan, not by Ray.
 CPUS_PER_PROCESS = 0.01
-LOGICAL_CPUS = 1
+LOGICAL_CPUS = 2  # Ray starts as many processes at once as it counts CPUs
 
 
 def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:

@@ -55,9 +55,11 @@ class RemoteMember:
         """The replica's name."""
         return self._name
 
-    async def begin(self, offer: SyncOffer) -> None:
+    async def begin(self, offer: SyncOffer) -> str | None:
         """Forward."""
-        await self._ask(self._handle.begin.remote(offer), "agree to a sync", self._config.begin_timeout_s)
+        return await self._ask(
+            self._handle.begin.remote(offer), "agree to a sync", self._config.begin_timeout_s
+        )
 
     async def transfer(self, offer: SyncOffer) -> list[Echo]:
         """Forward."""
