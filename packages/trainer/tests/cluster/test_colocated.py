@@ -117,7 +117,9 @@ async def test_nothing_is_generated_while_weights_change_and_it_goes_on_with_the
     report = await publisher.publish(3)
     assert report.transport == "shm", report.why
     (done,) = await asyncio.wait_for(work, TIMEOUT_S)
-    assert list(done.policy_versions) == [1] * made + [3] * (LONG - made)
+    versions = list(done.policy_versions)  # it may end before its limit, at an end token
+    assert len(versions) > made
+    assert versions == [1] * made + [3] * (len(versions) - made)
 
 
 async def test_a_replacement_rests_too_until_a_sync_wakes_it(cluster, publisher):
