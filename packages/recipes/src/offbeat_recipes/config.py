@@ -220,7 +220,8 @@ class RunConfig:
     """Everything a run is told.
 
     `name` defaults to the task's, `run_dir` to runs/<name> (with a number where that is taken). `resume` "auto"
-    goes on from the newest whole checkpoint of the run folder. `device` is where training and generation run.
+    goes on from the newest whole checkpoint of the run folder. `device` is where training and generation run. `replay`
+    is the folder of an asynchronous run whose recorded schedule this one follows, docs/asynchrony.md.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -229,6 +230,7 @@ class RunConfig:
     run_dir: str = ""
     seed: int = 0
     resume: Literal["never", "auto"] = "never"
+    replay: str = ""
     device: Device = "cpu"
     mode: ModeConfig = field(default_factory=SyncMode)
     task: TaskConfig = field(default_factory=ArithmeticConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, assert_never
 
+from offbeat_recipes.replay import recorded_schedule
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.journal.memory import MemoryJournal
 from offbeat_trainer.journal.sqlite import SqliteJournal
@@ -50,6 +51,7 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
         stop=session.stop,
         asynchrony=config.asynchrony,
         journal=journal,
+        replay=recorded_schedule(config),
         timeline=timeline,
         watchdog=Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall),
     )

@@ -39,6 +39,11 @@ _SCHEDULE = "engine.optimizer.schedule"
 _TOTAL_STEPS = "engine.optimizer.total_steps"
 
 
+def journal_in(folder: Path) -> Path:
+    """Return where the run in `folder` keeps its journal, if it keeps one."""
+    return folder / "checkpoints" / "journal.sqlite"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
     """The paths of a run, and the lock that keeps a second process out of it."""
@@ -65,7 +70,7 @@ class RunFolder:
     @property
     def journal(self) -> Path:
         """What became of every prompt, in a run that generates ahead; `checkpoints` and this resume it."""
-        return self.checkpoints / "journal.sqlite"
+        return journal_in(self.path)
 
     @property
     def trace(self) -> Path:

@@ -1,0 +1,61 @@
+"""Following the recorded schedule of an earlier run: what timing decided there is decided alike here."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_engine.capabilities import Refusal
+from offbeat_recipes.run_folder import journal_in
+from offbeat_trainer.config import Partial
+from offbeat_trainer.errors import PlanRefused, ResumeError
+from offbeat_trainer.journal.sqlite import SqliteJournal
+from offbeat_trainer.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_recipes.config import RunConfig
+
+
+def recorded_schedule(config: RunConfig) -> Schedule | None:
+    """Return the schedule of the run in folder `replay`, or None where there is nothing to be followed.
+
+    Raises:
+        ResumeError: the folder holds no journal that can be read.
+    """
+    if not config.replay:
+        return None
+    journal = journal_in(Path(config.replay))
+    if not journal.is_file():
+        raise ResumeError(f"{config.replay} holds no journal ({journal} is not there)")
+    with closing(SqliteJournal(journal)) as recorded:
+        return Schedule.of(recorded.events())
+
+
+def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse a schedule that cannot be followed by this run."""
+    if not config.replay:
+        return
+    if config.mode.name == "sync":
+        yield _refusal(
+            "mode=sync leaves nothing to timing",
+            "leave it out: a run with the same settings and seed repeats itself; or choose the mode of the recorded run",
+        )
+        return
+    if Path(config.replay).resolve() == config.folder.resolve():
+        yield _refusal("a run cannot follow itself", "give this run another run_dir")
+        return
+    try:
+        schedule = recorded_schedule(config)
+        assert schedule is not None
+        schedule.check(config.trainer.steps, kept=config.asynchrony.partial is Partial.KEEP)
+    except (ResumeError, PlanRefused) as error:
+        yield _refusal(
+            str(error), "name the folder of a run that ended, in an asynchronous mode, with as many steps"
+        )
+
+
+def _refusal(reason: str, remedy: str) -> Refusal:
+    return Refusal(setting="replay", reason=reason, remedy=remedy)
