@@ -50,6 +50,7 @@ def main() -> int:
             "memcpy_gb_per_s": limits["shm"],
             "raw_gloo_gb_per_s": limits["broadcast"],
             "chunked_gloo_gb_per_s": limits["chunked"],
+            "per_tensor_gloo_gb_per_s": limits["per tensor"],
             "raw_file_gb_per_s": limits["disk"],
         }
         for name, counts in RECEIVERS.items():
@@ -87,6 +88,7 @@ def _limits(num_bytes: int, scratch: str) -> dict[str, float]:
         "shm": links.memcpy(num_bytes),
         "broadcast": links.plain(gloo),
         "chunked": max(gloo.values()),
+        "per tensor": gloo[links.PER_TENSOR],
         "disk": links.disk(num_bytes, scratch),
     }
 
