@@ -24,7 +24,7 @@ SETTINGS = (
     "trainer.save_every=1",
     "trainer.validation_prompts=8",
 )
-RUN_TIMEOUT_S = 240.0
+RUN_TIMEOUT_S = 420.0
 REWARD = """
 def even(prompt, completion, row):
     return sum(letter in "02468" for letter in completion) / max(1, len(completion))

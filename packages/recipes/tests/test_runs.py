@@ -24,7 +24,7 @@ SMALL = (
     "trainer.validate_every=2",
     "trainer.validation_prompts=8",
 )
-RUN_TIMEOUT_S = 240.0
+RUN_TIMEOUT_S = 420.0
 ORPHAN_TIMEOUT_S = 60.0
 # What depends on the clock; how much is queued at the end of a step does, in the modes that generate ahead.
 CLOCKS = (
