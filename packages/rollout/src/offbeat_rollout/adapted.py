@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from offbeat_rollout.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from offbeat_rollout.config import AdapterConfig, RolloutConfig
@@ -33,11 +32,13 @@ def adapted_layers(model: PreTrainedModel, adapter: AdapterConfig) -> dict[str, 
     Raises:
         ConfigError: a target is no linear layer there, or there is none at all.
     """
+    from torch.nn import Linear
+
     inside = {id(module) for module in model.base_model.modules()}
     linear = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and id(module) in inside
+        if isinstance(module, Linear) and id(module) in inside
     }
     for target in adapter.targets:
         if not any(_ends(name, target) for name in linear):
@@ -70,11 +71,12 @@ def folder_adapter_specs(config: RolloutConfig) -> list[tuple[str, tuple[int, ..
     Raises:
         ConfigError: the folder is no causal language model, or a target is no linear layer of it.
     """
+    from torch import device
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         shape = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
-        with torch.device("meta"):
+        with device("meta"):
             model = AutoModelForCausalLM.from_config(shape)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the model in {config.model_path!r}: {error}") from error

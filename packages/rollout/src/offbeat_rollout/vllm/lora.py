@@ -17,8 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-import torch
-
 from offbeat_rollout.errors import ConfigError, EngineStateError
 
 if TYPE_CHECKING:
@@ -92,6 +90,8 @@ async def serve_nothing_yet(
 
 
 def _write_zeros(folder: Path, adapter: AdapterConfig, specs: list[tuple[str, tuple[int, ...], str]]) -> None:
+    import torch  # here: looking the adapter up must stay cheap
+
     zeros = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape, dtype in specs}
     torch.save(zeros, folder / "adapter_model.pt")
     modules = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in zeros})
