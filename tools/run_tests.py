@@ -1,9 +1,9 @@
 """Run the tests in passes and close with one line that counts them all.
 
-Without a GPU, which they would share, the passes run side by side: ordinary tests have two worker processes, those
-that start Ray or use a GPU one, and those that start vLLM one. The latter two spend their time in chains of processes
-that wait for one another to come up and leave much of the machine idle; so they go first, and ordinary tests, at low
-priority, take what is left. The first pass is seen as it goes, the others when they are over. Each pass writes a
+On four cores or more, without a GPU that they would share, the passes run side by side: ordinary tests have two
+worker processes, those that start Ray or use a GPU one, and those that start vLLM one. The latter two spend their time
+in chains of processes that wait for one another to come up, so they go first, and ordinary tests, at low priority, take
+what is left. On less the passes take turns. The first is seen as it goes, the others when they are over. Each writes a
 JUnit file; the closing line is computed from those files and from pytest's exit codes, so that a pass that crashed,
 ran out of time or found no test counts as an error and is not lost.
 """
@@ -210,19 +210,26 @@ def paths_of(words: list[str]) -> list[str]:
     return [f"packages/{word}" if word in packages else word for word in words]
 
 
+def usual_at_once() -> int:
+    """Return how many passes fit side by side: on a GPU, or on two cores, they would keep each other from starting in time."""
+    return 1 if GPU_DRIVER.exists() or len(os.sched_getaffinity(0)) < 4 else len(FULL)
+
+
 def main() -> None:
     """Run the passes; exit 1 if anything was red, a pass broke, or tests that should exist were not found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fast", action="store_true", help="leave out tests marked vllm, ray, gpu or slow")
     parser.add_argument("--red-gates", default="", help="gates that were red, to be named beside red tests")
+    parser.add_argument(
+        "--at-once", type=int, default=usual_at_once(), help="passes that run side by side; %(default)s here"
+    )
     parser.add_argument("paths", nargs="*", help="packages by short name, or paths; all by default")
     options = parser.parse_args()
     paths = paths_of(options.paths)
     passes = FAST if options.fast else FULL
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="offbeat-tests-") as folder:
-        at_once = 1 if GPU_DRIVER.exists() else len(passes)
-        outcomes = asyncio.run(run_passes(passes, paths, Path(folder), at_once))
+        outcomes = asyncio.run(run_passes(passes, paths, Path(folder), options.at_once))
     # Narrowed to some paths a pass may well be empty; all passes together may not.
     must_all_find = not paths or not any(outcome.num_tests for outcome in outcomes)
     print()

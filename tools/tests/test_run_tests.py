@@ -76,7 +76,7 @@ def test_every_verdict_and_a_crash_are_counted(small_checkout):
 @pytest.mark.slow
 def test_passes_run_side_by_side_and_all_are_seen(small_checkout):
     write_suite(small_checkout, meeting=MEETING)
-    code, output, closing = run(small_checkout)
+    code, output, closing = run(small_checkout, "--at-once", "3")
     assert (code, closing) == (0, "2 passed, 0 failed, 0 skipped")
     for name in ("parallel", "ray-and-gpu", "vllm"):
         assert f"--- tests: {name} (" in output
