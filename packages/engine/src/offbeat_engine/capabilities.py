@@ -30,7 +30,7 @@ class Feature(StrEnum):
     PIPELINE_PARALLEL = "pipeline_parallel"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """One setting that this engine cannot honour: which, why, and what to do instead."""
 

@@ -83,7 +83,7 @@ def gather_facts(config: RunConfig) -> Facts:
         refusals += [] if model is None else stop_refusals(config, model.vocab_size)
     except (TaskError, OSError, ValueError) as error:
         setting = "task" if isinstance(error, TaskError) else "model.path"
-        refusals.append(_refusal(setting, str(error).splitlines()[0], "give a value that can be used"))
+        refusals.append(Refusal(setting, str(error).splitlines()[0], "give a value that can be used"))
     on_cuda = config.device == "cuda" and torch.cuda.is_available()
     return Facts(
         num_cores=len(os.sched_getaffinity(0)),
@@ -121,17 +121,13 @@ def model_facts(shape: PretrainedConfig) -> ModelFacts:
     )
 
 
-def _refusal(setting: str, reason: str, remedy: str) -> Refusal:
-    return Refusal(setting=setting, reason=reason, remedy=remedy)
-
-
 def _engine(config: RunConfig) -> list[Refusal]:
     try:
         engine = engine_class(config.engine.name)
     except EngineConfigError as error:
-        return [_refusal("engine.name", str(error), "choose an installed one")]
+        return [Refusal("engine.name", str(error), "choose an installed one")]
     found = engine.check(config.engine_config(config.model.path), config.engine.num_ranks)
-    return [_refusal(_our_name(item.setting), item.reason, item.remedy) for item in found]
+    return [Refusal(_our_name(item.setting), item.reason, item.remedy) for item in found]
 
 
 def _our_name(setting: str) -> str:
@@ -146,9 +142,9 @@ def _rollout(config: RunConfig) -> Iterator[Refusal]:
         adapter = adapter_class(config.rollout.name)
         check_config(config.rollout_config(config.model.path), adapter.capabilities())
     except RolloutConfigError as error:
-        yield _refusal("rollout", str(error), "choose what the adapter offers, or another adapter")
+        yield Refusal("rollout", str(error), "choose what the adapter offers, or another adapter")
     if config.rollout.name == "vllm" and find_spec("vllm") is None:
-        yield _refusal(
+        yield Refusal(
             "rollout.name", "vLLM is not installed", "install the dependency group cpu or gpu, or rollout=hf"
         )
 
@@ -159,13 +155,13 @@ def _files(config: RunConfig) -> Iterator[Refusal]:
     for key in ("train_path", "validation_path"):
         path = str(getattr(config.task, key))
         if not path:
-            yield _refusal(f"task.{key}", "not given", "name a JSONL or parquet file")
+            yield Refusal(f"task.{key}", "not given", "name a JSONL or parquet file")
         elif not Path(path).is_file():
-            yield _refusal(f"task.{key}", f"no file {path}", "name a JSONL or parquet file that is there")
+            yield Refusal(f"task.{key}", f"no file {path}", "name a JSONL or parquet file that is there")
     if isinstance(config.task, FileConfig) and not config.task.reward:
-        yield _refusal("task.reward", "not given", "name package.module:function or file.py:function")
+        yield Refusal("task.reward", "not given", "name package.module:function or file.py:function")
     if not config.model.path:
-        yield _refusal("model.path", "not given, and this task makes no model", "name a Hugging Face folder")
+        yield Refusal("model.path", "not given, and this task makes no model", "name a Hugging Face folder")
 
 
 def _model_config(config: RunConfig) -> PretrainedConfig | None:

@@ -69,7 +69,7 @@ def num_devices(config: RunConfig, facts: Facts) -> int | None:
 def mode_refusals(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
     """Refuse what the mode cannot do with the other settings."""
     if config.colocated and config.mode.name != "sync":
-        yield _refusal(
+        yield Refusal(
             "cluster.placement",
             f"colocated: training and generation have the same devices in turns, and mode={config.mode.name} "
             "runs them at the same time",
@@ -79,7 +79,7 @@ def mode_refusals(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
         try:
             check_async(config.asynchrony)
         except PlanRefused as error:
-            yield _refusal("mode", str(error), "see docs/asynchrony.md")
+            yield Refusal("mode", str(error), "see docs/asynchrony.md")
         yield from _keys_and_values(config, facts)
 
 
@@ -88,13 +88,13 @@ def _keys_and_values(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
     if mode.partial is not Partial.KEEP:
         return
     if mode.recompute_kv and not facts.recomputes:
-        yield _refusal(
+        yield Refusal(
             "mode.recompute_kv",
             f"{config.rollout.name} cannot compute keys and values of running completions again",
             "mode.recompute_kv=false, or mode.partial=abort",
         )
     if config.rollout.prefix_caching and not mode.recompute_kv:
-        yield _refusal(
+        yield Refusal(
             "rollout.prefix_caching",
             "at a sync all cached keys and values go, those of running completions too: they cannot be kept",
             "mode.recompute_kv=true, or rollout.prefix_caching=false",
@@ -117,9 +117,9 @@ def _gpus(config: RunConfig, have: int) -> Iterator[Refusal]:
     need = ranks if config.colocated else ranks + generating
     shared = " on the devices of the ranks" if config.colocated else ""
     if have == 0:
-        yield _refusal("device", "cuda, and no GPU is visible", "device=cpu, or run where a GPU is")
+        yield Refusal("device", "cuda, and no GPU is visible", "device=cpu, or run where a GPU is")
     elif need > have:
-        yield _refusal(
+        yield Refusal(
             "engine.num_ranks",
             f"{ranks} ranks + {config.rollout.num_replicas} replicas x {width}{shared} need {need} GPUs; {have} there",
             "lower engine.num_ranks, rollout.num_replicas or rollout.tensor_parallel_size",
@@ -130,13 +130,13 @@ def _shared_gpus(config: RunConfig) -> Iterator[Refusal]:
     ranks, width = config.engine.num_ranks, config.rollout.tensor_parallel_size
     generating = config.rollout.num_replicas * width
     if generating > ranks:
-        yield _refusal(
+        yield Refusal(
             "rollout.num_replicas",
             f"{config.rollout.num_replicas} replicas x {width} share the GPUs of {ranks} ranks",
             f"rollout.num_replicas={ranks // width} at most, or cluster.placement=separate",
         )
     if config.sync.transport == "broadcast":
-        yield _refusal(
+        yield Refusal(
             "sync.transport",
             "broadcast is NCCL here, which takes no two processes of one GPU, and replicas share the ranks'",
             "sync=placed, sync=auto or sync=disk",
@@ -147,11 +147,11 @@ def _cores(config: RunConfig, have: int) -> Iterator[Refusal]:
     ranks, width = config.engine.num_ranks, config.rollout.tensor_parallel_size
     generating = config.rollout.num_replicas * width
     if ranks > have:
-        yield _refusal(
+        yield Refusal(
             "engine.num_ranks", f"{ranks} ranks on {have} cores", f"engine.num_ranks={have} at most"
         )
     if generating > have:
-        yield _refusal(
+        yield Refusal(
             "rollout.num_replicas",
             f"{generating} generating processes on {have} cores",
             f"rollout.num_replicas={max(1, have // width)} at most",
@@ -182,7 +182,7 @@ def shared_memory_refusals(
     fits_apart = max(rank.certain, replica.certain) <= facts.gpu_gib * GIB
     if facts.gpu_gib and fits_apart and peak > facts.gpu_gib * GIB:
         stays = config.engine.name if not facts.offloads else config.rollout.name
-        yield _refusal(
+        yield Refusal(
             "cluster.placement",
             f"colocated: {stays} keeps its memory while the other works, {peak / GIB:.1f} GiB together; a GPU has "
             f"{facts.gpu_gib:.1f}",
@@ -190,12 +190,8 @@ def shared_memory_refusals(
         )
     away = rank.certain * rank.num * facts.offloads + replica.items[0][1] * replica.num * facts.sleeps
     if away > facts.ram_gib * GIB:
-        yield _refusal(
+        yield Refusal(
             "cluster.placement",
             f"colocated: who rests waits in host memory, {away / GIB:.1f} GiB; the machine has {facts.ram_gib:.1f}",
             "use a smaller model, or cluster.placement=separate",
         )
-
-
-def _refusal(setting: str, reason: str, remedy: str) -> Refusal:
-    return Refusal(setting=setting, reason=reason, remedy=remedy)

@@ -116,33 +116,29 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
     )
 
 
-def _refusal(setting: str, reason: str, remedy: str) -> Refusal:
-    return Refusal(setting=setting, reason=reason, remedy=remedy)
-
-
 def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
     loop, ranks = config.trainer, config.engine.num_ranks
     if loop.group_size < 2:
-        yield _refusal(
+        yield Refusal(
             "trainer.group_size",
             f"{loop.group_size}; {config.algorithm.advantage.value} compares completions of one prompt",
             "use 2 or more",
         )
     if batch.completions_per_step % loop.updates_per_step:
-        yield _refusal(
+        yield Refusal(
             "trainer.updates_per_step",
             f"{loop.prompts_per_step} prompts x {loop.group_size} = {batch.completions_per_step} completions "
             f"are not divisible into {loop.updates_per_step} equal mini-batches",
             "use a divisor of prompts_per_step x group_size",
         )
     elif batch.sequences_per_update < ranks:
-        yield _refusal(
+        yield Refusal(
             "engine.num_ranks",
             f"a mini-batch has {batch.sequences_per_update} sequences for {ranks} ranks: some would idle",
             "raise trainer.prompts_per_step or trainer.group_size, or lower trainer.updates_per_step",
         )
     if config.warmup.steps and config.warmup.batch_size < ranks:
-        yield _refusal(
+        yield Refusal(
             "warmup.batch_size",
             f"{config.warmup.batch_size} examples for {ranks} ranks",
             f"use {ranks} or more",
@@ -152,7 +148,7 @@ def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
 def _lengths(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
     need, have = facts.max_prompt_tokens + config.sampling.max_tokens, config.rollout.max_model_len
     if need > have:
-        yield _refusal(
+        yield Refusal(
             "rollout.max_model_len",
             f"{facts.max_prompt_tokens} prompt tokens + {config.sampling.max_tokens} completion tokens "
             f"are more than {have}",
@@ -160,7 +156,7 @@ def _lengths(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
         )
     positions = 0 if facts.model is None else facts.model.max_positions
     if positions and have > positions:
-        yield _refusal(
+        yield Refusal(
             "rollout.max_model_len",
             f"{have}, and the model was made for {positions} positions",
             f"use {positions} at most",
@@ -169,17 +165,17 @@ def _lengths(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
 
 def _sampling_and_sync(config: RunConfig) -> Iterator[Refusal]:
     if config.sampling.temperature <= 0:
-        yield _refusal(
+        yield Refusal(
             "sampling.temperature", "0 is greedy: all completions of a prompt would be one", "use 1"
         )
     if 0 < config.algorithm.dual_clip <= 1:
-        yield _refusal(
+        yield Refusal(
             "algorithm.dual_clip",
             f"{config.algorithm.dual_clip:g}; it must be more than 1",
             "use 3, or 0 for off",
         )
     if config.sync.transport == "loopback":
-        yield _refusal(
+        yield Refusal(
             "sync.transport",
             "loopback stays within one process, and replicas have their own",
             "sync=broadcast or sync=disk",
@@ -190,7 +186,7 @@ def _prompts(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
     if not facts.num_train_prompts:
         return
     if config.trainer.prompts_per_step > facts.num_train_prompts:
-        yield _refusal(
+        yield Refusal(
             "trainer.prompts_per_step",
             f"{config.trainer.prompts_per_step} different prompts a step; the task has at most {facts.num_train_prompts}",
             "take fewer, or raise task.level",
@@ -215,14 +211,14 @@ def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> I
         rank, replica = memory[0], memory[1]
         weights = replica.items[0][1]
         if facts.gpu_gib and rank.certain > facts.gpu_gib * GIB:
-            yield _refusal(
+            yield Refusal(
                 "engine.num_ranks",
                 f"weights, gradients and moments take {rank.certain / GIB:.1f} GiB a rank, "
                 f"a GPU has {facts.gpu_gib:.1f}",
                 "use more ranks or a smaller model",
             )
         if facts.gpu_gib and weights > config.rollout.gpu_memory_fraction * facts.gpu_gib * GIB:
-            yield _refusal(
+            yield Refusal(
                 "rollout.tensor_parallel_size",
                 f"weights of {weights / GIB:.1f} GiB leave no room for keys and values",
                 "raise rollout.tensor_parallel_size or rollout.gpu_memory_fraction, or use a smaller model",
@@ -231,14 +227,14 @@ def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> I
         return
     certain = sum(item.certain * item.num for item in memory)
     if certain > facts.ram_gib * GIB:
-        yield _refusal(
+        yield Refusal(
             "rollout.kv_cache_gib",
             f"all processes take {certain / GIB:.1f} GiB, the machine has {facts.ram_gib:.1f}",
             "lower rollout.kv_cache_gib or rollout.num_replicas, or use a smaller model",
         )
     one = config.rollout.max_model_len * kv_bytes_per_token(config, facts.model)
     if config.rollout.kv_cache_gib * GIB < one:
-        yield _refusal(
+        yield Refusal(
             "rollout.kv_cache_gib",
             f"{config.rollout.kv_cache_gib:g} GiB cannot hold one sequence of {config.rollout.max_model_len} tokens",
             f"use {one / GIB:.2g} or more",

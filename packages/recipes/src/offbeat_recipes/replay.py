@@ -39,23 +39,22 @@ def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
     if not config.replay:
         return
     if config.mode.name == "sync":
-        yield _refusal(
+        yield Refusal(
+            "replay",
             "mode=sync leaves nothing to timing",
             "leave it out: a run with the same settings and seed repeats itself; or choose the mode of the recorded run",
         )
         return
     if Path(config.replay).resolve() == config.folder.resolve():
-        yield _refusal("a run cannot follow itself", "give this run another run_dir")
+        yield Refusal("replay", "a run cannot follow itself", "give this run another run_dir")
         return
     try:
         schedule = recorded_schedule(config)
         assert schedule is not None
         schedule.check(config.trainer.steps, kept=config.asynchrony.partial is Partial.KEEP)
     except (ResumeError, PlanRefused) as error:
-        yield _refusal(
-            str(error), "name the folder of a run that ended, in an asynchronous mode, with as many steps"
+        yield Refusal(
+            "replay",
+            str(error),
+            "name the folder of a run that ended, in an asynchronous mode, with as many steps",
         )
-
-
-def _refusal(reason: str, remedy: str) -> Refusal:
-    return Refusal(setting="replay", reason=reason, remedy=remedy)

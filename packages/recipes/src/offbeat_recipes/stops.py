@@ -39,9 +39,9 @@ def stop_refusals(config: RunConfig, vocab_size: int) -> Iterator[Refusal]:
     strange = outside(ends, vocab_size)
     if strange:
         yield Refusal(
-            setting="model.path",
-            reason=f"{folder} ends completions at {_named(strange)}, outside the model's vocabulary of {vocab_size}",
-            remedy="correct eos_token_id in its generation_config.json, config.json and tokenizer",
+            "model.path",
+            f"{folder} ends completions at {_named(strange)}, outside the model's vocabulary of {vocab_size}",
+            "correct eos_token_id in its generation_config.json, config.json and tokenizer",
         )
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-import xxhash
-
+from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import DigestError, TransferError
 from offbeat_ckptsync.manifest import manifest_of
+from offbeat_ckptsync.plan import bytes_of
 from offbeat_ckptsync.safetensors_header import write_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+    import torch
 
 
 def write_verified(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -54,7 +55,7 @@ def _write(path: Path, whole: dict[str, torch.Tensor]) -> None:
         file.write(head)
         for start, tensor in zip(starts, whole.values(), strict=True):
             file.seek(start)
-            file.write(_bytes_of(tensor))
+            file.write(bytes_of(tensor.cpu()).numpy().data)
 
 
 def _compare(path: Path, whole: dict[str, torch.Tensor]) -> None:
@@ -64,17 +65,9 @@ def _compare(path: Path, whole: dict[str, torch.Tensor]) -> None:
     found = cast("dict[str, torch.Tensor]", cast("Any", reader).load_file(path))
     for name, tensor in whole.items():
         there = found.get(name)
-        if there is None or (there.shape, there.dtype, _digest(there)) != (
+        if there is None or (there.shape, there.dtype, digest(bytes_of(there))) != (
             tensor.shape,
             tensor.dtype,
-            _digest(tensor),
+            digest(bytes_of(tensor.cpu())),
         ):
             raise DigestError(f"{path}: {name!r} is not what was written; look at the disk, and sync again")
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(_bytes_of(tensor))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
