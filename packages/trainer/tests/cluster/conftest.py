@@ -1,6 +1,23 @@
-"""Ray reads some of its settings when it is imported: tests here import it only through these fixtures."""
+"""One way to start a cluster on this CPU, and to wait for what happens in it.
+
+Ray reads some of its settings when it is imported: tests here import it only through these fixtures.
+"""
+
+import asyncio
+import inspect
+import os
+import time
+from contextlib import asynccontextmanager
 
 import pytest
+
+from offbeat_ckptsync import SyncConfig
+from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig
+from offbeat_engine.testing import make_tiny_model
+from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
+from offbeat_trainer import AlgorithmConfig
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.config import ClusterConfig
 
 ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -9,6 +26,8 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "OMP_NUM_THREADS": "1",
 }
+TIMEOUT_S = 240.0
+POLL_S = 0.02
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,3 +36,91 @@ def ray_environment():
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         yield
+
+
+@pytest.fixture(scope="session")
+def until():
+    async def until(condition, what):
+        """Wait until the function `condition`, a coroutine or not, says yes."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            answer = condition()
+            if await answer if inspect.isawaitable(answer) else answer:
+                return
+            assert time.monotonic() < deadline, f"waited {TIMEOUT_S:g} s for {what}"
+            await asyncio.sleep(POLL_S)
+
+    return until
+
+
+@pytest.fixture(scope="session")
+def pid_of():
+    async def pid_of(handle):
+        return await asyncio.wait_for(handle.__ray_call__.remote(lambda _: os.getpid()), TIMEOUT_S)
+
+    return pid_of
+
+
+@pytest.fixture(scope="session")
+def requests():
+    def requests(number, *, max_tokens=8):
+        return [
+            GenerateRequest(
+                request_id=f"r{index}",
+                prompt_ids=(1 + index % 30, 3),
+                sampling=SamplingParams(max_tokens=max_tokens, seed=index),
+            )
+            for index in range(number)
+        ]
+
+    return requests
+
+
+@pytest.fixture(scope="session")
+def started():
+    @asynccontextmanager
+    async def started(folder, *, num_ranks=1, num_replicas=1, max_tokens=8, sync=None, **cluster):
+        """Start a policy of `num_ranks` and its replicas, all of one tiny model, and stop them in the end."""
+        from offbeat_trainer.cluster.cluster import Cluster
+        from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
+
+        model = make_tiny_model(folder / "tiny")
+        train = TrainSpec(
+            engine_name="fsdp2",
+            device="cpu",
+            num_ranks=num_ranks,
+            threads_per_rank=1,
+            loss_fn=PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=max_tokens),
+            updates_per_step=1,
+            checkpoint_dir=str(folder / "policy"),
+            keep_checkpoints=2,
+            collective_timeout_s=TIMEOUT_S,
+            sync=sync or SyncConfig(),
+        )
+        rollout = RolloutSpec(
+            adapter_name="hf",
+            rollout=RolloutConfig(model_path=model, max_model_len=1024),
+            num_replicas=num_replicas,
+        )
+        spec = ClusterSpec(
+            cluster=ClusterConfig(object_store_mib=128, **cluster),
+            train=train,
+            rollout=rollout,
+            log_dir=str(folder / "logs"),
+            step_timeout_s=TIMEOUT_S,
+        )
+        cluster = Cluster(spec)
+
+        async def build():
+            await cluster.train.build(
+                EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
+            )
+            return "built"
+
+        try:
+            assert await cluster.start(build) == "built"
+            yield cluster
+        finally:
+            await cluster.stop()
+
+    return started

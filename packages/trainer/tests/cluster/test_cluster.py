@@ -10,87 +10,23 @@ import time
 
 import pytest
 
-from offbeat_ckptsync import SyncConfig
-from offbeat_engine import BatchError, EngineConfig, ModelConfig, OptimizerConfig
-from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_rollout import GenerateRequest, NoReplica, RolloutConfig, SamplingParams
-from offbeat_trainer import AlgorithmConfig
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
-from offbeat_trainer.config import ClusterConfig
+from offbeat_ckptsync import SupervisedMember, SyncConfig
+from offbeat_engine import BatchError
+from offbeat_engine.testing import random_batch
+from offbeat_rollout import NoReplica
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
 from offbeat_trainer.metrics import reduce_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEP_TIMEOUT_S = 120.0
-POLL_S = 0.02
-
-
-def requests(number, *, max_tokens=8):
-    return [
-        GenerateRequest(
-            request_id=f"r{index}",
-            prompt_ids=(1 + index % 30, 3),
-            sampling=SamplingParams(max_tokens=max_tokens, seed=index),
-        )
-        for index in range(number)
-    ]
-
-
-async def pid_of(handle):
-    return await asyncio.wait_for(handle.__ray_call__.remote(lambda _: os.getpid()), STEP_TIMEOUT_S)
-
-
-async def until(condition, what):
-    """Wait until the coroutine function `condition` says yes."""
-    deadline = time.monotonic() + STEP_TIMEOUT_S
-    while not await condition():
-        assert time.monotonic() < deadline, f"waited {STEP_TIMEOUT_S:g} s for {what}"
-        await asyncio.sleep(POLL_S)
-
-
-def specification(model, folder):
-    from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
-
-    train = TrainSpec(
-        engine_name="fsdp2",
-        device="cpu",
-        num_ranks=2,
-        threads_per_rank=1,
-        loss_fn=PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=8),
-        updates_per_step=1,
-        checkpoint_dir=str(folder / "policy"),
-        keep_checkpoints=2,
-        collective_timeout_s=STEP_TIMEOUT_S,
-        sync=SyncConfig(),
-    )
-    rollout = RolloutSpec(
-        adapter_name="hf", rollout=RolloutConfig(model_path=model, max_model_len=1024), num_replicas=2
-    )
-    return ClusterSpec(
-        cluster=ClusterConfig(object_store_mib=128),
-        train=train,
-        rollout=rollout,
-        log_dir=str(folder / "logs"),
-        step_timeout_s=STEP_TIMEOUT_S,
-    )
 
 
 @pytest.fixture(scope="module")
-async def cluster(tmp_path_factory):
+async def cluster(tmp_path_factory, started):
     folder = tmp_path_factory.mktemp("cluster")
-    model = make_tiny_model(folder / "tiny")
-    from offbeat_trainer.cluster.cluster import Cluster
-
-    cluster = Cluster(specification(model, folder))
-    try:
-        await asyncio.gather(cluster.train.start(), cluster.rollout.start())
-        await cluster.train.build(
-            EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
-        )
+    async with started(folder, num_ranks=2, num_replicas=2, sync=SyncConfig(canary=True)) as cluster:
         yield cluster
-    finally:
-        await cluster.stop()
 
 
 @pytest.fixture(scope="module")
@@ -98,29 +34,64 @@ async def publisher(cluster):
     return cluster.publisher()
 
 
-async def test_a_replica_serves_nothing_before_its_first_sync(cluster):
+async def test_a_replica_serves_nothing_before_its_first_sync(cluster, requests):
     with pytest.raises(NoReplica, match="replica 0: out"):
         await cluster.rollout.generate_many(requests(4))
 
 
-async def test_publish_brings_both_replicas_to_the_version_and_their_tokens_say_so(cluster, publisher):
-    report = await publisher.publish(1)
+async def test_the_manager_reads_what_each_serves_and_fences_by_name(cluster, publisher):
+    from offbeat_trainer.cluster.weights import RemoteMember
+
+    members = {
+        name: RemoteMember(name, handle, SyncConfig(), cluster.rollout)
+        for name, handle in cluster.rollout.handles.items()
+    }
+    assert all(isinstance(member, SupervisedMember) for member in members.values())
+    started = [await member.status() for member in members.values()]
+    assert [(one.version, one.label, one.committed) for one in started] == [(0, None, False)] * 2
+
+    report = await publisher.publish(1)  # both canaries agree
+    assert sorted(report.members) == ["replica 0", "replica 1"]
+    served = {name: await member.status() for name, member in members.items()}
+    for status in served.values():
+        assert (status.version, status.committed) == (1, True)
+        assert status.label.content_digest == report.content_digest
+    answers = [await member.canary() for member in members.values()]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 4
+
+    await members["replica 1"].fence("a test says so")
+    one, other = [await member.status() for member in members.values()]
+    assert (one.committed, other.label, other.committed) == (True, None, False)
+
+    await cluster.train.supervise(random_batch(4))
+    await publisher.publish(2)
+    again = {name: await member.status() for name, member in members.items()}
+    assert {status.version for status in again.values()} == {2}
+    assert again["replica 0"] == again["replica 1"]
+    assert again["replica 1"].committed
+
+
+async def test_publish_brings_both_replicas_to_the_version_and_their_tokens_say_so(
+    cluster, publisher, requests
+):
+    report = await publisher.publish(3)
     assert sorted(report.members) == ["replica 0", "replica 1"]
     before = await cluster.rollout.generate_many(requests(8))
-    assert {version for one in before for version in one.policy_versions} == {1}
+    assert {version for one in before for version in one.policy_versions} == {3}
     assert [one.request_id for one in before] == [f"r{index}" for index in range(8)]
 
     losses = [reduce_metrics(await cluster.train.supervise(random_batch(4)))["train/loss"] for _ in range(3)]
     assert losses[-1] < losses[0]
-    await publisher.publish(2)
+    await publisher.publish(4)
     after = await cluster.rollout.generate_many(requests(8))
-    assert {version for one in after for version in one.policy_versions} == {2}
+    assert {version for one in after for version in one.policy_versions} == {4}
     assert [one.logprobs for one in after] != [one.logprobs for one in before]
     # Both replicas, asked one by one, give the same tokens: the weights are the same ones.
     each = [await handle.generate_many.remote(requests(8)) for handle in cluster.rollout.handles.values()]
     assert each[0] == each[1]
     healths = [await handle.health.remote() for handle in cluster.rollout.handles.values()]
-    assert [health.version for health in healths] == [2, 2]
+    assert [health.version for health in healths] == [4, 4]
 
 
 async def test_an_error_over_there_comes_back_as_itself_and_says_where(cluster):
@@ -150,8 +121,8 @@ async def test_a_late_answer_names_who_was_waited_for_and_for_what(cluster):
     assert reduce_metrics(await cluster.train.supervise(random_batch(4)))["train/loss"] > 0
 
 
-async def test_requests_of_a_killed_replica_go_to_the_other_one(cluster, publisher):
-    await publisher.publish(3)
+async def test_requests_of_a_killed_replica_go_to_the_other_one(cluster, publisher, requests, until, pid_of):
+    await publisher.publish(5)
     asked = requests(8, max_tokens=500)
     expected = await cluster.rollout.generate_many(asked)
     doomed = cluster.rollout.handles["replica 1"]
@@ -170,7 +141,7 @@ async def test_requests_of_a_killed_replica_go_to_the_other_one(cluster, publish
     assert [one.request_id for one in completions] == [one.request_id for one in asked]
 
 
-async def test_a_killed_rank_is_named_well_before_the_deadline(cluster):
+async def test_a_killed_rank_is_named_well_before_the_deadline(cluster, pid_of):
     pid = await pid_of(cluster.train._workers[1])
 
     async def train_for_ever():

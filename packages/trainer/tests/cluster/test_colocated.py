@@ -3,17 +3,13 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 
 from offbeat_ckptsync import SyncConfig
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig
-from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
-from offbeat_trainer import AlgorithmConfig
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
-from offbeat_trainer.config import ClusterConfig, Placement
+from offbeat_engine.testing import random_batch
+from offbeat_rollout import GenerateRequest, SamplingParams
+from offbeat_trainer.config import Placement
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,48 +18,16 @@ LONG = 900  # tokens
 
 
 @pytest.fixture(scope="module")
-async def cluster(tmp_path_factory):
-    from offbeat_trainer.cluster.cluster import Cluster
-    from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
-
+async def cluster(tmp_path_factory, started):
     folder = tmp_path_factory.mktemp("colocated")
-    model = make_tiny_model(folder / "tiny")
-    train = TrainSpec(
-        engine_name="fsdp2",
-        device="cpu",
-        num_ranks=1,
-        threads_per_rank=1,
-        loss_fn=PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=LONG),
-        updates_per_step=1,
-        checkpoint_dir=str(folder / "policy"),
-        keep_checkpoints=2,
-        collective_timeout_s=TIMEOUT_S,
+    async with started(
+        folder,
+        max_tokens=LONG,
         sync=SyncConfig(transport="auto"),
-    )
-    rollout = RolloutSpec(
-        adapter_name="hf", rollout=RolloutConfig(model_path=model, max_model_len=1024), num_replicas=1
-    )
-    cluster = Cluster(
-        ClusterSpec(
-            cluster=ClusterConfig(object_store_mib=128, placement=Placement.COLOCATED, health_period_s=0.5),
-            train=train,
-            rollout=rollout,
-            log_dir=str(folder / "logs"),
-            step_timeout_s=TIMEOUT_S,
-        )
-    )
-
-    async def prepare():
-        await cluster.train.build(
-            EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
-        )
-        return "prepared"
-
-    try:
-        assert await cluster.start(prepare) == "prepared"
+        placement=Placement.COLOCATED,
+        health_period_s=0.5,
+    ) as cluster:
         yield cluster
-    finally:
-        await cluster.stop()
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +44,6 @@ async def tokens_made(cluster):
     return await cluster.rollout.handles["replica 0"].__ray_call__.remote(count)
 
 
-async def until(condition, what):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not await condition():
-        assert time.monotonic() < deadline, f"waited {TIMEOUT_S:g} s for {what}"
-        await asyncio.sleep(0.02)
-
-
 async def test_both_pools_sit_in_one_room(cluster):
     from ray.util import placement_group_table
 
@@ -95,7 +52,7 @@ async def test_both_pools_sit_in_one_room(cluster):
 
 
 async def test_nothing_is_generated_while_weights_change_and_it_goes_on_with_the_next_version(
-    cluster, publisher
+    cluster, publisher, until
 ):
     await publisher.publish(1)
     prompt = GenerateRequest(
@@ -122,9 +79,9 @@ async def test_nothing_is_generated_while_weights_change_and_it_goes_on_with_the
     assert versions == [1] * made + [3] * (len(versions) - made)
 
 
-async def test_a_replacement_rests_too_until_a_sync_wakes_it(cluster, publisher):
+async def test_a_replacement_rests_too_until_a_sync_wakes_it(cluster, publisher, until, pid_of):
     handle = cluster.rollout.handles["replica 0"]
-    os.kill(await handle.__ray_call__.remote(lambda _: os.getpid()), signal.SIGKILL)
+    os.kill(await pid_of(handle), signal.SIGKILL)
 
     async def back():
         return cluster.rollout.handles["replica 0"] is not handle and bool(cluster.rollout.serving)

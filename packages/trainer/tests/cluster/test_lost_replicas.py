@@ -7,16 +7,13 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from offbeat_ckptsync import SyncConfig
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig
-from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
+from offbeat_engine.testing import random_batch
 from offbeat_trainer import AlgorithmConfig
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
-from offbeat_trainer.config import AsyncConfig, ClusterConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.config import AsyncConfig, LoopConfig, SamplingConfig
 from offbeat_trainer.errors import WorkerGone
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.journal.events import Dropped, Finished, Issued, Taken
@@ -31,78 +28,22 @@ from offbeat_trainer.timeline import Timeline
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TIMEOUT_S = 240.0
-POLL_S = 0.02
 STEPS = 6
 GROUPS = 3  # a step
 GROUP_SIZE = 2
 COMPLETION_TOKENS = 250
 
 
-async def until(condition, what):
-    """Wait until the function `condition` says yes."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {TIMEOUT_S:g} s for {what}"
-        await asyncio.sleep(POLL_S)
-
-
-async def pid_of(handle):
-    return await asyncio.wait_for(handle.__ray_call__.remote(lambda _: os.getpid()), TIMEOUT_S)
-
-
-def requests(number):
-    return [
-        GenerateRequest(
-            request_id=f"r{index}",
-            prompt_ids=(1 + index, 3),
-            sampling=SamplingParams(max_tokens=8, seed=index),
-        )
-        for index in range(number)
-    ]
-
-
-async def start_cluster(folder, num_replicas):
-    from offbeat_trainer.cluster.cluster import Cluster
-    from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
-
-    model = make_tiny_model(folder / "tiny")
-    train = TrainSpec(
-        engine_name="fsdp2",
-        device="cpu",
-        num_ranks=1,
-        threads_per_rank=1,
-        loss_fn=PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=COMPLETION_TOKENS),
-        updates_per_step=1,
-        checkpoint_dir=str(folder / "policy"),
-        keep_checkpoints=2,
-        collective_timeout_s=TIMEOUT_S,
-        sync=SyncConfig(),
+@pytest.fixture
+def lively(started):
+    """Return a way to start a cluster that misses a dead or silent replica soon."""
+    return partial(
+        started,
+        max_tokens=COMPLETION_TOKENS,
+        health_period_s=0.5,
+        health_timeout_s=20.0,
+        start_timeout_s=TIMEOUT_S,
     )
-    rollout = RolloutSpec(
-        adapter_name="hf",
-        rollout=RolloutConfig(model_path=model, max_model_len=512),
-        num_replicas=num_replicas,
-    )
-    cluster = Cluster(
-        ClusterSpec(
-            cluster=ClusterConfig(
-                object_store_mib=128, health_period_s=0.5, health_timeout_s=20.0, start_timeout_s=TIMEOUT_S
-            ),
-            train=train,
-            rollout=rollout,
-            log_dir=str(folder / "logs"),
-            step_timeout_s=TIMEOUT_S,
-        )
-    )
-    try:
-        await asyncio.gather(cluster.train.start(), cluster.rollout.start())
-        await cluster.train.build(
-            EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
-        )
-    except BaseException:
-        await cluster.stop()
-        raise
-    return cluster
 
 
 def parts_of(cluster, folder, recorder, journal, timeline):
@@ -145,9 +86,8 @@ def check_account(journal):
 
 
 @pytest.mark.parametrize("num_replicas", [2, 1])
-async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas):
-    cluster = await start_cluster(tmp_path, num_replicas)
-    try:
+async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas, lively, requests, until, pid_of):
+    async with lively(tmp_path, num_replicas=num_replicas) as cluster:
         recorder, journal = Recorder(), MemoryJournal()
         timeline = Timeline(tmp_path / "trace.json")
         parts = parts_of(cluster, tmp_path, recorder, journal, timeline)
@@ -168,14 +108,13 @@ async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas):
         drawn = {event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())}
         assert {"complete", "paused", "start anew"} <= drawn
         assert any(str(name).startswith("lost: ") for name in drawn)
-    finally:
-        await cluster.stop()
 
 
-async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(tmp_path):
-    cluster = await start_cluster(tmp_path, 2)
-    rollout, publisher = cluster.rollout, cluster.publisher()
-    try:
+async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(
+    tmp_path, lively, requests, until, pid_of
+):
+    async with lively(tmp_path, num_replicas=2) as cluster:
+        rollout, publisher = cluster.rollout, cluster.publisher()
         await publisher.publish(1)
         os.kill(await pid_of(rollout.handles["replica 1"]), signal.SIGKILL)
         # Nobody has noticed: the sync itself meets the dead member, and goes on with the other.
@@ -203,8 +142,6 @@ async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(tmp_path):
         await cluster.train.supervise(random_batch(4))
         await publisher.publish(4)
         await until(lambda: rollout.serving == {"replica 0": 4, "replica 1": 4}, "both to serve")
-    finally:
-        await cluster.stop()
 
 
 class SlowReward(ScriptedTask):
@@ -223,16 +160,25 @@ class SlowReward(ScriptedTask):
         return super().score(prompt, completion)
 
 
-async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_by_name(tmp_path):
-    cluster = await start_cluster(tmp_path, 1)
+@pytest.fixture
+def slow_reward():
     task = SlowReward()
-    try:
+    yield task
+    task.told.set()
+
+
+async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_by_name(
+    tmp_path, lively, slow_reward, until, pid_of
+):
+    async with lively(tmp_path) as cluster:
         recorder = Recorder()
         parts = parts_of(cluster, tmp_path, recorder, MemoryJournal(), Timeline())
-        parts = replace(parts, task=task, asynchrony=AsyncConfig(max_staleness=0))
+        parts = replace(parts, task=slow_reward, asynchrony=AsyncConfig(max_staleness=0))
         outcome = Outcome()
         run = asyncio.create_task(cluster.train.watched(run_fully_async(parts, outcome)))
-        await until(lambda: run.done() or (task.asked.is_set() and len(recorder.steps) == 1), "the wait")
+        await until(
+            lambda: run.done() or (slow_reward.asked.is_set() and len(recorder.steps) == 1), "the wait"
+        )
         assert not run.done(), "the run was over before the rank could be killed"
         begun = time.monotonic()
         os.kill(await pid_of(cluster.train._workers[0]), signal.SIGKILL)
@@ -243,6 +189,3 @@ async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_
         assert time.monotonic() - begun < 30.0
         assert outcome.steps == 1
         assert RunStore(tmp_path / "state", keep=2).load(0).step == 0, "there is a checkpoint to go on from"
-    finally:
-        task.told.set()
-        await cluster.stop()
