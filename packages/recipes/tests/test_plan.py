@@ -198,6 +198,14 @@ def test_activations_are_bounded_by_the_micro_batch_and_shrink_with_checkpointin
     assert rank_memory(config, MODEL, 40, 400).items[-2][1] == 80 * 64 * 2 * (2 * 2 + 34)
 
 
+def test_deltas_cost_two_contents_at_the_source_and_one_at_a_replica():
+    plain, deltas = compose_run([]), compose_run(["sync.delta=auto"])
+    sent = MODEL.num_params * 4
+    ranks = [rank_memory(config, MODEL, 40, 4).total for config in (plain, deltas)]
+    replicas = [replica_memory(config, MODEL, gpu_gib=0).total for config in (plain, deltas)]
+    assert (ranks[1] - ranks[0], replicas[1] - replicas[0]) == (2 * sent, sent)
+
+
 def test_memory_of_a_replica_by_hand():
     cpu = replica_memory(compose_run(["rollout.kv_cache_gib=2"]), MODEL, gpu_gib=0)
     assert [num_bytes for _, num_bytes in cpu.items] == [4_000_000, 2 * GIB, 4_000_000]

@@ -53,6 +53,11 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
     )
     reference = (("reference weights, sharded", shard * _FP32),) if config.algorithm.kl_coef else ()
     tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))
+    packed = (
+        [("the last two contents sent, for deltas, at most", 2 * params * width)]
+        if _sends_deltas(config)
+        else []
+    )
     return Memory(
         process="training rank",
         num=ranks,
@@ -62,6 +67,7 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
             (f"gathered weights, {config.model.dtype.value}, at most", params * width),
             (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
             ("buckets of the weight sync", int(2 * config.sync.bucket_mib * MIB)),
+            *packed,
         ),
         certain=sum(num_bytes for _, num_bytes in (*states, *reference)),
     )
@@ -82,6 +88,7 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
     # The Transformers adapter merges: it starts from the base again at every update.
     merges = config.sends_adapter_alone and config.rollout.name == "hf" and config.device == "cpu"
     base = [("base weights under the adapter, at most", weights)] if merges else []
+    copy = [("what is served, as it was sent, for deltas, at most", staged)] if _sends_deltas(config) else []
     return Memory(
         process="replica",
         num=config.rollout.num_replicas * devices,
@@ -90,6 +97,7 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
             cache_item,
             *base,
             ("new weights, staged until verified", staged),
+            *copy,
         ),
         certain=weights + cache,
     )
@@ -109,6 +117,10 @@ def kv_bytes_per_token(config: RunConfig, model: ModelFacts) -> int:
 def bytes_of(dtype: Dtype) -> int:
     """Return the bytes of one number."""
     return 2 if dtype is Dtype.BFLOAT16 else 4
+
+
+def _sends_deltas(config: RunConfig) -> bool:
+    return config.sync.delta == "auto" and not config.sends_adapter_alone
 
 
 def _activations(config: RunConfig, model: ModelFacts, tokens: int) -> int:
