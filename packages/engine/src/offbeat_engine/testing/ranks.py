@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import multiprocessing as mp
-import pickle
 import sys
 import time
 import traceback
@@ -85,7 +85,7 @@ class RankPool:
         Raises:
             RanksError: naming every rank that raised or did not answer before the deadline.
         """
-        payload = (_homes(fn, args), pickle.dumps((fn, args)))
+        payload = (_homes(fn, args), _pack((fn, args)))
         for pipe in self._pipes:
             pipe.send(payload)
         deadline = time.monotonic() + self.timeout_s
@@ -100,7 +100,7 @@ class RankPool:
         try:
             if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
                 return f"no answer within {self.timeout_s:g} s; it may wait for a rank that raised", None
-            return pickle.loads(self._pipes[rank].recv_bytes())
+            return _unpack(self._pipes[rank].recv_bytes())
         except EOFError:
             self._processes[rank].join(1.0)
             return f"died with exit code {self._processes[rank].exitcode}", None
@@ -172,22 +172,33 @@ def _serve(world: World, port: int, timeout_s: float, pipe: Connection) -> None:
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
     while True:
         try:
-            homes, pickled = pipe.recv()
+            homes, packed = pipe.recv()
         except EOFError:
             break
         # Plain bytes: multiprocessing's own way shares tensors by file descriptor, one each, and those run out.
-        pipe.send_bytes(_call(world, homes, pickled))
+        pipe.send_bytes(_call(world, homes, packed))
     world.leave()
 
 
-def _call(world: World, homes: dict[str, str | None], pickled: bytes) -> bytes:
+def _call(world: World, homes: dict[str, str | None], packed: bytes) -> bytes:
     try:
         for module, path in homes.items():
             _make_importable(module, path)
-        fn, args = pickle.loads(pickled)
-        return pickle.dumps((None, fn(world, *args)))
+        fn, args = _unpack(packed)
+        return _pack((None, fn(world, *args)))
     except Exception:  # noqa: BLE001 whatever the test's function raised is its answer
-        return pickle.dumps((traceback.format_exc(), None))
+        return _pack((traceback.format_exc(), None))
+
+
+def _pack(thing: object) -> bytes:
+    """Return `thing` pickled; torch's own way writes all its tensors at once, pickle's opens a file for each."""
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(packed: bytes) -> Any:  # noqa: ANN401 whatever was packed
+    return torch.load(io.BytesIO(packed), weights_only=False)
 
 
 def _make_importable(module: str, path: str | None) -> None:
