@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from offbeat_ckptsync.hybrid import HybridMember, SleepingGate
     from offbeat_ckptsync.interface import (
+        AdoptingSink,
         BucketReceiver,
         BucketSender,
         CanaryMember,
@@ -51,7 +52,14 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.receiver import Receiver, State
     from offbeat_ckptsync.registry import transport_names
     from offbeat_ckptsync.sender import send_weights, walk
-    from offbeat_ckptsync.sinks import CastSource, DictSink, ModuleSink, ModuleSource, specs_of
+    from offbeat_ckptsync.sinks import (
+        AdoptingModuleSink,
+        CastSource,
+        DictSink,
+        ModuleSink,
+        ModuleSource,
+        specs_of,
+    )
     from offbeat_ckptsync.source import LocalSource, Publisher
     from offbeat_ckptsync.transports import make_transport
     from offbeat_ckptsync.types import (
@@ -101,6 +109,7 @@ _HOMES = {
     "PeerMember": "interface",
     "PickingReceiver": "interface",
     "SlicedMember": "interface",
+    "AdoptingSink": "interface",
     "SlicedSink": "interface",
     "Source": "interface",
     "SupervisedMember": "interface",
@@ -125,6 +134,7 @@ _HOMES = {
     "walk": "sender",
     "CastSource": "sinks",
     "DictSink": "sinks",
+    "AdoptingModuleSink": "sinks",
     "ModuleSink": "sinks",
     "ModuleSource": "sinks",
     "specs_of": "sinks",
@@ -158,6 +168,8 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "AdoptingModuleSink",
+    "AdoptingSink",
     "Agent",
     "Bucket",
     "BucketReceiver",

@@ -26,10 +26,10 @@ def copy_all(pairs: list[Pair]) -> None:
     that this process may use. Torch's own threads meet after every tensor: where cores are busy each meeting waits
     for the slowest, here there is one at the end.
     """
-    plain = [pair for pair in pairs if _is_plain(*pair)]
+    plain = [pair for pair in pairs if is_plain(*pair)]
     with torch.no_grad():
         for live, given in pairs:
-            if not _is_plain(live, given):
+            if not is_plain(live, given):
                 live.copy_(given)
     spans = iter([span for live, given in plain for span in _spans(live, given)])
     lock, failures = threading.Lock(), list[BaseException]()
@@ -60,7 +60,8 @@ def _num_threads(plain: list[Pair]) -> int:
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)), num_bytes // _SPAN_BYTES))
 
 
-def _is_plain(live: torch.Tensor, given: torch.Tensor) -> bool:
+def is_plain(live: torch.Tensor, given: torch.Tensor) -> bool:
+    """Say whether both hold the same kind of numbers in host memory, in order and without gaps."""
     same = live.dtype == given.dtype and live.shape == given.shape
     host = live.device.type == given.device.type == "cpu"
     return same and host and live.is_contiguous() and given.is_contiguous()

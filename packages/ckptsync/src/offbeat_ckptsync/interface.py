@@ -67,6 +67,19 @@ class WeightSink(Protocol):
         ...
 
 
+@runtime_checkable
+class AdoptingSink(Protocol):
+    """A weight sink that can serve tensors from where they lie: it is asked to `adopt` in place of `load` where it may.
+
+    That is where a transport lends host memory (`BucketReceiver.lend`): every replica of a machine then serves from the
+    same pages, and a flip moves no bytes.
+    """
+
+    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """As `WeightSink.load`, but the tensors themselves may be kept: they stay as they are while they live."""
+        ...
+
+
 class BucketSender(Protocol):
     """The sending end of a transport, for one sync."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ ALIGNMENT = 256
 """Default alignment of tensors in buckets, in bytes: enough for any dtype and for vectorised copies on GPUs."""
 
 
+@lru_cache(maxsize=4)  # both sides ask several times in a sync, and always for the same weights
 def plan_buckets(manifest: Manifest, max_bytes: int, alignment: int = ALIGNMENT) -> tuple[Bucket, ...]:
     """Lay the tensors of `manifest` into buckets of at most `max_bytes`, in manifest order.
 

@@ -30,10 +30,11 @@ def layout_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the rank's own memory of a tensor, DTensor or not; writing to it writes to the tensor."""
-    return tensor.to_local() if _is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Say whether it is one of torch's DTensors."""
     module = sys.modules.get(
         "torch.distributed.tensor"
     )  # slow to import; without it there are no such tensors
@@ -41,7 +42,7 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    return _is_distributed(tensor) and not all(each.is_replicate() for each in tensor.placements)  # type: ignore[attr-defined]
+    return is_distributed(tensor) and not all(each.is_replicate() for each in tensor.placements)  # type: ignore[attr-defined]
 
 
 def _cuts(name: str, tensor: torch.Tensor) -> tuple[Cut, ...]:

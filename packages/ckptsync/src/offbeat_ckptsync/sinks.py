@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.copying import copy_all
+from offbeat_ckptsync.copying import Pair, copy_all, is_plain
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.manifest import dtype_name, dtype_of, make_manifest, manifest_of, require_match
-from offbeat_ckptsync.shards import layout_of, local_part
+from offbeat_ckptsync.shards import is_distributed, layout_of, local_part
 from offbeat_ckptsync.types import Manifest, TensorSpec
 
 if TYPE_CHECKING:
@@ -93,15 +93,40 @@ class ModuleSink:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Check everything, then copy everything; raises `ManifestError` before the first copy."""
+        copy_all([pair for _, pair in self._pairs(tensors, version)])
+
+    def _pairs(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> list[tuple[torch.Tensor, Pair]]:
+        """Return each of the module's own tensors with what it holds here and what it is given; raises `ManifestError`."""
         given = dict(tensors)
-        live = {name: local_part(tensor) for name, tensor in distinct_tensors(self._module)}
+        live = [(name, owner, local_part(owner.detach())) for name, owner in owned_tensors(self._module)]
         require_match(
-            manifest_of(live.items()),
+            manifest_of((name, held) for name, _, held in live),
             manifest_of(given.items()),
             who=f"module ({version})",
             allow_cast=self._allow_cast,
         )
-        copy_all([(tensor, given[name]) for name, tensor in live.items()])
+        return [(owner, (held, given[name])) for name, owner, held in live]
+
+
+class AdoptingModuleSink(ModuleSink):
+    """Lets a torch module serve verified weights from where they lie, where they may stay there; else it copies them.
+
+    Over `shm` all replicas of a machine then share one copy of the weights, and a flip takes as long as changing
+    pointers. For modules that only serve: what looks at the old memory (views of parameters, optimizers, captured graphs)
+    goes on seeing the old weights. A replica that writes into its weights all the same gets pages of its own.
+    """
+
+    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Check everything, then point the module at what fits as it is and copy the rest, as `load` does."""
+        copied: list[Pair] = []
+        for owner, (held, given) in self._pairs(tensors, version):
+            if is_plain(held, given) and not is_distributed(owner):
+                owner.data = given
+            else:
+                copied.append((held, given))
+        copy_all(copied)
 
 
 class DictSink:
@@ -141,10 +166,16 @@ def specs_of(weights: Iterable[tuple[str, tuple[int, ...], torch.dtype | str]]) 
 
 
 def distinct_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers; of those that share one tensor only the first name."""
+    """Yield parameters and persistent buffers, detached; of those that share one tensor only the first name."""
+    for name, tensor in owned_tensors(module):
+        yield name, tensor.detach()
+
+
+def owned_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what `distinct_tensors` does, as the module holds it."""
     seen: set[tuple[int, int]] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         key = (id(tensor), tensor.data_ptr())
         if key not in seen:
             seen.add(key)
-            yield name, tensor.detach()
+            yield name, tensor

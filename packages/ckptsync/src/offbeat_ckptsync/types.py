@@ -33,6 +33,10 @@ class Manifest:
     specs: tuple[TensorSpec, ...]
     digest: str  # xxh3-128, hex, of the canonical JSON of `specs`
 
+    def __hash__(self) -> int:
+        """Hash the digest: thousands of specs are not gone through for every plan that is looked up."""
+        return hash(self.digest)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:

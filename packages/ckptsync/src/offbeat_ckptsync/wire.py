@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import types
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from offbeat_ckptsync import errors
 from offbeat_ckptsync.errors import SyncError, WireError
+from offbeat_ckptsync.types import Manifest
 
 _Value = TypeVar("_Value")
 Json = dict[str, object]
@@ -18,7 +20,18 @@ Json = dict[str, object]
 
 
 def encode(value: object) -> Json:
-    """Return a wire value (a dataclass of `types`) as a JSON object."""
+    """Return a wire value (a dataclass of `types`) as a JSON object, not to be changed."""
+    if isinstance(value, Manifest):
+        return _encode_manifest(value)
+    return _encode(value)
+
+
+@lru_cache(maxsize=4)  # weights keep their names and shapes: the same manifest goes out with every sync
+def _encode_manifest(manifest: Manifest) -> Json:
+    return _encode(manifest)
+
+
+def _encode(value: object) -> Json:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         raise WireError(f"only values of offbeat_ckptsync.types travel, got {type(value).__name__}")
     return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
@@ -94,11 +107,30 @@ def _decode(kind: object, data: object, where: str) -> object:
         item_kind = get_args(kind)[1]
         table = cast("dict[str, object]", _require(dict, data, where))
         return {key: _decode(item_kind, item, f"{where}.{key}") for key, item in table.items()}
+    if kind is Manifest:
+        return _last_manifest.decode(data, where)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _decode_dataclass(kind, data, where)
     if kind is float and type(data) is int:
         return float(data)  # JSON writes 1.0 as it likes
     return _require(cast("type", kind), data, where)
+
+
+class _LastManifest:
+    """The manifest that came last, and the data it was made from: it comes again with every sync, thousands of specs long."""
+
+    def __init__(self) -> None:
+        self._known: tuple[object, object] = (None, None)
+
+    def decode(self, data: object, where: str) -> object:
+        known, manifest = self._known
+        if known is None or known != data:
+            manifest = _decode_dataclass(Manifest, data, where)
+            self._known = copy.deepcopy(data), manifest
+        return manifest
+
+
+_last_manifest = _LastManifest()
 
 
 def _decode_dataclass(kind: type, data: object, where: str) -> object:

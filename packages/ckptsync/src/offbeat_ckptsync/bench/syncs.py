@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is synced, how often, and to how many processes. `num_threads` load in each of them."""
+    """What is synced, how often, and to how many processes. `num_threads` load in each of them.
+
+    With `adopts` they serve weights from where they lie, where the transport lets them.
+    """
 
     num_bytes: int
     num_tensors: int
@@ -35,6 +38,7 @@ class Load:
     num_syncs: int
     num_threads: int = 1
     digests: bool = True
+    adopts: bool = False
 
 
 def measure(load: Load, config: SyncConfig) -> list[SyncReport]:
@@ -94,7 +98,7 @@ async def _measure(load: Load, config: SyncConfig) -> list[SyncReport]:
     threads = torch.get_num_threads()
     torch.set_num_threads(load.num_threads)
     replicas = [
-        Replica(load.num_bytes, load.num_tensors, load.num_threads, digests=load.digests)
+        Replica(load.num_bytes, load.num_tensors, load.num_threads, digests=load.digests, adopts=load.adopts)
         for _ in range(load.num_receivers)
     ]
     weights = Weights(load.num_bytes, load.num_tensors)

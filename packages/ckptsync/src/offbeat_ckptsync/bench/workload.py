@@ -11,7 +11,7 @@ import xxhash
 
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan import bytes_of
-from offbeat_ckptsync.sinks import ModuleSink
+from offbeat_ckptsync.sinks import AdoptingModuleSink, ModuleSink
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.worker import Worker
 
@@ -79,12 +79,23 @@ class ModuleSourceOf:
 class Replica:
     """A process with a module that takes weights in place; what `ControlMember` drives."""
 
-    def __init__(self, num_bytes: int, num_tensors: int, num_threads: int, *, digests: bool = True) -> None:
-        """Start it; it loads with `num_threads` threads, and checks no bytes where `digests` is off."""
+    def __init__(
+        self,
+        num_bytes: int,
+        num_tensors: int,
+        num_threads: int,
+        *,
+        digests: bool = True,
+        adopts: bool = False,
+    ) -> None:
+        """Start it; it loads with `num_threads` threads, and checks no bytes where `digests` is off.
+
+        With `adopts` it serves weights from where they lie, where it may.
+        """
         context = mp.get_context("spawn")
         self._pipe, far = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(far, num_bytes, num_tensors, num_threads, digests), daemon=True
+            target=_serve, args=(far, num_bytes, num_tensors, num_threads, digests, adopts), daemon=True
         )
         self._process.start()
 
@@ -127,12 +138,14 @@ def _no_digest(_payload: torch.Tensor) -> str:
     return "none"
 
 
-def _serve(pipe: Connection, num_bytes: int, num_tensors: int, num_threads: int, digests: bool) -> None:
+def _serve(
+    pipe: Connection, num_bytes: int, num_tensors: int, num_threads: int, digests: bool, adopts: bool
+) -> None:
     if not digests:
         switch_off_digests()
     torch.set_num_threads(num_threads)
     weights = Weights(num_bytes, num_tensors)
-    worker = Worker(ModuleSink(weights))
+    worker = Worker(AdoptingModuleSink(weights) if adopts else ModuleSink(weights))
     pipe.send_bytes(b"ready")
     while (request := pipe.recv_bytes()) != b"end":
         if request == b"fingerprint":

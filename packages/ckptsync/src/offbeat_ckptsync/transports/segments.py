@@ -74,7 +74,7 @@ class Mapping:
     """A receiver's view of a segment, kept from sync to sync: page tables cost more than half a copy.
 
     It is private: a loader that writes into the tensors it is given changes nothing for others. Pages it wrote no
-    longer follow the source, so a mapping that was written to is used once only (`written`).
+    longer follow the source, so a mapping that was written to is used once only (`written`, `is_spoilt`).
     """
 
     def __init__(self, segment_id: str, fd: int, num_bytes: int) -> None:
@@ -96,12 +96,15 @@ class Mapping:
         self._num_bytes = num_bytes
         self._base: torch.Tensor | None = None
         self._version = 0
+        self._lent: weakref.ref[np.ndarray[tuple[int], np.dtype[np.uint8]]] | None = None
+        self._was_kept = False  # tensors over it outlived the sync that staged them
 
     def lend(self, lease: Line) -> torch.Tensor:
         """Return the bytes, uint8; `lease` is closed when the last tensor over them is gone."""
         array = self._array()
         # The array lives as long as the storage of any tensor made from it.
         weakref.finalize(array, lease.close)
+        self._lent = weakref.ref(array)
         self._base = torch.from_numpy(array)
         self._version = self._base._version  # noqa: SLF001 -- torch has no public name for it
         return self._base
@@ -115,8 +118,37 @@ class Mapping:
         base, self._base = self._base, None
         return base is not None and base._version != self._version  # noqa: SLF001 -- as above
 
+    def is_spoilt(self) -> bool:
+        """Say whether somebody who kept tensors over it, and let go of them since, wrote into them.
+
+        Torch does not count what is written through a parameter that was pointed here, so the kernel is asked.
+        """
+        if self._lent is not None and self._lent() is not None:
+            self._was_kept = True
+            return False  # in use: looked at when it is wanted again
+        was_kept, self._was_kept = self._was_kept, False
+        return was_kept and _has_own_pages(self._array())
+
     def _array(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         return np.frombuffer(self._pages, dtype=np.uint8, count=self._num_bytes)
+
+
+def _has_own_pages(array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bool:
+    """Say whether any page of a private mapping was copied for this process, which is what writing to it does.
+
+    The kernel's word for each page is in /proc/self/pagemap (docs.kernel.org/admin-guide/mm/pagemap.html): bit 63 or 62
+    where there is one, in memory or swapped out, bit 61 where it is still the file's. Where that cannot be read, yes.
+    """
+    first = array.ctypes.data // mmap.PAGESIZE
+    num_pages = -(-len(array) // mmap.PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(8 * first)
+            words = np.frombuffer(file.read(8 * num_pages), dtype=np.uint64)
+    except OSError:
+        return True
+    there, of_file = words >> np.uint64(62) != 0, words >> np.uint64(61) & np.uint64(1) != 0
+    return len(words) < num_pages or bool((there & ~of_file).any())
 
 
 def _fill(fd: int, pages: mmap.mmap, size: int) -> None:

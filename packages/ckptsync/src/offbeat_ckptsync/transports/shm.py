@@ -1,8 +1,9 @@
 """Shared memory on one machine: packed once by the source, read in place by every receiving rank.
 
 The source packs buckets end to end into an anonymous segment (`segments`) and tells each rank over its line (`line`)
-when one is whole. A rank maps the segment once, digests every bucket where it lies, and its engine loads from there:
-two passes over the bytes for the source, two for a receiver.
+when one is whole. A rank maps the segment once, digests every bucket where it lies, and its engine loads from there: two passes
+over the bytes for the source, two for a receiver; one for a receiver whose sink adopts the tensors as they lie
+(`AdoptingSink`), and then all receivers of a machine serve from the same memory.
 
     receiver: hello, with "has": ids of the segments it has mapped
     source:   {"welcome": segment id, "num_bytes": n, "keep": ids still in use}; with the segment as an open file where
@@ -88,6 +89,7 @@ class ShmTransport:
     def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
         """Call the source and map its segment, unless it is mapped already."""
         stop = lambda: self.is_aborted(offer.sync_id)  # noqa: E731
+        self._maps = {name: mapping for name, mapping in self._maps.items() if not mapping.is_spoilt()}
         line, welcome, fd = call(offer, seat, {"has": [*self._maps]}, stop)
         try:
             self._maps = {name: mapping for name, mapping in self._maps.items() if name in welcome["keep"]}
