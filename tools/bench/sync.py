@@ -32,7 +32,7 @@ from offbeat_ckptsync.errors import SyncError
 if TYPE_CHECKING:
     from offbeat_ckptsync.types import SyncReport
 
-RECEIVERS = {"shm": (1, 2, 4), "broadcast": (1,), "disk": (1,)}
+RECEIVERS = {"shm": (1, 2, 4), "shm_copied": (1, 2, 4), "broadcast": (1,), "disk": (1,)}
 VLLM_LIMIT_S = 420.0
 SIDES = ("offbeat", "native")
 
@@ -55,7 +55,8 @@ def main() -> int:
         }
         for name, counts in RECEIVERS.items():
             if name in parts:
-                answer[name] = _transport(name, counts, limits[name], options, scratch, failed)
+                limit = limits[name.removesuffix("_copied")]
+                answer[name] = _transport(name, counts, limit, options, scratch, failed)
         if "vllm" in parts:
             answer["vllm"] = _vllm(Path(scratch), failed)
     answer["failed"] = failed
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    parser.add_argument("--only", default="shm,broadcast,disk,vllm", help="parts to measure")
+    parser.add_argument("--only", default="shm,shm_copied,broadcast,disk,vllm", help="parts to measure")
     parser.add_argument("--mib", type=float, default=1024.0, help="MiB of weights (default 1024)")
     parser.add_argument("--tensors", type=int, default=400, help="number of tensors (default 400)")
     parser.add_argument(
@@ -101,14 +102,18 @@ def _transport(
     scratch: str,
     failed: list[str],
 ) -> dict[str, object]:
+    transport = name.removesuffix("_copied")
     config = SyncConfig(
-        transport=name, bucket_mib=BUCKET_MIB[name], disk_path=f"{scratch}/disk", limit_gb_per_s=limit
+        transport=transport,
+        bucket_mib=BUCKET_MIB[transport],
+        disk_path=f"{scratch}/disk",
+        limit_gb_per_s=limit,
     )
     found: dict[str, object] = {}
     for count in counts:
         load = Load(
             num_bytes=round(options.mib * MIB), num_tensors=options.tensors, num_receivers=count,
-            num_syncs=options.syncs,
+            num_syncs=options.syncs, adopts=name == transport,
         )  # fmt: skip
         try:
             found[str(count)] = _figures(
