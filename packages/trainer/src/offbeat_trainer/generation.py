@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from offbeat_rollout import Completion, Finish, GenerateRequest, SamplingParams
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.seeds import derive_seed
+from offbeat_trainer.seeds import derive_seed, derive_seeds
 from offbeat_trainer.types import Group, Prompt
 
 GenerateMany = Callable[[Sequence[GenerateRequest]], Awaitable[list[Completion]]]
@@ -45,12 +45,10 @@ class GroupGenerator:
         call = next(self._calls)
         requests = [
             GenerateRequest(
-                request_id=f"{call}/{index}/{prompt.uid}",
-                prompt_ids=prompt.token_ids,
-                sampling=_own_seed(sampling, prompt, index),
+                request_id=f"{call}/{index}/{prompt.uid}", prompt_ids=prompt.token_ids, sampling=own
             )
             for prompt in prompts
-            for index in range(group_size)
+            for index, own in enumerate(_own_seeds(sampling, prompt, range(group_size)))
         ]
         completions = await self._generate_many(requests)
         assert len(completions) == len(requests)
@@ -85,10 +83,8 @@ class GroupGenerator:
             )  # `interrupt` and `go_on` are the two ends of one weight sync, which has deadlines
             call = next(self._calls)
             requests = [
-                _request(
-                    f"{call}/{place}/{prompt.uid}", prompt, _own_seed(sampling, prompt, place), have[place]
-                )
-                for place in places
+                _request(f"{call}/{place}/{prompt.uid}", prompt, own, have[place])
+                for place, own in zip(places, _own_seeds(sampling, prompt, places), strict=True)
             ]
             ids = [request.request_id for request in requests]
             self._running.update(ids)
@@ -119,10 +115,14 @@ class GroupGenerator:
         self._going.set()
 
 
-def _own_seed(sampling: SamplingParams, prompt: Prompt, index: int) -> SamplingParams:
+def _own_seeds(sampling: SamplingParams, prompt: Prompt, places: Sequence[int]) -> list[SamplingParams]:
+    """Return `sampling` for each of `places` in the group of `prompt`, with a seed of its own."""
     if sampling.seed is None:
-        return sampling
-    return replace(sampling, seed=derive_seed(sampling.seed, prompt.uid, index))
+        return [sampling] * len(places)
+    # `replace` reads every field anew for each completion, of which there are thousands a second.
+    shared = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    seeds = derive_seeds(sampling.seed, prompt.uid, places=places)
+    return [SamplingParams(**(shared | {"seed": seed})) for seed in seeds]
 
 
 def _request(

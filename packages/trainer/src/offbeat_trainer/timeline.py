@@ -102,14 +102,15 @@ class Timeline:
         """`num_groups` more are generated in the block. These spans may overlap."""
         self._pass_time()
         self._running += num_groups
-        key = {"ph": "b", "cat": GENERATION, "id": name, "name": "group"}
-        self._event(GENERATION, **key, ts=_us(now_s()), args={"group": name})
         try:
-            yield
+            if self._file is None:
+                yield
+            else:
+                with self.overlapping(GENERATION, "group", name, group=name):
+                    yield
         finally:
             self._pass_time()
             self._running -= num_groups
-            self._event(GENERATION, **(key | {"ph": "e"}), ts=_us(now_s()))
 
     @contextmanager
     def overlapping(self, track: str, name: str, key: str, **details: object) -> Generator[None]:

@@ -26,7 +26,7 @@ def spans_of(completion: Completion) -> Spans:
     versions = completion.policy_versions
     if len(set(versions)) == 1:  # by far the most, and this is done for every completion of a run
         return ((versions[0], len(versions)),)
-    return tuple((version, sum(1 for _ in run)) for version, run in groupby(versions))
+    return tuple([(version, len(list(run))) for version, run in groupby(versions)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ CREATE TABLE IF NOT EXISTS events (
 )
 """
 _INSERT = "INSERT INTO events (kind, number, version, detail, body) VALUES (?, ?, ?, ?, ?)"
+# As json.dumps writes it; what is written here is no cycle, and to look for one costs as much as a third of the writing.
+_ENCODE = json.JSONEncoder(check_circular=False).encode
 _Row = tuple[str, int, int | None, str | None, bytes | None]
 
 
@@ -108,7 +110,7 @@ def _to_row(event: Event) -> _Row:
             return "half", event.index, None, None, pack(event.completions)
         case Finished():
             scores = [(score.reward, score.correct) for score in event.scores]
-            detail = json.dumps({"scores": scores, "spans": event.spans})
+            detail = _ENCODE({"scores": scores, "spans": event.spans})
             return "finished", event.index, event.version, detail, pack(event.completions)
         case Taken():
             return "taken", event.step, None, json.dumps(event.indices), None
