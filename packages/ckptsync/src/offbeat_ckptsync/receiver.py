@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.digest import check_echo
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
-from offbeat_ckptsync.interface import AdoptingSink, SlicedSink
+from offbeat_ckptsync.interface import SlicedSink
 from offbeat_ckptsync.labels import label_of, told
 from offbeat_ckptsync.manifest import check_digest, require_match
 from offbeat_ckptsync.plan import plan_buckets, tensor_views
 from offbeat_ckptsync.slices import assemble, check_cut, own_buckets
-from offbeat_ckptsync.staging import Shelf, Staged, stage, writes_to
+from offbeat_ckptsync.staging import Shelf, Staged, stage, way_into, writes_to
 from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
@@ -238,12 +238,8 @@ class Receiver:
         mark = time.perf_counter()
         try:
             views = tensor_views(session.offer.manifest, staged.buckets, memory, staged.starts)
-            tensors = assemble(session.offer, self.layout(), views)
-            if staged.lent and memory.device.type == "cpu" and isinstance(self._sink, AdoptingSink):
-                self._sink.adopt(tensors, sent.version)
-            else:
-                self._sink.load(tensors, sent.version)
-            del views, tensors  # what still looks at the memory from here on is the sink's
+            take = way_into(self._sink, staged)
+            take(assemble(session.offer, self.layout(), views), sent.version)
         except SyncError:
             with self._lock:
                 self._move(Step.REFUSE)

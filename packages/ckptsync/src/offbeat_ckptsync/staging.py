@@ -12,14 +12,14 @@ import torch
 from offbeat_ckptsync.delta import apply_delta, runs_of
 from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
-from offbeat_ckptsync.interface import DeltaReceiver, PickingReceiver
+from offbeat_ckptsync.interface import AdoptingSink, DeltaReceiver, PickingReceiver
 from offbeat_ckptsync.plan import bucket_starts, tensor_views
 from offbeat_ckptsync.slices import own_buckets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from offbeat_ckptsync.interface import BucketReceiver, Transport
+    from offbeat_ckptsync.interface import BucketReceiver, Transport, WeightSink
     from offbeat_ckptsync.types import Bucket, Manifest, Seat, SyncOffer
 
 
@@ -92,6 +92,13 @@ class Shelf:
         if self._plan is None or self._copy is None:
             return None
         return self._plan[0], list(tensor_views(*self._plan, self._copy))
+
+
+def way_into(sink: WeightSink, staged: Staged) -> Callable[[Iterable[tuple[str, torch.Tensor]], int], None]:
+    """Return how `sink` is given what is staged: by `adopt` where it may keep that memory, else by `load`."""
+    if staged.lent and staged.memory.device.type == "cpu" and isinstance(sink, AdoptingSink):
+        return sink.adopt
+    return sink.load
 
 
 def writes_to(memory: torch.Tensor) -> int:
