@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 from offbeat_rollout import Completion, Finish, GenerateRequest, SamplingParams
 from offbeat_trainer.errors import PlanRefused
@@ -120,9 +121,10 @@ def _own_seeds(sampling: SamplingParams, prompt: Prompt, places: Sequence[int]) 
     if sampling.seed is None:
         return [sampling] * len(places)
     # `replace` reads every field anew for each completion, of which there are thousands a second.
-    shared = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    shared: dict[str, Any] = {one.name: getattr(sampling, one.name) for one in fields(sampling)}
+    del shared["seed"]
     seeds = derive_seeds(sampling.seed, prompt.uid, places=places)
-    return [SamplingParams(**(shared | {"seed": seed})) for seed in seeds]
+    return [SamplingParams(**shared, seed=seed) for seed in seeds]
 
 
 def _request(

@@ -55,3 +55,4 @@ async def run_one_step_off(parts: Parts, outcome: Outcome, start: int = 0) -> No
             metrics = [*trained, *sync_metrics(report), *stream.metrics()]
             if await close_step(parts, outcome, clock, step, groups, metrics):
                 return
+            del groups  # see `run_fully_async`
