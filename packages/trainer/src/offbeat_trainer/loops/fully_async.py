@@ -37,6 +37,5 @@ async def run_fully_async(parts: Parts, outcome: Outcome, start: int = 0) -> Non
                 trained += sync_metrics(report)
             if await close_step(parts, outcome, clock, step, groups, [*trained, *stream.metrics()]):
                 return
-            del (
-                groups
-            )  # to free thousands of completions takes milliseconds: now, not once the next ones are there
+            # To free thousands of completions takes milliseconds: now, not once the next step's are there.
+            del groups
