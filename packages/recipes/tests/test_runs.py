@@ -128,6 +128,8 @@ def test_a_killed_asynchronous_run_resumes_bit_for_bit_where_timing_decides_noth
     assert summary["mode"] == "fully_async"
     assert summary["where_time_went"]
     json.loads((tmp_path / "killed" / "trace.json").read_text())
+    run(tmp_path / "again", *settings, f"replay={tmp_path / 'killed'}")  # its journal is of two processes
+    assert history(tmp_path / "again") == history(tmp_path / "whole")
 
 
 @pytest.mark.ray
