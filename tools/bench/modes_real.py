@@ -48,8 +48,9 @@ def layouts(runs: Runs, mode: str) -> list[ours.Layout]:
     half = max(1, threads // 2)
     apart = ours.Layout(ranks=1, threads_per_rank=threads - half or 1, replicas=half, threads_per_replica=1)
     shared = replace(apart, threads_per_rank=threads, replicas=threads)
-    between = replace(apart, replicas=threads)
-    return list(dict.fromkeys([apart, shared, between])) if runs.every else [apart]
+    wide_rank = replace(apart, threads_per_rank=threads)  # where training is the longer half
+    many_replicas = replace(apart, replicas=threads)  # where generation is
+    return list(dict.fromkeys([apart, shared, wide_rank, many_replicas])) if runs.every else [apart]
 
 
 def measure(folder: Path, runs: Runs, say: Callable[[str], None]) -> dict[str, object]:

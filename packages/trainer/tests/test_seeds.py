@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from offbeat_trainer.seeds import derive_seed, derive_seeds
 
-parts = st.lists(st.integers() | st.text(alphabet=st.characters(codec="utf-8", exclude_characters="/")), max_size=5)
+parts = st.lists(
+    st.integers() | st.text(alphabet=st.characters(codec="utf-8", exclude_characters="/")), max_size=5
+)
 
 
 def test_golden_values():

@@ -149,13 +149,7 @@ class StalenessGate:
         chosen: list[_Datable] = []
         for one in finished:
             place = bisect.bisect_left(bys, one.last_step)
-            if (
-                place
-                and any(  # for most there is nothing to ask
-                    must - done >= slots
-                    for (_, must), done in zip(owed[:place], itertools.accumulate(paid), strict=False)
-                )
-            ):
+            if place and _takes_owed(owed[:place], paid, slots):  # for most, nothing is owed before them
                 continue
             chosen.append(one)
             paid[place] += 1
@@ -164,6 +158,13 @@ class StalenessGate:
                 break
         assert slots == 0, "`choose` needs `ready`"
         return chosen
+
+
+def _takes_owed(owed: list[tuple[int, int]], paid: list[int], slots: int) -> bool:
+    """Say whether all `slots` that are left are owed to groups due by one of the steps in `owed`."""
+    return any(
+        must - done >= slots for (_, must), done in zip(owed, itertools.accumulate(paid), strict=False)
+    )
 
 
 def check_async(config: AsyncConfig) -> None:
