@@ -32,7 +32,8 @@ class Replica:
     """An engine with several ranks behind `control`; like vLLM it keeps a session and answers nothing."""
 
     def __init__(self, num_ranks):
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # which has loaded torch, once for all of them
+        context.set_forkserver_preload(["offbeat_ckptsync.testing.actors"])
         pairs = [context.Pipe() for _ in range(num_ranks)]
         self.pipes = [near for near, _ in pairs]
         self.processes = [
