@@ -176,6 +176,20 @@ def test_a_replica_that_writes_into_its_weights_changes_nothing_for_others_or_la
             assert_equal(model.bits(), Model(seed).bits())
 
 
+def test_a_replica_that_wrote_and_let_go_before_the_next_sync_takes_that_one_whole(open_house):
+    model = Model(99)
+    house = open_house("shm", AdoptingModuleSink(model))
+    house.sync(1)
+    with torch.no_grad():
+        model.embed.add_(1)
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor.data = tensor.detach().clone()
+    gc.collect()
+    for seed in (2, 3):
+        house.sync(seed)
+        assert_equal(model.bits(), Model(seed).bits())
+
+
 def test_what_does_not_fit_is_refused_before_a_pointer_changes(open_house):
     model = Model(99, width=SIZE + 1)
     before, places = model.bits(), model.places()

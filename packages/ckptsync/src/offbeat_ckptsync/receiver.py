@@ -15,7 +15,7 @@ from offbeat_ckptsync.labels import label_of, told
 from offbeat_ckptsync.manifest import check_digest, require_match
 from offbeat_ckptsync.plan import plan_buckets, tensor_views
 from offbeat_ckptsync.slices import assemble, check_cut, own_buckets
-from offbeat_ckptsync.staging import Shelf, Staged, stage, way_into, writes_to
+from offbeat_ckptsync.staging import Shelf, Staged, give, stage
 from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
@@ -231,15 +231,12 @@ class Receiver:
         with self._lock:
             self.verify(sync_id, sent)
             session = self._open(sync_id)
-            assert session.staged is not None
+            staged = session.staged
+            assert staged is not None
             self._move(Step.FLIP)
-        staged, memory = session.staged, session.staged.memory
-        written = writes_to(memory)
         mark = time.perf_counter()
         try:
-            views = tensor_views(session.offer.manifest, staged.buckets, memory, staged.starts)
-            take = way_into(self._sink, staged)
-            take(assemble(session.offer, self.layout(), views), sent.version)
+            untouched = self._load(session.offer, staged, sent.version)
         except SyncError:
             with self._lock:
                 self._move(Step.REFUSE)
@@ -256,10 +253,10 @@ class Receiver:
             self._move(Step.LOADED)
             self._version = sent.version
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
-            kept, session.staged = session.staged.close(), None
+            kept, session.staged = staged.close(), None
             self._shelf.keep(kept, session.offer.manifest, session.buckets)
             # A part of a version is no copy that a joiner could be given.
-            if writes_to(memory) != written or session.offer.whole is not None:
+            if not untouched or session.offer.whole is not None:
                 self._shelf.forget()  # the sink used it up: it is no copy of what was sent any more
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
@@ -315,6 +312,10 @@ class Receiver:
                     if session.staged is not None:
                         self._shelf.put_back(session.staged.close())
             return self._version
+
+    def _load(self, offer: SyncOffer, staged: Staged, version: int) -> bool:
+        views = tensor_views(offer.manifest, staged.buckets, staged.memory, staged.starts)
+        return give(self._sink, staged, assemble(offer, self.layout(), views), version)
 
     def _held(self, session: _Session) -> str:
         """Return which content the copy on the shelf is, where the buckets of `session` can be compared with it."""

@@ -37,9 +37,9 @@ class Staged:
 
     def close(self) -> torch.Tensor | None:
         """Let go of everything; return the memory if the next sync may receive into it."""
-        self.end.close()
         spare = None if self.lent else self.memory
-        self.memory = self.memory.new_empty(0)
+        self.memory = self.memory.new_empty(0)  # first: the transport may look who else holds it
+        self.end.close()
         return spare
 
 
@@ -94,11 +94,14 @@ class Shelf:
         return self._plan[0], list(tensor_views(*self._plan, self._copy))
 
 
-def way_into(sink: WeightSink, staged: Staged) -> Callable[[Iterable[tuple[str, torch.Tensor]], int], None]:
-    """Return how `sink` is given what is staged: by `adopt` where it may keep that memory, else by `load`."""
+def give(sink: WeightSink, staged: Staged, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
+    """Give `sink` views of what is staged, to keep if both it and that memory allow; say whether it left it as it was."""
+    written = writes_to(staged.memory)
     if staged.lent and staged.memory.device.type == "cpu" and isinstance(sink, AdoptingSink):
-        return sink.adopt
-    return sink.load
+        sink.adopt(tensors, version)
+    else:
+        sink.load(tensors, version)
+    return writes_to(staged.memory) == written
 
 
 def writes_to(memory: torch.Tensor) -> int:

@@ -116,18 +116,23 @@ class Mapping:
     def written(self) -> bool:
         """Forget the tensor lent last; say whether anybody wrote into it, or into a view of it."""
         base, self._base = self._base, None
-        return base is not None and base._version != self._version  # noqa: SLF001 -- as above
+        written = base is not None and base._version != self._version  # noqa: SLF001 -- as above
+        del base
+        self._was_kept |= self._is_lent()
+        return written
 
     def is_spoilt(self) -> bool:
-        """Say whether somebody who kept tensors over it, and let go of them since, wrote into them.
+        """Say whether somebody who kept tensors over it, and has let go of them since, wrote into them.
 
         Torch does not count what is written through a parameter that was pointed here, so the kernel is asked.
         """
-        if self._lent is not None and self._lent() is not None:
-            self._was_kept = True
-            return False  # in use: looked at when it is wanted again
-        was_kept, self._was_kept = self._was_kept, False
-        return was_kept and _has_own_pages(self._array())
+        if not self._was_kept or self._is_lent():
+            return False  # what is still in use is looked at when it is wanted again
+        self._was_kept = False
+        return _has_own_pages(self._array())
+
+    def _is_lent(self) -> bool:
+        return self._lent is not None and self._lent() is not None
 
     def _array(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         return np.frombuffer(self._pages, dtype=np.uint8, count=self._num_bytes)

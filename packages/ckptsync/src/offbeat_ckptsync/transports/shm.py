@@ -205,8 +205,8 @@ class _Receiver:
             into.copy_(self._mapping.view()[start : start + bucket.num_bytes])
 
     def close(self) -> None:
-        if self._memory is None or self._num_whole < len(self._buckets):
+        was_lent, self._memory = self._memory is not None, None
+        if not was_lent or self._num_whole < len(self._buckets):
             self._line.close()  # nobody will look at half a sync
         if self._mapping.written() or self._num_whole < len(self._buckets):
             self._transport.forget(self._mapping)
-        self._memory = None
