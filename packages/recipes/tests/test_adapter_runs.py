@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from offbeat_recipes.config import ArithmeticConfig
 from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.testing import Command
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytest.importorskip("peft")
 
@@ -33,15 +35,8 @@ def even(prompt, completion, row):
 
 def run(folder: Path, *settings: str) -> list[dict[str, float]]:
     """Run to the end and return the metrics of all steps."""
-    program = str(Path(sys.executable).parent / "offbeat-train")
-    done = subprocess.run(
-        [program, *settings, f"run_dir={folder}", *SETTINGS],
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = [*settings, f"run_dir={folder}", *SETTINGS]
+    Command("train", words, folder.with_name(f"{folder.name}-said") / "train").succeed(RUN_TIMEOUT_S)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -61,8 +56,8 @@ def test_after_a_warm_up_and_a_resume_its_model_is_the_base_of_trainer_and_repli
     check(steps, tmp_path, tmp_path / "model")
 
 
-@pytest.mark.parametrize("rollout", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_the_sampler_follows_a_learning_trainer_while_only_the_adapter_travels(tmp_path: Path, rollout: str):
+@pytest.mark.vllm
+def test_vllm_follows_a_learning_trainer_while_only_the_adapter_travels(tmp_path: Path):
     base = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path / "base", 0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{10 + i}+{20 + i}="}) + "\n" for i in range(40)))
@@ -74,7 +69,7 @@ def test_the_sampler_follows_a_learning_trainer_while_only_the_adapter_travels(t
         f"task.validation_path={prompts}",
         f"task.reward={tmp_path / 'reward.py'}:even",
         f"model.path={base}",
-        f"rollout={rollout}",
+        "rollout=vllm",
         "rollout.max_model_len=64",
         "task.max_prompt_tokens=16",
         "sampling.max_tokens=12",

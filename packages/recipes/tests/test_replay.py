@@ -60,6 +60,7 @@ def test_a_schedule_that_does_not_fit_is_refused(tmp_path, settings, says):
     folder = record(tmp_path / "recorded", spans=((1, 3), (2, 4)))
     [refusal] = refusals(f"replay={folder}", *settings)
     assert says in refusal
+    assert refusal.count(";") == 1, "a reason and what to do about it, once"
 
 
 def test_a_run_without_a_journal_and_the_run_itself_are_refused(tmp_path):

@@ -9,11 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from offbeat_recipes.testing import Command
 from offbeat_trainer.journal.events import Dropped, Issued, Taken
 from offbeat_trainer.journal.sqlite import SqliteJournal
+
+if TYPE_CHECKING:
+    from offbeat_recipes.testing.commands import Name
 
 SMALL = (
     "warmup.steps=4",
@@ -39,19 +44,23 @@ CLOCKS = (
 )
 
 
-def command(folder: Path, *settings: str) -> list[str]:
-    """Return the command of a small run in `folder`."""
-    program = str(Path(sys.executable).parent / "offbeat-train")
-    return [program, "task=arithmetic", f"run_dir={folder}", *SMALL, *settings]
+def words(folder: Path, *settings: str) -> list[str]:
+    """Return what follows the name of a command for a small run in `folder`."""
+    return ["task=arithmetic", f"run_dir={folder}", *SMALL, *settings]
 
 
-def run(folder: Path, *settings: str) -> str:
-    """Run to the end and return what a person saw."""
-    done = subprocess.run(
-        command(folder, *settings), capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+def begin(folder: Path, *settings: str, name: Name = "train") -> Command:
+    """Start a small run in `folder` without waiting for it."""
+    return Command(
+        name,
+        words(folder, *settings),
+        folder.with_name(f"{folder.name}-said") / f"{name}-{time.monotonic_ns()}",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+
+
+def run(folder: Path, *settings: str, name: Name = "train") -> str:
+    """Run to the end and return what a person saw."""
+    return begin(folder, *settings, name=name).succeed(RUN_TIMEOUT_S)
 
 
 def history(folder: Path) -> list[dict[str, float]]:
@@ -60,22 +69,17 @@ def history(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if not key.startswith(CLOCKS)} for line in lines]
 
 
+def wait_for_steps(command: Command, folder: Path, num_steps: int) -> None:
+    """Wait until `num_steps` steps of the run are on record."""
+    command.wait_for_steps(folder / "metrics.jsonl", num_steps, RUN_TIMEOUT_S)
+
+
 def kill_after(folder: Path, num_steps: int, *settings: str) -> None:
     """Start a run and kill its driver with SIGKILL once `num_steps` steps are on record."""
-    process = subprocess.Popen(
-        command(folder, *settings),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + RUN_TIMEOUT_S
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < num_steps:
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline, "the run made no steps"
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    command = begin(folder, *settings)
+    wait_for_steps(command, folder, num_steps)
+    command.signal(signal.SIGKILL)
+    assert command.wait(RUN_TIMEOUT_S) == -signal.SIGKILL
     wait_for_orphans(folder)
 
 
@@ -95,30 +99,78 @@ def _has_open(pid: str, folder: Path) -> bool:
     return any(file.startswith(str(folder)) for file in files)
 
 
-def check_resume(tmp_path: Path, *settings: str) -> None:
-    """Compare a run that was killed after its third step and resumed with one that was left alone."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(whole, *settings)
-    kill_after(killed, 3, *settings)
-    assert "from the checkpoint of step" in run(killed, *settings, "resume=auto")
-    assert [line["step"] for line in history(whole)] == [1, 2, 3, 4, 5]
-    assert history(killed) == history(whole)
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (whole, killed)]
+def check_same(one: Path, other: Path) -> None:
+    """Two runs came to the same, metric by metric."""
+    assert history(one) == history(other)
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (one, other)]
     for key in ("accuracy_before", "accuracy_after", "reward_first", "reward_last", "steps"):
         assert summaries[0][key] == summaries[1][key], key
 
 
+# Two ranks, two replicas and one thread each: what every test of the synchronous mode compares with.
+SYNC = (
+    "rollout=hf",
+    "rollout.num_replicas=2",
+    "rollout.cpu_threads=1",
+    "engine.num_ranks=2",
+    "engine.threads_per_rank=1",
+    "trainer.steps=8",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a synchronous run that was left alone."""
+    folder = tmp_path_factory.mktemp("sync") / "undisturbed"
+    run(folder, *SYNC)
+    assert [line["step"] for line in history(folder)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    return folder
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_a_killed_run_resumes_bit_for_bit_on_two_ranks_and_two_replicas(tmp_path: Path):
-    check_resume(tmp_path, "rollout=hf", "engine.num_ranks=2", "rollout.num_replicas=2")
+def test_ctrl_c_ends_after_the_step_then_a_kill_and_the_run_resumes_bit_for_bit(
+    tmp_path: Path, undisturbed: Path
+):
+    folder = tmp_path / "run"
+    command = begin(folder, *SYNC)
+    wait_for_steps(command, folder, 1)
+    command.signal(signal.SIGINT, group=True)  # as a terminal does
+    assert command.wait(RUN_TIMEOUT_S) == 130, command.complained
+    assert "resume=auto" in command.said
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["interrupted"]
+    steps = summary["steps"]
+    assert 1 <= steps < 6
+    kill_after(folder, steps + 2, *SYNC, "resume=auto")
+    assert "from the checkpoint of step" in run(folder, *SYNC, "resume=auto")
+    check_same(folder, undisturbed)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_colocated_is_separate_bit_for_bit(tmp_path: Path, undisturbed: Path):
+    run(tmp_path / "shared", *SYNC, "cluster.placement=colocated")
+    check_same(tmp_path / "shared", undisturbed)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_a_checkpoint_judged_by_itself_says_what_the_run_said_of_it(undisturbed: Path):
+    said = run(undisturbed, *SYNC, name="evaluate")
+    result = json.loads((undisturbed / "evaluations" / "step_8.json").read_text())
+    assert result["accuracy"] == json.loads((undisturbed / "summary.json").read_text())["accuracy_after"]
+    assert "solved at least once" in said
 
 
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_a_killed_asynchronous_run_resumes_bit_for_bit_where_timing_decides_nothing(tmp_path: Path):
     settings = ("rollout=hf", "mode=fully_async", "mode.order=first_in", "mode.partial=wait")
-    check_resume(tmp_path, *settings)
+    run(tmp_path / "whole", *settings)
+    kill_after(tmp_path / "killed", 3, *settings)
+    assert "from the checkpoint of step" in run(tmp_path / "killed", *settings, "resume=auto")
+    check_same(tmp_path / "killed", tmp_path / "whole")
     lines = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["staleness/max"] <= 2 for line in lines)
     assert any(line["staleness/max"] > 0 for line in lines), "nothing ran ahead"
@@ -134,61 +186,28 @@ def test_a_killed_asynchronous_run_resumes_bit_for_bit_where_timing_decides_noth
 
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_colocated_is_separate_bit_for_bit(tmp_path: Path):
-    settings = ("rollout=hf", "rollout.cpu_threads=1", "engine.threads_per_rank=1")
-    run(tmp_path / "apart", *settings)
-    run(tmp_path / "shared", *settings, "cluster.placement=colocated")
-    assert [line["step"] for line in history(tmp_path / "shared")] == [1, 2, 3, 4, 5]
-    assert history(tmp_path / "shared") == history(tmp_path / "apart")
-    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("apart", "shared")]
-    assert summaries[0]["accuracy_after"] == summaries[1]["accuracy_after"]
-
-
-def begin(folder: Path, *settings: str) -> subprocess.Popen[str]:
-    """Start a run without waiting for it."""
-    return subprocess.Popen(
-        command(folder, *settings),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_steps(process: subprocess.Popen[str], folder: Path, num_steps: int) -> None:
-    """Wait until `num_steps` steps are on record."""
-    metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + RUN_TIMEOUT_S
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < num_steps:
-        assert process.poll() is None, f"the run ended before step {num_steps}"
-        assert time.monotonic() < deadline, "the run made no steps"
-        time.sleep(0.02)
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(900)
 def test_a_run_whose_training_rank_dies_says_so_and_goes_on_later_until_it_is_terminated(tmp_path: Path):
     folder = tmp_path / "run"
     settings = ("rollout=hf", "mode=fully_async", "trainer.steps=1000", "trainer.save_every=2")
-    process = begin(folder, *settings)
-    wait_for_steps(process, folder, 3)
+    command = begin(folder, *settings)
+    wait_for_steps(command, folder, 3)
     owners = [pid for pid in os.listdir("/proc") if pid.isdigit()]
     (rank,) = [int(pid) for pid in owners if _has_open(pid, folder / "logs" / "train_rank0.log")]
     os.kill(rank, signal.SIGKILL)
-    _, failed = process.communicate(timeout=RUN_TIMEOUT_S)
-    assert process.returncode == 1
-    assert "training rank 0 died while it should" in failed
-    assert "resume=auto" in failed
+    assert command.wait(RUN_TIMEOUT_S) == 1
+    assert "training rank 0 died while it should" in command.complained
+    assert "resume=auto" in command.complained
     wait_for_orphans(folder)
     steps = len(history(folder))
 
-    process = begin(folder, *settings, "resume=auto")
-    wait_for_steps(process, folder, steps + 2)
-    os.kill(process.pid, signal.SIGTERM)
-    said, _ = process.communicate(timeout=RUN_TIMEOUT_S)
-    assert process.returncode == 130, "SIGTERM ends a run like Ctrl-C: after its step, with a checkpoint"
-    assert "from the checkpoint of step" in said
-    assert "resume=auto" in said
+    command = begin(folder, *settings, "resume=auto")
+    wait_for_steps(command, folder, steps + 2)
+    command.signal(signal.SIGTERM)
+    assert command.wait(RUN_TIMEOUT_S) == 130, (
+        "SIGTERM ends a run like Ctrl-C: after its step, with a checkpoint"
+    )
+    assert "from the checkpoint of step" in command.said
+    assert "resume=auto" in command.said
     steps = json.loads((folder / "summary.json").read_text())["steps"]
     assert [line["step"] for line in history(folder)] == list(range(1, steps + 1))
     journal = SqliteJournal(folder / "checkpoints" / "journal.sqlite")
@@ -223,8 +242,16 @@ def test_a_killed_asynchronous_run_with_vllm_loses_nothing_and_trains_nothing_tw
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_killed_run_resumes_bit_for_bit_with_vllm(tmp_path: Path):
-    check_resume(tmp_path)
-    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    program = Path(sys.executable).parent / "offbeat-train"  # as a person starts it
+    whole = tmp_path / "whole"
+    done = subprocess.run(
+        [program, *words(whole)], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    kill_after(tmp_path / "killed", 3)
+    assert "from the checkpoint of step" in run(tmp_path / "killed", "resume=auto")
+    check_same(tmp_path / "killed", whole)
+    summary = json.loads((whole / "summary.json").read_text())
     assert summary["max_abs_logprob_diff"] <= 1e-4
     assert set(summary["phase_s"]) == {"generate", "reward", "train", "sync"}
     assert summary["sync_gb_per_s"] > 0
@@ -232,67 +259,11 @@ def test_a_killed_run_resumes_bit_for_bit_with_vllm(tmp_path: Path):
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_ctrl_c_ends_after_the_step_and_says_how_to_go_on(tmp_path: Path):
-    folder = tmp_path / "run"
-    process = subprocess.Popen(
-        command(folder, "rollout=hf", "trainer.steps=1000"),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + RUN_TIMEOUT_S
-    while not metrics.exists() or not metrics.read_text().strip():
-        assert time.monotonic() < deadline, "the run made no steps"
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=RUN_TIMEOUT_S)
-    assert process.returncode == 130
-    assert "resume=auto" in said
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["interrupted"]
-    steps = summary["steps"]
-    assert steps < 1000
-    run(folder, "rollout=hf", f"trainer.steps={steps + 1}", "resume=auto")
-    assert history(folder)[-1]["step"] == steps + 1
-    # A checkpoint judged by itself says what the run said of it: same prompts, same weights, greedy.
-    program = Path(sys.executable).parent / "offbeat-eval"
-    judge = [program, "task=arithmetic", f"run_dir={folder}", *SMALL, "rollout=hf"]
-    judged = subprocess.run(judge, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
-    assert judged.returncode == 0, judged.stderr
-    result = json.loads((folder / "evaluations" / f"step_{steps + 1}.json").read_text())
-    assert result["accuracy"] == json.loads((folder / "summary.json").read_text())["accuracy_after"]
-    assert "solved at least once" in judged.stdout
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_sft_makes_a_model_that_eval_can_judge(tmp_path: Path):
     folder = tmp_path / "run"
-    bin_folder = Path(sys.executable).parent
-    common = [f"run_dir={folder}", "rollout=hf", *SMALL]
-    sft = subprocess.run(
-        [bin_folder / "offbeat-sft", *common],
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert sft.returncode == 0, sft.stderr
+    run(folder, "rollout=hf", name="sft")
     assert (folder / "model" / "model.safetensors").exists()
-    judged = subprocess.run(
-        [
-            bin_folder / "offbeat-eval",
-            *common,
-            "evaluation.step=0",
-            "evaluation.num_samples=2",
-            "evaluation.temperature=1",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert judged.returncode == 0, judged.stderr
+    drawn = ("evaluation.step=0", "evaluation.num_samples=2", "evaluation.temperature=1")
+    run(folder, "rollout=hf", *drawn, name="evaluate")
     result = json.loads((folder / "evaluations" / "step_0.json").read_text())
     assert (result["prompts"], result["samples_per_prompt"]) == (8, 2)

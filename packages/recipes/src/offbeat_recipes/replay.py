@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from offbeat_engine.capabilities import Refusal
 from offbeat_recipes.run_folder import journal_in
 from offbeat_trainer.config import Partial
-from offbeat_trainer.errors import PlanRefused, ResumeError
+from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.journal.sqlite import SqliteJournal
 from offbeat_trainer.schedule import Schedule
 
@@ -50,11 +50,10 @@ def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
         return
     try:
         schedule = recorded_schedule(config)
-        assert schedule is not None
-        schedule.check(config.trainer.steps, kept=config.asynchrony.partial is Partial.KEEP)
-    except (ResumeError, PlanRefused) as error:
-        yield Refusal(
-            "replay",
-            str(error),
-            "name the folder of a run that ended, in an asynchronous mode, with as many steps",
-        )
+    except ResumeError as error:
+        yield Refusal("replay", str(error), "name the folder of a run in an asynchronous mode")
+        return
+    assert schedule is not None
+    found = schedule.obstacle(config.trainer.steps, kept=config.asynchrony.partial is Partial.KEEP)
+    if found is not None:
+        yield Refusal("replay", *found)

@@ -58,8 +58,8 @@ class Schedule:
         """Return the versions that made tokens of group `index`, rising."""
         return sorted({version for spans in self.spans[index] for version, _ in spans}) or [self.begun[index]]
 
-    def check(self, num_steps: int, *, kept: bool) -> None:
-        """Raise `PlanRefused` unless a run of `num_steps` steps can follow it.
+    def obstacle(self, num_steps: int, *, kept: bool) -> tuple[str, str] | None:
+        """Return why a run of `num_steps` steps cannot follow it and what to do about that, or None.
 
         Args:
             num_steps: steps of the run that is to follow.
@@ -67,13 +67,24 @@ class Schedule:
         """
         missing = sorted(set(range(num_steps)) - set(self.taken))
         if missing:
-            raise PlanRefused(f"the schedule has no step {missing[0]}, the run is to have {num_steps}")
+            return (
+                f"the schedule has no step {missing[0]}, the run is to have {num_steps}",
+                "follow a run of at least as many steps that came to its end",
+            )
         mixed = [index for index, spans in self.spans.items() if any(len(one) > 1 for one in spans)]
         if kept and mixed:
-            raise PlanRefused(
+            return (
                 f"group {mixed[0]} went on under new weights with the keys and values of the old ones, which cannot be "
-                "made again; record with `partial: abort` or `partial: wait` what is to be replayed"
+                "made again",
+                "record with `partial: abort` or `partial: wait` what is to be replayed",
             )
+        return None
+
+    def check(self, num_steps: int, *, kept: bool) -> None:
+        """Raise `PlanRefused` if there is an `obstacle`."""
+        found = self.obstacle(num_steps, kept=kept)
+        if found is not None:
+            raise PlanRefused("; ".join(found))
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
