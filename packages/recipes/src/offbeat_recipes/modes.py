@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, assert_never
 
+from offbeat_recipes.journals import open_journal
 from offbeat_recipes.replay import recorded_schedule
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.journal.memory import MemoryJournal
-from offbeat_trainer.journal.sqlite import SqliteJournal
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.parts import Parts
@@ -34,7 +34,7 @@ class Loop(Protocol):
 def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
     """Return what the loop of this run works with. The caller closes journal and timeline."""
     config = session.config
-    journal = MemoryJournal() if config.mode.name == "sync" else SqliteJournal(session.folder.journal)
+    journal = MemoryJournal() if config.mode.name == "sync" else open_journal(session.folder.path)
     timeline = Timeline(session.folder.trace)
     cluster.draw_on(timeline)
     return Parts(

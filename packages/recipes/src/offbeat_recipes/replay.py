@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
-from offbeat_recipes.run_folder import journal_in
+from offbeat_recipes.journals import existing_journal
 from offbeat_trainer.config import Partial
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.journal.sqlite import SqliteJournal
 from offbeat_trainer.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -27,10 +26,12 @@ def recorded_schedule(config: RunConfig) -> Schedule | None:
     """
     if not config.replay:
         return None
-    journal = journal_in(Path(config.replay))
-    if not journal.is_file():
-        raise ResumeError(f"{config.replay} holds no journal ({journal} is not there)")
-    with closing(SqliteJournal(journal)) as recorded:
+    journal = existing_journal(Path(config.replay))
+    if journal is None:
+        raise ResumeError(
+            f"{config.replay} holds no journal, neither checkpoints/journal.sqlite nor checkpoints/journal"
+        )
+    with closing(journal) as recorded:
         return Schedule.of(recorded.events())
 
 

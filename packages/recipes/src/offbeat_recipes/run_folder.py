@@ -39,11 +39,6 @@ _SCHEDULE = "engine.optimizer.schedule"
 _TOTAL_STEPS = "engine.optimizer.total_steps"
 
 
-def journal_in(folder: Path) -> Path:
-    """Return where the run in `folder` keeps its journal, if it keeps one."""
-    return folder / "checkpoints" / "journal.sqlite"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
     """The paths of a run, and the lock that keeps a second process out of it."""
@@ -66,11 +61,6 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """What a run is resumed from."""
         return self.path / "checkpoints"
-
-    @property
-    def journal(self) -> Path:
-        """What became of every prompt, in a run that generates ahead; `checkpoints` and this resume it."""
-        return journal_in(self.path)
 
     @property
     def trace(self) -> Path:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Supervised, Task
     from offbeat_trainer.journal.events import Journal
     from offbeat_trainer.journal.memory import MemoryJournal
+    from offbeat_trainer.journal.segments import SegmentJournal
     from offbeat_trainer.journal.sqlite import SqliteJournal
     from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
     from offbeat_trainer.reporters.console import ConsoleReporter
@@ -94,6 +95,7 @@ _HOMES = {
     "Task": "interface",
     "Journal": "journal.events",
     "MemoryJournal": "journal.memory",
+    "SegmentJournal": "journal.segments",
     "SqliteJournal": "journal.sqlite",
     "Last": "metrics",
     "Max": "metrics",
@@ -169,6 +171,7 @@ __all__ = [
     "SamplingConfig",
     "Schedule",
     "Score",
+    "SegmentJournal",
     "Silent",
     "SqliteJournal",
     "StalenessGate",

@@ -13,9 +13,14 @@ from pathlib import Path
 import torch
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
+from offbeat_trainer.journal.segments import SegmentJournal
 from offbeat_trainer.journal.sqlite import SqliteJournal
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 
+JOURNALS = {
+    "sqlite": lambda folder: SqliteJournal(folder / "journal.sqlite"),
+    "segments": lambda folder: SegmentJournal(folder / "journal", segment_bytes=4000),
+}
 KINDS = {"order": Order, "partial": Partial, "too_old": TooOld}
 
 
@@ -33,7 +38,7 @@ def run(job):
                 for name, value in job["asynchrony"].items()
             }
         ),
-        journal=SqliteJournal(Path(job["folder"]) / "journal.sqlite"),
+        journal=JOURNALS[job["journal"]](Path(job["folder"])),
         pool=ScriptedPool(pace=lambda request: draws.uniform(0.001, 0.4)),
         train_s=lambda step: draws.uniform(0.0, 3.0),
         max_tokens=8,

@@ -1,6 +1,9 @@
 """One contract, every journal; and bytes that come back as they went."""
 
+import errno
+import os
 import sqlite3
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,10 +11,11 @@ from hypothesis import strategies as st
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.config import AsyncConfig, LoopConfig
-from offbeat_trainer.errors import ResumeError
+from offbeat_trainer.errors import ResumeError, TrainerError
 from offbeat_trainer.journal.codec import pack, unpack
 from offbeat_trainer.journal.events import Dropped, Finished, Flipped, Half, Issued, Taken, recover, spans_of
 from offbeat_trainer.journal.memory import MemoryJournal
+from offbeat_trainer.journal.segments import SegmentJournal
 from offbeat_trainer.journal.sqlite import SqliteJournal
 from offbeat_trainer.testing import ScriptedRun, ScriptedTask
 from offbeat_trainer.types import Score
@@ -44,9 +48,18 @@ STORY = (
 )
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+JOURNALS = {
+    "memory": lambda folder: MemoryJournal(),
+    "sqlite": lambda folder: SqliteJournal(folder / "deep" / "journal.sqlite"),
+    "segments": lambda folder: SegmentJournal(folder / "deep" / "journal"),
+    "short segments": lambda folder: SegmentJournal(folder / "deep" / "journal", segment_bytes=200),
+}
+FILES = [name for name in JOURNALS if name != "memory"]
+
+
+@pytest.fixture(params=JOURNALS)
 def journal(request, tmp_path):
-    one = MemoryJournal() if request.param == "memory" else SqliteJournal(tmp_path / "journal.sqlite")
+    one = JOURNALS[request.param](tmp_path)
     yield one
     one.close()
     one.close()
@@ -91,14 +104,109 @@ def test_without_a_journal_the_data_is_where_sync_training_would_be():
     assert (found.consumed, found.next_index, found.holes) == (20, 20, [])
 
 
-def test_a_file_outlives_the_process_that_wrote_it(tmp_path):
-    writer = SqliteJournal(tmp_path / "deep" / "journal.sqlite")
-    writer.write(STORY[0])
-    reader = SqliteJournal(tmp_path / "deep" / "journal.sqlite")  # the writer never closed it
-    assert tuple(reader.events()) == STORY[:1]
-    assert reader._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+@pytest.mark.parametrize("name", FILES)
+def test_files_outlive_the_process_that_wrote_them(tmp_path, name):
+    writer = JOURNALS[name](tmp_path)
+    for event in STORY[:6]:
+        writer.write(event)
+    reader = JOURNALS[name](tmp_path)  # the writer never closed it
+    assert tuple(reader.events()) == STORY[:6]
     reader.close()
     writer.close()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_process_goes_on_where_another_ended(tmp_path, name):
+    told = []
+    for number, event in enumerate(STORY):
+        journal = JOURNALS[name](tmp_path)
+        assert tuple(journal.events()) == tuple(told)
+        journal.write(event)
+        told.append(event)
+        if number == 6:
+            journal.forget(1)
+            told[3] = replace(told[3], completions=())
+        journal.close()
+    assert tuple(JOURNALS[name](tmp_path).events()) == tuple(told)
+
+
+def test_sqlite_writes_ahead(tmp_path):
+    journal = JOURNALS["sqlite"](tmp_path)
+    assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    journal.close()
+
+
+def test_a_segment_may_end_anywhere_and_what_was_whole_is_there(tmp_path):
+    journal = SegmentJournal(tmp_path / "whole")
+    for event in STORY:
+        journal.write(event)
+    journal.close()
+    (path,) = (tmp_path / "whole").iterdir()
+    data = path.read_bytes()
+    seen = set()
+    (tmp_path / "cut").mkdir()
+    for length in range(len(data) + 1):
+        (tmp_path / "cut" / "000001.log").write_bytes(data[:length])
+        events = tuple(SegmentJournal(tmp_path / "cut").events())
+        assert events == STORY[: len(events)]
+        seen.add(len(events))
+    assert seen == set(range(len(STORY) + 1))
+    (tmp_path / "cut" / "000001.log").write_bytes(data + bytes(100))  # what a power cut may leave
+    assert tuple(SegmentJournal(tmp_path / "cut").events()) == STORY
+
+
+def test_a_flipped_byte_in_a_segment_is_not_read_over(tmp_path):
+    journal = SegmentJournal(tmp_path)
+    for event in STORY:
+        journal.write(event)
+    journal.close()
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[12] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ResumeError, match=r"000001\.log is damaged at byte 0"):
+        SegmentJournal(tmp_path)
+
+
+def test_segments_stay_few_and_lose_their_tokens(tmp_path):
+    journal = SegmentJournal(tmp_path, segment_bytes=5000)
+    for step in range(100):
+        journal.write(Issued(index=step, uid=str(step), version=1))
+        journal.write(finished(step))
+        journal.write(Taken(step=step, indices=(step,)))
+        journal.forget(step)
+    events = list(journal.events())
+    assert [event.index for event in events if isinstance(event, Finished)] == list(range(100))
+    assert [event.index for event in events if isinstance(event, Finished) and event.completions] == [99]
+    assert 2 < len(list(tmp_path.iterdir())) < 12
+    journal.close()
+
+
+def test_a_disk_that_is_full_leaves_what_was_written(tmp_path, monkeypatch):
+    journal = SegmentJournal(tmp_path)
+    journal.write(STORY[0])
+    write = os.write
+
+    def full(file, data):
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: len(data) // 2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(TrainerError, match="No space left on device"):
+            journal.write(STORY[2])
+    journal.write(STORY[1])
+    assert tuple(journal.events()) == STORY[:2]
+    journal.close()
+
+
+def test_a_second_writer_is_met_at_the_latest_when_it_writes(tmp_path):
+    one, other = SegmentJournal(tmp_path), SegmentJournal(tmp_path)
+    one.write(STORY[0])
+    with pytest.raises(FileExistsError):
+        other.write(STORY[1])
+    one.close()
 
 
 def test_files_that_are_no_journals_are_refused(tmp_path):

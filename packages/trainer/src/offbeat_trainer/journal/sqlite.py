@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING
 
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.journal.codec import pack, unpack
-from offbeat_trainer.journal.events import Dropped, Finished, Flipped, Half, Issued, Taken
-from offbeat_trainer.types import Score
+from offbeat_trainer.journal.rows import from_row, to_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,9 +35,6 @@ CREATE TABLE IF NOT EXISTS events (
 )
 """
 _INSERT = "INSERT INTO events (kind, number, version, detail, body) VALUES (?, ?, ?, ?, ?)"
-# As json.dumps writes it; what is written here is no cycle, and to look for one costs as much as a third of the writing.
-_ENCODE = json.JSONEncoder(check_circular=False).encode
-_Row = tuple[str, int, int | None, str | None, bytes | None]
 
 
 class SqliteJournal:
@@ -72,12 +67,12 @@ class SqliteJournal:
 
     def write(self, event: Event) -> None:
         """See `Journal.write`."""
-        self._db.execute(_INSERT, _to_row(event))
+        self._db.execute(_INSERT, to_row(event))
 
     def events(self) -> Iterator[Event]:
         """See `Journal.events`."""
         for row in self._db.execute("SELECT kind, number, version, detail, body FROM events ORDER BY seq"):
-            yield _from_row(row)
+            yield from_row(row)
 
     def forget(self, before_step: int) -> None:
         """See `Journal.forget`; then everything is flushed to disk."""
@@ -100,54 +95,3 @@ class SqliteJournal:
         if self._open:
             self._open = False
             self._db.close()
-
-
-def _to_row(event: Event) -> _Row:
-    match event:
-        case Issued():
-            return "issued", event.index, event.version, event.uid, None
-        case Half():
-            return "half", event.index, None, None, pack(event.completions)
-        case Finished():
-            scores = [(score.reward, score.correct) for score in event.scores]
-            detail = _ENCODE({"scores": scores, "spans": event.spans})
-            return "finished", event.index, event.version, detail, pack(event.completions)
-        case Taken():
-            return "taken", event.step, None, json.dumps(event.indices), None
-        case Dropped():
-            return "dropped", event.index, None, event.reason, None
-        case Flipped():
-            return "flipped", event.steps, event.version, None, None
-        case _:
-            assert_never(event)
-
-
-def _from_row(row: _Row) -> Event:
-    kind, number, version, detail, body = row
-    match kind:
-        case "issued":
-            return Issued(index=number, uid=str(detail), version=version or 0)
-        case "half":
-            return Half(index=number, completions=() if body is None else unpack(body))
-        case "finished":
-            return _finished(number, version or 0, json.loads(detail or "{}"), body)
-        case "taken":
-            return Taken(step=number, indices=tuple(json.loads(detail or "[]")))
-        case "dropped":
-            return Dropped(index=number, reason=str(detail))
-        case "flipped":
-            return Flipped(steps=number, version=version or 0)
-        case _:
-            raise ResumeError(
-                f"the journal holds an event of kind {kind!r}, which this version does not know"
-            )
-
-
-def _finished(index: int, version: int, detail: dict[str, Any], body: bytes | None) -> Finished:
-    return Finished(
-        index=index,
-        version=version,
-        completions=() if body is None else unpack(body),
-        scores=tuple(Score(reward=reward, correct=bool(correct)) for reward, correct in detail["scores"]),
-        spans=tuple(tuple((made_by, count) for made_by, count in one) for one in detail["spans"]),
-    )
