@@ -45,6 +45,25 @@ def test_ordinary(): meet("ordinary", "alone")
 def test_alone(): meet("alone", "ordinary")
 """
 
+ALONE = """
+import pathlib, time
+import pytest
+
+def take(name, *others):
+    here = pathlib.Path(__file__).parent
+    (here / name).touch()
+    time.sleep(0.5)
+    met = [other for other in others if (here / other).exists()]
+    (here / name).unlink()
+    assert not met
+
+def test_ordinary(): take("ordinary", "ray", "vllm")
+@pytest.mark.ray
+def test_ray(): take("ray", "ordinary")
+@pytest.mark.vllm
+def test_vllm(): take("vllm", "ordinary")
+"""
+
 
 @pytest.fixture(autouse=True)
 def only_needed_plugins(monkeypatch):
@@ -74,9 +93,17 @@ def test_every_verdict_and_a_crash_are_counted(small_checkout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cores", [1, 2])
+def test_on_less_the_first_pass_is_alone(small_checkout, cores):
+    write_suite(small_checkout, alone=ALONE)
+    code, output, closing = run(small_checkout, "--cores", str(cores))
+    assert (code, closing) == (0, "3 passed, 0 failed, 0 skipped"), output
+
+
+@pytest.mark.slow
 def test_passes_run_side_by_side_and_all_are_seen(small_checkout):
     write_suite(small_checkout, meeting=MEETING)
-    code, output, closing = run(small_checkout, "--at-once", "3")
+    code, output, closing = run(small_checkout, "--cores", "4")
     assert (code, closing) == (0, "2 passed, 0 failed, 0 skipped")
     for name in ("parallel", "ray-and-gpu", "vllm"):
         assert f"--- tests: {name} (" in output

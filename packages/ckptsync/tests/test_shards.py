@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.sinks import ModuleSink
@@ -25,19 +29,13 @@ def make_module():
 
 
 def shard(module, mesh):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     for name, placement in (("column", Shard(0)), ("row", Shard(1)), ("replicated", Replicate())):
         whole = getattr(module, name).detach()
         setattr(module, name, torch.nn.Parameter(distribute_tensor(whole, mesh, [placement])))
 
 
 def rank_of_three(rank, port):
-    """Shard a module over three gloo ranks, load slices of other weights, and print what it then holds."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial
-
+    """Shard a module over three gloo ranks, load slices of other weights, and return what it then holds."""
     torch.set_num_threads(1)
     store = Store.join("127.0.0.1", port, 60)
     dist.init_process_group("gloo", store=store.raw, rank=rank, world_size=3)
@@ -63,9 +61,25 @@ def rank_of_three(rank, port):
             refused = ""
         cuts = {name: [dataclasses.astuple(cut) for cut in of] for name, of in layout.items()}
         fits = expected == ModuleSink(make_module()).expected()
-        print(json.dumps({"same": same, "cuts": cuts, "fits": fits, "refused": refused}))
+        return {"same": same, "cuts": cuts, "fits": fits, "refused": refused}
     finally:
         dist.destroy_process_group()
+
+
+def three_ranks(port):
+    """Fork three ranks off this process, which has the libraries and no thread yet; print an answer per line."""
+    pipes = []
+    for rank in range(3):
+        ours, theirs = os.pipe()
+        if os.fork() == 0:
+            with os.fdopen(theirs, "w") as pipe:
+                json.dump(rank_of_three(rank, port), pipe)
+            os._exit(0)
+        os.close(theirs)
+        pipes.append(ours)
+    for pipe in pipes:
+        with os.fdopen(pipe) as answer:
+            print(answer.read())
 
 
 def offer_of(manifest):
@@ -76,13 +90,14 @@ def offer_of(manifest):
 
 def test_a_module_of_distributed_tensors_says_what_it_holds_and_takes_it():
     store = Store.serve("127.0.0.1")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(store.port)], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
-    answers = [json.loads(each.communicate(timeout=200)[0]) for each in ranks]
+    ran = subprocess.run(
+        [sys.executable, __file__, str(store.port)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    answers = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [answer["same"] for answer in answers] == [True] * 3
     assert [answer["fits"] for answer in answers] == [True] * 3
     assert [answer["cuts"] for answer in answers] == [
@@ -102,4 +117,4 @@ def test_tensors_that_do_not_fit_the_rank_are_refused():
 
 
 if __name__ == "__main__":
-    rank_of_three(*map(int, sys.argv[1:]))
+    three_ranks(int(sys.argv[1]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,8 @@ from offbeat_recipes.testing import Command
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from offbeat_recipes.testing.commands import Name
 
 pytest.importorskip("peft")
 
@@ -33,10 +37,15 @@ def even(prompt, completion, row):
 """
 
 
+def begin(folder: Path, *settings: str, name: Name = "train") -> Command:
+    """Start a run in `folder` without waiting for it."""
+    log = folder.with_name(f"{folder.name}-said") / f"{name}-{time.monotonic_ns()}"
+    return Command(name, [*settings, f"run_dir={folder}", *SETTINGS], log)
+
+
 def run(folder: Path, *settings: str) -> list[dict[str, float]]:
     """Run to the end and return the metrics of all steps."""
-    words = [*settings, f"run_dir={folder}", *SETTINGS]
-    Command("train", words, folder.with_name(f"{folder.name}-said") / "train").succeed(RUN_TIMEOUT_S)
+    begin(folder, *settings).succeed(RUN_TIMEOUT_S)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -48,16 +57,32 @@ def check(steps: list[dict[str, float]], folder: Path, base: Path) -> None:
         assert line["sync/bytes"] < 1.5 * adapter < (base / "model.safetensors").stat().st_size / 4
 
 
-def test_after_a_warm_up_and_a_resume_its_model_is_the_base_of_trainer_and_replicas(tmp_path: Path):
+def test_after_a_warm_up_and_ctrl_c_its_model_is_the_base_of_trainer_and_replicas(
+    tmp_path: Path, shared_ray: str
+):
+    folder = tmp_path / "run"
     arithmetic = ("task=arithmetic", "warmup.steps=4", "rollout=hf")
-    run(tmp_path, *arithmetic, "trainer.steps=2")
-    steps = run(tmp_path, *arithmetic, "trainer.steps=4", "resume=auto")
-    assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    check(steps, tmp_path, tmp_path / "model")
+    command = begin(folder, *arithmetic, "trainer.steps=1000")
+    command.wait_for_steps(folder / "metrics.jsonl", 1, RUN_TIMEOUT_S)
+    command.signal(signal.SIGINT, group=True)  # as a terminal does
+    assert command.wait(RUN_TIMEOUT_S) == 130, command.complained
+    assert "resume=auto" in command.said
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["interrupted"]
+    done = summary["steps"]
+    assert 1 <= done < 1000
+    steps = run(folder, *arithmetic, shared_ray, f"trainer.steps={done + 2}", "resume=auto")
+    assert [line["step"] for line in steps] == list(range(1, done + 3))
+    check(steps, folder, folder / "model")
+    # A checkpoint judged by itself says what the run said of it: same prompts, same weights, greedy.
+    said = begin(folder, *arithmetic, shared_ray, name="evaluate").succeed(RUN_TIMEOUT_S)
+    result = json.loads((folder / "evaluations" / f"step_{done + 2}.json").read_text())
+    assert result["accuracy"] == json.loads((folder / "summary.json").read_text())["accuracy_after"]
+    assert "solved at least once" in said
 
 
 @pytest.mark.vllm
-def test_vllm_follows_a_learning_trainer_while_only_the_adapter_travels(tmp_path: Path):
+def test_vllm_follows_a_learning_trainer_while_only_the_adapter_travels(tmp_path: Path, shared_ray: str):
     base = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path / "base", 0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{10 + i}+{20 + i}="}) + "\n" for i in range(40)))
@@ -70,6 +95,7 @@ def test_vllm_follows_a_learning_trainer_while_only_the_adapter_travels(tmp_path
         f"task.reward={tmp_path / 'reward.py'}:even",
         f"model.path={base}",
         "rollout=vllm",
+        shared_ray,
         "rollout.max_model_len=64",
         "task.max_prompt_tokens=16",
         "sampling.max_tokens=12",

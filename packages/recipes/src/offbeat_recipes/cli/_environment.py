@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 _WANTED = {
     # `uv run` in front of the command would make Ray pack the folder and start every worker through uv again.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Workers that Ray starts ahead have no environment of a run, and none of its processes could use them.
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",  # workers do the work here: they must not yield to everything else
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -24,3 +27,12 @@ def prepare_environment() -> None:
     """Set what is not set yet, before Ray or a model library is imported; child processes inherit it."""
     for name, value in _WANTED.items():
         os.environ.setdefault(name, value)
+    # A Ray that was started with a token refuses drivers that do not say so; those without one take no offence.
+    if _has_token():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _has_token() -> bool:
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        return True
+    return (Path.home() / ".ray" / "auth_token").is_file()

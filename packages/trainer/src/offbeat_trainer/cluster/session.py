@@ -32,10 +32,15 @@ def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
         with _own_sigterm():
             _connect(config, num_gpus)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        where = f"connect to {config.ray_address}" if config.ray_address else "start on this machine"
-        raise TrainerError(
-            f"Ray could not {where} ({error}); check cluster.ray_address or `ray status`"
-        ) from error
+        if config.ray_address:
+            message = (
+                f"Ray could not connect to {config.ray_address} ({error}); check cluster.ray_address with `ray status`. "
+                "If it says InvalidAuthToken, the cluster has a token (`ray get-auth-token` there): put it into "
+                "RAY_AUTH_TOKEN or ~/.ray/auth_token here"
+            )
+        else:
+            message = f"Ray could not start on this machine ({error})"
+        raise TrainerError(message) from error
 
 
 def _connect(config: ClusterConfig, num_gpus: int) -> None:
