@@ -1,10 +1,25 @@
 """What the processes of these tests agree on."""
 
-import os
+import subprocess
+import sys
 
 import pytest
 
+# Ends with its standard input, and so with the tests, however those end.
+RAY = """
+import sys
 from offbeat_recipes.cli._environment import prepare_environment
+prepare_environment()  # Ray's workers have it from the Ray that starts them
+import ray
+ray.init(
+    address="local", num_cpus=2, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False,
+    logging_level="ERROR",
+)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+ray.shutdown()
+"""
+STOP_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,19 +36,10 @@ def shared_ray():
 
     Runs that start their own: one that is ended by Ctrl-C, and one that is started as a person starts it.
     """
-    before = dict(os.environ)
-    prepare_environment()  # Ray's workers have it from the Ray that starts them
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=256 << 20,
-        log_to_driver=False,
-        logging_level="ERROR",
+    head = subprocess.Popen(
+        [sys.executable, "-c", RAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    yield f"cluster.ray_address={ray.get_runtime_context().gcs_address}"
-    ray.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
+    address = head.stdout.readline().strip()
+    assert address, "Ray did not start; it says why above"
+    yield f"cluster.ray_address={address}"
+    head.communicate(timeout=STOP_TIMEOUT_S)

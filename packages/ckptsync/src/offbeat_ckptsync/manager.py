@@ -211,13 +211,11 @@ class CheckpointEngineManager:
             self._book.bind(done.label)  # from here on it may be served somewhere
         else:
             served = await run.abort()
-            reasons = "; ".join(f"{name}: {why}" for name, why in run.fenced.items())
-            raise SyncFailed(f"version {aim.version}: {reasons}. {_served_text(served)}", served=served)
+            raise SyncFailed(f"version {aim.version}: {run.reasons}. {_served_text(served)}", served=served)
         await run.commit(done.label)
         await self._fence(run, members)
         if not run.flips:
-            reasons = "; ".join(f"{name}: {why}" for name, why in run.fenced.items())
-            raise SyncFailed(f"version {aim.version}: no member changed over: {reasons}")
+            raise SyncFailed(f"version {aim.version}: no member changed over: {run.reasons}")
         self._like = done.offer
         limit = self._config.limit_gb_per_s
         report = make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips, limit_gb_per_s=limit)

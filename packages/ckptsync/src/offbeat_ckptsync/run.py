@@ -204,6 +204,11 @@ class Run:
                 if isinstance(member := self._members[name], SupervisedMember):
                     tasks.create_task(one(member, reason), name=f"fence {name}")
 
+    @property
+    def reasons(self) -> str:
+        """Why members were fenced off, each with its name, in the order of the members."""
+        return "; ".join(f"{name}: {self.fenced[name]}" for name in self._members if name in self.fenced)
+
     def walls(self) -> dict[Phase, float]:
         """Return how long each phase took until now."""
         marks = [*(self._marks[phase] for phase in Phase), time.perf_counter()]
