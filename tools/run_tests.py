@@ -1,12 +1,11 @@
-"""Run the tests in passes and close with one line that counts them all.
+"""Run the tests in two passes and close with one line that counts them all.
 
-Ordinary tests have two worker processes and take two cores; those that start Ray or use a GPU, and those that start
-vLLM, are one process each and take one. On four cores or more the three passes run side by side, on two the latter two
-after the first, and one after the other where they would share a GPU. Those with Ray and vLLM spend their time in chains
-of processes that wait for one another to come up, so they go first where there is not enough for all, and ordinary tests,
-at low priority, take what is left. The first is seen as it goes, the others when they are over. Each writes a JUnit file;
-the closing line is computed from those files and from pytest's exit codes, so that a pass that crashed, ran out of time
-or found no test counts as an error and is not lost.
+Ordinary tests have three worker processes; they keep two cores busy, some of them with waiting for a deadline. Those that
+start Ray or vLLM spend their time in chains of processes that wait for one another to come up: they have two worker
+processes, each file its own, and where there is a GPU, which none would share, one. On four cores or more the passes run
+side by side: the chains go first, and ordinary tests, at low priority, take what is left. The first pass is seen as it
+goes, the other when it is over. Each writes a JUnit file; the closing line is computed from those files and from pytest's
+exit codes, so that a pass that crashed, ran out of time or found no test counts as an error and is not lost.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 from xml.etree import ElementTree
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 ROOT = Path(__file__).resolve().parent.parent
 PASS_DEADLINE_S = 1500
@@ -46,28 +42,26 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One run of pytest: the tests that `markers` selects, with `options`, on so many `cores`.
-
-    It yields to those of lower `niceness`.
-    """
+    """One run of pytest: the tests that `markers` selects, with `options`; it yields to those of lower `niceness`."""
 
     name: str
     markers: str
     options: tuple[str, ...] = ()
-    cores: int = 1
     niceness: int = 0
 
 
-# Each worker begins with one half of the tests in their order, and takes from the other's rest when it is done: files
-# stay together as far as two workers can be kept busy to the end.
-PARALLEL = ("-n", "2", "--dist", "worksteal")
+# Each worker begins with its share of the tests in their order, and takes from the others' rest when it is done: files
+# stay together as far as all can be kept busy to the end.
+PARALLEL = ("-n", "3", "--dist", "worksteal")
+# What a file has started serves all of its tests. A worker that is taken down is not started again: it would be taken down
+# by the same test.
+BY_FILE = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
 ORDINARY = "not (vllm or ray or gpu)"
 FULL = (
-    Pass(name="parallel", markers=ORDINARY, options=PARALLEL, cores=2, niceness=15),
-    Pass(name="ray-and-gpu", markers="(ray or gpu) and not vllm"),
-    Pass(name="vllm", markers="vllm"),
+    Pass(name="parallel", markers=ORDINARY, options=PARALLEL, niceness=15),
+    Pass(name="chains", markers="vllm or ray or gpu", options=() if GPU_DRIVER.exists() else BY_FILE),
 )
-FAST = (Pass(name="fast", markers=f"{ORDINARY} and not slow", options=PARALLEL, cores=2),)
+FAST = (Pass(name="fast", markers=f"{ORDINARY} and not slow", options=PARALLEL),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,38 +118,15 @@ def trouble(outcome: Outcome, *, expects_tests: bool) -> str | None:
             return f"pytest exited {outcome.exit_code} and its report does not say why"
 
 
-class Cores:
-    """Cores that passes take and give back, in the order in which they ask."""
-
-    def __init__(self, count: int) -> None:
-        self._free = self._count = count
-        self._turn = asyncio.Lock()
-        self._given_back = asyncio.Condition()
-
-    @asynccontextmanager
-    async def taken(self, wanted: int) -> AsyncIterator[None]:
-        """Hold `wanted` cores in the block, or all where there are fewer."""
-        wanted = min(wanted, self._count)
-        async with self._turn, self._given_back:
-            await self._given_back.wait_for(lambda: self._free >= wanted)
-            self._free -= wanted
-        try:
-            yield
-        finally:
-            async with self._given_back:
-                self._free += wanted
-                self._given_back.notify_all()
-
-
 async def run_passes(
-    passes: tuple[Pass, ...], arguments: list[str], folder: Path, num_cores: int
+    passes: tuple[Pass, ...], arguments: list[str], folder: Path, at_once: int
 ) -> list[Outcome]:
-    """Run the passes on `num_cores` cores and return their outcomes."""
-    cores = Cores(num_cores)
+    """Run the passes, `at_once` of them side by side, and return their outcomes."""
+    turns = asyncio.Semaphore(at_once)
     first = passes[0]
 
     async def take_turn(chosen: Pass) -> Outcome:
-        async with cores.taken(chosen.cores):
+        async with turns:
             if chosen is not first:
                 return await run_and_print(chosen, arguments, folder)
             print(title(chosen), flush=True)
@@ -241,9 +212,9 @@ def paths_of(words: list[str]) -> list[str]:
     return [f"packages/{word}" if word in packages else word for word in words]
 
 
-def usual_cores() -> int:
-    """Return how many cores there are to be shared: one where a GPU is, which no two passes may share."""
-    return 1 if GPU_DRIVER.exists() else len(os.sched_getaffinity(0))
+def usual_at_once() -> int:
+    """Return how many passes fit side by side: on a GPU, or on two cores, they would keep each other from starting in time."""
+    return 1 if GPU_DRIVER.exists() or len(os.sched_getaffinity(0)) < 4 else len(FULL)
 
 
 def main() -> None:
@@ -252,10 +223,7 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="leave out tests marked vllm, ray, gpu or slow")
     parser.add_argument("--red-gates", default="", help="gates that were red, to be named beside red tests")
     parser.add_argument(
-        "--cores",
-        type=int,
-        default=usual_cores(),
-        help="how many passes may run side by side; %(default)s here",
+        "--at-once", type=int, default=usual_at_once(), help="passes that run side by side; %(default)s here"
     )
     parser.add_argument("paths", nargs="*", help="packages by short name, or paths; all by default")
     options = parser.parse_args()
@@ -263,7 +231,7 @@ def main() -> None:
     passes = FAST if options.fast else FULL
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="offbeat-tests-") as folder:
-        outcomes = asyncio.run(run_passes(passes, paths, Path(folder), options.cores))
+        outcomes = asyncio.run(run_passes(passes, paths, Path(folder), options.at_once))
     # Narrowed to some paths a pass may well be empty; all passes together may not.
     must_all_find = not paths or not any(outcome.num_tests for outcome in outcomes)
     print()

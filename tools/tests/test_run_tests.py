@@ -28,6 +28,14 @@ import os, pytest
 def test_takes_the_process_down(): os._exit(0)
 """
 
+GONE = """
+import os
+
+def pytest_sessionfinish(session):
+    if session.config.option.markexpr.startswith("vllm"):
+        os._exit(0)
+"""
+
 MEETING = """
 import pathlib, time
 import pytest
@@ -43,25 +51,6 @@ def meet(mine, other):
 def test_ordinary(): meet("ordinary", "alone")
 @pytest.mark.ray
 def test_alone(): meet("alone", "ordinary")
-"""
-
-ALONE = """
-import pathlib, time
-import pytest
-
-def take(name, *others):
-    here = pathlib.Path(__file__).parent
-    (here / name).touch()
-    time.sleep(0.5)
-    met = [other for other in others if (here / other).exists()]
-    (here / name).unlink()
-    assert not met
-
-def test_ordinary(): take("ordinary", "ray", "vllm")
-@pytest.mark.ray
-def test_ray(): take("ray", "ordinary")
-@pytest.mark.vllm
-def test_vllm(): take("vllm", "ordinary")
 """
 
 
@@ -89,23 +78,24 @@ def test_every_verdict_and_a_crash_are_counted(small_checkout):
     code, output, closing = run(small_checkout)
     assert code == 1
     assert closing == "1 passed, 1 failed, 1 skipped, 2 error, 1 xfailed"  # the crash left with exit code 0
-    assert "tests ray-and-gpu: pytest exited 0 and its report does not say why" in output
+    assert "crashed while running 'suite/test_crash.py::test_takes_the_process_down'" in output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cores", [1, 2])
-def test_on_less_the_first_pass_is_alone(small_checkout, cores):
-    write_suite(small_checkout, alone=ALONE)
-    code, output, closing = run(small_checkout, "--cores", str(cores))
-    assert (code, closing) == (0, "3 passed, 0 failed, 0 skipped"), output
+def test_a_pass_that_ends_without_a_report_is_an_error(small_checkout):
+    write_suite(small_checkout, mixed="def test_passes(): pass\n")
+    small_checkout.write("suite/conftest.py", GONE)
+    code, output, closing = run(small_checkout)
+    assert (code, closing) == (1, "1 passed, 0 failed, 0 skipped, 1 error")
+    assert "tests chains: pytest exited 0 and its report does not say why" in output
 
 
 @pytest.mark.slow
 def test_passes_run_side_by_side_and_all_are_seen(small_checkout):
     write_suite(small_checkout, meeting=MEETING)
-    code, output, closing = run(small_checkout, "--cores", "4")
+    code, output, closing = run(small_checkout, "--at-once", "2")
     assert (code, closing) == (0, "2 passed, 0 failed, 0 skipped")
-    for name in ("parallel", "ray-and-gpu", "vllm"):
+    for name in ("parallel", "chains"):
         assert f"--- tests: {name} (" in output
     assert output.count("1 passed") == 2
     assert output.count("slowest 15 durations") == 2
