@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the entrypoints do; read w
 
 import torch
 from engine_gpu import measure
-from engine_loops import BareShards, Plain, Turns, batch_of, engine_on, make_model, take_turns
+from engine_loops import BareShards, Plain, Size, Turns, batch_of, engine_on, make_model, take_turns
 
 from offbeat_engine import World
 from offbeat_engine.testing import run_ranks
@@ -43,23 +43,6 @@ AIMS = {
     "logprob_peak_ratio": (0.4, "at most"),
     "mfu": (0.5, "at least"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """The model (Qwen2's shape) and the batch of one step, of each rank."""
-
-    hidden: int = 384
-    layers: int = 4
-    intermediate: int = 1536
-    heads: int = 6
-    vocab: int = 4096
-    sequences: int = 32
-    tokens: int = 128
-    micro_batch_tokens: int = 2048
-    rounds: int = 7
-    dtype: str = "float32"
-    device: str = "cpu"
 
 
 LARGE = Size(

@@ -17,8 +17,7 @@ from offbeat_engine import World
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine import Size
-    from engine_loops import Side
+    from engine_loops import Side, Size
 
     from offbeat_engine import TrainBatch
 

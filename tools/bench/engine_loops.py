@@ -33,17 +33,21 @@ if TYPE_CHECKING:
 LR = 1e-4
 
 
-class Sized(Protocol):
-    """What is read of `engine.Size`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """The model (Qwen2's shape) and the batch of one step, of each rank."""
 
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    vocab: int
-    micro_batch_tokens: int
-    dtype: str
-    device: str
+    hidden: int = 384
+    layers: int = 4
+    intermediate: int = 1536
+    heads: int = 6
+    vocab: int = 4096
+    sequences: int = 32
+    tokens: int = 128
+    micro_batch_tokens: int = 2048
+    rounds: int = 7
+    dtype: str = "float32"
+    device: str = "cpu"
 
 
 class Side(Protocol):
@@ -92,7 +96,7 @@ def _seconds(side: Side, batch: TrainBatch) -> float:
     return time.perf_counter() - started
 
 
-def make_model(folder: Path, size: Sized) -> str:
+def make_model(folder: Path, size: Size) -> str:
     """Write a random model of `size` and return its folder."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
@@ -112,7 +116,7 @@ def make_model(folder: Path, size: Sized) -> str:
     return str(folder)
 
 
-def batch_of(size: Sized, lengths: list[int]) -> TrainBatch:
+def batch_of(size: Size, lengths: list[int]) -> TrainBatch:
     """Return random sequences of `lengths`, all of each trained but its first token."""
     lengths_B = torch.tensor(lengths)
     position_T = torch.arange(max(lengths))
@@ -139,7 +143,7 @@ class EngineSide:
             self.engine.optimizer_step()
 
 
-def engine_on(world: World, model: str, size: Sized, **settings: Any) -> EngineSide:  # noqa: ANN401
+def engine_on(world: World, model: str, size: Size, **settings: Any) -> EngineSide:  # noqa: ANN401
     """Return an initialised engine of this rank."""
     config = EngineConfig(
         model=ModelConfig(path=model),
@@ -158,7 +162,7 @@ def engine_on(world: World, model: str, size: Sized, **settings: Any) -> EngineS
 class Plain:
     """Forward with logits, log-softmax, backward, clip, AdamW: on padded micro-batches of equal size, one rank."""
 
-    def __init__(self, model: str, size: Sized) -> None:
+    def __init__(self, model: str, size: Size) -> None:
         from transformers import AutoModelForCausalLM
 
         self.size = size
