@@ -236,7 +236,7 @@ def test_a_killed_run_resumes_bit_for_bit_with_vllm(tmp_path: Path, shared_ray: 
         [program, *words(whole)], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    kill_after(tmp_path / "killed", 3, shared_ray)
+    kill_after(tmp_path / "killed", 3)  # with a Ray of its own, which must not outlive it
     assert "from the checkpoint of step" in run(tmp_path / "killed", shared_ray, "resume=auto")
     check_same(tmp_path / "killed", whole)
     summary = json.loads((whole / "summary.json").read_text())

@@ -85,8 +85,9 @@ def check_account(journal):
     assert all(one.token_ids for index in taken for one in finished[index].completions)
 
 
-async def test_a_run_survives_the_death_of_its_only_replica(tmp_path, lively, requests, until, pid_of):
-    async with lively(tmp_path) as cluster:
+@pytest.mark.parametrize("num_replicas", [2, 1])
+async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas, lively, requests, until, pid_of):
+    async with lively(tmp_path, num_replicas=num_replicas) as cluster:
         recorder, journal = Recorder(), MemoryJournal()
         timeline = Timeline(tmp_path / "trace.json")
         parts = parts_of(cluster, tmp_path, recorder, journal, timeline)
@@ -98,7 +99,7 @@ async def test_a_run_survives_the_death_of_its_only_replica(tmp_path, lively, re
         await asyncio.wait_for(run, TIMEOUT_S)
         assert sorted(recorder.steps) == list(range(1, STEPS + 1))
         check_account(journal)
-        await until(lambda: bool(cluster.rollout.serving), "the replacement to serve")
+        await until(lambda: len(cluster.rollout.serving) == num_replicas, "the replacement to serve")
         assert cluster.rollout.handles["replica 0"] is not doomed
         assert set(cluster.rollout.serving.values()) == {STEPS + 1}
         made = await cluster.rollout.generate_many(requests(8))

@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_leaves_what_was_written(tmp_path, monkeypatch):
 def test_a_second_writer_is_met_at_the_latest_when_it_writes(tmp_path):
     one, other = SegmentJournal(tmp_path), SegmentJournal(tmp_path)
     one.write(STORY[0])
-    with pytest.raises(FileExistsError):
+    with pytest.raises(TrainerError, match=r"000001\.log was begun by another process"):
         other.write(STORY[1])
     one.close()
 

@@ -33,7 +33,7 @@ FROZEN = ("model.embed_tokens.weight", "model.layers.0.*", "*norm.weight")
 class Variant:
     """One way to run the same training: changed settings, the features they exercise, the ranks they need.
 
-    Fewer than `num_ranks` will do unless `exact`. What takes more than two is run on a family of each kind (`kinds`).
+    Fewer than `num_ranks` will do unless `exact`.
     """
 
     name: str
@@ -44,12 +44,6 @@ class Variant:
     slow: bool = False
     head: str = "lm"
     families: tuple[str, ...] | None = None  # None: all
-
-    def applies(self, family: str, families: tuple[str, ...]) -> bool:
-        """Return whether `family`, one of the suite's `families`, is run this way."""
-        if self.num_ranks > 2 and family not in kinds(families):
-            return False
-        return self.families is None or family in self.families
 
 
 def _variant(name: str, *features: Feature, **rest: Any) -> Variant:  # noqa: ANN401
@@ -118,7 +112,7 @@ def cases(options: Options) -> Iterator[Case]:
     """Yield a case for each family and variant, and those of order and accumulation."""
     for family in options.families:
         for variant in VARIANTS:
-            if variant.applies(family, options.families):
+            if variant.families is None or family in variant.families:
                 num_ranks = variant.num_ranks if variant.exact else options.fit(variant.num_ranks)
                 yield Case(
                     name=f"training_{family}_{variant.name}",
@@ -134,15 +128,6 @@ def cases(options: Options) -> Iterator[Case]:
         yield Case(name=f"order_{ranks}", check=partial(_order, **where), num_ranks=num_ranks)
         yield Case(name=f"accumulation_{ranks}", check=partial(_accumulation, **where), num_ranks=num_ranks)
         yield Case(name=f"scoring_{ranks}", check=partial(_scoring, **where), num_ranks=num_ranks)
-
-
-def kinds(families: tuple[str, ...]) -> list[str]:
-    """Return the first of `families` of each kind: dense or mixture, tied or untied."""
-    first: dict[tuple[bool, bool], str] = {}
-    for name in families:
-        family = FAMILIES[name]
-        first.setdefault((family.dense, family.settings.get("tie_word_embeddings", True)), name)
-    return list(first.values())
 
 
 def check_agreement(records: list[Record]) -> None:

@@ -127,7 +127,12 @@ class SegmentJournal:
         number = 1 + max((int(segment.path.stem) for segment in self._segments), default=0)
         path = self._folder / f"{number:06d}{_SUFFIX}"
         # Exclusive: a second writer, which the lock of the run folder should have kept out, is met here at the latest.
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        except FileExistsError as error:
+            raise TrainerError(
+                f"{path} was begun by another process; one at a time writes a journal, so end the other run first"
+            ) from error
         _flush_folder(self._folder)
         self._segments.append(_Segment(path))
         self._size = 0
