@@ -81,8 +81,10 @@ def test_after_a_warm_up_and_ctrl_c_its_model_is_the_base_of_trainer_and_replica
     assert "solved at least once" in said
 
 
-@pytest.mark.vllm
-def test_vllm_follows_a_learning_trainer_while_only_the_adapter_travels(tmp_path: Path, shared_ray: str):
+@pytest.mark.parametrize("rollout", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_the_sampler_follows_a_learning_trainer_while_only_the_adapter_travels(
+    tmp_path: Path, rollout: str, shared_ray: str
+):
     base = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path / "base", 0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{10 + i}+{20 + i}="}) + "\n" for i in range(40)))
@@ -94,7 +96,7 @@ def test_vllm_follows_a_learning_trainer_while_only_the_adapter_travels(tmp_path
         f"task.validation_path={prompts}",
         f"task.reward={tmp_path / 'reward.py'}:even",
         f"model.path={base}",
-        "rollout=vllm",
+        f"rollout={rollout}",
         shared_ray,
         "rollout.max_model_len=64",
         "task.max_prompt_tokens=16",
