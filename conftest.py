@@ -1,8 +1,16 @@
-"""What every test run shares: tests that need GPUs are skipped, with a reason, where there are fewer."""
+"""What every test run shares: one token for its Rays, and a skip, with a reason, where GPUs are missing."""
 
 from __future__ import annotations
 
+import os
+import secrets
+
 import pytest
+
+# Ray takes its mode once per process, when it is imported: all processes of a test run agree before any of them does.
+# Workers of pytest inherit the token; each Ray on its own would write one to the home folder, where two might meet.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

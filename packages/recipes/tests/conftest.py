@@ -22,14 +22,6 @@ ray.shutdown()
 STOP_TIMEOUT_S = 60.0
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_token():
-    """Let Ray, and drivers that come to it, ask for the token of this machine from the start: Ray looks once per process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "token")
-        yield
-
-
 @pytest.fixture(scope="module")
 def shared_ray():
     """One Ray for the runs here, as on a cluster, where they come and go; return the setting that names it.

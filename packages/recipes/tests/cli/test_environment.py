@@ -9,10 +9,12 @@ import pytest
 
 from offbeat_recipes.cli._environment import _WANTED
 
+OURS = {*_WANTED, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+
 
 def seen_by(program, **environment):
     """Run `program` without any of the variables but `environment` and return what it prints, read as JSON."""
-    clean = {name: value for name, value in os.environ.items() if name not in _WANTED}
+    clean = {name: value for name, value in os.environ.items() if name not in OURS}
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**clean, **environment},
@@ -29,9 +31,9 @@ ALL = "import json, os; print(json.dumps(dict(os.environ)))"
 PREPARE = "from offbeat_recipes.cli._environment import prepare_environment; prepare_environment()\n"
 
 
-def test_what_is_not_set_is_set_and_nothing_else_changes():
-    after = seen_by(PREPARE + ALL)
-    before = seen_by(ALL)
+def test_what_is_not_set_is_set_and_nothing_else_changes(tmp_path):
+    after = seen_by(PREPARE + ALL, HOME=str(tmp_path))
+    before = seen_by(ALL, HOME=str(tmp_path))
     assert {name: value for name, value in after.items() if before.get(name) != value} == _WANTED
 
 
@@ -39,6 +41,19 @@ def test_what_a_person_set_stays():
     after = seen_by(PREPARE + ALL, HF_HUB_OFFLINE="0", RAY_worker_niceness="15")
     assert (after["HF_HUB_OFFLINE"], after["RAY_worker_niceness"]) == ("0", "15")
     assert after["RAY_USAGE_STATS_ENABLED"] == _WANTED["RAY_USAGE_STATS_ENABLED"]
+
+
+def test_a_driver_that_has_a_token_says_so():
+    assert seen_by(PREPARE + ALL, RAY_AUTH_TOKEN="a token")["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.ray
+def test_a_ray_that_is_imported_already_starts_as_it_would_have():
+    # It has taken its mode: were another set now, its own processes would have that one and refuse it.
+    private = (
+        "import ray\n" + PREPARE + "ray.init(address='local', num_cpus=1, include_dashboard=False)\n" + ALL
+    )
+    assert seen_by(private, RAY_AUTH_TOKEN="a" * 64)["RAY_AUTH_MODE"] == "token"
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "evaluate", "plan"])

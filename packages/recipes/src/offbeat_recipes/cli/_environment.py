@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 _WANTED = {
@@ -27,8 +28,9 @@ def prepare_environment() -> None:
     """Set what is not set yet, before Ray or a model library is imported; child processes inherit it."""
     for name, value in _WANTED.items():
         os.environ.setdefault(name, value)
-    # A Ray that was started with a token refuses drivers that do not say so; those without one take no offence.
-    if _has_token():
+    # A Ray that was started with a token refuses drivers that do not say so; those without one take no offence. Once
+    # imported, Ray has taken its mode and only its children would see another: it would refuse its own driver.
+    if "ray" not in sys.modules and _has_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 

@@ -36,7 +36,7 @@ def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
             message = (
                 f"Ray could not connect to {config.ray_address} ({error}); check cluster.ray_address with `ray status`. "
                 "If it says InvalidAuthToken, the cluster has a token (`ray get-auth-token` there): put it into "
-                "RAY_AUTH_TOKEN or ~/.ray/auth_token here"
+                "RAY_AUTH_TOKEN or ~/.ray/auth_token here, and set RAY_AUTH_MODE=token before Ray is imported"
             )
         else:
             message = f"Ray could not start on this machine ({error})"
