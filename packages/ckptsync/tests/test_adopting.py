@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.errors import ManifestError
+from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.receiver import Receiver
 from offbeat_ckptsync.sinks import AdoptingModuleSink, ModuleSink, ModuleSource
 from offbeat_ckptsync.source import Publisher
@@ -124,17 +124,19 @@ def test_every_version_is_served_to_the_bit_over_any_transport(open_house, trans
         assert model.head is model.embed
 
 
-def test_over_shared_memory_nothing_is_copied_and_two_segments_take_turns(open_house):
+@pytest.mark.parametrize("transport", ["shm", "broadcast", "disk"])
+def test_nothing_is_copied_and_two_memories_take_turns(open_house, transport):
     model = Model(99)
-    house = open_house("shm", AdoptingModuleSink(model))
+    house = open_house(transport, AdoptingModuleSink(model))
     seen = []
     for seed in range(1, 7):
         before = model.places()
         house.sync(seed)
         assert not set(before) & set(model.places()), "a sync wrote where weights were served"
         seen.append(tuple(model.places()))
-    assert len(set(seen)) == 2, "mappings are kept"
-    assert len(house.segments()) == 2
+    assert len(set(seen)) == 2, "memory is kept"
+    if transport == "shm":
+        assert len(house.segments()) == 2
 
 
 def test_what_copies_keeps_its_tensors_where_they_are(open_house):
@@ -146,15 +148,17 @@ def test_what_copies_keeps_its_tensors_where_they_are(open_house):
     assert_equal(model.bits(), Model(1).bits())
 
 
-def test_weights_that_somebody_still_holds_stay_as_they_were(open_house):
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_weights_that_somebody_still_holds_stay_as_they_were(open_house, transport):
     model = Model(99)
-    house = open_house("shm", AdoptingModuleSink(model))
+    house = open_house(transport, AdoptingModuleSink(model))
     house.sync(1)
     held = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for seed in (2, 3, 4):
         house.sync(seed)
     assert_equal(held, Model(1).bits())
-    assert len(house.segments()) == 3
+    if transport == "shm":
+        assert len(house.segments()) == 3
     del held
     gc.collect()
     house.sync(5)
@@ -162,9 +166,10 @@ def test_weights_that_somebody_still_holds_stay_as_they_were(open_house):
     assert_equal(model.bits(), Model(6).bits())
 
 
-def test_a_replica_that_writes_into_its_weights_changes_nothing_for_others_or_later(open_house):
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_a_replica_that_writes_into_its_weights_changes_nothing_for_others_or_later(open_house, transport):
     models = Model(98), Model(99)
-    house = open_house("shm", *map(AdoptingModuleSink, models))
+    house = open_house(transport, *map(AdoptingModuleSink, models))
     house.sync(1)
     with torch.no_grad():
         models[0].embed.add_(1)  # torch counts this on the parameter, not on the memory below
@@ -188,6 +193,26 @@ def test_a_replica_that_wrote_and_let_go_before_the_next_sync_takes_that_one_who
     for seed in (2, 3):
         house.sync(seed)
         assert_equal(model.bits(), Model(seed).bits())
+
+
+def test_what_is_served_from_where_it_was_staged_is_no_copy_for_joiners(open_house):
+    # Who serves may write into it, and nothing counts that.
+    copies, adopts = Model(98), Model(99)
+    house = open_house("broadcast", ModuleSink(copies), AdoptingModuleSink(adopts))
+    house.sync(1)
+    _, tensors = house.receivers["m0"].copy()
+    assert_equal(dict(tensors), {name: tensor for name, tensor in copies.bits().items() if name != "head"})
+    with pytest.raises(TransferError, match="keeps no copy"):
+        house.receivers["m1"].copy()
+
+
+def test_a_copy_that_is_being_read_is_not_staged_over(open_house):
+    model = Model(99)
+    house = open_house("broadcast", ModuleSink(model))
+    house.sync(1)
+    _, tensors = house.receivers["m0"].copy()
+    house.sync(2)
+    assert_equal(dict(tensors), {name: tensor for name, tensor in Model(1).bits().items() if name != "head"})
 
 
 def test_what_does_not_fit_is_refused_before_a_pointer_changes(open_house):

@@ -18,7 +18,7 @@ def run_example(tmp_path):
         done = subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     return run

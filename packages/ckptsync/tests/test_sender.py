@@ -9,6 +9,7 @@ import xxhash
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.manifest import manifest_of
+from offbeat_ckptsync.packing import Buffers
 from offbeat_ckptsync.plan import plan_buckets
 from offbeat_ckptsync.sender import send_weights, walk
 from offbeat_ckptsync.source import Publisher
@@ -121,3 +122,39 @@ def test_other_ranks_walk_along():
     source = DictSource(awkward_weights(1))
     assert walk(source) == len(source.weights)
     assert source.walks == 1
+
+
+class Addresses(Collector):
+    """Also remembers where payloads lay."""
+
+    def __init__(self, **how):
+        super().__init__(**how)
+        self.places = set()
+
+    def send(self, bucket, payload):
+        self.places.add(payload.data_ptr())
+        super().send(bucket, payload)
+
+
+def test_buffers_are_kept_from_sync_to_sync_but_not_from_one_that_failed():
+    source, buffers = StayingDict(awkward_weights(1)), Buffers()
+
+    def send(sender):
+        send_weights(source, offer_of(source), lambda: sender, buffers=buffers)
+        return sender.places
+
+    first = send(Addresses())
+    assert send(Addresses()) <= (kept := {each.data_ptr() for each in buffers._kept})
+    assert first <= kept
+    with pytest.raises(TransferError, match="planted"):
+        send(Addresses(fail_at=1))
+    assert buffers._kept == [], "a transport that failed may still read what it was given"
+    assert send(Addresses())
+
+
+def test_buffers_of_another_size_are_let_go():
+    buffers = Buffers()
+    small = buffers.take(3, 256)
+    buffers.put_back(small)
+    assert [each.numel() for each in buffers.take(2, 512)] == [512, 512]
+    assert buffers._kept == []

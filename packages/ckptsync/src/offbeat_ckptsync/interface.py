@@ -71,8 +71,8 @@ class WeightSink(Protocol):
 class AdoptingSink(Protocol):
     """A weight sink that can serve tensors from where they lie: it is asked to `adopt` in place of `load` where it may.
 
-    That is where a transport lends host memory (`BucketReceiver.lend`): every replica of a machine then serves from the
-    same pages, and a flip moves no bytes.
+    That is in host memory. A flip then moves no bytes, and where the memory is the transport's (`BucketReceiver.lend`) every
+    replica of a machine serves from the same pages.
     """
 
     def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -1,4 +1,4 @@
-"""Filling a bucket, and the clock of those who do."""
+"""The buffers that buckets are filled in, filling one, and the clock of those who do."""
 
 from __future__ import annotations
 
@@ -7,14 +7,40 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.plan import gaps
 
 if TYPE_CHECKING:
-    import torch
-
     from offbeat_ckptsync.types import Bucket, Piece
+
+
+class Buffers:
+    """Memory of one device that buckets are filled in.
+
+    In host memory it is kept from sync to sync: fresh pages take longer than filling them does. A GPU's is not: torch
+    keeps it, and gives it to others between syncs.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        """Hold nothing yet; `device` is a torch device type."""
+        self.device = device
+        self._kept: list[torch.Tensor] = []
+
+    def take(self, number: int, num_bytes: int) -> list[torch.Tensor]:
+        """Return `number` buffers, uint8 [num_bytes]; those of another size are let go."""
+        kept = [each for each in self._kept if each.numel() == num_bytes][:number]
+        self._kept = []
+        fresh = (
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(number - len(kept))
+        )
+        return [*kept, *fresh]
+
+    def put_back(self, buffers: list[torch.Tensor]) -> None:
+        """Take buffers back that nothing reads or writes any more."""
+        if self.device == "cpu":
+            self._kept = buffers
 
 
 class Filling:

@@ -14,8 +14,9 @@ from offbeat_ckptsync.interface import SlicedSink
 from offbeat_ckptsync.labels import label_of, told
 from offbeat_ckptsync.manifest import check_digest, require_match
 from offbeat_ckptsync.plan import plan_buckets, tensor_views
+from offbeat_ckptsync.shelf import Shelf
 from offbeat_ckptsync.slices import assemble, check_cut, own_buckets
-from offbeat_ckptsync.staging import Shelf, Staged, give, stage
+from offbeat_ckptsync.staging import Staged, give, stage
 from offbeat_ckptsync.types import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ class Receiver:
             self._move(Step.FLIP)
         mark = time.perf_counter()
         try:
-            untouched = self._load(session.offer, staged, sent.version)
+            left_a_copy = self._load(session.offer, staged, sent.version)
         except SyncError:
             with self._lock:
                 self._move(Step.REFUSE)
@@ -255,9 +256,8 @@ class Receiver:
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
             kept, session.staged = staged.close(), None
             self._shelf.keep(kept, session.offer.manifest, session.buckets)
-            # A part of a version is no copy that a joiner could be given.
-            if not untouched or session.offer.whole is not None:
-                self._shelf.forget()  # the sink used it up: it is no copy of what was sent any more
+            if not left_a_copy or session.offer.whole is not None:
+                self._shelf.forget()  # nor is a part of a version a copy that a joiner could be given
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def commit(self, label: Label) -> Label:
@@ -284,7 +284,7 @@ class Receiver:
             self._shelf.forget()
 
     def copy(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]]:
-        """Return what is served, from the staging buffer that is kept until the next transfer; nothing is copied.
+        """Return what is served, as it lies in the memory it was staged in; nothing is copied, and it stays as it is.
 
         Raises:
             TransferError: there is no such copy, or its label does not stand.

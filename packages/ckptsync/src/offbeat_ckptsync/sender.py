@@ -6,18 +6,18 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from offbeat_ckptsync.errors import ManifestError, SyncError
 from offbeat_ckptsync.interface import StayingSource
 from offbeat_ckptsync.manifest import dtype_name
-from offbeat_ckptsync.packing import BusyClock, Filling
+from offbeat_ckptsync.packing import Buffers, BusyClock, Filling
 from offbeat_ckptsync.plan import bucket_starts, bytes_of, plan_buckets
 from offbeat_ckptsync.shipper import Shipper
 from offbeat_ckptsync.types import Bucket, Piece, Sent, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from offbeat_ckptsync.interface import BucketSender, WeightSource
 
@@ -38,17 +38,16 @@ def send_weights(
     offer: SyncOffer,
     open_sender: Callable[[], BucketSender],
     *,
-    device: str = "cpu",
+    buffers: Buffers | None = None,
     lend: Lend | None = None,
     delta: FindDelta | None = None,
 ) -> Sent:
     """Send what `source` yields as `offer` says it, and return what was sent.
 
-    The caller's thread iterates and packs, into the memory that `lend(num_bytes)` gives where it gives some; other
-    threads open the sender (so that meeting the receivers overlaps with gathering), digest and send. Where `delta` is
-    given and returns one for a full bucket, that is sent in the bucket's place. Whatever fails,
-    `source` is iterated to its end before the error is raised: the other ranks of a collective source are never left
-    waiting half-way.
+    The caller's thread iterates and packs, into the memory that `lend(num_bytes)` gives, else into `buffers` (fresh ones in
+    host memory where none are given); other threads open the sender (so that meeting the receivers overlaps with
+    gathering), digest and send. Where `delta` returns one for a full bucket, that is sent in the bucket's place. Whatever
+    fails, `source` is iterated to its end first: the other ranks of a collective source are never left waiting half-way.
 
     Raises:
         ManifestError: the source yields other tensors than it offered.
@@ -57,10 +56,11 @@ def send_weights(
     started = time.perf_counter()
     try:
         stays = isinstance(source, StayingSource) and source.tensors_stay
-        memory = (
-            None if lend is None else lend(bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))[1])
+        _, num_bytes = bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))
+        lent = None if lend is None else lend(num_bytes)
+        stream = BucketStream(
+            offer, open_sender, buffers=buffers or Buffers(), lent=lent, stays=stays, delta=delta
         )
-        stream = BucketStream(offer, open_sender, device=device, lent=memory, stays=stays, delta=delta)
     except SyncError:
         walk(source)
         raise
@@ -92,16 +92,16 @@ class BucketStream:
         offer: SyncOffer,
         open_sender: Callable[[], BucketSender],
         *,
-        device: str,
+        buffers: Buffers,
         lent: torch.Tensor | None = None,
         stays: bool = False,
         delta: FindDelta | None = None,
     ) -> None:
-        """Ship what `offer` says, packed into `lent` or on `device`; `stays`: also after `add` has returned."""
+        """Ship what `offer` says, packed into `lent` or `buffers`; `stays`: tensors do also after `add` has returned."""
         self.gather_s = 0.0
         self._offer = offer
         self._packing = BusyClock()
-        self._later = stays and torch.device(device).type == "cpu"
+        self._later = stays and buffers.device == "cpu"
         self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         self._next_spec = 0
         self._places: dict[int, list[tuple[Bucket, Piece]]] = {}  # of each tensor's bytes
@@ -111,7 +111,7 @@ class BucketStream:
         self._open: dict[int, _Open] = {}  # one of each part at most
         self._delta = delta
         self._shipper = Shipper(
-            offer, open_sender, self._buckets, device=device, lent=lent, parallel=self._later
+            offer, open_sender, self._buckets, buffers=buffers, lent=lent, parallel=self._later
         )
 
     def add(self, name: str, tensor: torch.Tensor) -> None:

@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.interface import DeltaSender
 from offbeat_ckptsync.plan import bucket_starts
@@ -21,8 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+    import torch
+
     from offbeat_ckptsync.interface import BucketSender
-    from offbeat_ckptsync.packing import Filling
+    from offbeat_ckptsync.packing import Buffers, Filling
     from offbeat_ckptsync.types import Bucket, SyncOffer
 
 NUM_BUFFERS = 3
@@ -51,14 +51,16 @@ class Shipper:
         open_sender: Callable[[], BucketSender],
         buckets: tuple[Bucket, ...],
         *,
-        device: str,
+        buffers: Buffers,
         lent: torch.Tensor | None,
         parallel: bool = False,
     ) -> None:
-        """Start the threads; `open_sender` is called in one of them. With `parallel` several complete buckets."""
+        """Start the threads; `open_sender` is called in one of them. With `parallel` several complete buckets.
+
+        Without `lent` they are filled in memory of `buffers`, which has it back once all has left.
+        """
         self._offer = offer
         self._open_sender = open_sender
-        self._buckets = buckets
         self._lent = lent
         self._starts, _ = bucket_starts(buckets)
         self._free: queue.Queue[torch.Tensor | None] = queue.Queue()
@@ -73,12 +75,15 @@ class Shipper:
         num_threads += max((bucket.part for bucket in buckets), default=0)  # one bucket of each part is open
         # Bounds how many tensors wait to be packed where there is a place for every bucket.
         self._room = threading.Semaphore(NUM_BUFFERS + num_threads)
+        self._buffers = buffers
+        self._own: list[torch.Tensor] = []
         if lent is None:
             size = max((bucket.num_bytes for bucket in buckets), default=0)
-            for _ in range(NUM_BUFFERS + num_threads - 1):
-                self._free.put(torch.empty(size, dtype=torch.uint8, device=device))
+            self._own = buffers.take(NUM_BUFFERS + num_threads - 1, size)
+            for buffer in self._own:
+                self._free.put(buffer)
         num_packers = min(PACK_THREADS, len(os.sched_getaffinity(0))) if parallel else 1
-        self._pack_lane, self._wire_lane = Lane(device), Lane(device)
+        self._pack_lane, self._wire_lane = Lane(buffers.device), Lane(buffers.device)
         self._packers = ThreadPoolExecutor(num_packers, thread_name_prefix=f"pack {offer.sync_id}")
         # A daemon: a transport that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"ship {offer.sync_id}", daemon=True)
@@ -145,6 +150,7 @@ class Shipper:
         self._packers.shutdown(wait=False)
         if self._error is not None:
             raise self._failure()
+        self._buffers.put_back(self._own)  # not after a failure: a transport may still hold on to one
         return Shipped(
             digests=tuple(self._digests),
             digest_s=self._digest_s,

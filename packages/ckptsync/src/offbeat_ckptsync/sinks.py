@@ -113,9 +113,10 @@ class ModuleSink:
 class AdoptingModuleSink(ModuleSink):
     """Lets a torch module serve verified weights from where they lie, where they may stay there; else it copies them.
 
-    Over `shm` all replicas of a machine then share one copy of the weights, and a flip takes as long as changing
-    pointers. For modules that only serve: what looks at the old memory (views of parameters, optimizers, captured graphs)
-    goes on seeing the old weights. A replica that writes into its weights all the same gets pages of its own.
+    A flip then takes as long as changing pointers, and over `shm` all replicas of a machine share one copy of the weights;
+    elsewhere two staging memories take turns, and no copy is kept for joiners or deltas. For modules that only serve:
+    what looks at the old memory (views of parameters, optimizers, captured graphs) goes on seeing the old weights. A replica
+    that writes into its weights all the same changes nobody else's.
     """
 
     def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

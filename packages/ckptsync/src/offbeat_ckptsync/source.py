@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.contents import Comparison, Contents
 from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.interface import Chooser
+from offbeat_ckptsync.packing import Buffers
 from offbeat_ckptsync.sender import send_weights
 from offbeat_ckptsync.slices import CutSource
 from offbeat_ckptsync.threads import in_thread
@@ -38,6 +39,7 @@ class Publisher:
         self._transport = make_transport(config.transport, config) if transport is None else transport
         self._members: dict[str, list[str]] = {}
         self._contents = Contents()
+        self._buffers = Buffers(self._transport.device)
         self._sending = threading.Lock()
 
     def offer(self, version: int, members: list[str]) -> SyncOffer:
@@ -94,7 +96,7 @@ class Publisher:
                 source,
                 offer,
                 lambda: self._transport.sender(offer, members),
-                device=self._transport.device,
+                buffers=self._buffers,
                 lend=lend,
                 delta=delta,
             )

@@ -7,20 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from offbeat_ckptsync.delta import apply_delta, runs_of
 from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
 from offbeat_ckptsync.interface import AdoptingSink, DeltaReceiver, PickingReceiver
-from offbeat_ckptsync.plan import bucket_starts, tensor_views
+from offbeat_ckptsync.plan import bucket_starts
+from offbeat_ckptsync.shelf import Memory
 from offbeat_ckptsync.slices import own_buckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch
+
     from offbeat_ckptsync.interface import BucketReceiver, Transport, WeightSink
-    from offbeat_ckptsync.types import Bucket, Manifest, Seat, SyncOffer
+    from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
 
 
 @dataclass(slots=True)
@@ -28,79 +29,31 @@ class Staged:
     """What one rank received: its bytes, their digests, and the transport's end that may own the memory."""
 
     memory: torch.Tensor  # uint8, buckets end to end
+    kept: (
+        Memory | None
+    )  # whose bytes these are; None where they are the transport's, not to be kept from sync to sync
     digests: tuple[str, ...]
     digest_s: float  # seconds of digesting, in a thread beside the receiving one
     buckets: tuple[Bucket, ...]  # those that this rank gets
     starts: list[int]  # where each of them lies
-    lent: bool  # the memory is the transport's: not to be kept from sync to sync
     end: BucketReceiver
 
-    def close(self) -> torch.Tensor | None:
-        """Let go of everything; return the memory if the next sync may receive into it."""
-        spare = None if self.lent else self.memory
-        self.memory = self.memory.new_empty(0)  # first: the transport may look who else holds it
+    def close(self) -> Memory | None:
+        """Let go of everything; return the memory if a later sync may receive into it."""
+        self.memory = self.memory.new_empty(
+            0
+        )  # first: the transport, or whoever stages next, may look who else holds it
         self.end.close()
-        return spare
-
-
-class Shelf:
-    """The staging memory of one rank, kept from sync to sync: fresh pages cost more than copying.
-
-    After a load it holds a copy of what is served, which joiners may be given and deltas stand on. While a sync keeps
-    that copy as its base it is staged in memory of its own, so there are two of the kind from then on.
-    """
-
-    def __init__(self) -> None:
-        """Hold nothing yet."""
-        self._copy: torch.Tensor | None = None
-        self._plan: tuple[Manifest, tuple[Bucket, ...]] | None = None  # how to read it
-        self._spare: torch.Tensor | None = None
-
-    def holds(self, manifest: Manifest, buckets: tuple[Bucket, ...]) -> bool:
-        """Say whether there is a copy of what is served, laid out like this."""
-        plan = self._plan
-        return plan is not None and (plan[0].digest, plan[1]) == (manifest.digest, buckets)
-
-    def base(self) -> torch.Tensor | None:
-        """Return the copy's memory."""
-        return self._copy
-
-    def take(self, *, keep: bool) -> torch.Tensor | None:
-        """Return memory to stage in, if there is some; without `keep` the copy is given up for it."""
-        if not keep and self._copy is not None:
-            self.forget()
-        spare, self._spare = self._spare, None
-        return spare
-
-    def put_back(self, memory: torch.Tensor | None) -> None:
-        """Take memory back whose content was dropped."""
-        self._spare = memory
-
-    def keep(self, memory: torch.Tensor | None, manifest: Manifest, buckets: tuple[Bucket, ...]) -> None:
-        """Take memory back that holds what is served now; None where it was the transport's."""
-        self.forget()
-        self._copy, self._plan = memory, None if memory is None else (manifest, buckets)
-
-    def forget(self) -> None:
-        """Trust the copy no longer; its memory can be staged in."""
-        if self._copy is not None:
-            self._spare = self._copy
-        self._copy = self._plan = None
-
-    def read(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]] | None:
-        """Return the copy as views of its memory, or None where there is none."""
-        if self._plan is None or self._copy is None:
-            return None
-        return self._plan[0], list(tensor_views(*self._plan, self._copy))
+        return self.kept
 
 
 def give(sink: WeightSink, staged: Staged, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
-    """Give `sink` views of what is staged, to keep if both it and that memory allow; say whether it left it as it was."""
-    written = writes_to(staged.memory)
-    if staged.lent and staged.memory.device.type == "cpu" and isinstance(sink, AdoptingSink):
+    """Give `sink` views of what is staged, to keep if it can and they are in host memory; say whether it left a copy."""
+    if staged.memory.device.type == "cpu" and isinstance(sink, AdoptingSink):
         sink.adopt(tensors, version)
-    else:
-        sink.load(tensors, version)
+        return False  # what it writes into its weights later would be seen in them, and is not counted
+    written = writes_to(staged.memory)
+    sink.load(tensors, version)
     return writes_to(staged.memory) == written
 
 
@@ -114,7 +67,7 @@ def stage(
     offer: SyncOffer,
     seat: Seat,
     buckets: tuple[Bucket, ...],
-    spare: torch.Tensor | None = None,
+    spare: Memory | None = None,
     base: torch.Tensor | None = None,
 ) -> Staged:
     """Receive all buckets, into the transport's own memory where it lends some, else into `spare` or a fresh buffer.
@@ -134,9 +87,10 @@ def stage(
         lent = end.lend(num_bytes)
         if lent is None:
             starts, num_bytes = bucket_starts(own)
-            memory = _allocate(num_bytes, spare, device=transport.device)
+            kept = _fitting(spare, num_bytes, transport.device)
+            memory = kept.lend()
         else:
-            starts, memory = [all_starts[bucket.index] for bucket in own], lent
+            kept, starts, memory = None, [all_starts[bucket.index] for bucket in own], lent
         desk = _Desk(offer, seat, memory, base)
         places = dict(zip((bucket.index for bucket in own), starts, strict=True))
         digests = desk.take(end, buckets, places, timer)
@@ -147,17 +101,17 @@ def stage(
         buckets=own,
         starts=starts,
         memory=memory,
+        kept=kept,
         digests=digests,
         digest_s=timer.seconds,
-        lent=lent is not None,
         end=end,
     )
 
 
-def _allocate(num_bytes: int, spare: torch.Tensor | None, *, device: str) -> torch.Tensor:
-    if spare is not None and spare.numel() == num_bytes and spare.device.type == device:
+def _fitting(spare: Memory | None, num_bytes: int, device: str) -> Memory:
+    if spare is not None and (spare.num_bytes, spare.device) == (num_bytes, device):
         return spare
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return Memory(num_bytes, device)
 
 
 class _Desk:

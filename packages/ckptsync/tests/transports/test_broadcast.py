@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -132,3 +134,30 @@ def test_a_source_that_is_not_there_is_said_so():
     with pytest.raises(TransferError, match=r"no store answers at 127\.0\.0\.1:1 within 0\.5 s"):
         BroadcastTransport().receiver(offer, A)
     transport.close()
+
+
+LEAVERS = """
+import threading, torch
+from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.transports.group import Group
+store, seats = Store.serve("127.0.0.1"), [["m", 0]]
+ends = [Group("g", seats), Group("g", seats)]
+stores = [store, Store.join("127.0.0.1", store.port, 20.0)]
+def run(rank):
+    ends[rank].build(stores[rank], rank, "127.0.0.1", "cpu", 20.0)
+    ends[rank].broadcast(torch.zeros(1 << 20, dtype=torch.uint8), 20.0)
+threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for end in ends:
+    end.leave()
+"""
+
+
+def test_a_process_that_ends_right_after_it_left_is_not_aborted():
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVERS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -67,7 +67,7 @@ def wire():
 
 def test_what_is_staged_lies_in_the_segment_itself_and_its_memory_is_used_again(wire):
     staged, tensors = wire.stage(1)
-    assert staged.lent
+    assert staged.kept is None
     assert_same(tensors(), awkward_weights(1))
     before = wire.segments()
     assert staged.close() is None

@@ -41,7 +41,7 @@ GLOO_CALLS = (
     Calls(num_bytes=1 << 30, in_flight=1),
     Calls(num_bytes=32 << 20, in_flight=1),
     PER_TENSOR,
-    Calls(num_bytes=4 << 20, in_flight=2),
+    Calls(num_bytes=16 << 20, in_flight=2),
 )
 """How raw gloo is measured: a whole buffer at once, bucket by bucket, tensor by tensor (400 to a GiB, as weights are
 usually sent), and in the chunks that our `broadcast` sends."""
