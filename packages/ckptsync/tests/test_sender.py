@@ -9,8 +9,8 @@ import xxhash
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.manifest import manifest_of
-from offbeat_ckptsync.packing import Buffers
-from offbeat_ckptsync.plan import plan_buckets
+from offbeat_ckptsync.packing import Buffers, Filling
+from offbeat_ckptsync.plan import bytes_of, plan_buckets
 from offbeat_ckptsync.sender import send_weights, walk
 from offbeat_ckptsync.source import Publisher
 from offbeat_ckptsync.testing import DictSource, LyingSource, awkward_weights
@@ -158,3 +158,20 @@ def test_buffers_of_another_size_are_let_go():
     buffers.put_back(small)
     assert [each.numel() for each in buffers.take(2, 512)] == [512, 512]
     assert buffers._kept == []
+
+
+def test_a_digest_of_pieces_is_that_of_the_bucket():
+    source = StayingDict(awkward_weights(1))
+    offer = offer_of(source)
+    tensors = dict(source.tensors())
+    names = [spec.name for spec in offer.manifest.specs]
+    for bucket in plan_buckets(offer.manifest, offer.bucket_bytes):
+        both = [
+            Filling(bucket, torch.full((bucket.num_bytes,), 255, dtype=torch.uint8), digests_pieces=pieces)
+            for pieces in (False, True)
+        ]
+        for filling in both:
+            for piece in bucket.pieces:
+                filling.add(piece, bytes_of(tensors[names[piece.spec_index]]))
+        assert both[0].digest() == both[1].digest()
+        assert torch.equal(both[0].payload, both[1].payload)

@@ -25,6 +25,9 @@ from offbeat_ckptsync.errors import DigestError, VersionError
 from offbeat_ckptsync.plan import tensors_in
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from offbeat_ckptsync.types import Bucket, Echo, Manifest, Sent
 
 
@@ -33,6 +36,22 @@ def digest(payload: torch.Tensor) -> str:
     if payload.device.type != "cpu":
         return sum64(payload)
     return xxhash.xxh3_128_hexdigest(payload.numpy().data)
+
+
+class RunningDigest:
+    """The digest of bytes in host memory that come one piece after the other: that of `digest` of them all."""
+
+    def __init__(self) -> None:
+        """Have seen nothing."""
+        self._hasher = xxhash.xxh3_128()
+
+    def update(self, payload: NDArray[np.uint8]) -> None:
+        """Go on with these bytes."""
+        self._hasher.update(payload.data)
+
+    def result(self) -> str:
+        """Return the digest of everything so far."""
+        return self._hasher.hexdigest()
 
 
 def sum64(payload: torch.Tensor) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from offbeat_ckptsync.digest import digest
+from offbeat_ckptsync.digest import RunningDigest, digest
 from offbeat_ckptsync.plan import gaps
 
 if TYPE_CHECKING:
@@ -44,37 +44,52 @@ class Buffers:
 
 
 class Filling:
-    """One bucket being filled: its pieces in any order, then its digest.
+    """One bucket being filled: its pieces, then its digest.
 
-    The digest is taken of the whole bucket at once, in the thread that filled it last where threads fill it: the caches
-    still hold most of it. Digested piece by piece on the way, from a still nearer cache, it took longer: threads then
-    wait for the interpreter many thousand times in a sync.
+    With `digests_pieces` each piece is digested right after it was copied, while a cache holds it: a GiB is then read from
+    memory once less, and memory is what bounds filling. Else the digest is taken of the whole bucket, by whichever thread
+    asks for it, so that the one that fills it can go on.
     """
 
-    def __init__(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+    def __init__(self, bucket: Bucket, buffer: torch.Tensor, *, digests_pieces: bool = False) -> None:
         """Fill `buffer`, uint8 of at least the bucket's size; padding becomes zero, as both sides digest it too."""
         self.buffer = buffer
         self.payload = buffer[: bucket.num_bytes]
         self.digest_s = 0.0
         self.delta: torch.Tensor | None = None  # what is sent in place of `payload`, where there is one
+        self._bytes = self.payload.numpy() if buffer.device.type == "cpu" else None
+        self._running = RunningDigest() if digests_pieces else None
+        self._num_digested = 0
         for start, end in gaps(bucket):
             self.payload[start:end].zero_()
 
     def add(self, piece: Piece, data: torch.Tensor) -> None:
-        """Copy the bytes of `piece` out of `data`, the uint8 bytes of its tensor."""
-        into = self.payload[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
+        """Copy the bytes of `piece` out of `data`, the uint8 bytes of its tensor; pieces come in the bucket's order."""
+        start, end = piece.bucket_offset, piece.bucket_offset + piece.num_bytes
         given = data[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
-        if into.device.type == given.device.type == "cpu":
-            np.copyto(into.numpy(), given.numpy())  # torch's own threads would meet after every tensor
-        else:
-            into.copy_(given)
+        if self._bytes is None or given.device.type != "cpu":
+            self.payload[start:end].copy_(given)
+            return
+        np.copyto(self._bytes[start:end], given.numpy())  # torch's own threads would meet after every tensor
+        self._digest_until(end)
 
     def digest(self) -> str:
         """Return the digest of the bucket, once it is full."""
+        if self._running is not None:
+            self._digest_until(self.payload.numel())
+            return self._running.result()
         mark = time.perf_counter()
         result = digest(self.payload)
         self.digest_s = time.perf_counter() - mark
         return result
+
+    def _digest_until(self, end: int) -> None:
+        if self._running is None or self._bytes is None:
+            return
+        mark = time.perf_counter()
+        self._running.update(self._bytes[self._num_digested : end])
+        self._num_digested = end
+        self.digest_s += time.perf_counter() - mark
 
 
 class BusyClock:

@@ -169,7 +169,8 @@ class BucketStream:
 
     def _open_bucket(self, bucket: Bucket) -> _Open:
         if bucket.index not in self._open:
-            self._open[bucket.index] = _Open(Filling(bucket, self._shipper.buffer(bucket)))
+            buffer = self._shipper.buffer(bucket)
+            self._open[bucket.index] = _Open(Filling(bucket, buffer, digests_pieces=self._later))
         return self._open[bucket.index]
 
     def _complete(self, bucket: Bucket, opened: _Open) -> str:
