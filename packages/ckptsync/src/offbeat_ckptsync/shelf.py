@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import mmap
-import weakref
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from offbeat_ckptsync.pages import Pages
 from offbeat_ckptsync.plan import tensor_views
 
 if TYPE_CHECKING:
@@ -22,28 +21,20 @@ class Memory:
         """Take `num_bytes` of zeros on a torch device type such as "cpu"."""
         self.num_bytes = num_bytes
         self.device = device
-        self._elsewhere: torch.Tensor | None = None
-        self._pages: mmap.mmap | None = None
-        self._lent: weakref.ref[np.ndarray[tuple[int], np.dtype[np.uint8]]] | None = None
+        self._bytes: Pages | torch.Tensor
         if device == "cpu":
-            self._pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._bytes = Pages(mmap.mmap(-1, max(num_bytes, 1), flags=private), num_bytes)
         else:
-            self._elsewhere = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def lend(self) -> torch.Tensor:
-        """Return all bytes, uint8 [num_bytes], as the last one that was lent: ask `is_lent` before writing to them."""
-        if self._pages is None:
-            assert self._elsewhere is not None
-            return self._elsewhere
-        array = None if self._lent is None else self._lent()
-        if array is None:
-            array = np.frombuffer(self._pages, dtype=np.uint8, count=self.num_bytes)
-            self._lent = weakref.ref(array)  # it lives as long as the storage of any tensor made from it
-        return torch.from_numpy(array)
+        """Return all bytes, uint8 [num_bytes], as they were left; ask `is_lent` before writing to them."""
+        return torch.from_numpy(self._bytes.lend()) if isinstance(self._bytes, Pages) else self._bytes
 
     def is_lent(self) -> bool:
         """Say whether a tensor over these bytes lives; of a device's memory nobody knows, and it says no."""
-        return self._lent is not None and self._lent() is not None
+        return isinstance(self._bytes, Pages) and self._bytes.is_lent()
 
 
 class Shelf:

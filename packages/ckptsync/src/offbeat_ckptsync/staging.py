@@ -29,9 +29,7 @@ class Staged:
     """What one rank received: its bytes, their digests, and the transport's end that may own the memory."""
 
     memory: torch.Tensor  # uint8, buckets end to end
-    kept: (
-        Memory | None
-    )  # whose bytes these are; None where they are the transport's, not to be kept from sync to sync
+    kept: Memory | None  # whose bytes these are, for later syncs; None where they are the transport's
     digests: tuple[str, ...]
     digest_s: float  # seconds of digesting, in a thread beside the receiving one
     buckets: tuple[Bucket, ...]  # those that this rank gets
@@ -40,9 +38,7 @@ class Staged:
 
     def close(self) -> Memory | None:
         """Let go of everything; return the memory if a later sync may receive into it."""
-        self.memory = self.memory.new_empty(
-            0
-        )  # first: the transport, or whoever stages next, may look who else holds it
+        self.memory = self.memory.new_empty(0)  # first: whoever fills it next looks who else holds it
         self.end.close()
         return self.kept
 

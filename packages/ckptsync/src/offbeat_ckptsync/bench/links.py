@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.transports.group import CHUNK_BYTES, IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +42,7 @@ GLOO_CALLS = (
     Calls(num_bytes=1 << 30, in_flight=1),
     Calls(num_bytes=32 << 20, in_flight=1),
     PER_TENSOR,
-    Calls(num_bytes=16 << 20, in_flight=2),
+    Calls(num_bytes=CHUNK_BYTES, in_flight=IN_FLIGHT),
 )
 """How raw gloo is measured: a whole buffer at once, bucket by bucket, tensor by tensor (400 to a GiB, as weights are
 usually sent), and in the chunks that our `broadcast` sends."""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.store import Store
 
 CHUNK_BYTES = 16 << 20
-"""Bytes per broadcast, and `IN_FLIGHT` of them at a time: on two cores gloo moves 3.5 to 3.8 GB/s like this, 3.0 in chunks of
-4 MiB, 2.0 in chunks of 1 MiB; tools/bench/sync.py measures both."""
+"""Bytes per broadcast, and `IN_FLIGHT` of them at a time: smaller ones cost half a millisecond each (two cores move a GiB in
+0.30 s like this, in 0.36 s in chunks of 4 MiB, in 0.55 s in chunks of 1 MiB), larger ones make packing wait."""
 
 IN_FLIGHT = 2
 LEAVE_S = 2.0

@@ -18,8 +18,11 @@ import numpy as np
 import torch
 
 from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.pages import Pages
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from offbeat_ckptsync.transports.line import Line
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: fault pages in, or say that there are none
@@ -90,35 +93,31 @@ class Mapping:
                 raise TransferError(
                     f"shm: a segment of {size} bytes with seals {seals:#x} for {num_bytes} bytes; not taken"
                 )
-            self._pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+            self._pages = Pages(mmap.mmap(fd, size, access=mmap.ACCESS_COPY), num_bytes)
         finally:
             os.close(fd)
-        self._num_bytes = num_bytes
         self._base: torch.Tensor | None = None
         self._version = 0
-        self._lent: weakref.ref[np.ndarray[tuple[int], np.dtype[np.uint8]]] | None = None
         self._was_kept = False  # tensors over it outlived the sync that staged them
 
     def lend(self, lease: Line) -> torch.Tensor:
         """Return the bytes, uint8; `lease` is closed when the last tensor over them is gone."""
-        array = self._array()
-        # The array lives as long as the storage of any tensor made from it.
+        array = self._pages.lend()
         weakref.finalize(array, lease.close)
-        self._lent = weakref.ref(array)
         self._base = torch.from_numpy(array)
         self._version = self._base._version  # noqa: SLF001 -- torch has no public name for it
         return self._base
 
     def view(self) -> torch.Tensor:
         """Return the bytes, uint8, for copying out at once: no lease guards them."""
-        return torch.from_numpy(self._array())
+        return torch.from_numpy(self._pages.array())
 
     def written(self) -> bool:
         """Forget the tensor lent last; say whether anybody wrote into it, or into a view of it."""
         base, self._base = self._base, None
         written = base is not None and base._version != self._version  # noqa: SLF001 -- as above
         del base
-        self._was_kept |= self._is_lent()
+        self._was_kept |= self._pages.is_lent()
         return written
 
     def is_spoilt(self) -> bool:
@@ -126,19 +125,13 @@ class Mapping:
 
         Torch does not count what is written through a parameter that was pointed here, so the kernel is asked.
         """
-        if not self._was_kept or self._is_lent():
+        if not self._was_kept or self._pages.is_lent():
             return False  # what is still in use is looked at when it is wanted again
         self._was_kept = False
-        return _has_own_pages(self._array())
-
-    def _is_lent(self) -> bool:
-        return self._lent is not None and self._lent() is not None
-
-    def _array(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return np.frombuffer(self._pages, dtype=np.uint8, count=self._num_bytes)
+        return _has_own_pages(self._pages.array())
 
 
-def _has_own_pages(array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bool:
+def _has_own_pages(array: NDArray[np.uint8]) -> bool:
     """Say whether any page of a private mapping was copied for this process, which is what writing to it does.
 
     The kernel's word for each page is in /proc/self/pagemap (docs.kernel.org/admin-guide/mm/pagemap.html): bit 63 or 62
