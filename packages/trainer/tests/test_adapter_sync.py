@@ -5,7 +5,6 @@ Real engine, real replica, real manager, real transport, once with each rollout 
 
 from __future__ import annotations
 
-import gc
 import os
 import uuid
 from dataclasses import replace
@@ -38,11 +37,6 @@ from offbeat_rollout.testing import make_tiny_model, reference_logprobs
 from offbeat_trainer.bridge import EngineWeights, make_member
 
 pytest.importorskip("peft")
-
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),  # vLLM leaves it to the collector
-]
 
 VOCAB = 96
 PROMPT = (3, 14, 15, 9, 26, 5)
@@ -137,7 +131,6 @@ async def house(request, tmp_path_factory):
         await replica.stop()
         os.environ.clear()
         os.environ.update(saved)
-        gc.collect()
 
 
 def difference(completion, model):

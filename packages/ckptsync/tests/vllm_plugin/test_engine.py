@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import uuid
 
@@ -146,16 +145,6 @@ async def house(tmp_path_factory):
     finally:
         made.publisher.close()
         llm.shutdown()
-        close_zmq()
-
-
-def close_zmq():
-    """Close the contexts that vLLM leaves open: pytest takes the warning of each for an error, even at its very end."""
-    import zmq
-
-    for thing in gc.get_objects():
-        if issubclass(type(thing), zmq.Context) and not thing.closed and not thing._shadow:
-            thing.destroy(linger=0)
 
 
 async def test_several_versions_are_each_served_as_transformers_computes_them(house):
