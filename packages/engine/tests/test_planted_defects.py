@@ -197,6 +197,15 @@ class ForgetfulExport(Fsdp2Engine):
         yield from self._first
 
 
+class OneBuffer(Fsdp2Engine):
+    """Streams all weights through the same memory."""
+
+    def named_weights(self):
+        buffer = torch.empty(1 << 20)
+        for name, tensor in super().named_weights():
+            yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
 # Engine, the case that must catch it, and what it must say: which tensor or token, what was expected, what came.
 TOKEN = r"`logprobs` of sequence \d+, token \d+ \(id \d+, length \d+\): expected -\d.*, got -?\d"
 TENSOR = r": `[\w.]+` at \[\d+(, \d+)?\]: expected -?\d.*, got -?\d"
@@ -252,6 +261,14 @@ def test_the_suite_names_what_is_wrong(ranks, engine, case, says):
         assert reason_to_skip(chosen, engine.capabilities(), runner.options) is None
         with pytest.raises(AssertionError, match=says):
             chosen.check(runner)
+
+
+def test_weights_that_are_streamed_through_one_buffer_are_seen(ranks):
+    with (
+        running(OneBuffer, ranks) as (runner, by_name),
+        pytest.raises(RanksError, match=r"rank 0: (.|\n)*`model\.embed_tokens\.weight` changed after"),
+    ):
+        by_name["training_qwen2_one_rank"].check(runner)
 
 
 def test_a_rank_that_raises_alone_is_a_failure_and_not_a_hang(ranks):

@@ -184,8 +184,8 @@ def test_memory_of_a_rank_by_hand():
     memory = rank_memory(config, MODEL, longest_tokens=40, sequences=4)
     items = [num_bytes for _, num_bytes in memory.items]
     half = 500_000
-    # master, gradients, moments, reference, bf16 copy, activations, two buckets
-    assert items == [4 * half, 4 * half, 8 * half, 4 * half, 2_000_000, 160 * 64 * 34 * 2, 2 << 20]
+    # master, gradients, moments, reference, bf16 copy, activations, four buckets
+    assert items == [4 * half, 4 * half, 8 * half, 4 * half, 2_000_000, 160 * 64 * 34 * 2, 4 << 20]
     assert (memory.num, memory.certain, memory.total) == (2, 20 * half, sum(items))
 
 

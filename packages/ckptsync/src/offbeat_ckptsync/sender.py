@@ -128,7 +128,7 @@ class BucketStream:
         data = bytes_of(tensor)
         for bucket, piece in self._places.get(self._next_spec, []):
             opened = self._open_bucket(bucket)
-            if self._later:
+            if self._later and data.device.type == "cpu":
                 opened.waiting.append((piece, data))
             else:
                 with self._packing:

@@ -297,6 +297,10 @@ class Engine(ABC):
         A collective: every rank iterates to the end. Tied weights appear once, under the name that
         `save_pretrained` keeps. With LoRA these are the base's weights with the adapter merged in, or the adapter
         alone, as the config says and each spec's `kind` repeats.
+
+        What was yielded stays as it is until the next call that changes weights or moves them: whoever sends them reads
+        several at a time, and some of them after the last has come. A tensor may be the live weight, never memory that a
+        later one is gathered in.
         """
 
     @abstractmethod

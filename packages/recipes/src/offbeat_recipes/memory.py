@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 MIB = 1 << 20
 _FP32 = 4
+_SYNC_BUCKETS = 4  # being filled (two), digested, and on the wire, on the rank that sends
 # Stored activations of one transformer layer, in bytes per token and hidden unit at two bytes a number; attention
 # scores are recomputed by the fused kernels (Korthikanti et al. 2022, arXiv 2205.05198, equations 1 and 2).
 _LAYER_BYTES = 34
@@ -66,7 +67,7 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
             *reference,
             (f"gathered weights, {config.model.dtype.value}, at most", params * width),
             (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
-            ("buckets of the weight sync", int(2 * config.sync.bucket_mib * MIB)),
+            ("buckets of the weight sync", int(_SYNC_BUCKETS * config.sync.bucket_mib * MIB)),
             *packed,
         ),
         certain=sum(num_bytes for _, num_bytes in (*states, *reference)),

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 class EngineWeights:
     """Satisfies `WeightSource` with what a training engine exports."""
 
+    tensors_stay = (
+        True  # so an engine promises of `named_weights`, and nothing is trained while weights are sent
+    )
+
     def __init__(self, engine: Engine) -> None:
         """Read from `engine`; every rank holds one of these."""
         self._engine = engine

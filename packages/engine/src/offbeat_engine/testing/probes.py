@@ -75,12 +75,24 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return _copy(tensor).reshape(-1).view(torch.uint8)
+
+
 def _weights(engine: Engine) -> Named:
     named: Named = {}
+    yielded: list[tuple[str, torch.Tensor]] = []
     for name, tensor in engine.named_weights():
         if name in named:
             raise AssertionError(f"`named_weights` yields `{name}` twice; each name must come once")
         named[name] = _copy(tensor)
+        yielded.append((name, tensor))
+    for name, tensor in yielded:
+        if not torch.equal(_bits(tensor), _bits(named[name])):
+            raise AssertionError(
+                f"`{name}` changed after `named_weights` had yielded it; each tensor needs memory of its own, which stays "
+                "as it is until weights change"
+            )
     return named
 
 
