@@ -26,7 +26,11 @@ CHUNK_BYTES = 16 << 20
 """Bytes per broadcast, and `IN_FLIGHT` of them at a time: smaller ones cost half a millisecond each (two cores move a GiB in
 0.30 s like this, in 0.36 s in chunks of 4 MiB, in 0.55 s in chunks of 1 MiB), larger ones make packing wait."""
 
-IN_FLIGHT = 2
+IN_FLIGHT = 4
+GLOO_DEVICES, GLOO_THREADS = 2, 4
+"""Each device of gloo has connections of its own and one thread that moves bytes; each of the other threads waits for one
+broadcast. Two cores sync a GiB in a tenth to a sixth less time with two devices than with one, and no faster with more."""
+
 LEAVE_S = 2.0
 """How long a process that ends waits for the groups it has left."""
 
@@ -58,12 +62,14 @@ class Group:
                 return
             options = ProcessGroupGloo._Options()  # noqa: SLF001 -- as above
             options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
+            options._threads = GLOO_THREADS  # noqa: SLF001 -- as above
             # Peers reach a loopback source over loopback; elsewhere gloo finds this machine's own address.
             local = host in _LOOPBACK
             options._devices = [  # noqa: SLF001 -- as above
                 ProcessGroupGloo.create_device(hostname=host)
                 if local
                 else ProcessGroupGloo.create_default_device()
+                for _ in range(GLOO_DEVICES)
             ]
             self._held = [ProcessGroupGloo(own, rank, world, options)]
         except (RuntimeError, ValueError) as error:
