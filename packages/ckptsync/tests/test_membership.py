@@ -161,6 +161,16 @@ async def test_rubbish_at_the_store_is_passed_over():
             await party.membership.wait_for(["gone"], 0.5)
 
 
+async def test_a_number_without_text_and_a_proof_that_is_no_ascii_hold_up_nobody():
+    async with Party() as party:
+        store = party.membership._store
+        assert store.raw.add("offbeat/members", 1) == 1  # who took it was killed before it wrote
+        assert store.raw.add("offbeat/members", 1) == 2
+        role = {"name": "x", "role": "member", "host": "127.0.0.1", "port": 1, "layout": {}}
+        store.set("offbeat/member/2", json.dumps({"registration": role, "proof": "\u00e9"}))
+        await party.join("one")
+
+
 async def test_an_agent_gives_up_a_sync_when_the_manager_is_silent():
     async with Party() as party:
         one = await party.join("one")

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 import xxhash
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.errors import ManifestError, TransferError
+from offbeat_ckptsync.errors import ManifestError, PhaseError, TransferError
 from offbeat_ckptsync.manifest import manifest_of
 from offbeat_ckptsync.packing import Buffers, Filling
 from offbeat_ckptsync.plan import bytes_of, plan_buckets
@@ -84,6 +85,55 @@ def test_whatever_fails_the_source_is_walked_to_its_end(sender):
         send_weights(source, offer_of(source), lambda: sender)
     assert source.walks == 1
     sender.release.set()
+
+
+class Poor(Buffers):
+    def take(self, number, num_bytes):
+        raise torch.OutOfMemoryError("planted")
+
+
+def test_where_memory_runs_out_the_source_is_walked_to_its_end(monkeypatch):
+    source = DictSource(awkward_weights(1))
+    with pytest.raises(torch.OutOfMemoryError):
+        send_weights(source, offer_of(source), Collector, buffers=Poor())
+    assert source.walks == 1
+
+    def add(*_):
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(Filling, "add", add)
+    with pytest.raises(torch.OutOfMemoryError):
+        send_weights(source, offer_of(source), Collector)
+    assert source.walks == 2
+
+
+def test_a_send_that_was_aborted_before_it_began_walks_too():
+    source = DictSource(awkward_weights(1))
+    publisher = Publisher(source, CONFIG)
+    offer = publisher.offer(1, [])
+    publisher.abort(offer.sync_id)
+    with pytest.raises(PhaseError, match="offer again"):
+        publisher.send(offer)
+    assert source.walks == 1
+
+
+def test_nothing_of_a_source_is_read_after_a_send_has_failed(monkeypatch):
+    source, running = StayingDict(awkward_weights(1)), []
+    add = Filling.add
+
+    def slow(*arguments):
+        running.append(1)
+        time.sleep(0.05)
+        add(*arguments)
+        running.pop()
+
+    monkeypatch.setattr(Filling, "add", slow)
+    with pytest.raises(TransferError):
+        send_weights(source, offer_of(source), lambda: Collector(fail_at=0))
+    assert running == []
+    monkeypatch.setattr(Filling, "add", lambda *_: running.append(1))
+    time.sleep(0.2)
+    assert running == []
 
 
 def test_a_sender_that_cannot_open_fails_the_sync_after_the_walk():

@@ -309,6 +309,8 @@ class ControlMember:
         if failure is not None and not await self._mailbox.has(f"{reply}/0"):
             raise TransferError(f"{self._name}: {op} failed: {failure} {self._start_note}") from failure
         answers = await self._mailbox.read(reply, who=self._name, timeout_s=timeout_s)
+        if op == "flip":
+            _raise_torn(answers, where=f"{self._name}: {op}")
         _raise_first(answers, where=f"{self._name}: {op}")
         if failure is not None:
             raise TransferError(f"{self._name}: {op} failed: {failure}") from failure
@@ -319,3 +321,16 @@ def _raise_first(answers: list[Json], *, where: str) -> None:
     for answer in answers:
         if "error" in answer:
             raise decode_error(answer["error"], where=where)
+
+
+def _raise_torn(answers: list[Json], *, where: str) -> None:
+    """Raise `LoadError` if some ranks changed over and others did not: no refusal of one makes the member whole."""
+    errors = {
+        rank: decode_error(answer["error"], where=f"rank {rank}")
+        for rank, answer in enumerate(answers)
+        if "error" in answer
+    }
+    torn = [error for error in errors.values() if isinstance(error, LoadError)]
+    if torn or 0 < len(errors) < len(answers):
+        told = "; ".join(map(str, torn or errors.values()))
+        raise LoadError(f"{where}: {told}; its ranks no longer serve the same weights, start it anew")

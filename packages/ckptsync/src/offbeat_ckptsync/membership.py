@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import json
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import SyncError, TransferError, VersionError
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 _COUNT = "offbeat/members"
 _EACH = "offbeat/member/{}"
 _POLL_S = 0.02
+_HOLE_S = 3.0  # between counting a registration and writing it
 _JOIN_S = 10.0
 _PING_S = 2.0
 
@@ -73,6 +75,7 @@ class Membership:
         self._config = config
         self._on_leave = on_leave
         self._num_read = 0
+        self._hole = (0, 0.0)  # a number that was taken and has no text yet, and since when
         self._peers: dict[str, Peer] = {}
         self._manager: CheckpointEngineManager | None = None
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -166,14 +169,22 @@ class Membership:
             latest: dict[str, Registration] = {}
             for number in range(self._num_read + 1, count + 1):
                 text = await in_thread(lambda n=number: self._store.get(_EACH.format(n)), name="read member")
-                if text is None:
+                if text is None and not self._is_given_up(number):
                     break  # counted, but not yet written
                 self._num_read = number
-                if (registration := self._checked(text)) is not None:
+                if text is not None and (registration := self._checked(text)) is not None:
                     latest[registration.name] = registration
             for registration in latest.values():
                 self._start("call", registration.name, self._call(registration))
             await asyncio.sleep(_POLL_S)
+
+    def _is_given_up(self, number: int) -> bool:
+        """Say whether who took `number` has had its time to write: it died in between, and must not hold up the others."""
+        found, since = self._hole
+        if found != number:
+            self._hole = (number, time.monotonic())
+            return False
+        return time.monotonic() - since > _HOLE_S
 
     def _start(self, what: str, name: str, work: Coroutine[object, object, None]) -> None:
         """Run `work` in a task that takes the place of the one before it for the same name."""
@@ -185,9 +196,8 @@ class Membership:
         try:
             told: Json = json.loads(text)
             registration = decode(Registration, told.get("registration"))
-            good = hmac.compare_digest(
-                str(told.get("proof")), str(_signed(registration, self._secret)["proof"])
-            )
+            signed = str(_signed(registration, self._secret)["proof"])
+            good = hmac.compare_digest(str(told.get("proof")).encode(), signed.encode())
         except (SyncError, ValueError, AttributeError) as error:
             _log.warning("a registration that is none: %s", error)
             return None

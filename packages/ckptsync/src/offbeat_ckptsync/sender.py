@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.errors import ManifestError, SyncError
+from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.interface import StayingSource
 from offbeat_ckptsync.manifest import dtype_name
 from offbeat_ckptsync.packing import Buffers, BusyClock, Filling
@@ -61,10 +61,10 @@ def send_weights(
         stream = BucketStream(
             offer, open_sender, buffers=buffers or Buffers(), lent=lent, stays=stays, delta=delta
         )
-    except SyncError:
+    except Exception:
         walk(source)
         raise
-    failure: SyncError | None = None
+    failure: Exception | None = None
     try:
         mark = time.perf_counter()
         for name, tensor in source.tensors():
@@ -72,7 +72,7 @@ def send_weights(
             if failure is None:
                 try:
                     stream.add(name, tensor)
-                except SyncError as error:
+                except Exception as error:  # noqa: BLE001 -- raised below; memory may have run out
                     failure = error
                     stream.cancel()
             mark = time.perf_counter()
@@ -101,7 +101,8 @@ class BucketStream:
         self.gather_s = 0.0
         self._offer = offer
         self._packing = BusyClock()
-        self._later = stays and buffers.device == "cpu"
+        # A cell of a cut tensor would keep the whole of it in memory until the cell's bucket is full.
+        self._later = stays and buffers.device == "cpu" and offer.whole is None
         self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         self._next_spec = 0
         self._places: dict[int, list[tuple[Bucket, Piece]]] = {}  # of each tensor's bytes

@@ -128,10 +128,10 @@ class Shipper:
         self._full.put((bucket, filling, self._packers.submit(work)))
 
     def cancel(self) -> None:
-        """Stop; what is on the wire is lost. Harmless when nothing runs."""
+        """Stop; what is on the wire is lost. Harmless when nothing runs. No tensor is read afterwards."""
         self._cancelled.set()
         self._full.put(None)
-        self._packers.shutdown(wait=False)
+        self._packers.shutdown(wait=True, cancel_futures=True)  # all they do is copy and digest
 
     def finish(self) -> Shipped:
         """Wait until everything has left, at most the offer's `timeout_s`.
@@ -147,7 +147,7 @@ class Shipper:
                 f"bucket {len(self._digests)} of version {self._offer.version} did not leave within "
                 f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
             )
-        self._packers.shutdown(wait=False)
+        self._packers.shutdown(wait=self._error is not None, cancel_futures=True)
         if self._error is not None:
             raise self._failure()
         self._buffers.put_back(self._own)  # not after a failure: a transport may still hold on to one

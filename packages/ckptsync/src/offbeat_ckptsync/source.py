@@ -11,7 +11,7 @@ from offbeat_ckptsync.contents import Comparison, Contents
 from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.interface import Chooser
 from offbeat_ckptsync.packing import Buffers
-from offbeat_ckptsync.sender import send_weights
+from offbeat_ckptsync.sender import send_weights, walk
 from offbeat_ckptsync.slices import CutSource
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports import make_transport
@@ -80,6 +80,7 @@ class Publisher:
         try:
             members = self._members.get(offer.sync_id)
             if members is None:
+                walk(self._source)  # the other ranks do, they know nothing of an abort
                 raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
             return _explained(self._send(offer, members), self._transport)
         except BaseException:

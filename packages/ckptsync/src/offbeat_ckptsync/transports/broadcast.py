@@ -139,7 +139,9 @@ class BroadcastTransport:
     def _join_group(self, group: Group, store: Store, offer: SyncOffer, *, rank: int) -> None:
         if self._group is group:
             return
-        group.build(store, rank, self._host, self.device, float(offer.endpoint["timeout_s"]))
+        # NCCL holds its limit against every call, gloo against the forming alone: who is lost there is missed sooner.
+        limit = "rendezvous_s" if self.device == "cpu" else "timeout_s"
+        group.build(store, rank, self._host, self.device, float(offer.endpoint[limit]))
         with self._lock:
             self._group = group
 
