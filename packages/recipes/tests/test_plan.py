@@ -107,6 +107,9 @@ def test_placement_names_every_process():
         (["sampling.temperature=0"], ["sampling.temperature"]),
         (["algorithm.dual_clip=0.5"], ["algorithm.dual_clip"]),
         (["algorithm.dual_clip=3"], []),
+        (["algorithm.clip_low=1.5"], ["algorithm.clip_low"]),
+        (["algorithm.correction_low=0"], ["algorithm.correction_low"]),
+        (["algorithm.correction_high=0.5"], ["algorithm.correction_high"]),
         (["engine.lora.rank=4", "engine.lora.export=adapter"], []),
         (["engine.lora.rank=4", "engine.lora.export=adapter", "rollout=hf"], []),
         (["mode=fully_async", "mode.sync_every=9"], ["mode"]),
@@ -144,6 +147,38 @@ def test_models_too_large_for_the_gpus():
     assert _refused(_plan("device=cuda", facts=huge)) == ["engine.num_ranks", "rollout.tensor_parallel_size"]
     halves = _plan("device=cuda", "model.dtype=bfloat16", "rollout.tensor_parallel_size=2", facts=huge)
     assert _refused(halves) == ["engine.num_ranks"]
+
+
+def states_of(settings):
+    memory = rank_memory(compose_run(settings), MODEL, longest_tokens=40, sequences=4)
+    return memory.certain, [name for name, _ in memory.items]
+
+
+def test_what_is_not_trained_is_not_counted_as_certain():
+    full, _ = states_of([])
+    assert full == 16 * MODEL.num_params
+    base, names = states_of(["engine.lora.rank=4", "model.dtype=bfloat16"])
+    assert base == 2 * MODEL.num_params
+    assert any(name.startswith("adapter with gradients") for name in names)
+    assert states_of(["engine.optimizer.name=adafactor"])[0] == 8 * MODEL.num_params
+    frozen, names = states_of(["engine.freeze=[model.layers.0]"])
+    assert frozen == 4 * MODEL.num_params
+    assert "gradients, float32, sharded, at most" in names
+    assert states_of(["engine.num_ranks=2"])[0] == full // 2
+    assert states_of(["engine.num_ranks=2", "engine.shard_size=1"])[0] == full
+
+
+def test_ranks_that_share_sequences_may_be_more_than_there_are_sequences():
+    settings = [
+        "trainer.prompts_per_step=1",
+        "trainer.group_size=2",
+        "trainer.updates_per_step=2",
+        "warmup.steps=0",
+    ]
+    config = compose_run([*settings, "engine.num_ranks=2", "engine.sequence_parallel_size=2"])
+    assert not [one for one in plan_run(config, CPU).refusals if one.setting == "engine.num_ranks"]
+    config = compose_run([*settings, "engine.num_ranks=2"])
+    assert [one for one in plan_run(config, CPU).refusals if one.setting == "engine.num_ranks"]
 
 
 def test_refusals_of_the_parts_come_first():

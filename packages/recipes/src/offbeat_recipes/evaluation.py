@@ -12,6 +12,7 @@ from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.config import Placement
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.loops.parts import score_groups
 from offbeat_trainer.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -71,10 +72,7 @@ async def _sample(session: Session, cluster: Cluster) -> list[Group]:
     )
     generator = GroupGenerator(cluster.rollout.generate_many)
     groups = await generator.collect(prompts, sampling, config.evaluation.num_samples)
-    return [
-        replace(group, scores=tuple(task.score(group.prompt, one) for one in group.completions))
-        for group in groups
-    ]
+    return await score_groups(task, groups, config.trainer.step_timeout_s)
 
 
 def _report(session: Session, step: int, groups: list[Group]) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 MIB = 1 << 20
 _FP32 = 4
+_ADAPTED_WIDTHS = (
+    20  # inputs and outputs of a layer's linear maps, in hidden sizes, of a model of Llama's shape
+)
 _SYNC_BUCKETS = 4  # being filled (two), digested, and on the wire, on the rank that sends
 # Stored activations of one transformer layer, in bytes per token and hidden unit at two bytes a number; attention
 # scores are recomputed by the fused kernels (Korthikanti et al. 2022, arXiv 2205.05198, equations 1 and 2).
@@ -46,12 +49,8 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
     """Return the memory of a training rank that holds `sequences` of at most `longest_tokens` a mini-batch."""
     ranks, params = config.engine.num_ranks, model.num_params
     width = bytes_of(config.model.dtype)
-    shard = -(-params // ranks)
-    states = (
-        ("master weights, float32, sharded", shard * _FP32),
-        ("gradients, float32, sharded", shard * _FP32),
-        ("Adam's two moments, float32, sharded", shard * 2 * _FP32),
-    )
+    shard = -(-params // (config.engine.shard_size or ranks))
+    states, trained = _states(config, model, shard)
     reference = (("reference weights, sharded", shard * _FP32),) if config.algorithm.kl_coef else ()
     tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))
     packed = (
@@ -64,6 +63,7 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
         num=ranks,
         items=(
             *states,
+            *trained,
             *reference,
             (f"gathered weights, {config.model.dtype.value}, at most", params * width),
             (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
@@ -72,6 +72,25 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
         ),
         certain=sum(num_bytes for _, num_bytes in (*states, *reference)),
     )
+
+
+Items = tuple[tuple[str, int], ...]
+
+
+def _states(config: RunConfig, model: ModelFacts, shard: int) -> tuple[Items, Items]:
+    """Return what a rank keeps of the weights it trains: what is arithmetic, and what depends on which are trained."""
+    engine = config.engine
+    if engine.lora.rank:
+        base, width = ("base weights, frozen, sharded", shard * bytes_of(config.model.dtype)), 4 * _FP32
+        adapter = engine.lora.rank * model.num_layers * _ADAPTED_WIDTHS * model.hidden_size * width
+        return (base,), (("adapter with gradients and moments, about", adapter),)
+    weights = ("master weights, float32, sharded", shard * _FP32)
+    factored = engine.optimizer.name == "adafactor"  # its moments are a row and a column of each matrix
+    moments = () if factored else (("Adam's two moments, float32, sharded", shard * 2 * _FP32),)
+    rest = (("gradients, float32, sharded", shard * _FP32), *moments)
+    if engine.freeze:
+        return (weights,), tuple((f"{name}, at most", num_bytes) for name, num_bytes in rest)
+    return (weights, *rest), ()
 
 
 def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memory:

@@ -27,7 +27,7 @@ from offbeat_recipes.placing import (
     placed,
     shared_memory_refusals,
 )
-from offbeat_trainer.config import KlEstimator
+from offbeat_trainer.config import KlEstimator, algorithm_bounds
 from offbeat_trainer.gate import version_of
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
 
 
 def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
-    loop, ranks = config.trainer, config.engine.num_ranks
+    loop = config.trainer
+    ranks = config.engine.num_ranks // max(config.engine.sequence_parallel_size, 1)  # those share their rows
     if loop.group_size < 2:
         yield Refusal(
             "trainer.group_size",
@@ -168,12 +169,8 @@ def _sampling_and_sync(config: RunConfig) -> Iterator[Refusal]:
         yield Refusal(
             "sampling.temperature", "0 is greedy: all completions of a prompt would be one", "use 1"
         )
-    if 0 < config.algorithm.dual_clip <= 1:
-        yield Refusal(
-            "algorithm.dual_clip",
-            f"{config.algorithm.dual_clip:g}; it must be more than 1",
-            "use 3, or 0 for off",
-        )
+    for name, told in algorithm_bounds(config.algorithm):
+        yield Refusal(f"algorithm.{name}", f"must be {told}", "leave the setting out for its default")
     if config.sync.transport == "loopback":
         yield Refusal(
             "sync.transport",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync import SyncError
 from offbeat_engine import EngineError
-from offbeat_recipes.errors import RecipeError
+from offbeat_recipes.errors import RecipeError, TaskError
 from offbeat_recipes.interrupts import StopKeys
 from offbeat_recipes.quiet import logs_to
 from offbeat_recipes.random_model import random_model_folder
@@ -81,19 +81,36 @@ def drive(config: RunConfig, work: Work, started: float, *, reopen: bool = False
     Raises:
         RecipeError: the folder or the task cannot be used; nothing was started.
     """
+    task = make_task(config.task, config.model.path, config.seed)  # before an earlier run is moved aside
+    if not reopen:
+        _check_sizes(config, task)
     if reopen:
         folder = reopen_run_folder(config.folder)
     else:
         folder = open_run_folder(config.folder, to_dict(config), resume=config.resume == "auto")
     try:
         with logs_to(folder.logs / "driver.log"):
-            return asyncio.run(_guarded(_open(config, folder, started, reopen=reopen), work))
+            return asyncio.run(_guarded(_open(config, folder, task, started, reopen=reopen), work))
     finally:
         folder.close()
 
 
-def _open(config: RunConfig, folder: RunFolder, started: float, *, reopen: bool) -> Session:
-    task = make_task(config.task, config.model.path, config.seed)
+def _check_sizes(config: RunConfig, task: RunnableTask) -> None:
+    """Refuse a step that takes more prompts than there are; tasks that do not count theirs say so when asked."""
+    there = getattr(task, "num_train_prompts", None)
+    for setting, count in (
+        ("trainer.prompts_per_step", config.trainer.prompts_per_step),
+        ("warmup.batch_size", config.warmup.batch_size if config.warmup.steps else 0),
+    ):
+        if there is not None and count > there:
+            raise TaskError(
+                f"{setting}: a step takes {count} different prompts, and the task has {there}; take fewer"
+            )
+
+
+def _open(
+    config: RunConfig, folder: RunFolder, task: RunnableTask, started: float, *, reopen: bool
+) -> Session:
     base = folder.path / "base"
     base_model = task.model_folder(base, config.seed)
     if config.model.random_init:

@@ -187,11 +187,18 @@ def test_a_named_model_is_used_if_it_speaks_the_same(task: ArithmeticTask, tmp_p
         (ArithmeticConfig(level=6), "1 to 5"),
         (ArithmeticConfig(held_out_fraction=0.0), "held_out_fraction"),
         (ArithmeticConfig(hidden_size=50), "multiple"),
+        (ArithmeticConfig(level=1, held_out_fraction=0.02), "leaves none of 81 sums for validation"),
     ],
 )
 def test_settings_that_cannot_be(config: ArithmeticConfig, message: str):
     with pytest.raises(TaskError, match=message):
         ArithmeticTask(config, seed=0)
+
+
+def test_prompts_that_are_not_to_be_had_are_not_looked_for_for_ever():
+    task = ArithmeticTask(ArithmeticConfig(level=1, held_out_fraction=0.03), seed=0)  # its estimate says one
+    with pytest.raises(TaskError, match="no sum is held out in"):
+        task.validation_prompts(1)
 
 
 def test_more_prompts_than_there_are():

@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.config import ExternalTaskConfig, FileConfig, Gsm8kConfig
 from offbeat_recipes.errors import DataError, TaskError
+from offbeat_recipes.session import drive
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.file import FileTask
 from offbeat_recipes.tasks.gsm8k import INSTRUCTION, Gsm8kTask
@@ -70,6 +72,7 @@ def test_rows_of_both_formats(tmp_path: Path, write: Any):
         ("rows.jsonl", b'{"a": 1}\n\n{"a": \n', "rows.jsonl, row 3: not JSON"),
         ("rows.jsonl", b"[1]\n", "row 1: expected a JSON object, got list"),
         ("rows.jsonl", b"\n", "no rows"),
+        ("rows.jsonl", b'{"a": 1}\n{"a": "\xe4"}\n', "rows.jsonl, row 2: not UTF-8"),
         ("rows.csv", b"a\n", "ends in .jsonl or .parquet, got .csv"),
         ("rows.parquet", b"nothing", "not a parquet file"),
     ],
@@ -178,6 +181,30 @@ def test_a_reward_must_be_a_number(tmp_path: Path, plain_model: str):
         task.score(task.validation_prompts(1)[0], _completion(task, "x"))
 
 
+def test_what_a_reward_raises_names_the_row_and_numbers_of_numpy_are_numbers(
+    tmp_path: Path, plain_model: str
+):
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "import numpy as np\ndef fails(p, c, row): return row['nothing']\ndef counts(p, c, row): return np.float32(1)\n"
+        "def half(p, c, row): return 'x'\n"
+    )
+    (tmp_path / "broken.py").write_text("def (")
+
+    def task(name: str):
+        return _file_task(tmp_path, [{"prompt": "a"}], plain_model, f"{rewards}:{name}")
+
+    prompt = task("fails").prompts(0, 1)[0]
+    said = _completion(task("fails"), "x")
+    with pytest.raises(TaskError, match=r"rewards\.py:fails raised KeyError: 'nothing' for "):
+        task("fails").score(prompt, said)
+    assert task("counts").score(prompt, said).reward == 1.0
+    with pytest.raises(TaskError, match="not a finite number"):
+        task("half").score(prompt, said)
+    with pytest.raises(TaskError, match=r"cannot import .* SyntaxError"):
+        _file_task(tmp_path, [{"prompt": "a"}], plain_model, f"{tmp_path}/broken.py:any")
+
+
 def test_no_tokenizer(tmp_path: Path, reward: str):
     with pytest.raises(TaskError, match=r"model\.path: this task needs a local"):
         _file_task(tmp_path, [{"prompt": "a"}], "", reward)
@@ -215,3 +242,25 @@ def test_gsm8k_rows_without_a_number(tmp_path: Path, plain_model: str):
 def test_external_tasks_are_looked_up():
     with pytest.raises(TaskError, match=r"no task named 'mine'.*offbeat\.tasks"):
         make_task(ExternalTaskConfig(entry="mine"), "", 0)
+
+
+def test_a_step_that_takes_more_than_there_is_leaves_an_earlier_run_where_it_is(
+    tmp_path: Path, plain_model: str, reward: str
+):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("seed: 0\n")
+    config = compose_run(
+        [
+            "task=file", f"task.train_path={tmp_path}/rows.jsonl", f"task.validation_path={tmp_path}/rows.jsonl",
+            f"task.reward={reward}", f"model.path={plain_model}", f"run_dir={run}", "trainer.prompts_per_step=3",
+        ]
+    )  # fmt: skip
+
+    async def never(_session: object) -> None:
+        raise AssertionError("nothing is to start")
+
+    with pytest.raises(TaskError, match=r"trainer\.prompts_per_step: a step takes 3 .* the task has 2"):
+        drive(config, never, 0.0)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]

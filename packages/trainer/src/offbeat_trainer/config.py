@@ -1,6 +1,7 @@
 """Settings of the training loops."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -83,6 +84,21 @@ class AlgorithmConfig:
     correction_level: CorrectionLevel = CorrectionLevel.TOKEN
     correction_low: float = 0.5
     correction_high: float = 2.0
+
+
+def algorithm_bounds(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    """Yield the name of each setting that is out of its bounds, and what was expected and came."""
+    low, high, dual = config.clip_low, config.clip_high, config.dual_clip
+    for name, value, ok, wanted in (
+        ("clip_low", low, 0 <= low < 1, "in 0..1 (1 excluded)"),
+        ("clip_high", high, high >= 0, ">= 0"),
+        ("dual_clip", dual, dual == 0 or dual > 1, "> 1, or 0 for off"),
+        ("kl_coef", config.kl_coef, config.kl_coef >= 0, ">= 0"),
+        ("correction_low", config.correction_low, 0 < config.correction_low <= 1, "in 0..1 (0 excluded)"),
+        ("correction_high", config.correction_high, config.correction_high >= 1, ">= 1"),
+    ):
+        if not ok:
+            yield name, f"{wanted}, got {value:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Generation that fails: tried again, dropped with a reason, never made up; and what ends a run."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -45,6 +47,27 @@ def test_a_failed_group_is_tried_again_and_is_what_it_would_have_been(tmp_path, 
     first = {tuple(row[:4]): row for row in smooth.policy.batches[0]["input_ids"].tolist()}
     again = {tuple(row[:4]): row for batch in bumpy.policy.batches for row in batch["input_ids"].tolist()}
     assert again[FIRST_PROMPT][:10] == first[FIRST_PROMPT][:10]
+
+
+HANGS = """
+import asyncio, threading
+from types import SimpleNamespace
+from offbeat_trainer.errors import DeadlineExceeded
+from offbeat_trainer.loops.parts import score_groups
+task = SimpleNamespace(score=lambda prompt, completion: threading.Event().wait())
+group = SimpleNamespace(prompt=SimpleNamespace(uid="rows.jsonl:7"), completions=["x"])
+try:
+    asyncio.run(score_groups(task, [group], 0.2))
+except DeadlineExceeded as error:
+    print(error)
+"""
+
+
+def test_a_reward_that_hangs_is_named_and_keeps_the_process_from_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "waited 0.2 s for the rewards of 1 groups; that of rows.jsonl:7 is under way" in done.stdout
 
 
 def test_after_its_last_attempt_a_group_is_dropped_with_its_reason_and_never_scored(tmp_path):

@@ -37,6 +37,7 @@ COLUMN_ENDS = ",;/|"  # one mark of its own after each column but the last: a ti
 RESULT = ":"
 ALPHABET = f"0123456789+={COLUMN_ENDS}{RESULT}"
 MAX_LEVEL = len(COLUMN_ENDS) + 1
+_DRAWS, _DRAWS_PER_PAIR = 20_000, 1_000  # after which a pair is not to be had
 
 
 def max_prompt_tokens(level: int) -> int:
@@ -106,6 +107,11 @@ class ArithmeticTask:
         self._seed = seed
         self._model_path = model_path
         self._num_pairs = (9 * 10 ** (config.level - 1)) ** 2
+        if not self.num_available(held_out=True):
+            raise TaskError(
+                f"task.held_out_fraction {config.held_out_fraction:g} leaves none of {self._num_pairs} sums for validation; "
+                "raise it, or task.level"
+            )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -227,13 +233,18 @@ class ArithmeticTask:
                 "raise task.level or take fewer prompts"
             )
         pairs: dict[tuple[int, int], None] = {}  # a set that keeps the order of drawing
-        while len(pairs) < count:
+        for _ in range(_DRAWS + _DRAWS_PER_PAIR * count):
+            if len(pairs) == count:
+                return list(pairs)
             pairs[self._draw(rng, held_out=held_out)] = None
-        return list(pairs)
+        raise TaskError(
+            f"{count} different prompts asked, and {len(pairs)} were found; raise task.level, take fewer prompts, or bring "
+            "task.carry_share nearer to 0.5"
+        )
 
     def _draw(self, rng: np.random.Generator, *, held_out: bool) -> tuple[int, int]:
         """Draw a pair in which every column but the last carries with probability `carry_share`."""
-        while True:
+        for _ in range(_DRAWS):
             left = right = carry = 0
             for place in range(self._config.level):
                 last = place == self._config.level - 1
@@ -244,6 +255,10 @@ class ArithmeticTask:
                 carry = int(one + other + carry >= 10)
             if self.is_held_out(left, right) is held_out:
                 return left, right
+        kind = "held out" if held_out else "left for training"
+        raise TaskError(
+            f"no sum is {kind} in {_DRAWS} draws; raise task.level or change task.held_out_fraction"
+        )
 
 
 def _draw_column(

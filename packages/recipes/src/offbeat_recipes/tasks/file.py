@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, SupportsFloat, cast
 
 from offbeat_recipes.errors import DataError, TaskError
 from offbeat_recipes.tasks.text import Messages, TextTask, load_function
@@ -68,14 +68,17 @@ class FileTask(TextTask):
         """Return the reward function's number; at least `correct_at` counts as correct.
 
         Raises:
-            TaskError: the function returned no finite number.
+            TaskError: the function raised, or returned no finite number.
         """
-        given = self._reward(prompt.text, self.decode(completion.token_ids), dict(prompt.data))
-        if not isinstance(given, int | float) or not math.isfinite(given):
-            raise TaskError(
-                f"task.reward: {self._file.reward} returned {given!r} for {prompt.uid}, not a number"
-            )
-        return Score(reward=float(given), correct=given >= self._file.correct_at)
+        where = f"task.reward: {self._file.reward}"
+        try:
+            given = self._reward(prompt.text, self.decode(completion.token_ids), dict(prompt.data))
+        except Exception as error:
+            raise TaskError(f"{where} raised {type(error).__name__}: {error} for {prompt.uid}") from error
+        # `SupportsFloat`: numpy's numbers and tensors of one element are numbers, too.
+        if not isinstance(given, SupportsFloat) or not math.isfinite(float(given)):
+            raise TaskError(f"{where} returned {given!r} for {prompt.uid}, not a finite number")
+        return Score(reward=float(given), correct=float(given) >= self._file.correct_at)
 
 
 def _is_message(item: object) -> bool:

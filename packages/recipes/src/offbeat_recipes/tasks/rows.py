@@ -88,10 +88,12 @@ def _read_parquet(path: str) -> list[Row]:
 def _read_jsonl(path: str) -> list[Row]:
     # Line by line, not by pyarrow: rows may differ in their keys, and an error must name its line.
     rows: list[Row] = []
-    with Path(path).open(encoding="utf-8") as lines:
+    with Path(path).open(encoding="utf-8", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            if any("\udc80" <= character <= "\udcff" for character in line):
+                raise DataError(f"{path}, row {number}: not UTF-8; convert the file")
             try:
                 values = json.loads(line)
             except json.JSONDecodeError as error:

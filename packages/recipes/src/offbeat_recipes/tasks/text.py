@@ -125,6 +125,11 @@ class TextTask:
         self._validation = self._load("validation_path", config.validation_path)
 
     @property
+    def num_train_prompts(self) -> int:
+        """How many different prompts there are."""
+        return len(self._train)
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
         return self.maker.tokenizer
@@ -176,6 +181,11 @@ class TextTask:
         if not path:
             raise TaskError(f"task.{setting}: needed, a JSONL or parquet file")
         made = [(row, self.maker.make(row, self.asked(row))) for row in read_rows(path)]
+        for row, prompt in made:
+            if not prompt.token_ids:
+                raise TaskError(
+                    f"{path}, row {row.number}: the tokenizer makes no token of {prompt.text!r}; leave it out"
+                )
         limit = self.max_prompt_tokens
         overlong = [row for row, prompt in made if len(prompt.token_ids) > limit]
         if overlong:
@@ -217,8 +227,8 @@ def load_function(path: str, setting: str) -> Callable[..., object]:
             spec.loader.exec_module(module)
         else:
             module = import_module(home)
-    except (ImportError, OSError) as error:
-        raise TaskError(f"{setting}: cannot import {home!r}: {error}") from error
+    except Exception as error:  # whatever a user's module raises
+        raise TaskError(f"{setting}: cannot import {home!r}: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise TaskError(f"{setting}: {home} has no function {name!r}")

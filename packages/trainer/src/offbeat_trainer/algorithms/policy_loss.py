@@ -14,7 +14,7 @@ from offbeat_engine import LossOutput, LossScale
 from offbeat_trainer.algorithms.aggregation import aggregate, inside
 from offbeat_trainer.algorithms.kl import MAX_LOG_RATIO, k3, kl_estimate
 from offbeat_trainer.algorithms.off_policy import RATIO_MEAN, RATIO_SQUARE_MEAN, correct, importance_ratios
-from offbeat_trainer.config import Correction, Proximal
+from offbeat_trainer.config import Correction, Proximal, algorithm_bounds
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
@@ -89,23 +89,10 @@ class PolicyLoss:
     max_completion_tokens: int
 
     def __post_init__(self) -> None:
-        config = self.config
-        for name, value, ok, wanted in (
-            ("clip_low", config.clip_low, 0 <= config.clip_low < 1, "in 0..1 (1 excluded)"),
-            ("clip_high", config.clip_high, config.clip_high >= 0, ">= 0"),
-            (
-                "dual_clip",
-                config.dual_clip,
-                config.dual_clip == 0 or config.dual_clip > 1,
-                "> 1, or 0 for off",
-            ),
-            ("kl_coef", config.kl_coef, config.kl_coef >= 0, ">= 0"),
-            ("correction_low", config.correction_low, 0 < config.correction_low <= 1, "in 0..1 (0 excluded)"),
-            ("correction_high", config.correction_high, config.correction_high >= 1, ">= 1"),
-            ("max_completion_tokens", self.max_completion_tokens, self.max_completion_tokens >= 1, ">= 1"),
-        ):
-            if not ok:
-                raise PlanRefused(f"`{name}` must be {wanted}, got {value}")
+        for name, told in algorithm_bounds(self.config):
+            raise PlanRefused(f"`{name}` must be {told}")
+        if self.max_completion_tokens < 1:
+            raise PlanRefused(f"`max_completion_tokens` must be >= 1, got {self.max_completion_tokens}")
 
     @property
     def entropy_gradient(self) -> bool:

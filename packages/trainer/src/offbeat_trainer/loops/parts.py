@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.config import AsyncConfig
+from offbeat_trainer.errors import DeadlineExceeded
 from offbeat_trainer.gate import version_of as version_of  # the loops' word for it, kept here for them
 from offbeat_trainer.journal.memory import MemoryJournal
 from offbeat_trainer.metrics import Last, Mean, Metric, Sum
@@ -17,7 +20,7 @@ from offbeat_trainer.timeline import Timeline
 from offbeat_trainer.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from offbeat_ckptsync import SyncReport
     from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
     from offbeat_trainer.types import Group
 
 NUM_SHOWN = 4
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class StopRequest:
@@ -96,17 +102,56 @@ async def collect(parts: Parts, step: int) -> list[Group]:
 
 
 async def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:
-    """Return `groups` with scores. Reward functions may block, so they run beside the event loop."""
-    task = parts.task
+    """Return `groups` with scores; `score_groups` with the deadline of a step."""
+    return await score_groups(parts.task, groups, parts.loop.step_timeout_s)
+
+
+class _Daemons(Executor):
+    """Runs each call in a daemon thread: one that hangs keeps nobody from ending, as those of a pool would."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 -- becomes the future's exception
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="rewards", daemon=True).start()
+        return future
+
+
+_DAEMONS = _Daemons()
+
+
+async def score_groups(task: Task, groups: Sequence[Group], timeout_s: float) -> list[Group]:
+    """Return `groups` with scores. Reward functions may block, so they run beside the event loop.
+
+    Raises:
+        DeadlineExceeded: they took longer than `timeout_s`; names the prompt. A call that hangs holds up nobody's end.
+    """
+    under_way = ""
 
     def all_scores() -> list[Group]:
-        return [
-            replace(group, scores=tuple(task.score(group.prompt, one) for one in group.completions))
-            for group in groups
-        ]
+        nonlocal under_way
+        scored: list[Group] = []
+        for group in groups:
+            under_way = group.prompt.uid
+            scores = tuple(task.score(group.prompt, one) for one in group.completions)
+            scored.append(replace(group, scores=scores))
+        return scored
 
-    async with asyncio.timeout(parts.loop.step_timeout_s):
-        return await asyncio.to_thread(all_scores)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.get_running_loop().run_in_executor(_DAEMONS, all_scores)
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for the rewards of {len(groups)} groups; that of {under_way or 'the first'} is under "
+            "way. Make the reward function faster or give it a limit of its own, or raise trainer.step_timeout_s"
+        ) from error
 
 
 async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float:
