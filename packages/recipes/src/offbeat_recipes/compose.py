@@ -33,7 +33,7 @@ def train(config: RunConfig, started: float) -> int:
 
 def sft(config: RunConfig, started: float) -> int:
     """Supervised training alone: `warmup.steps` steps, ends in `<run>/model`; returns the exit code."""
-    return drive(config, _supervise, started)
+    return drive(config, _supervise, started, goes_on=False)
 
 
 def evaluate(config: RunConfig, started: float) -> int:

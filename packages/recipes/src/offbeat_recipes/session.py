@@ -55,6 +55,7 @@ class Session:
     outcome: Outcome = field(default_factory=Outcome)
     stop: StopRequest = field(default_factory=StopRequest)
     startup_s: float = 0.0
+    goes_on: bool = True
     extra: dict[str, object] = field(default_factory=dict[str, object])
 
     def summary(self) -> dict[str, object]:
@@ -73,24 +74,28 @@ Work = Callable[[Session], Awaitable[None]]
 """The body of a command: does the run, fills the session."""
 
 
-def drive(config: RunConfig, work: Work, started: float, *, reopen: bool = False) -> int:
+def drive(
+    config: RunConfig, work: Work, started: float, *, reopen: bool = False, goes_on: bool = True
+) -> int:
     """Open the run folder, do `work` in it, and end well whatever happens; returns the exit code.
 
-    With `reopen` the folder must hold a run, whose metrics and summary are left as they are.
+    Without `goes_on` there is no command to go on with where it ends early. With `reopen` the folder must hold a run,
+    whose metrics and summary are left as they are.
 
     Raises:
         RecipeError: the folder or the task cannot be used; nothing was started.
     """
     task = make_task(config.task, config.model.path, config.seed)  # before an earlier run is moved aside
-    if not reopen:
-        _check_sizes(config, task)
     if reopen:
         folder = reopen_run_folder(config.folder)
     else:
+        _check_sizes(config, task)
         folder = open_run_folder(config.folder, to_dict(config), resume=config.resume == "auto")
     try:
         with logs_to(folder.logs / "driver.log"):
-            return asyncio.run(_guarded(_open(config, folder, task, started, reopen=reopen), work))
+            session = _open(config, folder, task, started, reopen=reopen)
+            session.goes_on = goes_on
+            return asyncio.run(_guarded(session, work))
     finally:
         folder.close()
 
@@ -157,7 +162,7 @@ async def _guarded(session: Session, work: Work) -> int:
 def _failed(session: Session, message: str) -> int:
     session.extra["error"] = message
     sys.stderr.write(f"\nfailed: {message}\n  full logs: {session.folder.logs}\n")
-    if session.stop.listening:  # there is something to go on from
+    if session.stop.listening and session.goes_on:  # there is something to go on from
         sys.stderr.write(f"  to go on: {_again(session)}\n")
     return FAILED
 
@@ -165,7 +170,8 @@ def _failed(session: Session, message: str) -> int:
 def _where_next(session: Session, code: int) -> dict[str, object]:
     folder = session.folder.path
     if code:
-        return {"resume_command": _again(session), "paths": {"logs": str(session.folder.logs)}}
+        again = {"resume_command": _again(session)} if session.goes_on else {}
+        return {**again, "paths": {"logs": str(session.folder.logs)}}
     return {
         "paths": {
             "trained model": str(
