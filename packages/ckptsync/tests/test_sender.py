@@ -168,6 +168,13 @@ def test_a_source_that_yields_other_than_it_offers_is_found(change, named):
     assert not sender.closed, "an incomplete sync must not look complete"
 
 
+@pytest.mark.parametrize("kind", [DictSource, StayingDict])
+def test_the_storage_of_what_was_sent_can_still_be_resized(kind):
+    source = kind({"weight": torch.ones(8, 8)})
+    send_weights(source, offer_of(source), Collector)
+    assert source.weights["weight"].untyped_storage().resizable(), "an engine that moves its weights has to"
+
+
 def test_other_ranks_walk_along():
     source = DictSource(awkward_weights(1))
     assert walk(source) == len(source.weights)

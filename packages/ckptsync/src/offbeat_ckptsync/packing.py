@@ -70,7 +70,9 @@ class Filling:
         if self._bytes is None or given.device.type != "cpu":
             self.payload[start:end].copy_(given)
             return
-        np.copyto(self._bytes[start:end], given.numpy())  # torch's own threads would meet after every tensor
+        # Not torch's copy: its threads would meet after every tensor. Not `numpy()`: it forbids torch for ever to resize
+        # the storage, which an engine does that moves its weights.
+        np.copyto(self._bytes[start:end], np.from_dlpack(given))
         self._digest_until(end)
 
     def digest(self) -> str:
