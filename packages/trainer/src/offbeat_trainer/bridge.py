@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 class EngineWeights:
     """Satisfies `WeightSource` with what a training engine exports."""
 
-    tensors_stay = (
-        True  # so an engine promises of `named_weights`, and nothing is trained while weights are sent
-    )
+    # So an engine promises of `named_weights`, and nothing is trained while weights are sent.
+    tensors_stay = True
 
     def __init__(self, engine: Engine) -> None:
         """Read from `engine`; every rank holds one of these."""

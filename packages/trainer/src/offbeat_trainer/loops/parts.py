@@ -144,10 +144,13 @@ async def score_groups(task: Task, groups: Sequence[Group], timeout_s: float) ->
             scored.append(replace(group, scores=scores))
         return scored
 
+    limit = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with limit:
             return await asyncio.get_running_loop().run_in_executor(_DAEMONS, all_scores)
     except TimeoutError as error:
+        if not limit.expired():
+            raise  # the reward's own
         raise DeadlineExceeded(
             f"waited {timeout_s:g} s for the rewards of {len(groups)} groups; that of {under_way or 'the first'} is under "
             "way. Make the reward function faster or give it a limit of its own, or raise trainer.step_timeout_s"
