@@ -36,6 +36,9 @@ import torch
 from offbeat_engine import EngineConfig, ModelConfig, SftLoss, World, engine_class, newest_checkpoint
 from offbeat_engine.testing import random_batch
 
+def say(line):
+    os.write(1, f"{line}\\n".encode())  # all at once: a kill between two writes would glue two lines together
+
 torch.set_num_threads(1)
 model, folder = sys.argv[1:]
 engine = engine_class("fsdp2")(EngineConfig(model=ModelConfig(path=model)), World())
@@ -44,9 +47,9 @@ engine.set_loss_fn(SftLoss())
 for line in sys.stdin:
     child = os.fork()
     if child:
-        print("child", child, flush=True)
+        say(f"child {child}")
         os.waitpid(child, 0)
-        print("gone", flush=True)
+        say("gone")
         continue
     with engine.train_mode():
         engine.forward_backward_step(random_batch(2))
@@ -55,7 +58,7 @@ for line in sys.stdin:
     step = int(line)
     while True:
         step += 1
-        print("saving", step, flush=True)
+        say(f"saving {step}")
         for state in updater.moments().values():
             for value in state.values():
                 value.fill_(float(step))
@@ -107,8 +110,8 @@ def test_fifty_kills_leave_whole_checkpoints_or_none(saver):
                 started, save_s = time.perf_counter(), time.perf_counter() - started if saves > 1 else save_s
         time.sleep(rng.uniform(0, save_s))
         os.kill(child, signal.SIGKILL)
-        while process.stdout.readline().strip() != "gone":
-            pass
+        while (line := process.stdout.readline()).strip() != "gone":
+            assert line, "the saver has ended"
         inside += any(path.name.endswith(".partial") for path in folder.glob(".*"))
         newest = check(engine, folder, newest)
     assert newest >= KILLS // 5, "the children hardly saved anything: the kills proved nothing"
