@@ -13,8 +13,10 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan import plan_buckets
 from offbeat_ckptsync.source import Publisher
+from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
+from offbeat_ckptsync.transports.roll import answer
 from offbeat_ckptsync.types import Seat
 
 CONFIG = SyncConfig(bucket_mib=4096 / (1 << 20), begin_timeout_s=5, transfer_timeout_s=10)
@@ -133,6 +135,18 @@ def test_a_source_that_is_not_there_is_said_so():
     offer.endpoint["port"] = 1
     with pytest.raises(TransferError, match=r"no store answers at 127\.0\.0\.1:1 within 0\.5 s"):
         BroadcastTransport().receiver(offer, A)
+    transport.close()
+
+
+@pytest.mark.timeout(40)
+def test_who_is_lost_while_the_group_forms_is_missed_at_the_deadline_of_the_rendezvous():
+    transport = BroadcastTransport()
+    config = SyncConfig(begin_timeout_s=1, transfer_timeout_s=120)
+    offer = Publisher(DictSource(awkward_weights(1)), config, transport=transport).offer(1, ["a"])
+    store = Store.join(str(offer.endpoint["host"]), int(offer.endpoint["port"]), 10.0)
+    answer(store, f"{offer.sync_id}/here/", A, {"group": ""})  # and was not seen again
+    with pytest.raises(TransferError, match=r"the group of 2 \(source, rank 0 of a\) did not form"):
+        transport.sender(offer, ["a"])
     transport.close()
 
 
