@@ -100,6 +100,7 @@ class AutoTransport:
         """End the waits of `sync_id` here, in the picked transport too."""
         with self._lock:
             self._aborted.add(sync_id)
+            self._joined = {}  # as `broadcast` does: a connection that was cut is not mended
             made = [*self._made.values()]
         for transport in made:
             transport.abort(sync_id)

@@ -105,6 +105,7 @@ class BroadcastTransport:
         """End the waits of `sync_id` here and drop the group: what hangs in it is left to its deadline."""
         with self._lock:
             self._aborted.add(sync_id)
+            self._joined = {}  # torch does not mend a connection that was cut: the next sync makes a new one
         self._drop()
 
     def close(self) -> None:
