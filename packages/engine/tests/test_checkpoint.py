@@ -13,11 +13,11 @@ from offbeat_engine import (
     Schedule,
     SftLoss,
     World,
-    folders,
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
 from offbeat_engine.testing.reference import load_reference
+from offbeat_engine.toolkit import checkpoint_folders
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, schedule=Schedule.LINEAR, total_steps=6, warmup_steps=1, eps=1e-4)
 BATCHES = [random_batch(8, seed=seed) for seed in range(4)]
@@ -141,12 +141,12 @@ def test_a_killed_save_leaves_the_last_whole_one(tiny, tmp_path, monkeypatch):
     def die(final):
         raise OSError("no space left")
 
-    monkeypatch.setattr(folders, "finish_folder", die)
+    monkeypatch.setattr(checkpoint_folders, "finish_folder", die)
     with pytest.raises(CheckpointError, match="no space left"):
         engine.save_checkpoint(str(tmp_path), global_step=2)
     monkeypatch.undo()
-    assert (tmp_path / ".step_2.partial" / folders.META).is_file()
-    assert folders.whole_steps(tmp_path) == [1]
+    assert (tmp_path / ".step_2.partial" / checkpoint_folders.META).is_file()
+    assert checkpoint_folders.whole_steps(tmp_path) == [1]
     assert engine.load_checkpoint(str(tmp_path)) == 1
     engine.save_checkpoint(str(tmp_path), global_step=2, max_ckpt_to_keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]

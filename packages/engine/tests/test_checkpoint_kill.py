@@ -24,8 +24,8 @@ from offbeat_engine import (
     engine_class,
     newest_checkpoint,
 )
-from offbeat_engine.folders import META, whole_steps
 from offbeat_engine.testing import make_tiny_model, random_batch
+from offbeat_engine.toolkit.checkpoint_folders import META, whole_steps
 
 KILLS = 50
 KEEP = 2

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Dtype, EngineConfig, ModelConfig, SftLoss, World
-from offbeat_engine.fsdp2 import Fsdp2Engine, conversion
+from offbeat_engine.fsdp2 import Fsdp2Engine, hf_names
 from offbeat_engine.interface import LossScale
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
 
@@ -143,7 +143,7 @@ def test_a_family_that_joins_weights_as_it_saves_is_refused(tmp_path, monkeypatc
 
     path = make_tiny_model(tmp_path)
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", joined)
-    assert conversion.converts(None)
+    assert hf_names.converts(None)
     config = EngineConfig(model=ModelConfig(path=path, random_init=True))
     with pytest.raises(ConfigError, match="joins several weights into one"):
         Fsdp2Engine(config, World()).init_model()

@@ -8,7 +8,7 @@ import torch
 from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.attention import packed_attention
-from offbeat_engine.fsdp2.layout import flash_rows_inputs, packed_inputs
+from offbeat_engine.fsdp2.packing import flash_rows_inputs, packed_inputs
 from offbeat_engine.testing import RankPool, random_batch, relative_error
 
 BATCHES = [random_batch(9, seed=seed) for seed in range(2)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offbeat_engine import Feature, LossScale, NonFiniteError, StepContext
-from offbeat_engine.fsdp2 import Fsdp2Engine, attention, layout, stepping, updater
+from offbeat_engine.fsdp2 import Fsdp2Engine, attention, packing, stepping, updater
 from offbeat_engine.testing import RanksError
 from offbeat_engine.testing.runner import Options, Ranks, Runner
 from offbeat_engine.testing.suite import cases, check_declaration, reason_to_skip
@@ -39,7 +39,7 @@ class ShiftedLabel(Fsdp2Engine):
 
     def forward_backward_step(self, *args, **kwargs):
         def shifted(*arguments):
-            good = layout.lay_out(*arguments)
+            good = packing.lay_out(*arguments)
             targets = good.targets_M.clone()
             targets[:1] = good.targets_M.roll(1)[:1]
             return replace(good, targets_M=targets)
@@ -52,14 +52,14 @@ class PositionsRunOn(Fsdp2Engine):
     """Counts positions through the packed row instead of from each sequence's start."""
 
     def forward_backward_step(self, *args, **kwargs):
-        one_row = layout._one_row
+        one_row = packing._one_row
 
         def running(*arguments):
             inputs, where, lengths = one_row(*arguments)
             ids = inputs["input_ids"]
             return {**inputs, "position_ids": torch.arange(ids.shape[1])[None]}, where, lengths
 
-        with patched(layout, "_one_row", running):
+        with patched(packing, "_one_row", running):
             return super().forward_backward_step(*args, **kwargs)
 
 
@@ -70,7 +70,7 @@ class NoBoundary(Fsdp2Engine):
         def joined(lengths, device):
             return attention.packed_rows([sum(lengths)], device)
 
-        with patched(layout, "packed_rows", joined):
+        with patched(packing, "packed_rows", joined):
             return super().forward_backward_step(*args, **kwargs)
 
 

@@ -16,7 +16,7 @@ from offbeat_engine import (
     plan_micro_batches,
     train_batch,
 )
-from offbeat_engine.fsdp2.layout import _owners, lay_out, packed_inputs, shared_inputs
+from offbeat_engine.fsdp2.packing import _owners, lay_out, packed_inputs, shared_inputs
 from offbeat_engine.testing import reference_logprobs, relative_error
 from offbeat_engine.testing.reference import load_reference
 

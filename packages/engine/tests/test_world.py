@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from offbeat_engine import StateError, World
-from offbeat_engine.fsdp2.ranks import gather_ints
 from offbeat_engine.testing import RankPool
+from offbeat_engine.toolkit.collectives import gather_ints
 
 
 def join(rank, address, pipe):

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         NonFiniteError,
         StateError,
     )
-    from offbeat_engine.folders import newest_checkpoint
     from offbeat_engine.interface import (
         Engine,
         LossFn,
@@ -42,9 +41,10 @@ if TYPE_CHECKING:
         WeightSpec,
     )
     from offbeat_engine.losses import SftLoss
-    from offbeat_engine.planning import plan_micro_batches, plan_shards
     from offbeat_engine.registry import engine_class, engine_names
     from offbeat_engine.schedules import learning_rate
+    from offbeat_engine.toolkit.checkpoint_folders import newest_checkpoint
+    from offbeat_engine.toolkit.planning import plan_micro_batches, plan_shards
     from offbeat_engine.world import World
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
@@ -71,7 +71,7 @@ _HOMES = {
     "EngineError": "errors",
     "NonFiniteError": "errors",
     "StateError": "errors",
-    "newest_checkpoint": "folders",
+    "newest_checkpoint": "toolkit.checkpoint_folders",
     "Engine": "interface",
     "LossFn": "interface",
     "LossOutput": "interface",
@@ -84,8 +84,8 @@ _HOMES = {
     "WeightKind": "interface",
     "WeightSpec": "interface",
     "SftLoss": "losses",
-    "plan_micro_batches": "planning",
-    "plan_shards": "planning",
+    "plan_micro_batches": "toolkit.planning",
+    "plan_shards": "toolkit.planning",
     "engine_class": "registry",
     "engine_names": "registry",
     "learning_rate": "schedules",

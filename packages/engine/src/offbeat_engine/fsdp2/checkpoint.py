@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from offbeat_engine import folders
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2 import lora
-from offbeat_engine.fsdp2.ranks import first_failure, from_rank_zero, gather
 from offbeat_engine.fsdp2.weights import held
+from offbeat_engine.toolkit import checkpoint_folders
+from offbeat_engine.toolkit.collectives import first_failure, from_rank_zero, gather
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,8 +69,8 @@ def save(target: Target, folder: Path, step: int) -> None:
     from torch.distributed.checkpoint import FileSystemWriter
 
     world = target.world
-    partial = folders.partial_path(folder)
-    on_rank_zero(world, lambda: folders.start_folder(folder), f"could not start {partial}")
+    partial = checkpoint_folders.partial_path(folder)
+    on_rank_zero(world, lambda: checkpoint_folders.start_folder(folder), f"could not start {partial}")
 
     def write() -> None:
         writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
@@ -89,8 +89,8 @@ def save(target: Target, folder: Path, step: int) -> None:
             "base": target.base,
             "adapters": target.adapters,
         }
-        (partial / folders.META).write_text(json.dumps(meta, indent=2))
-        folders.finish_folder(folder)
+        (partial / checkpoint_folders.META).write_text(json.dumps(meta, indent=2))
+        checkpoint_folders.finish_folder(folder)
 
     on_rank_zero(world, finish, f"could not finish {folder}")
 
@@ -103,7 +103,7 @@ def load(target: Target, folder: Path) -> None:
     world, updater = target.world, target.updater
 
     def prepare() -> tuple[dict[str, Any], Moments, dict[str, torch.Tensor]]:
-        meta = json.loads((folder / folders.META).read_text())
+        meta = json.loads((folder / checkpoint_folders.META).read_text())
         if meta["format"] != FORMAT:
             raise CheckpointError(f"{folder} has format {meta['format']}, this version reads {FORMAT}")
         # First: an adapted weight of the base has another name than one that is not, which says less.
@@ -138,13 +138,13 @@ def find(world: World, local_root: str, remote_root: str | None, step: int | Non
     """
 
     def look() -> int | None:
-        local = folders.whole_steps(local_root)
-        remote = [] if remote_root is None else folders.remote_steps(remote_root)
+        local = checkpoint_folders.whole_steps(local_root)
+        remote = [] if remote_root is None else checkpoint_folders.remote_steps(remote_root)
         wanted = max([*local, *remote], default=None) if step is None else step
         if wanted is None or wanted in local:
             return wanted
         if wanted in remote and remote_root is not None:
-            folders.download(remote_root, wanted, local_root)
+            checkpoint_folders.download(remote_root, wanted, local_root)
             return wanted
         raise CheckpointError(f"no whole checkpoint of step {wanted}; found {sorted({*local, *remote})}")
 

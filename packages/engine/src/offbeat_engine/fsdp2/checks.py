@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,9 @@ import torch
 
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import Schedule
+from offbeat_engine.fsdp2.compilation import compiler_missing
 from offbeat_engine.fsdp2.lora import has_peft
 from offbeat_engine.fsdp2.model import has_flash_attention, wants_flash
-from offbeat_engine.fsdp2.option_checks import option_refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +24,9 @@ _MISSING = {
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
     Feature.PIPELINE_PARALLEL: "every rank runs all layers",
 }
+
+# What cuBLAS documents as giving the same bits on every run.
+_WORKSPACES = (":4096:8", ":16:8")
 
 
 def capabilities() -> Capabilities:
@@ -45,7 +49,8 @@ def refusals(config: EngineConfig, num_ranks: int) -> list[Refusal]:
         *_layout_of_ranks(config, num_ranks),
         *_optimizer(config),
         *_device(config),
-        *option_refusals(config),
+        *_lora(config),
+        *_kernels(config),
     ]
 
 
@@ -149,4 +154,56 @@ def _device(config: EngineConfig) -> Iterator[Refusal]:
             setting="attention",
             reason="flash_attention_2 needs the flash-attn package, a CUDA device and bfloat16",
             remedy="use auto",
+        )
+
+
+def _lora(config: EngineConfig) -> Iterator[Refusal]:
+    lora = config.lora
+    if lora.rank < 0:
+        yield Refusal(
+            setting="lora.rank", reason=f"must not be negative, got {lora.rank}", remedy="use 8, or 0"
+        )
+    if lora.rank <= 0:
+        return
+    if not has_peft():
+        yield Refusal(
+            setting="lora.rank",
+            reason="adapters need the peft package",
+            remedy="install offbeat-engine[lora]",
+        )
+    if not 0 <= lora.dropout < 1:
+        yield Refusal(
+            setting="lora.dropout", reason=f"must lie in [0, 1), got {lora.dropout:g}", remedy="use 0"
+        )
+    if lora.alpha <= 0:
+        yield Refusal(
+            setting="lora.alpha", reason=f"must be positive, got {lora.alpha:g}", remedy="use twice the rank"
+        )
+    if config.freeze:
+        yield Refusal(
+            setting="freeze",
+            reason="with adapters the whole base is frozen already",
+            remedy="leave `freeze` empty, or narrow `lora.targets`",
+        )
+
+
+def _kernels(config: EngineConfig) -> Iterator[Refusal]:
+    missing = compiler_missing(config.device) if config.compile else None
+    if missing is not None:
+        yield Refusal(setting="compile", reason=missing, remedy="install it, or set `compile: false`")
+    if not config.deterministic:
+        return
+    # Only cuBLAS reads it, once, when it starts: whoever launches the process must set it, so it is looked at here.
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")  # noqa: TID251
+    if config.device == "cuda" and workspace not in _WORKSPACES:
+        yield Refusal(
+            setting="deterministic",
+            reason=f"cuBLAS needs CUBLAS_WORKSPACE_CONFIG to be one of {', '.join(_WORKSPACES)}, got {workspace}",
+            remedy="set it in the environment that starts the ranks",
+        )
+    if wants_flash(config) and not config.packing:
+        yield Refusal(
+            setting="deterministic",
+            reason="flash-attention on padded rows does not hear of it",
+            remedy="set `packing: true`, or `attention: sdpa`",
         )

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
-from offbeat_engine import folders
 from offbeat_engine.config import NonFinite
 from offbeat_engine.errors import ConfigError, NonFiniteError, StateError
 from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
 from offbeat_engine.fsdp2.activations import HostActivations
-from offbeat_engine.fsdp2.kernels import kernels
-from offbeat_engine.fsdp2.parts import Parts, build_parts
-from offbeat_engine.fsdp2.ranks import compute_device
-from offbeat_engine.fsdp2.shards import gather_shares, take_share
+from offbeat_engine.fsdp2.build import Parts, build_parts
+from offbeat_engine.fsdp2.compilation import kernels
 from offbeat_engine.fsdp2.stepping import Step, run_step
 from offbeat_engine.interface import Engine, StepContext
+from offbeat_engine.toolkit import checkpoint_folders
+from offbeat_engine.toolkit.batch_shares import gather_shares, take_share
+from offbeat_engine.toolkit.collectives import compute_device
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -232,17 +232,17 @@ class Fsdp2Engine(Engine):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        folder = folders.step_path(local_path, global_step)
+        folder = checkpoint_folders.step_path(local_path, global_step)
         with self._all_held():
             checkpoint.save(self._target(), folder, global_step)
 
         def after() -> None:
             if remote_path is not None:
-                folders.upload(folder, remote_path)
+                checkpoint_folders.upload(folder, remote_path)
             if max_ckpt_to_keep is not None:
-                folders.prune(local_path, max_ckpt_to_keep)
+                checkpoint_folders.prune(local_path, max_ckpt_to_keep)
                 if remote_path is not None:
-                    folders.prune_remote(remote_path, max_ckpt_to_keep)
+                    checkpoint_folders.prune_remote(remote_path, max_ckpt_to_keep)
 
         checkpoint.on_rank_zero(self.world, after, f"{folder} is whole, but could not be copied or pruned")
 
@@ -252,22 +252,26 @@ class Fsdp2Engine(Engine):
         step = checkpoint.find(self.world, local_path, remote_path, global_step)
         if step is not None:
             with self._all_held():
-                checkpoint.load(self._target(), folders.step_path(local_path, step))
+                checkpoint.load(self._target(), checkpoint_folders.step_path(local_path, step))
                 self.optimizer_zero_grad()
         return step
 
     def export_huggingface(self, path: str) -> None:  # noqa: D102
         parts, final, zero = self._ready(), Path(path), self.world.rank == 0
-        checkpoint.on_rank_zero(self.world, lambda: folders.start_folder(final), f"could not start {path}")
+        checkpoint.on_rank_zero(
+            self.world, lambda: checkpoint_folders.start_folder(final), f"could not start {path}"
+        )
         with parts.weights.held():
             weights.write_folder(
-                folders.partial_path(final) if zero else None,
+                checkpoint_folders.partial_path(final) if zero else None,
                 parts.scorer.hf,
                 self._sources(),
                 model.compute_dtype(self.config),
                 self.config.model.path,
             )
-        checkpoint.on_rank_zero(self.world, lambda: folders.finish_folder(final), f"could not finish {path}")
+        checkpoint.on_rank_zero(
+            self.world, lambda: checkpoint_folders.finish_folder(final), f"could not finish {path}"
+        )
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight, one whole tensor at a time; it may share memory with the live weight."""

@@ -13,8 +13,8 @@ import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import attention, conversion, freezing, kernels, lora, weights
-from offbeat_engine.fsdp2.layout import (
+from offbeat_engine.fsdp2 import attention, compilation, freezing, hf_names, lora, weights
+from offbeat_engine.fsdp2.packing import (
     flash_inputs,
     flash_rows_inputs,
     packed_inputs,
@@ -25,7 +25,7 @@ from offbeat_engine.fsdp2.scorer import Scorer
 
 if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig, ModelConfig
-    from offbeat_engine.fsdp2.layout import MakeInputs
+    from offbeat_engine.fsdp2.packing import MakeInputs
 
 # Settings by which some families change logits after the head; we take logits ourselves, so we must not ignore them.
 _LOGIT_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
@@ -52,13 +52,13 @@ def build_scorer(config: EngineConfig) -> Scorer:
             f"{type(hf).__name__} uses `attn_logit_softcapping`, which packed attention does not apply; set "
             "`packing: false` and `attention: eager`"
         )
-    conversion.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.held(hf).items()})
+    hf_names.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.held(hf).items()})
     freezing.freeze(hf, config.freeze)
     if config.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     scorer = Scorer(hf, config.model.head, _add_adapters(hf, config) if config.lora.rank else None)
     if config.compile:
-        kernels.compile_layers(scorer)
+        compilation.compile_layers(scorer)
     return scorer
 
 

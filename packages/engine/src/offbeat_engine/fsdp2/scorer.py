@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.fsdp2.heads import token_logprobs
+from offbeat_engine.toolkit.logprobs import token_logprobs
 
 if TYPE_CHECKING:
-    from offbeat_engine.fsdp2.layout import Layout
+    from offbeat_engine.fsdp2.packing import Layout
 
 
 class Scorer(torch.nn.Module):

@@ -15,16 +15,16 @@ from tensordict import TensorDict
 
 from offbeat_engine.batch import SCHEMA, check_batch
 from offbeat_engine.errors import BatchError, EngineError
-from offbeat_engine.fsdp2.layout import fed_lengths, lay_out, shared_inputs, slice_layout
-from offbeat_engine.fsdp2.ranks import compute_device, first_failure, gather, gather_ints
+from offbeat_engine.fsdp2.packing import fed_lengths, lay_out, shared_inputs, slice_layout
 from offbeat_engine.fsdp2.ulysses import gather_answers
 from offbeat_engine.interface import LossScale, StepContext, StepStats
-from offbeat_engine.planning import plan_micro_batches
+from offbeat_engine.toolkit.collectives import compute_device, first_failure, gather, gather_ints
+from offbeat_engine.toolkit.planning import plan_micro_batches
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.fsdp2.activations import HostActivations
-    from offbeat_engine.fsdp2.layout import Layout, MakeInputs
+    from offbeat_engine.fsdp2.packing import Layout, MakeInputs
     from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.interface import LossFn, PostprocessFn, Predictions, PreprocessFn
     from offbeat_engine.world import SubGroup, World

@@ -12,8 +12,8 @@ import torch
 
 from offbeat_engine.errors import StateError
 from offbeat_engine.fsdp2.optimizers import Moments, local, make_rule
-from offbeat_engine.fsdp2.ranks import sum_tensor
 from offbeat_engine.schedules import learning_rate
+from offbeat_engine.toolkit.collectives import sum_tensor
 
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from offbeat_engine.fsdp2 import conversion, lora
+from offbeat_engine.fsdp2 import hf_names, lora
 from offbeat_engine.interface import WeightKind, WeightSpec
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def exported(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:  # no
     named = held(hf)
     if kind is WeightKind.ADAPTER:
         return [_adapter_source(name, tensor) for name, tensor in named.items() if tensor.requires_grad]
-    converts = conversion.converts(hf)
+    converts = hf_names.converts(hf)
     return [_full_source(hf, named, name, converts=converts) for name in named if not lora.is_adapter(name)]
 
 
@@ -79,8 +79,8 @@ def _full_source(hf: Any, named: dict[str, torch.Tensor], name: str, *, converts
         return Source(tensor=tensor, parts=((plain, shape),), adapter=adapter)
     return Source(
         tensor=tensor,
-        parts=tuple(conversion.original_shapes(hf, plain, shape).items()),
-        convert=partial(conversion.original, hf, plain),
+        parts=tuple(hf_names.original_shapes(hf, plain, shape).items()),
+        convert=partial(hf_names.original, hf, plain),
         adapter=adapter,
     )
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from offbeat_engine.fsdp2 import heads
 from offbeat_engine.testing import relative_error
+from offbeat_engine.toolkit import logprobs as head_logprobs
 
 NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 31
 
@@ -21,8 +21,8 @@ def naive(hidden, head, targets, temperature):
 def test_chunked_values_and_gradients_are_those_of_whole_logits(
     monkeypatch, keep_elements, bias, entropy_gradient, trained, tempered
 ):
-    monkeypatch.setattr(heads, "_KEEP_ELEMENTS", keep_elements)
-    monkeypatch.setattr(heads, "_CHUNK_ELEMENTS", {"cpu": 5 * VOCAB})
+    monkeypatch.setattr(head_logprobs, "_KEEP_ELEMENTS", keep_elements)
+    monkeypatch.setattr(head_logprobs, "_CHUNK_ELEMENTS", {"cpu": 5 * VOCAB})
     torch.manual_seed(1)
     head = torch.nn.Linear(HIDDEN, VOCAB, bias=bias)
     hidden = torch.randn(NUM_TOKENS, HIDDEN, requires_grad=True)
@@ -33,7 +33,7 @@ def test_chunked_values_and_gradients_are_those_of_whole_logits(
     head.requires_grad_(trained != "hidden")
     leaves = [tensor for tensor in (hidden, *head.parameters()) if tensor.requires_grad]
 
-    got = heads.token_logprobs(hidden, head, targets, temperature, entropy_gradient)
+    got = head_logprobs.token_logprobs(hidden, head, targets, temperature, entropy_gradient)
     expected = naive(hidden, head, targets, torch.ones(NUM_TOKENS) if temperature is None else temperature)
     assert_close(got, expected, rtol=0, atol=1e-5)
     assert got[1].requires_grad is entropy_gradient
@@ -52,7 +52,7 @@ def test_an_impossible_token_leaves_entropy_finite():
     head = torch.nn.Linear(1, 3, bias=False)
     head.weight.data = torch.tensor([[0.0], [0.0], [-300.0]])
     targets = torch.tensor([0])
-    logprobs, entropy = heads.token_logprobs(torch.ones(1, 1), head, targets, None, True)
+    logprobs, entropy = head_logprobs.token_logprobs(torch.ones(1, 1), head, targets, None, True)
     assert_close(logprobs, -torch.log(torch.tensor([2.0])))
     assert_close(entropy, torch.log(torch.tensor([2.0])))
     entropy.sum().backward()
@@ -61,7 +61,7 @@ def test_an_impossible_token_leaves_entropy_finite():
 
 @pytest.mark.parametrize("trained", ["both", "hidden"])
 def test_in_bf16_a_confident_tokens_small_gradient_is_not_lost(monkeypatch, trained):
-    monkeypatch.setattr(heads, "_CHUNK_ELEMENTS", {"cpu": 5 * VOCAB})
+    monkeypatch.setattr(head_logprobs, "_CHUNK_ELEMENTS", {"cpu": 5 * VOCAB})
     torch.manual_seed(1)
     head = torch.nn.Linear(HIDDEN, VOCAB, bias=False, dtype=torch.bfloat16).requires_grad_(trained == "both")
     exact = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
@@ -71,7 +71,7 @@ def test_in_bf16_a_confident_tokens_small_gradient_is_not_lost(monkeypatch, trai
     hidden32 = hidden.detach().float().requires_grad_()
     targets = torch.arange(NUM_TOKENS)
 
-    got, _ = heads.token_logprobs(hidden, head, targets, None, False)
+    got, _ = head_logprobs.token_logprobs(hidden, head, targets, None, False)
     expected, _ = naive(hidden32, exact, targets, torch.ones(NUM_TOKENS))
     assert float(expected.detach().max()) > -0.01
     got.sum().backward()
@@ -109,7 +109,7 @@ def test_a_large_vocabulary_never_stands_in_memory_whole(entropy_gradient, froze
         (logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
 
     chunked = peak_bytes(
-        lambda: step(lambda: heads.token_logprobs(hidden, head, targets, None, entropy_gradient))
+        lambda: step(lambda: head_logprobs.token_logprobs(hidden, head, targets, None, entropy_gradient))
     )
     plain = peak_bytes(lambda: step(lambda: naive(hidden, head, targets, torch.ones(num_tokens))))
     assert plain > 2 * num_tokens * vocab * 4
@@ -119,8 +119,10 @@ def test_a_large_vocabulary_never_stands_in_memory_whole(entropy_gradient, froze
 def test_a_frozen_head_gets_no_gradient_and_backward_no_logits(monkeypatch):
     hidden = torch.randn(NUM_TOKENS, HIDDEN, requires_grad=True)
     head = torch.nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
-    logprobs, _ = heads.token_logprobs(hidden, head, torch.zeros(NUM_TOKENS, dtype=torch.int64), None, False)
-    monkeypatch.delattr(heads._Head, "logits")
+    logprobs, _ = head_logprobs.token_logprobs(
+        hidden, head, torch.zeros(NUM_TOKENS, dtype=torch.int64), None, False
+    )
+    monkeypatch.delattr(head_logprobs._Head, "logits")
     logprobs.sum().backward()
     assert head.weight.grad is None
     assert hidden.grad.abs().max() > 0

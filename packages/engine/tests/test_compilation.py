@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from offbeat_engine import EngineConfig, ModelConfig, SftLoss, World
-from offbeat_engine.fsdp2 import Fsdp2Engine, kernels, sharding
+from offbeat_engine.fsdp2 import Fsdp2Engine, compilation, sharding
 from offbeat_engine.testing import RankPool, make_tiny_model, random_batch, relative_error
 
 BATCHES = [random_batch(8 + seed, seed=seed, max_tokens=20 + 4 * seed) for seed in range(4)]
@@ -42,7 +42,7 @@ def check(got, expected):
         assert max(relative_error(gradients[name], plain[name]) for name in plain) <= 1e-4
 
 
-compiles = pytest.mark.skipif(kernels.compiler_missing("cpu") is not None, reason="no compiler here")
+compiles = pytest.mark.skipif(compilation.compiler_missing("cpu") is not None, reason="no compiler here")
 
 
 @compiles

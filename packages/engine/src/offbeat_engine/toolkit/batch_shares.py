@@ -9,8 +9,8 @@ from tensordict import TensorDict
 
 from offbeat_engine.batch import check_keys
 from offbeat_engine.errors import StateError
-from offbeat_engine.fsdp2.ranks import gather
-from offbeat_engine.planning import plan_shards
+from offbeat_engine.toolkit.collectives import gather
+from offbeat_engine.toolkit.planning import plan_shards
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
