@@ -1,4 +1,4 @@
-"""What every test run shares: one token for its Rays, and a skip, with a reason, where GPUs are missing."""
+"""What every test run shares: its tier, one Hypothesis profile, one token for its Rays, and a skip where GPUs are missing."""
 
 from __future__ import annotations
 
@@ -6,15 +6,44 @@ import os
 import secrets
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Ray takes its mode once per process, when it is imported: all processes of a test run agree before any of them does.
 # Workers of pytest inherit the token; each Ray on its own would write one to the home folder, where two might meet.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
+# Nothing is timed: on a busy machine an example, or drawing it, may take seconds, and that is no failure. Where examples
+# are dear, a test takes a share of these numbers: `settings(max_examples=settings().max_examples // 8)`.
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("usual", UNTIMED, max_examples=50)
+settings.register_profile("deep", UNTIMED, max_examples=500)
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Turn the marker `gpu(n)` into a skip on machines with fewer than n GPUs."""
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--deep`: the whole of what is otherwise sampled."""
+    parser.addoption(
+        "--deep", action="store_true", help="tests marked deep too, and full counts in all others"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the profile before modules of tests ask for it."""
+    settings.load_profile("deep" if config.getoption("--deep") else "usual")
+
+
+@pytest.fixture(scope="session")
+def deep(request: pytest.FixtureRequest) -> bool:
+    """Whether this is the deep tier: for tests that repeat something, and repeat it more often there."""
+    return request.config.getoption("--deep")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked `deep` to the deep tier, and turn `gpu(n)` into a skip on machines with fewer than n GPUs."""
+    if not config.getoption("--deep"):
+        left_out = [item for item in items if item.get_closest_marker("deep")]
+        items[:] = [item for item in items if not item.get_closest_marker("deep")]
+        config.hook.pytest_deselected(items=left_out)
     marked = [(item, marker) for item in items for marker in item.iter_markers("gpu")]
     if not marked:
         return

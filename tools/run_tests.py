@@ -1,4 +1,7 @@
-"""Run the tests in two passes and close with one line that counts them all.
+"""Run the tests of a tier in two passes and close with one line that counts them all.
+
+The usual tier runs everything once; `--fast` leaves out what takes its time, and `--deep` adds what crosses or repeats
+what the others have once (the marker `deep`, and the counts that the root conftest.py hands to tests).
 
 Ordinary tests have three worker processes; they keep two cores busy, some of them with waiting for a deadline. Those that
 start Ray or vLLM spend their time in chains of processes that wait for one another to come up: they have two worker
@@ -19,13 +22,12 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-PASS_DEADLINE_S = 1500
 GRACE_S = 30
 GPU_DRIVER = Path("/dev/nvidiactl")
 NUM_SLOWEST = 15  # tests of a pass that are shown with the time they took
@@ -61,7 +63,25 @@ FULL = (
     Pass(name="parallel", markers=ORDINARY, options=PARALLEL, niceness=15),
     Pass(name="chains", markers="vllm or ray or gpu", options=() if GPU_DRIVER.exists() else BY_FILE),
 )
-FAST = (Pass(name="fast", markers=f"{ORDINARY} and not slow", options=PARALLEL),)
+FAST = Pass(name="fast", markers=f"{ORDINARY} and not slow", options=PARALLEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """Passes, each of which is stopped after `pass_deadline_s`: five times what all of them take on two quiet cores."""
+
+    passes: tuple[Pass, ...]
+    pass_deadline_s: float
+
+
+USUAL = "usual"
+TIERS = {
+    "fast": Tier(passes=(FAST,), pass_deadline_s=15 * 60),
+    USUAL: Tier(passes=FULL, pass_deadline_s=60 * 60),
+    "deep": Tier(
+        passes=tuple(replace(one, options=(*one.options, "--deep")) for one in FULL), pass_deadline_s=4 * 3600
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +123,11 @@ def read_outcome(name: str, exit_code: int | None, report: Path) -> Outcome:
     return Outcome(name=name, exit_code=exit_code, counts=Counter(kind for kind, _ in verdicts), red=red)
 
 
-def trouble(outcome: Outcome, *, expects_tests: bool) -> str | None:
+def trouble(outcome: Outcome, *, deadline_s: float, expects_tests: bool) -> str | None:
     """Return what went wrong with a whole pass beyond its failed tests, or None."""
     match outcome:
         case Outcome(exit_code=None):
-            return f"not finished within {PASS_DEADLINE_S} s; stopped"
+            return f"not finished within {deadline_s:g} s; stopped"
         case Outcome(exit_code=0, has_report=True) if outcome.num_tests > 0:
             return None
         case Outcome(exit_code=1 | 2, has_report=True) if outcome.red:
@@ -118,22 +138,22 @@ def trouble(outcome: Outcome, *, expects_tests: bool) -> str | None:
             return f"pytest exited {outcome.exit_code} and its report does not say why"
 
 
-async def run_passes(
-    passes: tuple[Pass, ...], arguments: list[str], folder: Path, at_once: int
-) -> list[Outcome]:
-    """Run the passes, `at_once` of them side by side, and return their outcomes."""
+async def run_passes(tier: Tier, arguments: list[str], folder: Path, at_once: int) -> list[Outcome]:
+    """Run the passes of a tier, `at_once` of them side by side, and return their outcomes."""
     turns = asyncio.Semaphore(at_once)
-    first = passes[0]
 
     async def take_turn(chosen: Pass) -> Outcome:
         async with turns:
-            if chosen is not first:
-                return await run_and_print(chosen, arguments, folder)
-            print(title(chosen), flush=True)
-            return await run_pass(chosen, arguments, folder, None)
+            report = folder / f"{chosen.name}.xml"
+            if chosen is tier.passes[0]:
+                print(title(chosen), flush=True)
+                exit_code = await run_pass(chosen, arguments, report, tier.pass_deadline_s)
+            else:
+                exit_code = await run_and_print(chosen, arguments, report, tier.pass_deadline_s)
+        return read_outcome(chosen.name, exit_code, report)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(take_turn(chosen)) for chosen in passes]
+        tasks = [group.create_task(take_turn(chosen)) for chosen in tier.passes]
     return [task.result() for task in tasks]
 
 
@@ -142,18 +162,22 @@ def title(chosen: Pass) -> str:
     return f"\n--- tests: {chosen.name} ({chosen.markers})"
 
 
-async def run_and_print(chosen: Pass, arguments: list[str], folder: Path) -> Outcome:
+async def run_and_print(chosen: Pass, arguments: list[str], report: Path, deadline_s: float) -> int | None:
     """Run one pass and print what it said when it is over."""
-    log = folder / f"{chosen.name}.log"
+    log = report.with_suffix(".log")
     with log.open("w") as file:
-        outcome = await run_pass(chosen, arguments, folder, file)
+        exit_code = await run_pass(chosen, arguments, report, deadline_s, log=file)
     print(f"{title(chosen)}\n{log.read_text(errors='replace')}", flush=True)
-    return outcome
+    return exit_code
 
 
-async def run_pass(chosen: Pass, arguments: list[str], folder: Path, log: TextIO | None) -> Outcome:
-    """Run pytest for one pass, its output to `log` or to where ours goes; whatever it left running is ended with it."""
-    report = folder / f"{chosen.name}.xml"
+async def run_pass(
+    chosen: Pass, arguments: list[str], report: Path, deadline_s: float, log: TextIO | None = None
+) -> int | None:
+    """Run pytest for one pass and return its exit code, or None if it had to be stopped; it leaves nothing running.
+
+    Its output goes to `log` or to where ours goes.
+    """
     words = ["-m", "pytest", "-m", chosen.markers, f"--junitxml={report}", f"--durations={NUM_SLOWEST}"]
     process = await asyncio.create_subprocess_exec(
         *("nice", "-n", str(chosen.niceness), sys.executable, *words, *chosen.options, *arguments),
@@ -165,7 +189,7 @@ async def run_pass(chosen: Pass, arguments: list[str], folder: Path, log: TextIO
     let_others_first(process.pid, chosen.niceness)
     exit_code: int | None = None
     try:
-        async with asyncio.timeout(PASS_DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             exit_code = await process.wait()
     except TimeoutError:
         pass
@@ -176,7 +200,7 @@ async def run_pass(chosen: Pass, arguments: list[str], folder: Path, log: TextIO
         raise
     finally:
         await end_session(process)
-    return read_outcome(chosen.name, exit_code, report)
+    return exit_code
 
 
 def let_others_first(session: int, niceness: int) -> None:
@@ -220,7 +244,14 @@ def usual_at_once() -> int:
 def main() -> None:
     """Run the passes; exit 1 if anything was red, a pass broke, or tests that should exist were not found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fast", action="store_true", help="leave out tests marked vllm, ray, gpu or slow")
+    chosen = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("fast", "leave out tests marked vllm, ray, gpu or slow"),
+        ("deep", "tests marked deep too, and full counts in all others"),
+    ):
+        chosen.add_argument(
+            f"--{name}", dest="tier", action="store_const", const=name, default=USUAL, help=text
+        )
     parser.add_argument("--red-gates", default="", help="gates that were red, to be named beside red tests")
     parser.add_argument(
         "--at-once", type=int, default=usual_at_once(), help="passes that run side by side; %(default)s here"
@@ -228,17 +259,17 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", help="packages by short name, or paths; all by default")
     options = parser.parse_args()
     paths = paths_of(options.paths)
-    passes = FAST if options.fast else FULL
+    tier = TIERS[options.tier]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="offbeat-tests-") as folder:
-        outcomes = asyncio.run(run_passes(passes, paths, Path(folder), options.at_once))
+        outcomes = asyncio.run(run_passes(tier, paths, Path(folder), options.at_once))
     # Narrowed to some paths a pass may well be empty; all passes together may not.
     must_all_find = not paths or not any(outcome.num_tests for outcome in outcomes)
     print()
     num_troubles = 0
     for outcome in outcomes:
         print("\n".join(outcome.red), end="\n" if outcome.red else "")
-        problem = trouble(outcome, expects_tests=must_all_find)
+        problem = trouble(outcome, deadline_s=tier.pass_deadline_s, expects_tests=must_all_find)
         if problem is not None:
             num_troubles += 1
             print(f"error: tests {outcome.name}: {problem}")

@@ -1,13 +1,37 @@
-"""The closing line counts every test of every pass, and nothing that went wrong is lost."""
+"""Each tier runs what it should; the closing line counts every test of every pass, and nothing that went wrong is lost."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-RUN_TESTS = Path(__file__).resolve().parents[1] / "run_tests.py"
+ROOT = Path(__file__).resolve().parents[2]
+RUN_TESTS = ROOT / "tools" / "run_tests.py"
+TIERED = """
+import pathlib
+import pytest
+from hypothesis import given, settings, strategies
+
+def note(word): (pathlib.Path(__file__).parent / "ran" / word).touch()
+
+@given(strategies.integers())
+def test_ordinary(number): note(f"ordinary: {settings().max_examples} examples, deadline {settings().deadline}")
+def test_that_repeats(deep): note("many" if deep else "few")
+@pytest.mark.slow
+def test_slow(): note("slow")
+@pytest.mark.ray
+def test_chain(): note("chain")
+@pytest.mark.deep
+def test_deep(): note("deep")
+@pytest.mark.deep
+@pytest.mark.ray
+def test_deep_chain(): note("deep chain")
+@pytest.mark.parametrize("word", ["once", pytest.param("often", marks=pytest.mark.deep)])
+def test_product(word): note(word)
+"""
 MIXED = """
 import pytest
 
@@ -67,9 +91,34 @@ def run(small_checkout, *arguments: str):
 
 
 def write_suite(small_checkout, **files: str) -> None:
-    small_checkout.write("suite/pytest.ini", "[pytest]\nmarkers =\n    ray\n    vllm\n    gpu\n    slow\n")
+    markers = "".join(f"    {name}\n" for name in ("ray", "vllm", "gpu", "slow", "deep"))
+    small_checkout.write("suite/pytest.ini", f"[pytest]\naddopts = --strict-markers\nmarkers =\n{markers}")
+    shutil.copy(ROOT / "conftest.py", small_checkout.root / "suite" / "conftest.py")
     for name, text in files.items():
         small_checkout.write(f"suite/test_{name}.py", text)
+
+
+FEW = {"ordinary: 50 examples, deadline None", "few", "once"}
+USUAL = {*FEW, "slow", "chain"}
+MANY = {"ordinary: 500 examples, deadline None", "many", "once", "often"}
+DEEP = {*MANY, "slow", "chain", "deep", "deep chain"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "ran"), [(["--fast"], FEW), ([], USUAL), (["--deep"], DEEP)])
+def test_each_tier_runs_its_tests_with_its_counts(small_checkout, words, ran):
+    write_suite(small_checkout, tiered=TIERED)
+    folder = small_checkout.root / "suite" / "ran"
+    folder.mkdir()
+    code, _, closing = run(small_checkout, *words)
+    assert (code, closing) == (0, f"{len(ran)} passed, 0 failed, 0 skipped")
+    assert {file.name for file in folder.iterdir()} == ran
+
+
+def test_a_run_has_one_tier(small_checkout):
+    ran = small_checkout.run(sys.executable, str(RUN_TESTS), "--fast", "--deep")
+    assert ran.returncode == 2
+    assert "not allowed with" in ran.stdout
 
 
 @pytest.mark.slow
@@ -84,7 +133,7 @@ def test_every_verdict_and_a_crash_are_counted(small_checkout):
 @pytest.mark.slow
 def test_a_pass_that_ends_without_a_report_is_an_error(small_checkout):
     write_suite(small_checkout, mixed="def test_passes(): pass\n")
-    small_checkout.write("suite/conftest.py", GONE)
+    small_checkout.write("suite/conftest.py", (ROOT / "conftest.py").read_text() + GONE)
     code, output, closing = run(small_checkout)
     assert (code, closing) == (1, "1 passed, 0 failed, 0 skipped, 1 error")
     assert "tests chains: pytest exited 0 and its report does not say why" in output

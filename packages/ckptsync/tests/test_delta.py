@@ -5,7 +5,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offbeat_ckptsync.delta import BLOCK_WORDS, apply_delta, common_base, find_delta, runs_of
@@ -62,7 +62,6 @@ def filled(part):
     return part + bytes(-len(part) % 8)
 
 
-@settings(deadline=None, max_examples=40)
 @given(SPECS, st.integers(256, 5000), st.sampled_from([0, 0.01, 0.3, 1]), st.randoms(use_true_random=False))
 def test_a_delta_of_any_bucket_gives_back_what_it_was_made_from(manifest, bucket_bytes, fraction, rng):
     for bucket in plan_buckets(manifest, bucket_bytes):
@@ -81,7 +80,6 @@ def test_a_delta_of_any_bucket_gives_back_what_it_was_made_from(manifest, bucket
         assert torch.equal(made, fresh)
 
 
-@settings(deadline=None)
 @given(SPECS, st.integers(256, 5000))
 @example(
     make_manifest(
@@ -144,7 +142,6 @@ def test_what_changed_too_much_goes_whole():
     assert find_delta(runs, base, base, max_fraction=0.0).payload is not None
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_spoilt_delta_is_refused_or_shows_in_the_bytes(place, flipped):
     manifest = make_manifest(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_ckptsync.errors import PlanError
@@ -19,7 +19,6 @@ SPECS = st.lists(st.tuples(SHAPES, DTYPES), max_size=30).map(
 ALIGNMENTS = st.sampled_from([16, 64, 256])
 
 
-@settings(max_examples=200, deadline=None)
 @given(SPECS, st.integers(256, 20_000), ALIGNMENTS)
 def test_every_byte_lies_in_exactly_one_place(manifest, max_bytes, alignment):
     buckets = plan_buckets(manifest, max_bytes, alignment)
@@ -39,7 +38,6 @@ def test_every_byte_lies_in_exactly_one_place(manifest, max_bytes, alignment):
     assert covered == {i: num_bytes_of(spec) for i, spec in enumerate(manifest.specs)}
 
 
-@settings(max_examples=100, deadline=None)
 @given(SPECS, st.integers(256, 20_000))
 def test_a_tensor_is_in_one_piece_when_buckets_lie_end_to_end(manifest, max_bytes):
     buckets = plan_buckets(manifest, max_bytes)

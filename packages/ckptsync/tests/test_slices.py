@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_ckptsync.config import SyncConfig
@@ -121,7 +121,6 @@ def cases(draw):
     return weights, layouts
 
 
-@settings(deadline=None)
 @given(cases(), st.integers(256, 700))
 def test_what_a_rank_puts_together_is_what_plain_slicing_gives(case, bucket_bytes):
     weights, layouts = case

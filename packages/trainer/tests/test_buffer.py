@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -139,7 +138,6 @@ class Account(RuleBasedStateMachine):
 
 
 TestAccount = Account.TestCase
-TestAccount.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 async def test_whoever_waits_is_woken_by_the_change_that_matters_and_no_other(monkeypatch):

@@ -56,7 +56,7 @@ def nudged(tensor):
 def test_any_manifest_crosses_in_buckets_of_any_size(name, delta, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("disk"))
 
-    @settings(max_examples=8, deadline=None, database=None)
+    @settings(max_examples=settings().max_examples // 6, database=None)
     @given(ROWS, st.integers(256, 5000), st.integers(1, 2))
     def check(rows, bucket_bytes, num_receivers):
         config = SyncConfig(

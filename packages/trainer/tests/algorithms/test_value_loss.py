@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_engine import LossScale, train_batch
@@ -24,7 +24,6 @@ def slow_gae(rewards, values, discount, trace):
 numbers = st.floats(-3, 3, width=32)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(numbers, numbers, st.booleans()), min_size=1, max_size=9),
     st.sampled_from([0.0, 0.5, 0.99, 1.0]),
