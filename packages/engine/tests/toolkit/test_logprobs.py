@@ -48,6 +48,21 @@ def test_chunked_values_and_gradients_are_those_of_whole_logits(
         assert_close(*pair, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (3.0, 0.0), (1.0, 20.0), (8.0, -40.0)])
+def test_at_a_real_vocabulary_entropy_keeps_its_digits(scale, offset):
+    torch.manual_seed(2)
+    vocab = 151_936
+    head = torch.nn.Linear(16, vocab)
+    head.weight.data.normal_(std=scale / 4)
+    head.bias.data.fill_(offset)
+    hidden, targets = torch.randn(6, 16), torch.randint(0, vocab, (6,))
+    got = head_logprobs.token_logprobs(hidden, head, targets, None, False)
+    # The same float32 logits, then float64: the products of the layer itself are not in question.
+    exact = head(hidden).double().log_softmax(-1)
+    assert_close(got[0].double(), exact.gather(1, targets[:, None]).squeeze(1), rtol=0, atol=1e-5)
+    assert_close(got[1].double(), -(exact.exp() * exact).sum(-1), rtol=0, atol=3e-6)
+
+
 def test_an_impossible_token_leaves_entropy_finite():
     head = torch.nn.Linear(1, 3, bias=False)
     head.weight.data = torch.tensor([[0.0], [0.0], [-300.0]])
