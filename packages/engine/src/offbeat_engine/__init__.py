@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ConfigError,
         EngineError,
         NonFiniteError,
+        RankLostError,
         StateError,
     )
     from offbeat_engine.interface import (
@@ -70,6 +71,7 @@ _HOMES = {
     "ConfigError": "errors",
     "EngineError": "errors",
     "NonFiniteError": "errors",
+    "RankLostError": "errors",
     "StateError": "errors",
     "newest_checkpoint": "toolkit.checkpoint_folders",
     "Engine": "interface",
@@ -123,6 +125,7 @@ __all__ = [
     "PostprocessFn",
     "Predictions",
     "PreprocessFn",
+    "RankLostError",
     "Refusal",
     "Schedule",
     "SftLoss",

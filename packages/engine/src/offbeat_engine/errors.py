@@ -25,3 +25,7 @@ class NonFiniteError(EngineError, ArithmeticError):
 
 class StateError(EngineError, RuntimeError):
     """A method called out of order (say, before `init_model`)."""
+
+
+class RankLostError(EngineError, RuntimeError):
+    """Another rank did not come to where all ranks meet: it died, hangs, or raised alone."""

@@ -20,17 +20,23 @@ class SubGroup:
     group: dist.ProcessGroup
 
 
+# The control group, and the default group it was made beside: `leave` and a new `join` leave an old one behind.
+_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """One process's place among the ranks of a training group.
 
-    `device` is where this rank computes ("cpu" or "cuda"); with "cuda" the rank uses `cuda:<local_rank>`.
+    `device` is where this rank computes ("cpu" or "cuda"); with "cuda" the rank uses `cuda:<local_rank>`. `timeout_s`
+    bounds every wait for a control message of another rank (see `control_group`).
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     device: str = "cpu"
+    timeout_s: float = 600.0
 
     @classmethod
     def join(
@@ -74,7 +80,7 @@ class World:
                 f"rank {rank} of {size} could not join the training group at {store_address} within {timeout_s:g} s; "
                 f"check that all {size} ranks started and can reach that address ({error})"
             ) from error
-        return cls(rank=rank, size=size, local_rank=local_rank, device=device)
+        return cls(rank=rank, size=size, local_rank=local_rank, device=device, timeout_s=timeout_s)
 
     def ensure_group(self, timeout_s: float = 600.0) -> None:
         """Make the default process group exist: for a single rank, make one that needs no address.
@@ -90,6 +96,30 @@ class World:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
         )
+
+    def control_group(self) -> dist.ProcessGroup:
+        """Return the gloo group of all ranks that control messages go through; the first call is a collective.
+
+        It is another group than the one that moves tensors, also where that one is gloo: a message is not lined up
+        behind a tensor, and its deadline (`timeout_s`) aborts no process. One thread of each rank may use it.
+
+        Raises:
+            StateError: `join` was not called.
+        """
+        global _control
+        self.ensure_group(self.timeout_s)
+        default = dist.group.WORLD
+        assert default is not None
+        if _control is None or _control[0] is not default:
+            _control = (default, self.host_group(self.timeout_s))
+        return _control[1]
+
+    def host_group(self, timeout_s: float) -> dist.ProcessGroup:
+        """Make another gloo group of all ranks, whatever the default one is; a collective."""
+        self.ensure_group(self.timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def split(self, size: int, timeout_s: float, stride: int = 1) -> SubGroup:
         """Split the ranks into groups of `size` ranks that lie `stride` apart; return this rank's group.

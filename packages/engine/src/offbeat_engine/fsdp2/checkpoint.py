@@ -70,7 +70,7 @@ def save(target: Target, folder: Path, step: int) -> None:
 
     world = target.world
     partial = checkpoint_folders.partial_path(folder)
-    on_rank_zero(world, lambda: checkpoint_folders.start_folder(folder), f"could not start {partial}")
+    on_rank_zero(world, lambda: str(checkpoint_folders.start_folder(folder)), f"could not start {partial}")
 
     def write() -> None:
         writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)

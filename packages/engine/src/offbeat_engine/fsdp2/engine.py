@@ -259,7 +259,7 @@ class Fsdp2Engine(Engine):
     def export_huggingface(self, path: str) -> None:  # noqa: D102
         parts, final, zero = self._ready(), Path(path), self.world.rank == 0
         checkpoint.on_rank_zero(
-            self.world, lambda: checkpoint_folders.start_folder(final), f"could not start {path}"
+            self.world, lambda: str(checkpoint_folders.start_folder(final)), f"could not start {path}"
         )
         with parts.weights.held():
             weights.write_folder(

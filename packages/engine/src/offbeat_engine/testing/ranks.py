@@ -64,7 +64,7 @@ class RankPool:
         self._processes: list[Any] = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
-            world = World(rank=rank, size=num_ranks, local_rank=rank, device=device)
+            world = World(rank=rank, size=num_ranks, local_rank=rank, device=device, timeout_s=timeout_s)
             process = context.Process(
                 target=_serve,
                 args=(world, self._store.port, timeout_s, theirs),

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from offbeat_engine.batch import check_keys
 from offbeat_engine.errors import StateError
-from offbeat_engine.toolkit.collectives import gather
+from offbeat_engine.toolkit.collectives import gather, gather_tensors
 from offbeat_engine.toolkit.planning import plan_shards
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def gather_shares(data: TensorDict, shares: list[list[int]], world: World, num_p
         )
     mine = {str(key): data[key].cpu() for key in data.keys()}  # noqa: SIM118 rows otherwise
     # Peers hold the same rows: the first of them speaks for all.
-    parts = gather(world, mine if world.rank % num_peers == 0 else {})[::num_peers]
+    parts = gather_tensors(world, mine if world.rank % num_peers == 0 else {})[::num_peers]
     order = torch.tensor([row for share in shares for row in share], dtype=torch.int64)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))
