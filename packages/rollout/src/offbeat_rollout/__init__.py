@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         NoReplica,
         ReplicaGone,
         RequestError,
+        RequestTimeout,
         RolloutError,
         UpdateRefused,
     )
@@ -38,6 +39,7 @@ _HOMES = {
     "NoReplica": "errors",
     "ReplicaGone": "errors",
     "RequestError": "errors",
+    "RequestTimeout": "errors",
     "RolloutError": "errors",
     "UpdateRefused": "errors",
     "RolloutEngine": "interface",
@@ -76,6 +78,7 @@ __all__ = [
     "ReplicaGone",
     "ReplicaPool",
     "RequestError",
+    "RequestTimeout",
     "RolloutCapabilities",
     "RolloutConfig",
     "RolloutEngine",

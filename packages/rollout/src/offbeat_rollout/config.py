@@ -25,6 +25,7 @@ class RolloutConfig:
 
     `model_path` is a local Hugging Face folder. `max_model_len` bounds prompt plus completion, in tokens.
     `kv_cache_gib` is the memory for keys and values on CPU; on GPU `gpu_memory_fraction` counts instead.
+    `request_timeout_s` bounds the work on one request (queueing and pauses do not count), and every control call.
     `weight_backend` names the weight-transfer engine that vLLM loads through its own factory.
     """
 

@@ -15,6 +15,10 @@ class RequestError(RolloutError, ValueError):
     """A request that cannot be served as it is (say, a prompt longer than the context)."""
 
 
+class RequestTimeout(RolloutError):
+    """A request took longer than it may, on an engine that is well: the request's fault, nobody else's."""
+
+
 class EngineStateError(RolloutError, RuntimeError):
     """A call out of order (say, `generate` before `start`), or an engine that stopped answering."""
 

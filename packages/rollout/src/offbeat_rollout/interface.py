@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from offbeat_rollout.config import RolloutConfig
     from offbeat_rollout.types import Completion, GenerateRequest, Health, PauseMode, RolloutCapabilities
@@ -54,18 +54,29 @@ class RolloutEngine(ABC):
 
         Raises:
             RequestError: the request can never be served; nothing was started.
-            EngineStateError: the engine is not running, or did not finish within `request_timeout_s`.
+            RequestTimeout: the engine worked on it for `request_timeout_s` (queueing and pauses do not count).
+            EngineStateError: the engine is not running, or makes no tokens any more.
         """
 
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    async def generate_many(
+        self, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None] | None = None
+    ) -> list[Completion]:
         """Return the completions of `requests`, in their order; one call for a whole batch.
 
-        The first request that fails ends the others, and its error is raised.
+        `ended` is called with each completion as it comes. The first request that fails ends the others, and its error
+        is raised.
         """
+
+        async def one(request: GenerateRequest) -> Completion:
+            completion = await self.generate(request)
+            if ended is not None:
+                ended(completion)
+            return completion
+
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self.generate(request), name=f"generate {request.request_id}")
+                    tasks.create_task(one(request), name=f"generate {request.request_id}")
                     for request in requests
                 ]
         except BaseExceptionGroup as group:
@@ -105,7 +116,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def health(self) -> Health:
-        """Say whether the engine can still generate."""
+        """Say whether the engine can still generate, at once, whatever it is doing; `tokens_made` tells its progress."""
 
     @abstractmethod
     async def stop(self) -> None:

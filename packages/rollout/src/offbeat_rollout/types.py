@@ -42,11 +42,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One completion to make from `prompt_ids` [P]; token in, token out."""
+    """One completion to make from `prompt_ids` [P]; token in, token out.
+
+    Requests with the same `session` go to the same replica while that is fair: the turns of one trajectory, say, whose
+    prompts grow.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +75,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Answer to "are you there?": the version served, requests running, and words for a person."""
+    """Answer to "are you there?": the version served, requests running, and words for a person.
+
+    `tokens_made` tells progress: it rises while the engine generates. None: the adapter cannot tell.
+    """
 
     ok: bool
     version: int
     num_running: int
     detail: str = ""
+    tokens_made: int | None = None
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

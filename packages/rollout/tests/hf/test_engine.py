@@ -166,17 +166,6 @@ async def test_end_of_sequence_of_the_folder_ends_a_completion(tmp_path, paths):
     assert done.finish is Finish.STOP
 
 
-async def test_a_missed_deadline_is_told_and_the_request_ended(paths):
-    engine = HfEngine(RolloutConfig(model_path=paths[0], max_model_len=256, request_timeout_s=0.2))
-    await engine.start()
-    await engine.pause(PauseMode.KEEP)
-    with pytest.raises(EngineStateError, match=r"1 of 1 requests did not end within 0\.2 s"):
-        await engine.generate(request("late"))
-    await engine.resume()
-    assert len((await engine.generate(request("next", 1))).token_ids) == 1
-    await engine.stop()
-
-
 async def test_calls_out_of_order(paths):
     engine = HfEngine(RolloutConfig(model_path=paths[0], max_model_len=64))
     with pytest.raises(EngineStateError, match="call `start` first"):

@@ -22,10 +22,12 @@ from offbeat_rollout import (
     Finish,
     GenerateRequest,
     PauseMode,
+    RequestTimeout,
     RolloutConfig,
     SamplingParams,
     UpdateRefused,
 )
+from offbeat_rollout.clock import RequestClock
 from offbeat_rollout.testing import Subject, make_tiny_model, reference_logprobs, rollout_contract
 from offbeat_rollout.vllm import VllmEngine, vllm_environment
 
@@ -146,6 +148,16 @@ async def test_log_probs_are_those_of_the_truncated_distribution(subject):
     for asked, done in zip(requests, await subject.engine.generate_many(requests), strict=True):
         expected = subject.logprobs(asked.prompt_ids, done.token_ids, asked.sampling)
         assert max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)) <= 1e-4
+
+
+async def test_a_request_out_of_time_fails_and_the_engine_is_well(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_clock", RequestClock(0.02, engine._progress.work))
+    with pytest.raises(RequestTimeout, match=r"'late' did not end within 0\.02 s of work"):
+        await engine.generate(request("late", 250))
+    monkeypatch.undo()
+    assert len((await engine.generate(request("next", 1))).token_ids) == 1
+    health = await engine.health()
+    assert (health.ok, health.num_running) == (True, 0)
 
 
 async def test_many_seeded_prompts_beyond_one_step(engine):

@@ -21,6 +21,7 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 from offbeat_rollout.checks import check_config, check_request
+from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.types import Health, RolloutCapabilities
@@ -49,6 +50,7 @@ class HfEngine(RolloutEngine):
         self._pending: dict[str, asyncio.Future[Completion]] = {}
         self._failure: str | None = None
         self._asleep = False
+        self._clock = RequestClock(config.request_timeout_s, self._work)
 
     @classmethod
     def capabilities(cls) -> RolloutCapabilities:
@@ -122,7 +124,9 @@ class HfEngine(RolloutEngine):
         """Return the completion of one request; it joins the running batch at the next token."""
         return (await self.generate_many([request]))[0]
 
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    async def generate_many(
+        self, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None] | None = None
+    ) -> list[Completion]:
         """Return the completions of `requests`, in their order; all are checked before any is started."""
         worker = self._running()
         if self._asleep:
@@ -137,19 +141,12 @@ class HfEngine(RolloutEngine):
         loop = asyncio.get_running_loop()
         futures = [self._pending.setdefault(request_id, loop.create_future()) for request_id in ids]
         worker.call(lambda: worker.submit(requests))
+        if ended is not None:
+            for future in futures:
+                future.add_done_callback(lambda done: _tell(done, ended))
         try:
-            async with asyncio.timeout(self.config.request_timeout_s):
+            async with self._clock.over(ids):
                 return await asyncio.gather(*futures)
-        except TimeoutError:
-            undone = [
-                name
-                for name, future in zip(ids, futures, strict=True)
-                if future.cancelled() or not future.done()
-            ]
-            raise EngineStateError(
-                f"{len(undone)} of {len(ids)} requests did not end within {self.config.request_timeout_s} s "
-                f"(`request_timeout_s`), the first is {undone[0]!r}; they were aborted"
-            ) from None
         finally:
             left = [request_id for request_id in ids if self._pending.pop(request_id, None) is not None]
             if left:  # cancelled or late: nobody waits for these any more
@@ -218,6 +215,8 @@ class HfEngine(RolloutEngine):
             version=self.version,
             num_running=len(self._pending),
             detail=self._failure or ("" if ok else "not started"),
+            tokens_made=0 if worker is None else worker.tokens_made,
+            paused=worker is not None and worker.paused,
         )
 
     async def stop(self) -> None:
@@ -231,6 +230,9 @@ class HfEngine(RolloutEngine):
             raise EngineStateError(
                 f"the generation thread did not end within {_STOP_TIMEOUT_S} s; end the process"
             )
+
+    def _work(self) -> Work:
+        return Work(tokens_made=0, at_work=()) if self._worker is None else self._worker.work()
 
     def _running(self) -> Worker:
         if self._failure is not None and self._worker is not None:
@@ -264,6 +266,11 @@ class HfEngine(RolloutEngine):
         for future in pending.values():
             if not future.done():
                 future.set_exception(EngineStateError(self._failure))
+
+
+def _tell(done: asyncio.Future[Completion], ended: Callable[[Completion], None]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        ended(done.result())
 
 
 def _worker_class() -> type[Worker]:

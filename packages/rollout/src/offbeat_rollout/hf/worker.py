@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from offbeat_rollout.checks import eos_token_ids
+from offbeat_rollout.clock import Work
 from offbeat_rollout.errors import EngineStateError
 from offbeat_rollout.hf.adapter import MergedAdapter
-from offbeat_rollout.hf.decode import RunningBatch, new_row
+from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
 from offbeat_rollout.hf.model import WholeWeights, load_model
 from offbeat_rollout.types import Finish, PauseMode
 
@@ -41,6 +42,7 @@ class Worker:
     ) -> None:
         """Prepare; `failed` is called once if generating dies, after which the thread is gone."""
         self.version = 0
+        self.tokens_made = 0
         self.num_running = 0
         self.vocab_size = 0
         self._config = config
@@ -88,6 +90,16 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation stands still until `resume`."""
+        return self._paused
+
+    def work(self) -> Work:
+        """Return what is being done now; asked from any thread, in the middle of a token too."""
+        ids = take_ids(list(self._batch.rows))  # a copy in one step: the thread changes the list
+        return Work(tokens_made=self.tokens_made, at_work=ids, paused=self._paused)
 
     # Commands: run in the thread through `call`.
 
@@ -188,6 +200,7 @@ class Worker:
         if self._waiting and room > 0:
             self._batch.join([self._waiting.popleft() for _ in range(min(room, len(self._waiting)))])
         self._batch.step(self.version)
+        self.tokens_made += len(self._batch.rows)
         done = [row.completion(finish) for row, finish in self._batch.finished()]
         self.num_running = len(self._batch.rows)
         if done:

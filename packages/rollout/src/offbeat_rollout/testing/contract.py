@@ -234,6 +234,32 @@ async def _health(subject: Subject) -> None:
     raise AssertionError("a second `start` must be refused")
 
 
+async def _progress(subject: Subject) -> None:
+    """Who says how many tokens were made must say so in the middle of a request, and must not in a pause."""
+    engine = subject.engine
+    before = (await engine.health()).tokens_made
+    if before is None:
+        return
+    task = await _start(subject, _long(subject))
+    async with asyncio.timeout(_DEADLINE_S):
+        while (health := await engine.health()).tokens_made == before:
+            assert not task.done(), (
+                "no progress was told of a whole request (or the model is too fast for this check)"
+            )
+            await asyncio.sleep(0.001)
+    assert (health.num_running, health.paused) == (1, False)
+    await engine.pause(PauseMode.KEEP)
+    await asyncio.sleep(0.1)  # what was under way
+    still = await engine.health()
+    await asyncio.sleep(0.2)
+    assert await engine.health() == still, "nothing moves in a pause"
+    assert still.paused
+    await engine.resume()
+    made = len((await asyncio.wait_for(task, _DEADLINE_S)).token_ids)
+    after = await engine.health()
+    assert (after.tokens_made, after.paused) == (before + made, False)
+
+
 rollout_contract: dict[str, Callable[[Subject], Awaitable[None]]] = {
     "lengths": _lengths,
     "logprobs": _logprobs,
@@ -249,4 +275,5 @@ rollout_contract: dict[str, Callable[[Subject], Awaitable[None]]] = {
     "abort": _abort,
     "cancel": _cancel,
     "health": _health,
+    "progress": _progress,
 }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from offbeat_rollout.checks import check_request
+from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.types import Completion, Finish, Health, PauseMode, RolloutCapabilities
@@ -70,6 +71,8 @@ class ScriptedRollout(RolloutEngine):
         self._go = asyncio.Event()
         self._draining: frozenset[str] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._tokens_made = 0
+        self._clock = RequestClock(config.request_timeout_s, self._work)
 
     @classmethod
     def capabilities(cls) -> RolloutCapabilities:
@@ -105,10 +108,8 @@ class ScriptedRollout(RolloutEngine):
         running = _Running(request, self._script(request), asyncio.get_running_loop().create_future())
         self._running[name] = running
         try:
-            async with asyncio.timeout(self.config.request_timeout_s):
+            async with self._clock.over([name]):
                 return await running.done
-        except TimeoutError:
-            raise EngineStateError(f"{name!r} did not end within {self.config.request_timeout_s} s") from None
         finally:
             self._running.pop(name, None)
 
@@ -160,7 +161,12 @@ class ScriptedRollout(RolloutEngine):
         """Say whether the clock runs."""
         ok = self._task is not None and not self._task.done()
         return Health(
-            ok=ok, version=self._version, num_running=len(self._running), detail="" if ok else "not running"
+            ok=ok,
+            version=self._version,
+            num_running=len(self._running),
+            detail="" if ok else "not running",
+            tokens_made=self._tokens_made,
+            paused=not self._go.is_set(),
         )
 
     async def stop(self) -> None:
@@ -173,6 +179,9 @@ class ScriptedRollout(RolloutEngine):
         for running in self._running.values():
             if not running.done.done():
                 running.done.set_exception(EngineStateError("the engine was stopped"))
+
+    def _work(self) -> Work:
+        return Work(tokens_made=self._tokens_made, at_work=list(self._running), paused=not self._go.is_set())
 
     @property
     def _logprob(self) -> float:
@@ -199,6 +208,7 @@ class ScriptedRollout(RolloutEngine):
         room = self.config.max_model_len - len(running.request.prompt_ids)
         limit = min(sampling.max_tokens, room, len(running.script))
         running.versions.append(self._version)
+        self._tokens_made += 1
         if running.script[len(running.versions) - 1] in sampling.stop_token_ids:
             running.end(Finish.STOP, self._logprob)
         elif len(running.versions) >= limit:

@@ -33,15 +33,17 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout.adapted import folder_adapter_specs
 from offbeat_rollout.checks import check_config, check_request, eos_token_ids
+from offbeat_rollout.clock import RequestClock
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.safetensors_header import folder_specs
 from offbeat_rollout.types import Health, PauseMode, RolloutCapabilities
 from offbeat_rollout.vllm.environment import check_environment, vllm_environment
 from offbeat_rollout.vllm.lora import serve_nothing_yet, served_adapter
+from offbeat_rollout.vllm.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -65,6 +67,8 @@ class VllmEngine(RolloutEngine):
         self._running_ids: set[str] = set()
         self._adapter: LoRARequest | None = None
         self._session_open = False  # of weight updates; see the module for adapters
+        self._progress = Progress()
+        self._clock = RequestClock(config.request_timeout_s, self._progress.work)
 
     @classmethod
     def capabilities(cls) -> RolloutCapabilities:
@@ -131,6 +135,7 @@ class VllmEngine(RolloutEngine):
             await asyncio.to_thread(launched.kill)
             raise EngineStateError(f"vLLM did not start: {error}; its log says more") from error
         self._llm, self._launched = llm, launched
+        self._progress.follow(llm)
         self._vocab_size = int(llm.model_config.get_vocab_size())
         self._version = 0
         self._session_open = False
@@ -142,17 +147,14 @@ class VllmEngine(RolloutEngine):
         self._check(request)
         self._running_ids.add(request.request_id)
         try:
-            async with asyncio.timeout(self.config.request_timeout_s):
+            async with self._clock.over([request.request_id]):
                 return await self._complete(llm, request)
-        except TimeoutError:
-            raise EngineStateError(
-                f"request {request.request_id!r} did not end within {self.config.request_timeout_s} s "
-                "(`request_timeout_s`); it was aborted"
-            ) from None
         finally:
             self._running_ids.discard(request.request_id)
 
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    async def generate_many(
+        self, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None] | None = None
+    ) -> list[Completion]:
         """Return the completions of `requests`, in their order; all are checked before any is started."""
         self._running()
         ids: set[str] = set()
@@ -163,7 +165,7 @@ class VllmEngine(RolloutEngine):
                     f"request id {request.request_id!r} came twice; ids must be unique while they run"
                 )
             ids.add(request.request_id)
-        return await super().generate_many(requests)
+        return await super().generate_many(requests, ended)
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests after the current step."""
@@ -177,20 +179,26 @@ class VllmEngine(RolloutEngine):
         # Running requests of KEEP hold their cache; in the other modes nothing runs any more and it may go.
         clear_cache = mode is not PauseMode.KEEP
         await self._call(llm.pause_generation(mode=mode.value, clear_cache=clear_cache), "pause")
+        self._progress.paused = True
 
     async def resume(self) -> None:
         """Schedule again."""
         await self._call(self._running().resume_generation(), "resume")
+        self._progress.paused = False
 
     async def sleep(self, level: int) -> None:
         """Release device memory; running requests are aborted."""
         if level not in (1, 2):
             raise ConfigError(f"vllm sleeps at level 1 or 2, got {level}")
         await self._call(self._running().sleep(level=level, mode="abort"), "sleep")
+        self._progress.paused = True
 
     async def wake(self, tags: Collection[str] | None = None) -> None:
         """Take memory back."""
-        await self._call(self._running().wake_up(None if tags is None else list(tags)), "wake")
+        llm = self._running()
+        await self._call(llm.wake_up(None if tags is None else list(tags)), "wake")
+        async with asyncio.timeout(self.config.request_timeout_s):
+            self._progress.paused = await llm.is_paused()  # it goes on by itself once all memory is back
 
     async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
         """Run one of the operations the module names."""
@@ -237,7 +245,15 @@ class VllmEngine(RolloutEngine):
         llm = self._llm
         ok = llm is not None and not llm.errored
         detail = "" if ok else ("not started" if llm is None else "the engine process died; its log says why")
-        return Health(ok=ok, version=self._version, num_running=len(self._running_ids), detail=detail)
+        work = self._progress.work()
+        return Health(
+            ok=ok,
+            version=self._version,
+            num_running=len(self._running_ids),
+            detail=detail,
+            tokens_made=work.tokens_made,
+            paused=work.paused,
+        )
 
     async def stop(self) -> None:
         """End vLLM and see that its processes are gone."""
@@ -271,7 +287,9 @@ class VllmEngine(RolloutEngine):
         try:
             async for output in llm.generate(prompt, params, request.request_id, lora_request=self._adapter):
                 if output.finished:
-                    return completion(request, output)
+                    done = completion(request, output)
+                    self._progress.ended += len(done.token_ids)
+                    return done
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineStateError(f"vLLM failed on request {request.request_id!r}: {error!r}") from error
         raise EngineStateError(f"vLLM ended request {request.request_id!r} without a result")
