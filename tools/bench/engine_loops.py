@@ -14,7 +14,7 @@ import torch
 
 from offbeat_engine import (
     Dtype,
-    EngineConfig,
+    Fsdp2Config,
     ModelConfig,
     OptimizerConfig,
     SftLoss,
@@ -145,7 +145,7 @@ class EngineSide:
 
 def engine_on(world: World, model: str, size: Size, **settings: Any) -> EngineSide:  # noqa: ANN401
     """Return an initialised engine of this rank."""
-    config = EngineConfig(
+    config = Fsdp2Config(
         model=ModelConfig(path=model),
         optimizer=OptimizerConfig(lr=LR),
         dtype=Dtype(size.dtype),

@@ -11,7 +11,7 @@ from offbeat_ckptsync import LocalMember, Receiver, Seat, SyncConfig, SyncReport
 from offbeat_ckptsync.manager import CheckpointEngineManager
 from offbeat_ckptsync.source import LocalSource, Publisher
 from offbeat_ckptsync.transports import make_transport
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, World, engine_class
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
 from offbeat_trainer import AlgorithmConfig, AsyncConfig, LoopConfig, SamplingConfig, SqliteJournal
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
@@ -109,7 +109,7 @@ class Measured:
 def new_engine(model: str) -> Engine:
     """Return a real engine with the weights in `model`, built."""
     engine = engine_class("fsdp2")(
-        EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-4)), World()
+        Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-4)), World()
     )
     engine.init_model()
     return engine

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, SftLoss, World
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
 from offbeat_engine.fsdp2 import engine as engine_module
 from offbeat_engine.fsdp2.activations import HostActivations
@@ -18,7 +18,7 @@ BATCHES = [random_batch(7, seed=seed) for seed in range(2)]
 
 def config_of(path, **changes):
     optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=0.5)
-    base = EngineConfig(model=ModelConfig(path=path), optimizer=optimizer, collective_timeout_s=60.0)
+    base = Fsdp2Config(model=ModelConfig(path=path), optimizer=optimizer, collective_timeout_s=60.0)
     return replace(base, **changes)
 
 

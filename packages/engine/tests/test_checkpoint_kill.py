@@ -17,7 +17,7 @@ import torch
 
 from offbeat_engine import (
     CheckpointError,
-    EngineConfig,
+    Fsdp2Config,
     ModelConfig,
     SftLoss,
     World,
@@ -33,7 +33,7 @@ KEEP = 2
 CHILD = """
 import os, sys
 import torch
-from offbeat_engine import EngineConfig, ModelConfig, SftLoss, World, engine_class, newest_checkpoint
+from offbeat_engine import Fsdp2Config, ModelConfig, SftLoss, World, engine_class, newest_checkpoint
 from offbeat_engine.testing import random_batch
 
 def say(line):
@@ -41,7 +41,7 @@ def say(line):
 
 torch.set_num_threads(1)
 model, folder = sys.argv[1:]
-engine = engine_class("fsdp2")(EngineConfig(model=ModelConfig(path=model)), World())
+engine = engine_class("fsdp2")(Fsdp2Config(model=ModelConfig(path=model)), World())
 engine.init_model()
 engine.set_loss_fn(SftLoss())
 for line in sys.stdin:
@@ -92,7 +92,7 @@ def test_fifty_kills_leave_whole_checkpoints_or_none(saver):
     process, model, folder = saver
     rng = random.Random(0)
     torch.set_num_threads(1)
-    engine = engine_class("fsdp2")(EngineConfig(model=ModelConfig(path=model)), World())
+    engine = engine_class("fsdp2")(Fsdp2Config(model=ModelConfig(path=model)), World())
     engine.init_model()
     newest, inside, save_s = 0, 0, 0.0
     for kill in range(KILLS):
@@ -145,7 +145,7 @@ def check(engine, folder, before):
 def test_a_checkpoint_with_half_a_file_does_not_load(tmp_path):
     """What the kills must never leave: the check above would notice, and it is no bare error of torch's."""
     model, folder = make_tiny_model(tmp_path / "model"), tmp_path / "checkpoints"
-    engine = engine_class("fsdp2")(EngineConfig(model=ModelConfig(path=model)), World())
+    engine = engine_class("fsdp2")(Fsdp2Config(model=ModelConfig(path=model)), World())
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     with engine.train_mode():

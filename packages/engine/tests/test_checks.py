@@ -5,8 +5,8 @@ import torch
 
 from offbeat_engine import (
     ConfigError,
-    EngineConfig,
     Feature,
+    Fsdp2Config,
     ModelConfig,
     OptimizerConfig,
     Schedule,
@@ -16,7 +16,7 @@ from offbeat_engine import (
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model
 
-GOOD = EngineConfig(model=ModelConfig(path="nowhere"))
+GOOD = Fsdp2Config(model=ModelConfig(path="nowhere"))
 
 
 def test_the_registry_knows_the_engine():

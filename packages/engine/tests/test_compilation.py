@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from offbeat_engine import EngineConfig, ModelConfig, SftLoss, World
+from offbeat_engine import Fsdp2Config, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, compilation, sharding
 from offbeat_engine.testing import RankPool, make_tiny_model, random_batch, relative_error
 
@@ -14,7 +14,7 @@ BATCHES = [random_batch(8 + seed, seed=seed, max_tokens=20 + 4 * seed) for seed 
 
 
 def make_engine(path, world=None, loss_fn=None, **changes):
-    config = EngineConfig(model=ModelConfig(path=path), micro_batch_tokens=60)
+    config = Fsdp2Config(model=ModelConfig(path=path), micro_batch_tokens=60)
     engine = Fsdp2Engine(replace(config, **changes), World() if world is None else world)
     engine.init_model()
     engine.set_loss_fn(loss_fn or SftLoss())
@@ -91,7 +91,7 @@ def test_without_a_compiler_compiling_is_refused(monkeypatch):
     from torch._inductor import config as inductor
 
     monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
-    refused = Fsdp2Engine.check(EngineConfig(model=ModelConfig(path="nowhere"), compile=True), 1)
+    refused = Fsdp2Engine.check(Fsdp2Config(model=ModelConfig(path="nowhere"), compile=True), 1)
     assert [refusal.setting for refusal in refused] == ["compile"]
     assert "no-such-compiler" in refused[0].reason
 
@@ -139,7 +139,7 @@ def test_deterministic_refuses_what_has_no_such_kernel_and_is_off_again_after(ti
 
 
 def test_deterministic_on_cuda_needs_cublas_told_beforehand(monkeypatch):
-    config = EngineConfig(model=ModelConfig(path="nowhere"), device="cuda", deterministic=True)
+    config = Fsdp2Config(model=ModelConfig(path="nowhere"), device="cuda", deterministic=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     assert [refusal.setting for refusal in Fsdp2Engine.check(config, 1)] == ["deterministic"]

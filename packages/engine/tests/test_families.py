@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from offbeat_engine import ConfigError, Dtype, EngineConfig, ModelConfig, SftLoss, World
+from offbeat_engine import ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, hf_names
 from offbeat_engine.interface import LossScale
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
@@ -36,7 +36,7 @@ def family(request, tmp_path_factory):
 
 def make_engine(path, world=None, **changes):
     settings = {"micro_batch_tokens": 100, "collective_timeout_s": 60.0, **changes}
-    engine = Fsdp2Engine(EngineConfig(model=ModelConfig(path=path), **settings), world or World())
+    engine = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path), **settings), world or World())
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     return engine
@@ -122,7 +122,7 @@ def test_experts_leave_one_by_one(tmp_path):
 
 def test_a_random_mixture_has_the_names_of_one_that_was_loaded(tmp_path):
     path = make_tiny_model(tmp_path, family="qwen3_moe", **MOE["qwen3_moe"])
-    fresh = Fsdp2Engine(EngineConfig(model=ModelConfig(path=path, random_init=True)), World())
+    fresh = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path, random_init=True)), World())
     fresh.init_model()
     assert fresh.weight_manifest() == make_engine(path).weight_manifest()
 
@@ -144,6 +144,6 @@ def test_a_family_that_joins_weights_as_it_saves_is_refused(tmp_path, monkeypatc
     path = make_tiny_model(tmp_path)
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", joined)
     assert hf_names.converts(None)
-    config = EngineConfig(model=ModelConfig(path=path, random_init=True))
+    config = Fsdp2Config(model=ModelConfig(path=path, random_init=True))
     with pytest.raises(ConfigError, match="joins several weights into one"):
         Fsdp2Engine(config, World()).init_model()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offbeat_engine import ConfigError, EngineConfig, ModelConfig, OptimizerConfig, SftLoss, World
+from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.interface import LossScale
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
@@ -15,7 +15,7 @@ FREEZE = ("model.embed_tokens.weight", "model.layers.0.*", "*.bias")
 
 
 def make_engine(path, world=None, freeze=FREEZE):
-    config = EngineConfig(
+    config = Fsdp2Config(
         model=ModelConfig(path=path), optimizer=OPTIMIZER, freeze=freeze, collective_timeout_s=60.0
     )
     engine = Fsdp2Engine(config, World() if world is None else world)

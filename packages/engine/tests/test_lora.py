@@ -13,7 +13,7 @@ from offbeat_engine import (
     CheckpointError,
     ConfigError,
     Dtype,
-    EngineConfig,
+    Fsdp2Config,
     LoraConfig,
     LoraExport,
     LossOutput,
@@ -37,7 +37,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4, max_grad_norm=0.0)
 
 
 def make_engine(path, world=None, model=None, **changes):
-    config = EngineConfig(
+    config = Fsdp2Config(
         model=model or ModelConfig(path=path),
         optimizer=OPTIMIZER,
         collective_timeout_s=60.0,
@@ -344,7 +344,7 @@ def test_targets_that_cannot_be_adapted_are_refused(tiny, targets, message):
     ids=str,
 )
 def test_settings_that_cannot_work_are_refused(changes, setting):
-    config = EngineConfig(model=ModelConfig(path="nowhere"), **changes)
+    config = Fsdp2Config(model=ModelConfig(path="nowhere"), **changes)
     assert [refusal.setting for refusal in Fsdp2Engine.check(config, 1)] == [setting]
 
 

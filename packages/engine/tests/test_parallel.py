@@ -8,7 +8,7 @@ import torch
 from offbeat_engine import (
     BatchError,
     Dtype,
-    EngineConfig,
+    Fsdp2Config,
     LossOutput,
     ModelConfig,
     OptimizerConfig,
@@ -48,7 +48,7 @@ class SequenceLoss:
 
 
 def config_of(path, **changes):
-    base = EngineConfig(model=ModelConfig(path=path), optimizer=OPTIMIZER, collective_timeout_s=60.0)
+    base = Fsdp2Config(model=ModelConfig(path=path), optimizer=OPTIMIZER, collective_timeout_s=60.0)
     return replace(base, **changes)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, SftLoss, World
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.attention import packed_attention
 from offbeat_engine.fsdp2.packing import flash_rows_inputs, packed_inputs
@@ -63,7 +63,7 @@ def train(world, config):
 )
 def test_two_gpus_that_share_sequences_are_one_cpu(tiny, changes):
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
-    config = EngineConfig(model=ModelConfig(path=tiny), optimizer=optimizer, collective_timeout_s=60.0)
+    config = Fsdp2Config(model=ModelConfig(path=tiny), optimizer=optimizer, collective_timeout_s=60.0)
     losses, grads, logprobs = train(World(), config)
     shared = replace(config, device="cuda", sequence_parallel_size=2, micro_batch_tokens=40, **changes)
     with RankPool(2, device="cuda") as ranks:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_engine import (
-    EngineConfig,
+    Fsdp2Config,
     ModelConfig,
     SftLoss,
     World,
@@ -74,7 +74,7 @@ def group_batch(num_groups=3, size=4, prompt=9, vocab=64):
 
 
 def new_engine(path, world, **settings):
-    engine = engine_class("fsdp2")(EngineConfig(model=ModelConfig(path=path), **settings), world)
+    engine = engine_class("fsdp2")(Fsdp2Config(model=ModelConfig(path=path), **settings), world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     return engine

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from offbeat_engine import ConfigError, EngineConfig, LossOutput, ModelConfig, OptimizerConfig, World
+from offbeat_engine import ConfigError, Fsdp2Config, LossOutput, ModelConfig, OptimizerConfig, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
 
@@ -31,7 +31,7 @@ class ValueLoss:
 
 
 def make_engine(path, world=None, **changes):
-    config = EngineConfig(
+    config = Fsdp2Config(
         model=ModelConfig(path=path, head="value"),
         optimizer=OPTIMIZER,
         micro_batch_tokens=60,

@@ -21,7 +21,7 @@ from offbeat_ckptsync.source import LocalSource, Publisher
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_ckptsync.transports import make_transport
 from offbeat_engine import (
-    EngineConfig,
+    Fsdp2Config,
     LoraConfig,
     LoraExport,
     ModelConfig,
@@ -47,7 +47,7 @@ SYNC = SyncConfig(
 
 
 def make_engine(path, lora=LORA):
-    config = EngineConfig(model=ModelConfig(path=path), optimizer=OptimizerConfig(lr=2e-2), lora=lora)
+    config = Fsdp2Config(model=ModelConfig(path=path), optimizer=OptimizerConfig(lr=2e-2), lora=lora)
     engine = engine_class("fsdp2")(config, World())
     engine.init_model()
     engine.set_loss_fn(SftLoss())

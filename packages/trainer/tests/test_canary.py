@@ -6,7 +6,7 @@ import torch
 from offbeat_ckptsync import SyncConfig, SyncFailed
 from offbeat_ckptsync.manager import CheckpointEngineManager
 from offbeat_ckptsync.source import LocalSource, Publisher
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, SftLoss, World, engine_class
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World, engine_class
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_rollout import RolloutConfig
 from offbeat_rollout.registry import adapter_class
@@ -54,7 +54,7 @@ async def house(tmp_path, request):
     torch.set_num_threads(1)
     model = str(make_tiny_model(tmp_path / "tiny"))
     engine = engine_class("fsdp2")(
-        EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2)), World()
+        Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2)), World()
     )
     engine.init_model()
     engine.set_loss_fn(SftLoss())

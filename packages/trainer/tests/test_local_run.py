@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from offbeat_ckptsync import SyncConfig
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, World, engine_class
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
 from offbeat_rollout import RolloutConfig
 from offbeat_rollout.registry import adapter_class
@@ -77,7 +77,7 @@ async def run(
     mode=run_sync, **asynchronous,
 ):  # fmt: skip
     algorithm = AlgorithmConfig() if algorithm is None else algorithm
-    config = EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=3e-3))
+    config = Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=3e-3))
 
     def new_engine():
         engine = engine_class("fsdp2")(config, World())

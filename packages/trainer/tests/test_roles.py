@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, StepStats, World, engine_class
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, StepStats, World, engine_class
 from offbeat_engine.losses import SftLoss
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_trainer.metrics import Last, Max, Mean, Metric, reduce_metrics
@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 
 def new_engine(model):
-    config = EngineConfig(
+    config = Fsdp2Config(
         model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=LR), micro_batch_tokens=100_000
     )
     engine = engine_class("fsdp2")(config, World())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, World, engine_class
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
 from offbeat_trainer.metrics import reduce_metrics
@@ -29,7 +29,7 @@ def plain(model):
 
 
 def new_engine(model, **settings):
-    config = EngineConfig(
+    config = Fsdp2Config(
         model=ModelConfig(path=model, head="value", seed=SEED),
         optimizer=OptimizerConfig(lr=1e-2),
         micro_batch_tokens=24,

@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig, Schedule
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, Schedule
 from offbeat_engine.schedules import learning_rate
 from offbeat_trainer.config import WarmupConfig
 from offbeat_trainer.warmup import warm_up_engine
 
-ENGINE = EngineConfig(
+ENGINE = Fsdp2Config(
     model=ModelConfig(path="/m"),
     optimizer=OptimizerConfig(lr=1e-5, weight_decay=0.1, schedule=Schedule.LINEAR, total_steps=7),
     micro_batch_tokens=99,

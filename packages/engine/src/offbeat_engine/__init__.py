@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         OptimizerConfig,
         OptimizerName,
         Schedule,
+        bounded,
+        require_config,
     )
     from offbeat_engine.errors import (
         BatchError,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
         RankLostError,
         StateError,
     )
+    from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.interface import (
         Engine,
         LossFn,
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
         WeightSpec,
     )
     from offbeat_engine.losses import SftLoss
-    from offbeat_engine.registry import engine_class, engine_names
+    from offbeat_engine.registry import engine_class, engine_config_class, engine_names
     from offbeat_engine.schedules import learning_rate
     from offbeat_engine.toolkit.checkpoint_folders import newest_checkpoint
     from offbeat_engine.toolkit.planning import plan_micro_batches, plan_shards
@@ -66,6 +69,9 @@ _HOMES = {
     "OptimizerConfig": "config",
     "OptimizerName": "config",
     "Schedule": "config",
+    "bounded": "config",
+    "require_config": "config",
+    "Fsdp2Config": "fsdp2.config",
     "BatchError": "errors",
     "CheckpointError": "errors",
     "ConfigError": "errors",
@@ -89,6 +95,7 @@ _HOMES = {
     "plan_micro_batches": "toolkit.planning",
     "plan_shards": "toolkit.planning",
     "engine_class": "registry",
+    "engine_config_class": "registry",
     "engine_names": "registry",
     "learning_rate": "schedules",
     "World": "world",
@@ -112,6 +119,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "Feature",
+    "Fsdp2Config",
     "LoraConfig",
     "LoraExport",
     "LossFn",
@@ -136,12 +144,15 @@ __all__ = [
     "WeightKind",
     "WeightSpec",
     "World",
+    "bounded",
     "check_batch",
     "engine_class",
+    "engine_config_class",
     "engine_names",
     "learning_rate",
     "newest_checkpoint",
     "plan_micro_batches",
     "plan_shards",
+    "require_config",
     "train_batch",
 ]

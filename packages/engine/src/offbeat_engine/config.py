@@ -3,7 +3,9 @@
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+from offbeat_engine.errors import ConfigError
 
 
 class Dtype(StrEnum):
@@ -93,16 +95,16 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything a training engine is told.
+    """What every training engine is told; an engine's own settings are fields of its own subclass (`Engine.Config`).
+
+    An engine refuses in `check` what it cannot honour of these. A subclass is frozen and keyword-only too, and gives every
+    field a default: recipes then read `engine.<field>` by it.
 
     `micro_batch_tokens` is the budget of one micro-batch on one rank, in tokens after packing; a single longer
-    sequence gets a micro-batch of its own. Ranks that share sequences put their budgets together. `collective_timeout_s` bounds every wait for another rank.
-
-    `sequence_parallel_size` ranks share the tokens of each sequence (Ulysses, arXiv 2309.14509). `shard_size` ranks
-    hold one copy of the weights among them, the copies are replicas of each other (hybrid sharding); 0 = all ranks.
-    `offload_parameters` (gradients go along) and `offload_optimizer` keep them in host memory outside the modes.
-    `activation_offload` keeps what backward needs in host memory. `freeze` are patterns (fnmatch) over Hugging Face
-    weight names that are not trained. `deterministic` asks torch for deterministic kernels and refuses others.
+    sequence gets a micro-batch of its own. Ranks that share sequences put their budgets together. `collective_timeout_s`
+    bounds every wait for another rank. `offload_parameters` (gradients go along) and `offload_optimizer` keep them in host
+    memory outside the modes. `freeze` are patterns (fnmatch) over Hugging Face weight names that are not trained.
+    `deterministic` asks for deterministic kernels and refuses others.
     """
 
     model: ModelConfig
@@ -110,18 +112,52 @@ class EngineConfig:
     dtype: Dtype = Dtype.FLOAT32
     device: Literal["cpu", "cuda"] = "cpu"
     micro_batch_tokens: int = 16384
-    packing: bool = True
-    share_prefixes: bool = True
     activation_checkpointing: bool = False
-    activation_offload: bool = False
-    sequence_parallel_size: int = 1
-    shard_size: int = 0
     offload_parameters: bool = False
     offload_optimizer: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     freeze: tuple[str, ...] = ()
-    compile: bool = False
     deterministic: bool = False
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     on_nonfinite: NonFinite = NonFinite.STOP
     collective_timeout_s: float = 600.0
+
+    @property
+    def model_parallel_size(self) -> int:
+        """How many consecutive ranks work on the same sequences; `shard_data` gives them the same share."""
+        return 1
+
+    def shard_ranks(self, num_ranks: int) -> int:
+        """Return among how many of `num_ranks` ranks one copy of the weights is spread."""
+        return num_ranks
+
+
+def bounded(
+    default: float,
+    *,
+    at_least: float | None = None,
+    more_than: float | None = None,
+    at_most: float | None = None,
+) -> Any:  # noqa: ANN401 what `field` answers is as the annotation beside it says
+    """Return a field with limits in its metadata; whoever reads settings from a file or command line holds them.
+
+    That is early and cheap; an engine's `check` looks at what depends on more than one setting.
+    """
+    limits = {"at_least": at_least, "more_than": more_than, "at_most": at_most}
+    return field(default=default, metadata={key: limit for key, limit in limits.items() if limit is not None})
+
+
+C = TypeVar("C", bound=EngineConfig)
+
+
+def require_config(config: EngineConfig, cls: type[C]) -> C:
+    """Return `config`, which an engine whose settings are a `cls` was given.
+
+    Raises:
+        ConfigError: it is of another class.
+    """
+    if not isinstance(config, cls):
+        raise ConfigError(
+            f"this engine takes settings of the class {cls.__name__}, got {type(config).__name__}; "
+            "make them with `engine_class(name).Config(...)`"
+        )
+    return config

@@ -9,18 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, Protocol, overload
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, overload
 
 import torch
 from tensordict import TensorDict
 
 from offbeat_engine.batch import TrainBatch
+from offbeat_engine.config import EngineConfig, require_config
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from offbeat_engine.capabilities import Capabilities, Refusal
-    from offbeat_engine.config import EngineConfig
     from offbeat_engine.world import World
 
 Predictions = TensorDict
@@ -129,11 +129,20 @@ class Engine(ABC):
 
     Every rank constructs one with the same config and calls the same methods in the same order: all methods
     but `capabilities`, `check`, `shard_data` and `weight_manifest` may be collectives.
+
+    An engine with settings of its own says so with `Config`, a subclass of `EngineConfig`: what it is made with, what
+    `check` is given, and what the recipes read `engine.*` by.
     """
 
+    Config: ClassVar[type[EngineConfig]] = EngineConfig
+
     def __init__(self, config: EngineConfig, world: World) -> None:
-        """Keep `config` and `world`; nothing heavy happens before `init_model`."""
-        self.config = config
+        """Keep `config` and `world`; nothing heavy happens before `init_model`.
+
+        Raises:
+            ConfigError: `config` is not one of this engine's.
+        """
+        self.config = require_config(config, self.Config)
         self.world = world
 
     @classmethod

@@ -1,4 +1,8 @@
-"""Engines by name, open to third parties through the entry-point group `offbeat.engines`."""
+"""Engines by name, open to third parties through the entry-point group `offbeat.engines`.
+
+An engine's module may take seconds to import, and its settings are read long before. So it may name its config class in
+a second group, `offbeat.engine_configs`, in a module that imports little; one that does not is asked for its `Config`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ from typing import TYPE_CHECKING, cast
 from offbeat_engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from offbeat_engine.config import EngineConfig
     from offbeat_engine.interface import Engine
 
 ENTRY_POINT_GROUP = "offbeat.engines"
+CONFIG_GROUP = "offbeat.engine_configs"
 
 
 def engine_names() -> list[str]:
@@ -31,3 +37,15 @@ def engine_class(name: str) -> type[Engine]:
         f"no training engine named {name!r}; installed: {', '.join(engine_names())}. "
         f"A package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
     )
+
+
+def engine_config_class(name: str) -> type[EngineConfig]:
+    """Return the class that the settings of engine `name` are read by, importing as little as the engine lets.
+
+    Raises:
+        ConfigError: nothing is registered under that name.
+    """
+    for point in entry_points(group=CONFIG_GROUP):
+        if point.name == name:
+            return cast("type[EngineConfig]", point.load())
+    return engine_class(name).Config

@@ -1,6 +1,7 @@
 """The settings of a run: one frozen tree, composed of the packages' own settings.
 
-Sections extend the dataclass of the package they are for, so no field is written twice. A field that is derived
+Sections extend the dataclass of the package they are for, so no field is written twice; where a plug-in brings a class of
+its own, `offbeat_recipes.sections` extends that. A field that is derived
 from another setting says so in its metadata and cannot be set: `model.dtype` alone decides the precision of the
 engine and of the replicas. Reading and checking live in `offbeat_recipes.settings`.
 """
@@ -15,6 +16,7 @@ from pydantic import ConfigDict, Field
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.registry import require_transport
 from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig
+from offbeat_engine.registry import engine_config_class
 from offbeat_rollout.config import AdapterConfig, RolloutConfig
 from offbeat_trainer.config import (
     AlgorithmConfig,
@@ -150,7 +152,10 @@ class ModelSection(ModelConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection(EngineConfig):
-    """The training engine and how many ranks it has. `threads_per_rank` 0 shares the cores among the ranks."""
+    """The training engine and how many ranks it has. `threads_per_rank` 0 shares the cores among the ranks.
+
+    The rest are settings of the engine itself: `offbeat_recipes.sections` adds those that `name` has of its own.
+    """
 
     name: str = "fsdp2"
     num_ranks: int = 1
@@ -275,7 +280,7 @@ class RunConfig:
     def engine_config(self, path: str) -> EngineConfig:
         """Return the settings of a training engine for the model in folder `path`.
 
-        `optimizer.total_steps` 0 becomes the number of optimizer steps of the run.
+        They are of the engine's own class. `optimizer.total_steps` 0 becomes the number of optimizer steps of the run.
         """
         optimizer = self.engine.optimizer
         derived: dict[str, Any] = {
@@ -284,7 +289,8 @@ class RunConfig:
             "device": self.device,
             "optimizer": replace(optimizer, total_steps=optimizer.total_steps or self.num_updates),
         }
-        return EngineConfig(**{**_as(EngineConfig, self.engine), **derived})
+        cls = engine_config_class(self.engine.name)
+        return cls(**{**_as(cls, self.engine), **derived})
 
     @property
     def colocated(self) -> bool:

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_engine import ConfigError as EngineConfigError
 from offbeat_engine.capabilities import Refusal
 from offbeat_engine.registry import engine_class
 from offbeat_recipes.abilities import offloads, recomputes, sleeps
@@ -122,10 +121,7 @@ def model_facts(shape: PretrainedConfig) -> ModelFacts:
 
 
 def _engine(config: RunConfig) -> list[Refusal]:
-    try:
-        engine = engine_class(config.engine.name)
-    except EngineConfigError as error:
-        return [Refusal("engine.name", str(error), "choose an installed one")]
+    engine = engine_class(config.engine.name)
     found = engine.check(config.engine_config(config.model.path), config.engine.num_ranks)
     return [Refusal(_our_name(item.setting), item.reason, item.remedy) for item in found]
 

@@ -49,7 +49,7 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
     """Return the memory of a training rank that holds `sequences` of at most `longest_tokens` a mini-batch."""
     ranks, params = config.engine.num_ranks, model.num_params
     width = bytes_of(config.model.dtype)
-    shard = -(-params // (config.engine.shard_size or ranks))
+    shard = -(-params // config.engine.shard_ranks(ranks))
     states, trained = _states(config, model, shard)
     reference = (("reference weights, sharded", shard * _FP32),) if config.algorithm.kl_coef else ()
     tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))

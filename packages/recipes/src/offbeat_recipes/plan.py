@@ -106,7 +106,7 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
         completions_per_step=completions,
         updates_per_step=loop.updates_per_step,
         sequences_per_update=per_update,
-        sequences_per_rank=-(-per_update * config.engine.sequence_parallel_size // config.engine.num_ranks),
+        sequences_per_rank=-(-per_update * config.engine.model_parallel_size // config.engine.num_ranks),
         max_tokens_per_sequence=longest,
         max_tokens_per_step=completions * longest,
         steps=loop.steps,
@@ -118,7 +118,7 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
 
 def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
     loop = config.trainer
-    ranks = config.engine.num_ranks // max(config.engine.sequence_parallel_size, 1)  # those share their rows
+    ranks = config.engine.num_ranks // config.engine.model_parallel_size  # those share their rows
     if loop.group_size < 2:
         yield Refusal(
             "trainer.group_size",

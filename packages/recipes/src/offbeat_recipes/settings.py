@@ -7,30 +7,33 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+import operator
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from offbeat_recipes.config import RunConfig
 from offbeat_recipes.errors import SettingError
+from offbeat_recipes.sections import PLUG_INS, run_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from pydantic_core import ErrorDetails
 
-# Every number must be at least this; whatever is not named here may be any number. The plan checks what depends
-# on more than one setting.
+    from offbeat_recipes.config import RunConfig
+
+# Every number must be at least this; whatever is not named here, and has no limits beside its field
+# (`offbeat_engine.bounded`), may be any number. The plan checks what depends on more than one setting.
 _AT_LEAST: dict[str, tuple[str, ...]] = {
     "1": (
         "trainer.prompts_per_step trainer.group_size trainer.updates_per_step trainer.validation_prompts",
         "warmup.batch_size sampling.max_tokens engine.num_ranks engine.micro_batch_tokens rollout.num_replicas",
         "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size task.level",
         "task.hidden_size task.num_layers task.num_heads task.intermediate_size task.max_prompt_tokens",
-        "trainer.keep_checkpoints evaluation.num_samples engine.sequence_parallel_size mode.sync_every",
+        "trainer.keep_checkpoints evaluation.num_samples mode.sync_every",
         "mode.max_attempts",
     ),
     "0": (
@@ -39,7 +42,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
         "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
-        "engine.shard_size engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
+        "engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
         "rollout.cpu_threads",
         "algorithm.correction_low algorithm.correction_high sync.limit_gb_per_s sync.canary_tolerance",
         "sync.delta_max_fraction",
@@ -64,8 +67,9 @@ _AT_MOST_ONE = (
 )
 
 
-_DEFAULT_CHOICE = {"task": "arithmetic", "mode": "sync"}
-"""The variant of a section that has several, where its `name` is not given."""
+_UNIONS = {"task": "arithmetic", "mode": "sync"}
+_DEFAULT_CHOICE = {**_UNIONS, **{path: plug_in.default for path, plug_in in PLUG_INS.items()}}
+"""The variant of a section that has several, or the plug-in that it is of, where its `name` is not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ class Setting:
     """One leaf of the tree.
 
     `derived` names what decides it when it cannot be set; `free` takes any keys below; `variant` is the `name`
-    of the section's variant it belongs to, where the section has several.
+    of the section's variant it belongs to, where the section has several. `limits` are those beside its field.
     """
 
     path: str
@@ -81,19 +85,27 @@ class Setting:
     derived: str = ""
     free: bool = False
     variant: str = ""
+    limits: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def all_settings(chosen: Mapping[str, str] | None = None) -> tuple[Setting, ...]:
+    """Return every setting of the tree, those of all tasks and modes included; a path may come once for each.
+
+    Of the plug-ins, those of the `chosen` ones, or of the ones that a run has by default.
+    """
+    return _all_settings(run_class(_DEFAULT_CHOICE if chosen is None else chosen))
 
 
 @cache
-def all_settings() -> tuple[Setting, ...]:
-    """Return every setting of the tree, those of all tasks and modes included; a path may come once for each."""
-    return tuple(_walk(RunConfig, "", ""))
+def _all_settings(cls: type[RunConfig]) -> tuple[Setting, ...]:
+    return tuple(_walk(cls, "", ""))
 
 
 def known_paths(chosen: Mapping[str, str] | None = None) -> dict[str, Setting]:
     """Return the settings that can be set, by dotted path: those of the `chosen` variant by section, or all."""
     return {
         item.path: item
-        for item in all_settings()
+        for item in all_settings(chosen)
         if not item.derived
         and (chosen is None or not item.variant or item.variant == chosen[_section(item.path)])
     }
@@ -112,10 +124,10 @@ def parse(raw: Mapping[str, Any]) -> RunConfig:
         raise SettingError(problems)
     try:
         # JSON mode: strict (no "5" for 5, no true for 1), yet names for enums.
-        config = _adapter().validate_json(json.dumps(values, default=str), strict=True)
+        config = _adapter(run_class(chosen)).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise SettingError([_sentence(item) for item in error.errors()]) from None
-    problems = list(_out_of_range(to_dict(config)))
+    problems = list(_out_of_range(to_dict(config), known_paths(chosen)))
     if problems:
         raise SettingError(problems)
     return replace(config, name=config.name or config.task.name)
@@ -123,7 +135,7 @@ def parse(raw: Mapping[str, Any]) -> RunConfig:
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Return the settings that can be set as plain nested values; `parse` reads them back."""
-    settable = known_paths({"task": config.task.name, "mode": config.mode.name})
+    settable = known_paths({section: getattr(config, section).name for section in _DEFAULT_CHOICE})
 
     def keep(values: dict[str, Any], prefix: str) -> dict[str, Any]:
         kept: dict[str, Any] = {}
@@ -138,9 +150,9 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return keep(asdict(config), "")
 
 
-def unknown_setting(path: str) -> str:
+def unknown_setting(path: str, chosen: Mapping[str, str] | None = None) -> str:
     """Return the sentence for a dotted `path` that is no setting of any task."""
-    hint = suggestion(path, known_paths())
+    hint = suggestion(path, known_paths(chosen))
     return f"unknown setting `{path}`" + (f"; did you mean `{hint}`?" if hint else "; see --cfg job for all")
 
 
@@ -159,16 +171,21 @@ def suggestion(path: str, known: Iterable[str]) -> str:
     return leaves[close[0]] if close else ""
 
 
-def check_path(path: str) -> list[str]:
-    """Return what is wrong with setting or section `path`, whatever the task: nothing, or one sentence."""
-    if _is_section(path, known_paths()) or any(
-        _covers(item, path) for item in all_settings() if not item.derived
-    ):
+def check_path(path: str, chosen: Mapping[str, str] | None = None) -> list[str]:
+    """Return what is wrong with setting or section `path`, whatever the task: nothing, or one sentence.
+
+    Which settings a plug-in has is known only with its name: without `chosen`, none in its section is found wrong.
+    """
+    known = all_settings(chosen)
+    settable = {item.path for item in known if not item.derived}
+    if _is_section(path, settable) or any(_covers(item, path) for item in known if not item.derived):
         return []
-    for item in all_settings():
+    for item in known:
         if item.derived and (path == item.path or path.startswith(f"{item.path}.")):
             return [f"`{path}` cannot be set: it follows from {item.derived}; set that instead"]
-    return [unknown_setting(path)]
+    if chosen is None and _section(path) in PLUG_INS:
+        return []
+    return [unknown_setting(path, chosen)]
 
 
 def _walk(cls: type, prefix: str, variant: str) -> Iterator[Setting]:
@@ -184,7 +201,8 @@ def _walk(cls: type, prefix: str, variant: str) -> Iterator[Setting]:
             yield from _walk(annotation, f"{path}.", variant)
         else:
             free = bool(item.metadata.get("free"))
-            yield Setting(path=path, annotation=annotation, free=free, variant=variant)
+            limits = {key: item.metadata[key] for key in _LIMITS if key in item.metadata}
+            yield Setting(path=path, annotation=annotation, free=free, variant=variant, limits=limits)
 
 
 def _variant_name(cls: type) -> str:
@@ -214,13 +232,16 @@ def _choose(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _unknown(path: str, chosen: Mapping[str, str]) -> list[str]:
-    wrong = check_path(path)
-    mine = known_paths(chosen)
+    wrong = check_path(path, chosen)
+    mine, section = known_paths(chosen), _section(path)
+    usual = _DEFAULT_CHOICE.get(section)
+    if wrong and section in PLUG_INS and any(_covers(item, path) for item in known_paths().values()):
+        return [f"`{path}` belongs to {section}={usual}; this run has {section}={chosen[section]}"]
     if wrong or _is_section(path, mine) or any(_covers(item, path) for item in mine.values()):
         return wrong
-    section = _section(path)
-    owners = sorted({item.variant for item in all_settings() if _covers(item, path)})
-    if chosen[section] not in {item.variant for item in all_settings() if _section(item.path) == section}:
+    known = all_settings(chosen)
+    owners = sorted({item.variant for item in known if _covers(item, path)})
+    if chosen[section] not in {item.variant for item in known if _section(item.path) == section}:
         return []  # the choice itself is unknown: pydantic says so, once
     return [f"`{path}` belongs to {section}={' or '.join(owners)}; this run has {section}={chosen[section]}"]
 
@@ -242,8 +263,8 @@ def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _adapter() -> TypeAdapter[RunConfig]:
-    return TypeAdapter(RunConfig)
+def _adapter(cls: type[RunConfig]) -> TypeAdapter[RunConfig]:
+    return TypeAdapter(cls)
 
 
 _EXPECTED = {
@@ -260,7 +281,7 @@ _EXPECTED = {
 def _sentence(error: ErrorDetails) -> str:
     """Turn one pydantic error into: setting, what was expected, what came."""
     loc = [str(part) for part in error["loc"]]
-    if len(loc) > 1 and loc[0] in _DEFAULT_CHOICE:
+    if len(loc) > 1 and loc[0] in _UNIONS:
         del loc[1]  # pydantic puts the variant's name there
     path, came, kind = ".".join(loc), error.get("input"), error["type"]
     context = error.get("ctx", {})
@@ -276,17 +297,35 @@ def _sentence(error: ErrorDetails) -> str:
     return f"`{path}`: expected {expected}, got {came!r}"
 
 
-def _out_of_range(values: dict[str, Any]) -> Iterator[str]:
-    flat = dict(_flatten(values, ""))
+_LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "at_least": ("at least", operator.ge),
+    "more_than": ("more than", operator.gt),
+    "at_most": ("at most", operator.le),
+}
+
+
+def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
+    for path, value in _flatten(values, ""):
+        limits = {**_limits().get(path, {}), **(known[path].limits if path in known else {})}
+        if path.endswith("_timeout_s"):
+            limits["more_than"] = 0
+        for name, limit in limits.items():
+            words, holds = _LIMITS[name]
+            if not holds(value, limit):
+                yield f"`{path}`: expected {words} {limit:g}, got {value}"
+
+
+@cache
+def _limits() -> dict[str, dict[str, float]]:
+    """Return the limits that are written in this module, by path."""
+    found: dict[str, dict[str, float]] = {}
     for bound, groups in _AT_LEAST.items():
         for path in " ".join(groups).split():
-            if path in flat and not flat[path] >= int(bound):
-                yield f"`{path}`: expected at least {bound}, got {flat[path]}"
-    for path, value in flat.items():
-        if (path in _MORE_THAN_ZERO or path.endswith("_timeout_s")) and not value > 0:
-            yield f"`{path}`: expected more than 0, got {value}"
-        if path in _AT_MOST_ONE and not value <= 1:
-            yield f"`{path}`: expected at most 1, got {value}"
+            found.setdefault(path, {})["at_least"] = int(bound)
+    for name, limit, paths in (("more_than", 0, _MORE_THAN_ZERO), ("at_most", 1, _AT_MOST_ONE)):
+        for path in paths:
+            found.setdefault(path, {})[name] = limit
+    return found
 
 
 def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from offbeat_ckptsync import SyncConfig
-from offbeat_engine import EngineConfig, ModelConfig, OptimizerConfig
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig
 from offbeat_engine.testing import make_tiny_model
 from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
 from offbeat_trainer import AlgorithmConfig
@@ -114,7 +114,7 @@ def started():
 
         async def build():
             await cluster.train.build(
-                EngineConfig(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
+                Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
             )
             return "built"
 

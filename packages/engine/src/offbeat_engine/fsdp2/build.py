@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.world import SubGroup, World
 
 
@@ -44,7 +44,7 @@ class Parts:
                 module.reshard()
 
 
-def build_parts(config: EngineConfig, world: World) -> Parts:
+def build_parts(config: Fsdp2Config, world: World) -> Parts:
     """Build everything, and send to host memory what `config` wants there; a collective.
 
     Raises:

@@ -18,7 +18,7 @@ from offbeat_engine.fsdp2.model import has_flash_attention, wants_flash
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.fsdp2.config import Fsdp2Config
 
 _MISSING = {
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
@@ -42,7 +42,7 @@ def capabilities() -> Capabilities:
     )
 
 
-def refusals(config: EngineConfig, num_ranks: int) -> list[Refusal]:
+def refusals(config: Fsdp2Config, num_ranks: int) -> list[Refusal]:
     """Return every reason why `config` cannot run on `num_ranks` ranks, all at once."""
     return [
         *_numbers(config, num_ranks),
@@ -54,7 +54,7 @@ def refusals(config: EngineConfig, num_ranks: int) -> list[Refusal]:
     ]
 
 
-def _numbers(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:
+def _numbers(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:
     if num_ranks < 1:
         yield Refusal(
             setting="num_ranks", reason=f"must be at least 1, got {num_ranks}", remedy="use 1 or more"
@@ -73,7 +73,7 @@ def _numbers(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:
         )
 
 
-def _layout_of_ranks(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:
+def _layout_of_ranks(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:
     peers = config.sequence_parallel_size
     if peers < 1 or num_ranks % peers:
         yield Refusal(
@@ -91,7 +91,7 @@ def _layout_of_ranks(config: EngineConfig, num_ranks: int) -> Iterator[Refusal]:
         )
 
 
-def _sequence_parallel(config: EngineConfig) -> Iterator[Refusal]:
+def _sequence_parallel(config: Fsdp2Config) -> Iterator[Refusal]:
     if not config.packing:
         yield Refusal(
             setting="sequence_parallel_size",
@@ -117,7 +117,7 @@ def _num_heads(path: str) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def _optimizer(config: EngineConfig) -> Iterator[Refusal]:
+def _optimizer(config: Fsdp2Config) -> Iterator[Refusal]:
     optimizer = config.optimizer
     if optimizer.lr < 0:
         yield Refusal(
@@ -138,7 +138,7 @@ def _optimizer(config: EngineConfig) -> Iterator[Refusal]:
         )
 
 
-def _device(config: EngineConfig) -> Iterator[Refusal]:
+def _device(config: Fsdp2Config) -> Iterator[Refusal]:
     if config.device == "cuda" and not torch.cuda.is_available():
         yield Refusal(setting="device", reason="this process sees no CUDA device", remedy="use cpu")
     if config.packing and config.attention == "eager":
@@ -157,7 +157,7 @@ def _device(config: EngineConfig) -> Iterator[Refusal]:
         )
 
 
-def _lora(config: EngineConfig) -> Iterator[Refusal]:
+def _lora(config: Fsdp2Config) -> Iterator[Refusal]:
     lora = config.lora
     if lora.rank < 0:
         yield Refusal(
@@ -187,7 +187,7 @@ def _lora(config: EngineConfig) -> Iterator[Refusal]:
         )
 
 
-def _kernels(config: EngineConfig) -> Iterator[Refusal]:
+def _kernels(config: Fsdp2Config) -> Iterator[Refusal]:
     missing = compiler_missing(config.device) if config.compile else None
     if missing is not None:
         yield Refusal(setting="compile", reason=missing, remedy="install it, or set `compile: false`")

@@ -21,7 +21,7 @@ from offbeat_engine.fsdp2.sharding import layers_of
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.scorer import Scorer
 
 # What torch's compiler says about itself as it compiles.
@@ -44,7 +44,7 @@ def compile_layers(scorer: Scorer) -> None:
 
 
 @contextmanager
-def kernels(config: EngineConfig) -> Generator[None]:
+def kernels(config: Fsdp2Config) -> Generator[None]:
     """Compute as `config` says inside, and leave torch's settings as they were."""
     with ExitStack() as stack:
         if config.compile:  # compiling happens at the first call of each kind, backward too

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
-from offbeat_engine.config import NonFinite
+from offbeat_engine.config import NonFinite, require_config
 from offbeat_engine.errors import ConfigError, NonFiniteError, StateError
 from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
 from offbeat_engine.fsdp2.activations import HostActivations
 from offbeat_engine.fsdp2.build import Parts, build_parts
 from offbeat_engine.fsdp2.compilation import kernels
+from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.stepping import Step, run_step
 from offbeat_engine.interface import Engine, StepContext
 from offbeat_engine.toolkit import checkpoint_folders
@@ -51,8 +52,11 @@ class Fsdp2Engine(Engine):
     data and number of ranks give the same bits.
     """
 
+    Config = Fsdp2Config
+
     def __init__(self, config: EngineConfig, world: World) -> None:
         super().__init__(config, world)
+        self._config = require_config(config, Fsdp2Config)
         self._parts: Parts | None = None
         self._loss_fn: LossFn | None = None
         self._mode = _Mode.NONE
@@ -65,7 +69,7 @@ class Fsdp2Engine(Engine):
 
     @classmethod
     def check(cls, config: EngineConfig, num_ranks: int) -> list[Refusal]:  # noqa: D102
-        return checks.refusals(config, num_ranks)
+        return checks.refusals(require_config(config, Fsdp2Config), num_ranks)
 
     def init_model(self) -> None:
         """Build, shard and prepare everything.
@@ -76,10 +80,10 @@ class Fsdp2Engine(Engine):
         """
         if self._parts is not None:
             raise StateError("`init_model` was called before; make a new engine for another model")
-        refused = self.check(self.config, self.world.size)
+        refused = self.check(self._config, self.world.size)
         if refused:
             raise ConfigError("; ".join(map(str, refused)))
-        self._parts = build_parts(self.config, self.world)
+        self._parts = build_parts(self._config, self.world)
 
     @contextmanager
     def train_mode(self) -> Generator[None]:
@@ -145,17 +149,17 @@ class Fsdp2Engine(Engine):
             scorer=parts.scorer,
             world=self.world,
             peers=parts.peers,
-            make_inputs=model.inputs_maker(self.config),
-            max_tokens=self.config.micro_batch_tokens * self.config.sequence_parallel_size,
-            padded=not self.config.packing,
+            make_inputs=model.inputs_maker(self._config),
+            max_tokens=self._config.micro_batch_tokens * self._config.model_parallel_size,
+            padded=not self._config.packing,
             sharded=parts.sharded,
             gather_once=parts.gather_once,
-            activations=HostActivations(device) if self.config.activation_offload else None,
+            activations=HostActivations(device) if self._config.activation_offload else None,
             loss_fn=None if forward_only else self._loss_fn,
             preprocess_fn=preprocess_fn,
             postprocess_fn=postprocess_fn,
         )
-        with torch.set_grad_enabled(not forward_only), kernels(self.config):
+        with torch.set_grad_enabled(not forward_only), kernels(self._config):
             predictions = run_step(step, batch, ctx)
         parts.reshard()
         if forward_only:
@@ -164,7 +168,7 @@ class Fsdp2Engine(Engine):
         loss = ctx.stats.loss
         if not math.isfinite(loss):
             self._lost_step = True
-            if self.config.on_nonfinite is NonFinite.STOP:
+            if self._config.on_nonfinite is NonFinite.STOP:
                 raise NonFiniteError(
                     f"the loss is {loss} (all ranks agree); see the batch, or lower the learning rate"
                 )
@@ -186,11 +190,11 @@ class Fsdp2Engine(Engine):
             raise StateError("`optimizer_step` outside `train_mode`; use `with engine.train_mode():`")
         norm = parts.updater.grad_norm()
         if self._lost_step or not math.isfinite(norm):
-            if self.config.on_nonfinite is NonFinite.STOP:
+            if self._config.on_nonfinite is NonFinite.STOP:
                 what = "the loss was not finite" if self._lost_step else f"the gradient norm is {norm}"
                 raise NonFiniteError(f"{what} (all ranks agree); no weight was changed")
             return math.nan
-        with kernels(self.config):
+        with kernels(self._config):
             parts.updater.step(norm)
         return norm
 
@@ -198,7 +202,7 @@ class Fsdp2Engine(Engine):
         return self._ready().updater.advance()
 
     def shard_data(self, data: TrainBatch) -> TrainBatch:  # noqa: D102
-        share, self._shares = take_share(data, self.world, self.config.sequence_parallel_size)
+        share, self._shares = take_share(data, self.world, self._config.model_parallel_size)
         return share
 
     def unshard_data(self, data: TensorDict) -> TensorDict:
@@ -209,7 +213,7 @@ class Fsdp2Engine(Engine):
         """
         if self._shares is None:
             raise StateError("`unshard_data` before `shard_data`: there is no order to go back to")
-        return gather_shares(data, self._shares, self.world, self.config.sequence_parallel_size)
+        return gather_shares(data, self._shares, self.world, self._config.model_parallel_size)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move what waits between the modes; inside one, this takes effect when it ends.
@@ -266,8 +270,8 @@ class Fsdp2Engine(Engine):
                 checkpoint_folders.partial_path(final) if zero else None,
                 parts.scorer.hf,
                 self._sources(),
-                model.compute_dtype(self.config),
-                self.config.model.path,
+                model.compute_dtype(self._config),
+                self._config.model.path,
             )
         checkpoint.on_rank_zero(
             self.world, lambda: checkpoint_folders.finish_folder(final), f"could not finish {path}"
@@ -275,13 +279,13 @@ class Fsdp2Engine(Engine):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight, one whole tensor at a time; it may share memory with the live weight."""
-        return self._streamed(self._sources(), model.compute_dtype(self.config))
+        return self._streamed(self._sources(), model.compute_dtype(self._config))
 
     def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
-        return weights.specs(self._sources(), model.compute_dtype(self.config))
+        return weights.specs(self._sources(), model.compute_dtype(self._config))
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
-        gradients = weights.gradients(self._ready().scorer.hf, lora.kind_of(self.config.lora))
+        gradients = weights.gradients(self._ready().scorer.hf, lora.kind_of(self._config.lora))
         if not gradients:
             raise StateError("there are no gradients; call `forward_backward_step` first")
         return self._streamed(gradients, torch.float32)
@@ -308,7 +312,7 @@ class Fsdp2Engine(Engine):
             raise StateError("training without a loss; call `set_loss_fn` first")
 
     def _sources(self) -> list[weights.Source]:
-        return weights.exported(self._ready().scorer.hf, lora.kind_of(self.config.lora))
+        return weights.exported(self._ready().scorer.hf, lora.kind_of(self._config.lora))
 
     def _target(self) -> checkpoint.Target:
         parts = self._ready()

@@ -20,7 +20,8 @@ from offbeat_engine.interface import WeightKind
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_engine.config import EngineConfig, LoraConfig
+    from offbeat_engine.config import LoraConfig
+    from offbeat_engine.fsdp2.config import Fsdp2Config
 
 ADAPTER = "default"
 """peft's name of the one adapter; it stands in names in memory, not in files."""
@@ -50,7 +51,7 @@ def kind_of(config: LoraConfig) -> WeightKind:
     return WeightKind.ADAPTER if alone else WeightKind.FULL
 
 
-def attach(hf: Any, config: EngineConfig) -> None:  # noqa: ANN401
+def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
     """Freeze `hf` and give it adapters, drawn from the model's seed; a value head goes on being trained.
 
     Raises:

@@ -24,14 +24,15 @@ from offbeat_engine.fsdp2.packing import (
 from offbeat_engine.fsdp2.scorer import Scorer
 
 if TYPE_CHECKING:
-    from offbeat_engine.config import EngineConfig, ModelConfig
+    from offbeat_engine.config import ModelConfig
+    from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.packing import MakeInputs
 
 # Settings by which some families change logits after the head; we take logits ourselves, so we must not ignore them.
 _LOGIT_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 
 
-def build_scorer(config: EngineConfig) -> Scorer:
+def build_scorer(config: Fsdp2Config) -> Scorer:
     """Load or draw the model on the CPU in float32, ready to be sharded.
 
     Raises:
@@ -62,7 +63,7 @@ def build_scorer(config: EngineConfig) -> Scorer:
     return scorer
 
 
-def _add_adapters(hf: Any, config: EngineConfig) -> dict[str, int]:  # noqa: ANN401
+def _add_adapters(hf: Any, config: Fsdp2Config) -> dict[str, int]:  # noqa: ANN401
     """Put adapters into `hf`; return the fingerprints of the base, which checkpoints do not hold."""
     lora.attach(hf, config)
     frozen = {name: param for name, param in hf.named_parameters() if not param.requires_grad}
@@ -73,12 +74,12 @@ def _add_adapters(hf: Any, config: EngineConfig) -> dict[str, int]:  # noqa: ANN
     return base
 
 
-def compute_dtype(config: EngineConfig) -> torch.dtype:
+def compute_dtype(config: Fsdp2Config) -> torch.dtype:
     """Return the dtype in which the model computes and its weights leave."""
     return torch.bfloat16 if config.dtype is Dtype.BFLOAT16 else torch.float32
 
 
-def attention_name(config: EngineConfig) -> str:
+def attention_name(config: Fsdp2Config) -> str:
     """Return the transformers attention implementation that `config` comes to."""
     chosen = _kernel(config)
     # Flash-attention goes through ours where transformers' own knows no cut rows, no determinism, no graph's end.
@@ -87,19 +88,19 @@ def attention_name(config: EngineConfig) -> str:
     return attention.NAME if ours and config.packing else chosen
 
 
-def wants_flash(config: EngineConfig) -> bool:
+def wants_flash(config: Fsdp2Config) -> bool:
     """Return whether attention comes to flash-attention's kernels, through transformers or through ours."""
     return _kernel(config) == "flash_attention_2"
 
 
-def _kernel(config: EngineConfig) -> str:
+def _kernel(config: Fsdp2Config) -> str:
     if config.attention != "auto":
         return config.attention
     flash = config.device == "cuda" and config.dtype is Dtype.BFLOAT16 and has_flash_attention()
     return "flash_attention_2" if flash else "sdpa"
 
 
-def inputs_maker(config: EngineConfig) -> MakeInputs:
+def inputs_maker(config: Fsdp2Config) -> MakeInputs:
     """Return the arrangement of tokens that goes with the attention of `config`."""
     if not config.packing:
         return padded_inputs

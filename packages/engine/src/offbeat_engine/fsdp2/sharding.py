@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from offbeat_engine.config import EngineConfig
+    from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.world import SubGroup, World
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SMALL_MODEL_BYTES = 256 << 20
 
 
-def shard(scorer: Scorer, config: EngineConfig, world: World) -> bool:
+def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
     """Shard `scorer` in place over the ranks; return whether it is sharded.
 
     One rank in float32 needs no sharding, no gather and no cast, so it is left alone. One rank in bfloat16
@@ -54,19 +54,19 @@ def shard(scorer: Scorer, config: EngineConfig, world: World) -> bool:
     return True
 
 
-def peers_of(config: EngineConfig, world: World) -> SubGroup | None:
+def peers_of(config: Fsdp2Config, world: World) -> SubGroup | None:
     """Return the group of ranks that share this rank's sequences; None without sequence parallelism. A collective."""
     if config.sequence_parallel_size == 1:
         return None
     return world.split(config.sequence_parallel_size, config.collective_timeout_s)
 
 
-def num_copies(config: EngineConfig, world: World) -> int:
+def num_copies(config: Fsdp2Config, world: World) -> int:
     """Return how many copies of the weights the ranks hold among them."""
     return world.size // (config.shard_size or world.size)
 
 
-def _mesh(config: EngineConfig, world: World) -> DeviceMesh:
+def _mesh(config: Fsdp2Config, world: World) -> DeviceMesh:
     """Return one dimension of all ranks, or copies times the consecutive ranks that share one (hybrid sharding).
 
     Gradients are summed over both, so ranks that share sequences need no dimension of their own.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import EngineConfig, ModelConfig, OptimizerConfig, Schedule
+from offbeat_engine.config import ModelConfig, OptimizerConfig, Schedule
 from offbeat_engine.testing.losses import ValueLoss, WeightedLoss
 from offbeat_engine.testing.models import FAMILIES, make_tiny_model, scored_batch
 from offbeat_engine.testing.probes import Job
@@ -152,14 +152,27 @@ class Runner:
             make_tiny_model(path, family=chosen.model_type, head=head, **chosen.settings)
         return str(path)
 
-    def job(self, family: str, head: str = "lm", **changes: Any) -> Job:  # noqa: ANN401 fields of `EngineConfig`
-        """Return the base configuration for `family`, changed, with the loss that fits the head."""
+    def job(self, family: str, head: str = "lm", **changes: Any) -> Job:  # noqa: ANN401 fields of the engine's `Config`
+        """Return the base configuration for `family`, changed, with the loss that fits the head.
+
+        Raises:
+            AssertionError: the engine declares a feature and its settings have no field to ask for it.
+        """
         few = Feature.DYNAMIC_MICRO_BATCHES in self.features
-        config = EngineConfig(
+        cls = self.options.engine.Config
+        there = {item.name for item in fields(cls)}
+        lacking = sorted(changes.keys() - there)
+        if lacking:
+            raise AssertionError(
+                f"{self.options.engine.__name__} declares what this case needs, but {cls.__name__} has no field "
+                f"{', '.join(lacking)} to ask for it"
+            )
+        if "packing" in there:
+            changes = {"packing": Feature.PACKING in self.features, **changes}
+        config = cls(
             model=ModelConfig(path=self.model(family, head), head="value" if head == "value" else "lm"),
             optimizer=OPTIMIZER,
             device="cuda" if self.options.device == "cuda" else "cpu",
-            packing=Feature.PACKING in self.features,
             micro_batch_tokens=60 if few else 1 << 20,
             collective_timeout_s=self.options.timeout_s,
         )

@@ -1,0 +1,37 @@
+"""The settings that the FSDP2 engine has of its own."""
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time. No torch either: settings
+# are read long before anything is trained.
+from dataclasses import dataclass
+from typing import Literal
+
+from offbeat_engine.config import EngineConfig, bounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fsdp2Config(EngineConfig):
+    """Everything the FSDP2 engine is told.
+
+    `packing` feeds the sequences of a micro-batch as one row without padding; `share_prefixes` computes a beginning that
+    several of them have in common once. `activation_offload` keeps what backward needs in host memory.
+    `sequence_parallel_size` ranks share the tokens of each sequence (Ulysses, arXiv 2309.14509). `shard_size` ranks
+    hold one copy of the weights among them, the copies are replicas of each other (hybrid sharding); 0 = all ranks.
+    `compile` compiles every layer. `attention` picks the kernel.
+    """
+
+    packing: bool = True
+    share_prefixes: bool = True
+    activation_offload: bool = False
+    sequence_parallel_size: int = bounded(1, at_least=1)
+    shard_size: int = bounded(0, at_least=0)
+    compile: bool = False
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+
+    @property
+    def model_parallel_size(self) -> int:
+        """As in `EngineConfig`: those of Ulysses."""
+        return self.sequence_parallel_size
+
+    def shard_ranks(self, num_ranks: int) -> int:
+        """As in `EngineConfig`: `shard_size`, or all."""
+        return self.shard_size or num_ranks

@@ -1,0 +1,88 @@
+"""Sections that read the settings of a plug-in by its own config class: found by name, when settings are read.
+
+The section has fields of its own (the plug-in's name above all, and what follows from other settings); everything else
+in it is a field of the class that the plug-in brings. So a plug-in's setting is given, checked, printed and compared as any
+other is, and nobody lists it here.
+"""
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from functools import cache
+from typing import Any, cast, get_type_hints
+
+from offbeat_engine import ConfigError as EngineConfigError
+from offbeat_engine.registry import engine_config_class
+from offbeat_recipes.config import EngineSection, RunConfig
+from offbeat_recipes.errors import SettingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlugIn:
+    """One such section: its own fields, the plug-in it names where settings name none, and how a name is looked up.
+
+    `refusals` are what `find` raises for a name that nothing is registered under.
+    """
+
+    section: type
+    default: str
+    find: Callable[[str], type]
+    refusals: type[Exception]
+
+
+PLUG_INS: dict[str, PlugIn] = {
+    "engine": PlugIn(
+        section=EngineSection, default="fsdp2", find=engine_config_class, refusals=EngineConfigError
+    ),
+}
+
+
+def run_class(names: Mapping[str, str]) -> type[RunConfig]:
+    """Return `RunConfig` with each section of a plug-in as the plug-in of that name in `names` has it.
+
+    Raises:
+        SettingError: nothing is registered under a name.
+    """
+    return _run_class(tuple(names.get(section, plug_in.default) for section, plug_in in PLUG_INS.items()))
+
+
+@cache
+def _run_class(names: tuple[str, ...]) -> type[RunConfig]:
+    sections: list[tuple[str, type, Any]] = []
+    for (path, plug_in), name in zip(PLUG_INS.items(), names, strict=True):
+        try:
+            settings = plug_in.find(name)
+        except plug_in.refusals as error:
+            raise SettingError([f"`{path}.name`: {error}"]) from None
+        section = section_class(plug_in.section, settings)
+        sections.append((path, section, field(default_factory=section)))
+    made = make_dataclass(
+        "RunConfig",
+        sections,
+        bases=(RunConfig,),
+        frozen=True,
+        slots=True,
+        kw_only=True,
+        namespace={"__module__": __name__},
+    )
+    return cast("type[RunConfig]", made)
+
+
+def section_class(section: type, settings: type) -> type:
+    """Return a subclass of `settings` that has, over its fields, those that `section` declares itself."""
+    hints = get_type_hints(section, include_extras=True)
+    own = [
+        (item.name, hints[item.name], _copied(item))
+        for item in fields(section)
+        if item.name in vars(section)["__annotations__"]
+    ]
+    return make_dataclass(
+        f"{settings.__name__}Section", own, bases=(settings,), frozen=True, slots=True, kw_only=True, namespace={"__module__": __name__}
+    )  # fmt: skip
+
+
+def _copied(item: "Field[Any]") -> Any:  # noqa: ANN401 what `field` answers
+    """Return the field anew: one object cannot be a field of two classes."""
+    if item.default_factory is not MISSING:
+        return field(default_factory=item.default_factory, metadata=item.metadata)
+    return field(default=item.default, metadata=item.metadata)
