@@ -27,6 +27,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the entrypoints do; read w
 
 import torch
 from engine_gpu import measure
+from engine_load import loading
 from engine_loops import BareShards, Plain, Size, Turns, batch_of, engine_on, make_model, take_turns
 
 from offbeat_engine import World
@@ -41,6 +42,7 @@ AIMS = {
     "fsdp_ratio": (0.95, "at least"),
     "packing_speedup": (2.5, "at least"),
     "logprob_peak_ratio": (0.4, "at most"),
+    "load_peak_ratio": (1.5, "at most"),
     "mfu": (0.5, "at least"),
 }
 
@@ -147,11 +149,18 @@ def _part(what: str, how: str, size: Size, model: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def load(_size: Size, _model: str) -> dict[str, Any]:
+    """Two ranks that load a model of 1.1 GB: the worst peak of host memory, mapped pages of files included."""
+    with tempfile.TemporaryDirectory() as folder:
+        return loading(Path(folder))
+
+
 PARTS: dict[str, Callable[[Size, str], dict[str, Any]]] = {
     "overhead": overhead,
     "fsdp": sharded,
     "packing": packing,
     "peaks": peaks,
+    "load": load,
     "gpu": on_gpu,
 }
 

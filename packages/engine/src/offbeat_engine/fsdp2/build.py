@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import model, sharding
 from offbeat_engine.fsdp2.offload import Offloadable, own_memory
 from offbeat_engine.fsdp2.updater import Updater
+from offbeat_engine.toolkit.collectives import first_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +52,7 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
     Raises:
         ConfigError: the folder holds no model that fits the config.
     """
-    scorer = model.build_scorer(config)
+    scorer = _built_by_all(config, world)
     gather_once = sharding.is_small(scorer)
     own_memory(scorer)
     sharded = sharding.shard(scorer, config, world)
@@ -83,3 +85,20 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
     parts.weights.settle(in_host=config.offload_parameters)
     parts.moments.settle(in_host=config.offload_optimizer)
     return parts
+
+
+def _built_by_all(config: Fsdp2Config, world: World) -> model.Scorer:
+    """Build the model on every rank or raise on every rank: one alone would leave the others waiting."""
+    if world.size > 1:
+        world.ensure_group(config.collective_timeout_s)
+    scorer, error = None, None
+    try:
+        scorer = model.build_scorer(config)
+    except ConfigError as caught:
+        error = caught
+    failure = first_failure(world, error)
+    if error is not None:
+        raise error
+    if scorer is None or failure is not None:
+        raise ConfigError(f"another rank could not build the model: {failure}")
+    return scorer

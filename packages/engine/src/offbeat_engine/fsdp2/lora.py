@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from offbeat_engine.errors import ConfigError
 from offbeat_engine.interface import WeightKind
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
 
     from offbeat_engine.config import LoraConfig
@@ -69,11 +71,30 @@ def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
         task_type="TOKEN_CLS" if value else "CAUSAL_LM",
         base_model_name_or_path=config.model.path,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _stand_ins(hf):
         torch.manual_seed(config.model.seed)
         inject_adapter_in_model(description, hf, adapter_name=ADAPTER)
     if value:
         hf.score.requires_grad_(True)
+
+
+@contextmanager
+def _stand_ins(hf: Any) -> Generator[None]:  # noqa: ANN401
+    """Let linear layers that have no values yet seem to have some: peft puts adapters where their layer is."""
+    empty = {
+        name: module.weight
+        for name, module in hf.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.weight.is_meta
+    }
+    for name, weight in empty.items():  # one number, in the shape of all
+        stand_in = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        hf.get_submodule(name).weight = torch.nn.Parameter(stand_in, requires_grad=False)
+    yield
+    for name, weight in empty.items():
+        layer = hf.get_submodule(name)
+        getattr(layer, "base_layer", layer).weight = weight.requires_grad_(
+            False
+        )  # as peft left all but adapters
 
 
 def plain_name(name: str) -> str:
@@ -128,12 +149,15 @@ def described(hf: Any) -> dict[str, Any]:  # noqa: ANN401
     return {"rank": int(config.r), "alpha": float(config.lora_alpha), "targets": sorted(adapted)}
 
 
-def fingerprint(tensor: torch.Tensor) -> int:
-    """Return a number that changes with any value of a frozen float32 weight, or with the order of its rows."""
+def fingerprint(tensor: torch.Tensor, first_row: int = 0) -> int:
+    """Return a number that changes with any value of a frozen float32 weight, or with the order of its rows.
+
+    Those of parts of a weight, each from its `first_row` on, add up to that of the whole (in 64 bits).
+    """
     # Integers add up to the same whatever the order of addition.
     bits_RC = tensor.detach().cpu().contiguous().view(torch.int32).reshape(max(1, tensor.shape[0]), -1)
     rows_R = bits_RC.sum(1, dtype=torch.int64)
-    return int((rows_R * torch.arange(1, len(rows_R) + 1)).sum())
+    return int((rows_R * torch.arange(first_row + 1, first_row + len(rows_R) + 1)).sum())
 
 
 def _targets(hf: Any, endings: tuple[str, ...]) -> list[str]:  # noqa: ANN401

@@ -13,7 +13,7 @@ import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import attention, compilation, freezing, hf_names, lora, weights
+from offbeat_engine.fsdp2 import attention, compilation, freezing, hf_names, loading, lora, weights
 from offbeat_engine.fsdp2.packing import (
     flash_inputs,
     flash_rows_inputs,
@@ -24,7 +24,6 @@ from offbeat_engine.fsdp2.packing import (
 from offbeat_engine.fsdp2.scorer import Scorer
 
 if TYPE_CHECKING:
-    from offbeat_engine.config import ModelConfig
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.packing import MakeInputs
 
@@ -33,14 +32,14 @@ _LOGIT_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_
 
 
 def build_scorer(config: Fsdp2Config) -> Scorer:
-    """Load or draw the model on the CPU in float32, ready to be sharded.
+    """Build the model, ready to be sharded: with its weights on the CPU in float32, or with none yet (`unfilled`).
 
     Raises:
         ConfigError: the folder holds no such model, or the family does not fit the config.
     """
     attention.register()
     name = attention_name(config)
-    hf = _load(config.model, "sdpa" if name == attention.NAME else name)
+    hf, unfilled = loading.load(config.model, "sdpa" if name == attention.NAME else name)
     if name == attention.NAME:
         if not getattr(hf, "_supports_attention_backend", False):
             raise ConfigError(f"{type(hf).__name__} has its own attention; set `packing: false`")
@@ -57,17 +56,22 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
     freezing.freeze(hf, config.freeze)
     if config.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    scorer = Scorer(hf, config.model.head, _add_adapters(hf, config) if config.lora.rank else None)
+    base = _add_adapters(hf, config, unfilled) if config.lora.rank else {}
+    scorer = Scorer(hf, config.model.head, base, unfilled)
     if config.compile:
         compilation.compile_layers(scorer)
     return scorer
 
 
-def _add_adapters(hf: Any, config: Fsdp2Config) -> dict[str, int]:  # noqa: ANN401
-    """Put adapters into `hf`; return the fingerprints of the base, which checkpoints do not hold."""
+def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | None) -> dict[str, int]:  # noqa: ANN401
+    """Put adapters into `hf`; return the fingerprints of the base, which checkpoints do not hold (0: not yet read)."""
     lora.attach(hf, config)
     frozen = {name: param for name, param in hf.named_parameters() if not param.requires_grad}
-    base = {name: lora.fingerprint(param) for name, param in frozen.items()}
+    base = {name: 0 if param.is_meta else lora.fingerprint(param) for name, param in frozen.items()}
+    if unfilled is not None:
+        unfilled.drawn.update(
+            (name, param.detach().clone()) for name, param in hf.named_parameters() if lora.is_adapter(name)
+        )
     if config.dtype is Dtype.BFLOAT16:
         for param in frozen.values():  # never stepped, so float32 would only be memory
             param.data = param.data.bfloat16()
@@ -116,45 +120,3 @@ def inputs_maker(config: Fsdp2Config) -> MakeInputs:
 def has_flash_attention() -> bool:
     """Return whether the flash-attn package is installed."""
     return find_spec("flash_attn") is not None
-
-
-def _load(config: ModelConfig, attn: str) -> Any:  # noqa: ANN401
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-    from transformers.utils import logging
-
-    auto: Any = AutoModelForTokenClassification if config.head == "value" else AutoModelForCausalLM
-    remote: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        extra: dict[str, Any] = {"num_labels": 1} if config.head == "value" else {}
-        shape = AutoConfig.from_pretrained(config.path, local_files_only=True, **remote, **extra)
-        common: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn, **remote}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)  # also decides a value head that the folder does not hold
-            if config.random_init:
-                return auto.from_config(shape, **common)
-            hf, report = auto.from_pretrained(
-                config.path, config=shape, local_files_only=True, output_loading_info=True, **common
-            )
-            return _complete(hf, report, config)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(
-            f"no model for a {config.head} head in {config.path!r}: expected a local Hugging Face folder with "
-            f"config.json{'' if config.random_init else ' and safetensors'} ({error})"
-        ) from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _complete(hf: Any, report: dict[str, Any], config: ModelConfig) -> Any:  # noqa: ANN401
-    """Return `hf` unless weights were drawn that the folder should have held; a value head may be new."""
-    missing = sorted(report["missing_keys"])
-    if config.head == "value":
-        missing = [name for name in missing if not name.startswith("score.")]
-    if missing:
-        raise ValueError(
-            f"its safetensors lack {len(missing)} of the model's weights, such as `{missing[0]}`"
-        )
-    return hf

@@ -12,6 +12,7 @@ import torch
 from offbeat_engine.toolkit.logprobs import token_logprobs
 
 if TYPE_CHECKING:
+    from offbeat_engine.fsdp2.loading import Unfilled
     from offbeat_engine.fsdp2.packing import Layout
 
 
@@ -21,11 +22,18 @@ class Scorer(torch.nn.Module):
     Only the base model and the head run, so a mixture of experts adds no auxiliary loss for its router.
     """
 
-    def __init__(self, hf: Any, head: str, base: dict[str, int] | None = None) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        hf: Any,  # noqa: ANN401
+        head: str,
+        base: dict[str, int] | None = None,
+        unfilled: Unfilled | None = None,
+    ) -> None:
         super().__init__()
         self.hf = hf
         self.head = head
         self.base = {} if base is None else base  # fingerprints of what checkpoints leave out
+        self.unfilled = unfilled  # where the weights are, while `hf` does not hold them
 
     def forward(self, layout: Layout, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
         """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32."""

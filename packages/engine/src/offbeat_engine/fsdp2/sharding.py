@@ -11,6 +11,8 @@ import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2 import filling
+from offbeat_engine.toolkit.collectives import compute_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,14 +29,13 @@ SMALL_MODEL_BYTES = 256 << 20
 
 
 def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
-    """Shard `scorer` in place over the ranks; return whether it is sharded.
+    """Shard `scorer` in place over the ranks and put it on their devices; return whether it is sharded.
 
     One rank in float32 needs no sharding, no gather and no cast, so it is left alone. One rank in bfloat16
     is sharded over itself: `fully_shard` keeps the float32 master weights and reduces gradients in float32.
     """
-    device = torch.device("cuda", world.local_rank) if world.device == "cuda" else torch.device("cpu")
     if world.size == 1 and config.dtype is Dtype.FLOAT32:
-        scorer.to(device)
+        _place(scorer, world)
         return False
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -50,8 +51,17 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
         for layer in layers_of(scorer):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False if small else None)
-    scorer.to(device)  # buffers
+    _place(scorer, world)
     return True
+
+
+def _place(scorer: Scorer, world: World) -> None:
+    """Put what is left on the CPU on the rank's device, or read there what is not in memory yet."""
+    unfilled, scorer.unfilled = scorer.unfilled, None
+    if unfilled is None:
+        scorer.to(compute_device(world))
+    else:
+        filling.fill(scorer, unfilled, world)
 
 
 def peers_of(config: Fsdp2Config, world: World) -> SubGroup | None:

@@ -1,0 +1,131 @@
+"""Values for a model that was sharded without them: each rank reads its own rows from the files.
+
+A rank's host memory holds its shards, and for a moment one tensor of the model besides: only what transformers makes
+of other tensors in ways that do not go row by row is put together whole.
+"""
+
+# transformers' models and DTensor's parts are untyped here.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2 import lora
+from offbeat_engine.fsdp2.load_plan import Group, convert
+from offbeat_engine.fsdp2.loading import Unfilled, put
+from offbeat_engine.fsdp2.optimizers import local
+from offbeat_engine.toolkit.collectives import compute_device, first_failure, sum_tensor
+
+if TYPE_CHECKING:
+    from offbeat_engine.fsdp2.scorer import Scorer
+    from offbeat_engine.world import World
+
+
+def fill(scorer: Scorer, unfilled: Unfilled, world: World) -> None:
+    """Give `scorer`, sharded or not, memory on the rank's device and its values; a collective.
+
+    Raises:
+        ConfigError: a file could not be read on some rank; all ranks raise together.
+    """
+    _give_memory(scorer, world)
+    places = {lora.plain_name(name): (name, tensor) for name, tensor in _tensors(scorer.hf).items()}
+    sums: dict[str, int] = {}
+    error: Exception | None = None
+    try:
+        for name, whole in unfilled.drawn.items():
+            rows = _my_rows(places[lora.plain_name(name)][1])
+            _write(places[lora.plain_name(name)][1], whole[rows] if whole.dim() else whole)
+        for group in unfilled.plan.groups:
+            _fill_group(scorer, unfilled, group, places, sums)
+    except (OSError, RuntimeError, ValueError) as caught:
+        error = caught
+    failure = first_failure(world, error)
+    if failure is not None:
+        raise ConfigError(f"the weights could not be read from their files: {failure}") from error
+    if scorer.base:
+        mine = [sums.get(name, 0) for name in scorer.base]
+        total = sum_tensor(world, torch.tensor(mine, dtype=torch.int64, device=compute_device(world)))
+        scorer.base.update(zip(scorer.base, map(int, total.tolist()), strict=True))
+
+
+def _give_memory(scorer: Scorer, world: World) -> None:
+    """Put parameters and buffers on the device, uninitialised, keeping tied ones one tensor."""
+    names: dict[int, list[str]] = {}
+    for named in (scorer.named_parameters, scorer.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    scorer.to_empty(device=compute_device(world))
+    for first, *others in names.values():
+        for other in others:
+            parent, _, last = first.rpartition(".")
+            put(scorer, other, getattr(scorer.get_submodule(parent), last))
+
+
+def _tensors(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    return dict(hf.named_parameters(remove_duplicate=False)) | dict(hf.named_buffers(remove_duplicate=False))
+
+
+def _fill_group(
+    scorer: Scorer,
+    unfilled: Unfilled,
+    group: Group,
+    places: dict[str, tuple[str, torch.Tensor]],
+    sums: dict[str, int],
+) -> None:
+    with unfilled.files.opened(group.names) as read, torch.no_grad():
+        made: dict[str, torch.Tensor] = {}
+        if group.converter is not None and not group.by_rows:
+            parts = {
+                pattern: [read(name, 0, None) for name in names] for pattern, names in group.sources.items()
+            }
+            made = convert(group, parts, scorer.hf)
+        for target in group.targets:
+            full_name, place = places[target]
+            rows = _my_rows(place)
+            if rows.start == rows.stop and place.dim():
+                continue
+            if target in made:
+                values = made[target][rows] if place.dim() else made[target]
+            elif group.converter is None:
+                values = read(group.names[0], rows.start, rows.stop)
+            else:
+                parts = {
+                    pattern: [read(name, 0, None) for name in names[rows]]
+                    for pattern, names in group.sources.items()
+                }
+                values = convert(group, parts, scorer.hf)[target]
+            _write(place, values)
+            if full_name in scorer.base and _speaks(place):
+                sums[full_name] = lora.fingerprint(values.float(), rows.start)
+
+
+def _write(place: torch.Tensor, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        local(place.detach()).copy_(values)
+
+
+def _my_rows(place: torch.Tensor) -> slice:
+    """Return which rows of the whole tensor this rank holds."""
+    if not isinstance(place, DTensor):
+        return slice(0, place.shape[0] if place.dim() else 0)
+    *copies, shards = place.placements
+    assert shards == Shard(0)
+    assert all(copy == Replicate() for copy in copies)
+    mesh = place.device_mesh
+    num_rows = -(-place.shape[0] // mesh.size(mesh.ndim - 1))  # as `torch.chunk` cuts
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * num_rows, place.shape[0])
+    stop = min(start + num_rows, place.shape[0])
+    assert local(place.detach()).shape[0] == stop - start
+    return slice(start, stop)
+
+
+def _speaks(place: torch.Tensor) -> bool:
+    """Return whether this rank's rows count, where several ranks hold copies of them."""
+    if not isinstance(place, DTensor) or place.device_mesh.ndim == 1:
+        return True
+    return place.device_mesh.get_local_rank(0) == 0

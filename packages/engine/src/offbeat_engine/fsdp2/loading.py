@@ -1,0 +1,267 @@
+"""A model from its folder: built without memory for weights, which each rank later reads from the files by itself.
+
+What transformers would load whole on every rank is put on the meta device: shapes without values. `filling` gives
+the values after sharding. What no file holds (a value head that is new, rotary frequencies and other buffers that
+are computed) is made here, whole, as transformers itself makes it: from the same seed the same bits.
+"""
+
+# transformers is typed in part: auto classes and configs answer with unknown types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import logging
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2.load_plan import Plan, make_plan
+from offbeat_engine.fsdp2.weight_files import WeightFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from offbeat_engine.config import ModelConfig
+
+_log = logging.getLogger(__name__)
+_COMPARED_ROWS = 4096
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfilled:
+    """Where the values of a model's weights are: in `files`, by `plan`; or `drawn`, in memory, whole."""
+
+    files: WeightFiles
+    plan: Plan
+    drawn: dict[str, torch.Tensor]
+
+
+def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
+    """Return the model, and what it is to be filled from: None where it holds its weights already.
+
+    Raises:
+        ConfigError: the folder holds no such model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+    auto: Any = AutoModelForTokenClassification if config.head == "value" else AutoModelForCausalLM
+    remote: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    extra: dict[str, Any] = {"num_labels": 1} if config.head == "value" else {}
+    common: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn, **remote}
+    try:
+        with _no_bars():
+            shape = AutoConfig.from_pretrained(config.path, local_files_only=True, **remote, **extra)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.seed)  # also decides a value head that the folder does not hold
+                if config.random_init:
+                    return auto.from_config(shape, **common), None
+                return _from_files(auto, shape, common, config) or (
+                    _whole(auto, shape, common, config),
+                    None,
+                )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"no model for a {config.head} head in {config.path!r}: expected a local Hugging Face folder with "
+            f"config.json{'' if config.random_init else ' and safetensors'} ({error})"
+        ) from error
+
+
+def _from_files(
+    auto: Any,  # noqa: ANN401
+    shape: Any,  # noqa: ANN401
+    common: dict[str, Any],
+    config: ModelConfig,
+) -> tuple[Any, Unfilled] | None:
+    """Return an empty model and where its weights are, or None (and say why) where this cannot be done."""
+    files = WeightFiles.find(Path(config.path))
+    reason = _obstacle(config, shape)
+    if reason is None and files is None:
+        reason = "the folder has no safetensors"
+    hf = None
+    if reason is None:
+        try:
+            hf = _empty(auto, shape, common)
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ) as error:  # code of its own that wants values as it is built
+            reason = f"the model cannot be built without values ({error})"
+    if hf is None or files is None:
+        _log.warning("%s: every rank loads the whole model into host memory: %s", config.path, reason)
+        return None
+    hf.eval()
+    plan = make_plan(hf, files.shapes)
+    hf._weight_conversions = list(plan.rules)  # noqa: SLF001 by which transformers names weights as it saves
+    _check(hf, plan, config)
+    missing = _tie(hf, files, plan)
+    _check_missing(hf, missing, config)
+    computed = [name for name, _ in hf.named_buffers(remove_duplicate=False) if name not in hf.state_dict()]
+    drawn = _draw(hf, plan, [*missing, *computed], config.seed)
+    return hf, Unfilled(files=files, plan=plan, drawn=drawn)
+
+
+def _obstacle(config: ModelConfig, shape: Any) -> str | None:  # noqa: ANN401
+    """Return why this folder is transformers' to load, or None."""
+    if find_spec("transformers.core_model_loading") is None:
+        return f"transformers {version('transformers')} does not tell how it renames weights, 5 and later do"
+    if getattr(shape, "quantization_config", None) is not None:
+        return "its weights are quantized"
+    if (Path(config.path) / "adapter_config.json").is_file():
+        return "the folder holds an adapter"
+    return None
+
+
+def _empty(auto: Any, shape: Any, common: dict[str, Any]) -> Any:  # noqa: ANN401
+    from transformers import initialization
+
+    # Tying waits until it is known which of two tied weights the files hold.
+    with (
+        torch.device("meta"),
+        initialization.meta_device_safe_creation_ops(),
+        initialization.no_tie_weights(),
+    ):
+        return auto.from_config(shape, **common)
+
+
+def _check(hf: Any, plan: Plan, config: ModelConfig) -> None:  # noqa: ANN401
+    """Refuse files that hold weights of other shapes, or more than the model has."""
+    held = hf.state_dict()
+    odd = [name for name, shape in plan.targets.items() if name in held and tuple(held[name].shape) != shape]
+    if odd:
+        some = ", ".join(
+            f"`{name}` is {list(plan.targets[name])} and should be {list(held[name].shape)}"
+            for name in odd[:_MAX_NAMED]
+        )
+        raise ValueError(f"{len(odd)} weights in its files have other shapes than config.json says: {some}")
+    known = [*(hf._keys_to_ignore_on_load_unexpected or ())]  # noqa: SLF001 what the family leaves out on purpose
+    # Buffers that older transformers wrote and this one computes.
+    known += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    if config.head == "value":
+        known.append(r"^lm_head\.")  # a value head is usually begun from a language model
+    extra = [name for name in plan.unused if not any(re.search(pattern, name) for pattern in known)]
+    extra += [name for name in plan.targets if name not in held]
+    if extra:
+        raise ValueError(
+            f"its files hold {len(extra)} weights that {type(hf).__name__} has not, such as "
+            f"{', '.join(f'`{name}`' for name in extra[:_MAX_NAMED])}; is config.json of another model?"
+        )
+
+
+def _tie(hf: Any, files: WeightFiles, plan: Plan) -> list[str]:  # noqa: ANN401
+    """Tie weights as the config and the files have them; return the names that the files lack."""
+    held, planned = hf.state_dict(keep_vars=True), plan.targets
+    missing = {name for name in held if name not in planned}
+    for name, source in list(hf.all_tied_weights_keys.items()):
+        if name in planned and source in planned:
+            if _equal(files, plan, name, source):
+                missing.add(name)  # one of the two is enough
+            else:
+                hf.all_tied_weights_keys.pop(name)
+    hf.tie_weights(missing_keys=missing, recompute_mapping=False)
+    given = {id(tensor) for name, tensor in hf.state_dict(keep_vars=True).items() if name in planned}
+    return sorted(name for name in missing if id(hf.get_parameter_or_buffer(name)) not in given)
+
+
+def _equal(files: WeightFiles, plan: Plan, left: str, right: str) -> bool:
+    """Compare two planned weights, which as tied ones are each one tensor of the files, some rows at a time."""
+    groups = [group for group in plan.groups if left in group.targets or right in group.targets]
+    if any(group.converter is not None for group in groups):
+        return False
+    names = [group.names[0] for group in groups]
+    if files.shapes[names[0]] != files.shapes[names[1]]:
+        return False
+    for start in range(0, files.shapes[names[0]][0], _COMPARED_ROWS):
+        with files.opened(names) as read:
+            some, others = (read(name, start, start + _COMPARED_ROWS) for name in names)
+            if not torch.equal(some.float(), others.float()):
+                return False
+    return True
+
+
+def _check_missing(hf: Any, missing: list[str], config: ModelConfig) -> None:  # noqa: ANN401
+    """Refuse files that lack weights, but for a value head, and what the family computes where it is not there."""
+    computed = [*(hf._keys_to_ignore_on_load_missing or ())]  # noqa: SLF001 as transformers does
+    if config.head == "value":
+        computed.append(r"^score\.")
+    lacking = [name for name in missing if not any(re.search(pattern, name) for pattern in computed)]
+    if lacking:
+        raise ValueError(
+            f"its safetensors lack {len(lacking)} of the model's weights, such as "
+            + ", ".join(f"`{name}`" for name in lacking[:_MAX_NAMED])
+        )
+
+
+def _draw(hf: Any, plan: Plan, names: list[str], seed: int) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    """Return what transformers makes of the tensors `names`, which no file holds, on the CPU.
+
+    Raises:
+        ValueError: it leaves one of them as it was, that is, with whatever lay in memory.
+    """
+    for name in plan.targets:
+        hf.get_parameter_or_buffer(name)._is_hf_initialized = True  # noqa: SLF001 so transformers knows it
+    # Twice over memory of different contents: what comes out different has not been written.
+    first, second = (_drawn_over(hf, names, seed, byte) for byte in (0, 1))
+    left = [name for name in names if not torch.equal(_raw(first[name]), _raw(second[name]))]
+    if left:
+        raise ValueError(
+            f"{type(hf).__name__} does not say in `_init_weights` how to compute "
+            f"{', '.join(f'`{name}`' for name in left[:_MAX_NAMED])}, which no file holds: transformers would "
+            "leave there what happens to lie in memory"
+        )
+    return second
+
+
+def _drawn_over(hf: Any, names: list[str], seed: int, byte: int) -> dict[str, torch.Tensor]:  # noqa: ANN401
+    for module in hf.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    for name in names:
+        old = hf.get_parameter_or_buffer(name)
+        new = torch.empty_like(old, device="cpu")
+        _raw(new).fill_(byte)
+        put(hf, name, torch.nn.Parameter(new) if isinstance(old, torch.nn.Parameter) else new)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        hf.initialize_weights()
+    return {name: hf.get_parameter_or_buffer(name).detach().clone() for name in names}
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, sharing its memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Make `tensor` the parameter or buffer `name` of `module`."""
+    parent, _, last = name.rpartition(".")
+    setattr(module.get_submodule(parent), last, tensor)
+
+
+def _whole(auto: Any, shape: Any, common: dict[str, Any], config: ModelConfig) -> Any:  # noqa: ANN401
+    """Load everything into this rank's memory."""
+    hf, report = auto.from_pretrained(
+        config.path, config=shape, local_files_only=True, output_loading_info=True, **common
+    )
+    _check_missing(hf, sorted(report["missing_keys"]), config)
+    return hf
+
+
+@contextmanager
+def _no_bars() -> Generator[None]:
+    from transformers.utils import logging as chatter
+
+    bars = chatter.is_progress_bar_enabled()
+    chatter.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            chatter.enable_progress_bar()

@@ -1,0 +1,73 @@
+"""The safetensors of a Hugging Face folder: names and shapes at once, values by rows."""
+
+# safetensors' readers are typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+    from pathlib import Path
+
+    import torch
+
+    Read = Callable[[str, int, int | None], torch.Tensor]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """Which tensor lies in which file, and its shape there."""
+
+    files: dict[str, Path]
+    shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def find(cls, folder: Path) -> WeightFiles | None:
+        """Read the headers of what `from_pretrained` would read; None where the folder has no safetensors."""
+        from safetensors import safe_open
+
+        if (folder / _SINGLE).is_file():
+            names = [_SINGLE]
+        elif (folder / _INDEX).is_file():
+            names = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+        else:
+            return None
+        files: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            with safe_open(folder / name, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 a safetensors file is no dictionary
+                    files[key] = folder / name
+                    shapes[key] = tuple(opened.get_slice(key).get_shape())
+        return cls(files, shapes)
+
+    @contextmanager
+    def opened(self, names: Iterable[str]) -> Generator[Read]:
+        """Give a function of name, first row and row to stop before (None: the end) that returns those rows.
+
+        What it returns is a view of the file, valid inside only. Files are opened for a few tensors at a time because
+        pages that were read stay in a process's memory until their file is closed.
+        """
+        from safetensors import safe_open
+
+        with ExitStack() as stack:
+            paths = {self.files[name] for name in names}
+            readers: dict[Path, Any] = {
+                path: stack.enter_context(safe_open(path, framework="pt")) for path in paths
+            }
+
+            def read(name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+                reader = readers[self.files[name]]
+                if not self.shapes[name]:
+                    return reader.get_tensor(name)
+                return reader.get_slice(name)[start:stop]
+
+            yield read

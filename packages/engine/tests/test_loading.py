@@ -1,0 +1,271 @@
+"""Weights read by each rank from the files: the bits of `from_pretrained`, and no more read than a rank keeps."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, World
+from offbeat_engine.fsdp2 import Fsdp2Engine, load_plan, sharding, weight_files
+from offbeat_engine.testing import make_tiny_model
+
+pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 loads whole")
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
+FAMILIES = {
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {"tie_word_embeddings": False, **EXPERTS},
+    # Three layers, so that none of the sizes is a multiple of the ranks; a buffer that files hold.
+    "deepseek_v3": {**LATENT, **ROUTED, "first_k_dense_replace": 1, "layers": 3},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """A folder of several bfloat16 files."""
+    folder = tmp_path_factory.mktemp("loading")
+    path = make_tiny_model(folder / "whole", family=request.param, **FAMILIES[request.param])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "cut", max_shard_size="20KB")
+    assert len(list((folder / "cut").glob("*.safetensors"))) > 2
+    return str(folder / "cut")
+
+
+def make_engine(path, world=None, **changes):
+    settings = {"collective_timeout_s": 30.0, **changes}
+    engine = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path), **settings), world or World())
+    engine.init_model()
+    return engine
+
+
+def tensors_of(model):
+    """Return all parameters and buffers, tied ones under each of their names."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    named |= dict(model.named_buffers(remove_duplicate=False))
+    return {name: getattr(tensor.detach(), "full_tensor", tensor.detach)() for name, tensor in named.items()}
+
+
+def held(world, path):
+    model = make_engine(path, world)._parts.scorer.hf
+    tied = len(dict(model.named_parameters(remove_duplicate=False))) - len(dict(model.named_parameters()))
+    return tensors_of(model), tied
+
+
+def check(got, path):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = tensors_of(model)
+    assert got[0].keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[0][name].dtype == tensor.dtype
+        assert torch.equal(got[0][name], tensor), name
+    assert got[1] == bool(model.config.tie_word_embeddings)
+
+
+def test_one_rank_holds_the_bits_of_from_pretrained(family):
+    check(held(World(), family), family)
+
+
+def test_two_ranks_hold_the_bits_of_from_pretrained(family, two_ranks):
+    check(two_ranks.run(held, family)[1], family)
+
+
+def count_read(world, path):
+    """Return how many numbers this rank read, and how many the files hold."""
+    opened, read_so_far = weight_files.WeightFiles.opened, [0]
+
+    class Counting(weight_files.WeightFiles):
+        def opened(self, names):
+            context = opened(self, names)
+
+            class Counted:
+                def __enter__(self):
+                    read = context.__enter__()
+
+                    def counting(*args):
+                        rows = read(*args)
+                        read_so_far[0] += rows.numel()
+                        return rows
+
+                    return counting
+
+                def __exit__(self, *error):
+                    return context.__exit__(*error)
+
+            return Counted()
+
+    whole = weight_files.WeightFiles
+    weight_files.WeightFiles.opened = Counting.opened
+    try:
+        make_engine(path, world)
+    finally:
+        whole.opened = opened
+    shapes = whole.find(Path(path)).shapes
+    return read_so_far[0], sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_two_ranks_read_half_each(name, tmp_path, two_ranks):
+    path = make_tiny_model(tmp_path, family=name, **FAMILIES[name])
+    for read, total in two_ranks.run(count_read, path):
+        assert read == pytest.approx(total / 2, rel=0.01)
+
+
+def held_layer_by_layer(world, path):
+    small, sharding.SMALL_MODEL_BYTES = sharding.SMALL_MODEL_BYTES, 0
+    try:
+        return held(world, path)
+    finally:
+        sharding.SMALL_MODEL_BYTES = small
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_layers_that_are_sharded_one_by_one_hold_the_same(name, tmp_path, two_ranks):
+    path = make_tiny_model(tmp_path, family=name, **FAMILIES[name])
+    check(two_ranks.run(held_layer_by_layer, path)[1], path)
+
+
+def test_experts_that_do_not_lie_row_by_row_are_put_together_whole(tmp_path, two_ranks):
+    path = make_tiny_model(tmp_path, family="qwen3_moe", **FAMILIES["qwen3_moe"])
+    check(two_ranks.run(held_without_rows, path)[1], path)
+
+
+def held_without_rows(world, path):
+    keeps, load_plan._keeps_rows = load_plan._keeps_rows, lambda converter: False
+    try:
+        return held(world, path)
+    finally:
+        load_plan._keeps_rows = keeps
+
+
+def rewrite(path, change):
+    weights = load_file(f"{path}/model.safetensors")
+    change(weights)
+    save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop(NORM), f"lack 1 of the model's weights, such as `{NORM}`"),
+        (lambda weights: weights.update({NORM: torch.ones(31)}), rf"`{NORM}` is \[31\] and should be \[32\]"),
+        (lambda weights: weights.update(mtp=torch.ones(3)), "hold 1 weights that Qwen2ForCausalLM has not, such as `mtp`"),
+    ],
+    ids=["missing", "other shape", "extra"],
+)  # fmt: skip
+def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, message):
+    path = make_tiny_model(tmp_path)
+    rewrite(path, change)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(path)
+
+
+def test_experts_of_other_shapes_are_refused_by_name(tmp_path):
+    path = make_tiny_model(tmp_path, family="qwen3_moe", **FAMILIES["qwen3_moe"])
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    rewrite(path, lambda weights: weights.update({name: torch.ones(3, 32)}))
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj` cannot be made of"):
+        make_engine(path)
+
+
+@pytest.mark.parametrize("kept", ["head", "both", "differing"])
+def test_tied_weights_are_what_the_files_say(tmp_path, kept):
+    path = make_tiny_model(tmp_path)
+
+    def change(weights):
+        embedding = weights["model.embed_tokens.weight"]
+        weights["lm_head.weight"] = embedding + (kept == "differing")
+        if kept == "head":
+            del weights["model.embed_tokens.weight"]
+
+    rewrite(path, change)
+    got = held(World(), path)
+    assert got[1] == (kept != "differing")
+    expected = tensors_of(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    for name, tensor in expected.items():
+        assert torch.equal(got[0][name], tensor), name
+
+
+CODE = """
+import torch
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+class Own(Qwen2ForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("factors", torch.arange(4.0), persistent=False)
+        INIT
+"""
+
+
+def remote_model(path, init):
+    make_tiny_model(path)
+    config = json.loads((path / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "own.Own"}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "own.py").write_text(CODE.replace("INIT", init))
+    return ModelConfig(path=str(path), trust_remote_code=True)
+
+
+def test_a_buffer_that_nobody_computes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    model = remote_model(tmp_path / "model", "")
+    with pytest.raises(ConfigError, match="`_init_weights` how to compute `factors`"):
+        Fsdp2Engine(Fsdp2Config(model=model), World()).init_model()
+
+
+def test_a_model_that_wants_values_as_it_is_built_is_loaded_whole(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    model = remote_model(tmp_path / "model", "self.lm_head.weight.sum().item()")
+    with caplog.at_level(logging.WARNING, logger="offbeat_engine"), pytest.raises(ConfigError):
+        Fsdp2Engine(Fsdp2Config(model=model), World()).init_model()  # transformers cannot either
+    assert "every rank loads the whole model into host memory: the model cannot be built" in caplog.text
+
+
+def test_a_folder_without_safetensors_is_loaded_whole_and_says_so(tmp_path, caplog):
+    path = make_tiny_model(tmp_path)
+    expected = held(World(), path)[0]
+    torch.save(load_file(f"{path}/model.safetensors"), f"{path}/pytorch_model.bin")
+    Path(f"{path}/model.safetensors").unlink()
+    with caplog.at_level(logging.WARNING, logger="offbeat_engine"):
+        got = held(World(), path)[0]
+    assert "the folder has no safetensors" in caplog.text
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def refused(world, path, other):
+    with pytest.raises(ConfigError) as caught:
+        make_engine(other if world.rank == 1 else path, world)
+    return str(caught.value)
+
+
+def test_all_ranks_refuse_what_one_cannot_read(tiny, tmp_path, two_ranks):
+    other = tmp_path / "other"
+    shutil.copytree(tiny, other)
+    rewrite(other, lambda weights: weights.pop(NORM))
+    first, second = two_ranks.run(refused, tiny, str(other))
+    assert "another rank could not build the model: rank 1" in first
+    assert f"lack 1 of the model's weights, such as `{NORM}`" in second

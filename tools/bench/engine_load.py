@@ -1,0 +1,94 @@
+"""Host memory of a rank while it loads a model of more than a gigabyte, beside what it must hold."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from engine_peaks import MIB, Peak
+
+from offbeat_engine import Fsdp2Config, ModelConfig, engine_class
+from offbeat_engine.testing import make_tiny_model, run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_engine import World
+
+NUM_RANKS = 2
+# Qwen2's shape, untied: 0.57 B parameters, 1.1 GB in bfloat16 and 2.3 GB in float32.
+SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
+LAYERS, VOCAB, FILE_BYTES = 30, 32_768, 400 << 20
+
+
+def loading(folder: Path) -> dict[str, Any]:
+    """Return the figures of `tools/bench/engine.py`: the worst rank's peak over its shard and the largest tensor."""
+    model, numels = make_large_model(folder / "large")
+    small = make_tiny_model(folder / "small")
+    parts = run_ranks(_load, NUM_RANKS, small, model, timeout_s=900.0)
+    whole = run_ranks(_load_whole, 1, small, model, timeout_s=900.0)[0]
+    must_mib = (sum(numels) / NUM_RANKS + max(numels)) * 4 / MIB
+    return {
+        "load_peak_ratio": max(part["peak_mib"] for part in parts) / must_mib,
+        "load_peak_mib": max(part["peak_mib"] for part in parts),
+        "load_must_mib": must_mib,
+        "load_whole_peak_mib": whole["peak_mib"],
+        "load_files_mib": sum(numels) * 2 / MIB,
+        "load_seconds": max(part["seconds"] for part in parts),
+        "load_whole_seconds": whole["seconds"],
+    }
+
+
+def make_large_model(folder: Path) -> tuple[str, list[int]]:
+    """Write random bfloat16 weights in several files; return the folder and how many numbers each tensor has."""
+    from safetensors.torch import save_file
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        num_hidden_layers=LAYERS, vocab_size=VOCAB, tie_word_embeddings=False, dtype="bfloat16", **SHAPE
+    )
+    with torch.device("meta"):
+        shapes = {name: param.shape for name, param in Qwen2ForCausalLM(config).named_parameters()}
+    folder.mkdir()
+    config.save_pretrained(folder)
+    draw, held, index = torch.Generator().manual_seed(0), {}, {}
+    for number, (name, shape) in enumerate(shapes.items(), start=1):
+        held[name] = torch.randn(shape, generator=draw).mul_(0.02).bfloat16()
+        if sum(tensor.nbytes for tensor in held.values()) > FILE_BYTES or number == len(shapes):
+            file = f"model-{number:05}.safetensors"
+            save_file(held, folder / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(held, file)
+            held = {}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return str(folder), [shape.numel() for shape in shapes.values()]
+
+
+def _load(world: World, small: str, model: str) -> dict[str, float]:
+    _engine(world, small)  # libraries and process groups are there before we look
+    peak = Peak("cpu")
+    started = time.perf_counter()
+    engine = _engine(world, model)
+    figures = {"peak_mib": peak.mib(), "seconds": time.perf_counter() - started}
+    engine.close()
+    return figures
+
+
+def _load_whole(world: World, small: str, model: str) -> dict[str, float]:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
+    peak = Peak(world.device)
+    started = time.perf_counter()
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert hf.dtype is torch.float32
+    return {"peak_mib": peak.mib(), "seconds": time.perf_counter() - started}
+
+
+def _engine(world: World, model: str) -> Any:  # noqa: ANN401
+    engine = engine_class("fsdp2")(Fsdp2Config(model=ModelConfig(path=model)), world)
+    engine.init_model()
+    return engine
