@@ -18,8 +18,9 @@ if TYPE_CHECKING:
         UpdateRefused,
     )
     from offbeat_rollout.interface import RolloutEngine
-    from offbeat_rollout.pool import Replica, ReplicaPool
+    from offbeat_rollout.pool import ReplicaPool
     from offbeat_rollout.registry import adapter_class, adapter_environment, adapter_names
+    from offbeat_rollout.seats import EngineReplica, Replica
     from offbeat_rollout.types import (
         Completion,
         Finish,
@@ -43,7 +44,8 @@ _HOMES = {
     "RolloutError": "errors",
     "UpdateRefused": "errors",
     "RolloutEngine": "interface",
-    "Replica": "pool",
+    "EngineReplica": "seats",
+    "Replica": "seats",
     "ReplicaPool": "pool",
     "adapter_class": "registry",
     "adapter_environment": "registry",
@@ -68,6 +70,7 @@ __all__ = [
     "AdapterConfig",
     "Completion",
     "ConfigError",
+    "EngineReplica",
     "EngineStateError",
     "Finish",
     "GenerateRequest",

@@ -3,74 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+import time
+from functools import partial
+from typing import TYPE_CHECKING
 
-from offbeat_rollout.errors import EngineStateError, NoReplica, ReplicaGone, RolloutError
+from offbeat_rollout.errors import EngineStateError, NoReplica, ReplicaGone, RequestTimeout, RolloutError
 from offbeat_rollout.routing import Router
+from offbeat_rollout.seats import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
-    from offbeat_rollout.types import Completion, GenerateRequest, Health
+    from offbeat_rollout.seats import Replica
+    from offbeat_rollout.types import Completion, GenerateRequest
 
 # What a replica may raise when it, not the request, is at fault.
-_GONE = (ReplicaGone, EngineStateError, ConnectionError, TimeoutError)
+_GONE = (ReplicaGone, EngineStateError, ConnectionError)
 _ABORT_TIMEOUT_S = 10.0
-
-
-class Replica(Protocol):
-    """A generation engine as the pool sees it; how it is reached is its own business."""
-
-    @property
-    def name(self) -> str:
-        """A name for messages, unique in the pool."""
-        ...
-
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """See `RolloutEngine.generate_many`; raises ConnectionError or TimeoutError when the replica is gone."""
-        ...
-
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """See `RolloutEngine.abort`."""
-        ...
-
-    async def health(self) -> Health:
-        """See `RolloutEngine.health`."""
-        ...
-
-
-@dataclass(slots=True)
-class _Seat:
-    replica: Replica
-    version: int | None = None  # None: no traffic
-    why: str = "not admitted yet"
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
+_HEALTH_TIMEOUT_S = 30.0
 
 
 class ReplicaPool:
     """Splits batches over the replicas that were admitted, and carries on when one dies.
 
     A replica gets traffic from `admit` (at a verified version) to `fence` or its death. Requests of a replica that
-    dies go to others; each request is answered by exactly one call, whose batch came back whole.
+    dies go to others; each request is answered once, and what had ended before the death is not made again.
+
+    Dead is who cannot be reached, says that it is not well, or has requests and makes no token for `stall_timeout_s`;
+    never who is slow. A replica that does not tell its progress (`Health.tokens_made`) is judged by its completions.
     """
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[Replica] = (),
         *,
-        call_timeout_s: float = 600.0,
+        stall_timeout_s: float = 600.0,
         max_attempts: int = 3,
         slack: float = 0.05,
+        on_lost: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Hold `replicas`, none admitted. A request is tried on at most `max_attempts` replicas, one after another."""
-        names = [replica.name for replica in replicas]
-        if len(set(names)) != len(names):
-            raise ValueError(f"replica names must be unique, got {names}")
-        self._seats = {replica.name: _Seat(replica) for replica in replicas}
-        self._router = Router(names, slack)
-        self._call_timeout_s = call_timeout_s
+        """Hold `replicas`, none admitted. A request is tried on at most `max_attempts` replicas, one after another.
+
+        `on_lost` is called with the name and the reason whenever a replica is given up.
+        """
+        self._seats: dict[str, Seat] = {}
+        self._router = Router(slack=slack)
+        self._stall_timeout_s = stall_timeout_s
+        self._look_s = stall_timeout_s / 4  # while it waits: lost after four looks or five without progress
         self._max_attempts = max_attempts
+        self._on_lost = on_lost
+        for replica in replicas:
+            self.add(replica)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -82,11 +65,48 @@ class ReplicaPool:
         """Outstanding tokens by replica."""
         return dict(self._router.loads)
 
-    def admit(self, name: str, version: int) -> None:
-        """Give the replica traffic: it serves `version`, and someone has verified that."""
+    def add(self, replica: Replica) -> None:
+        """Take `replica` in; it gets traffic once it is admitted."""
+        if replica.name in self._seats:
+            raise ValueError(
+                f"replica names must be unique, and {replica.name!r} is here; `remove` it, or take another name"
+            )
+        self._seats[replica.name] = Seat(replica)
+        self._router.add(replica.name)
+
+    async def remove(self, name: str, *, move: bool = False) -> None:
+        """Give the replica no new traffic, wait until what it is doing has ended, and forget it.
+
+        With `move`, what it is doing is begun anew elsewhere instead. Cancelled, it goes on in the background.
+
+        Raises:
+            NoReplica: its requests cannot be moved, because nobody else serves; nothing was changed.
+        """
         seat = self._seat(name)
+        if move and seat.running_ids and not self.versions.keys() - {name}:
+            raise NoReplica(f"nobody to take what {name!r} is doing: {self.describe()}")
+        self.fence(name, "it is being removed")
+        seat.leaving = True
+        moved = seat.running_ids if move else []
+        if moved:
+            self._router.add(name)  # without what it had to do
+            seat.lost.set()
+        await seat.idle.wait()
+        if moved:  # not before: what an abort ends would be taken for an answer
+            await self._quiet_abort(seat, moved)
+        self._forget(seat)
+
+    def admit(self, name: str, version: int) -> None:
+        """Give the replica traffic: it serves `version`, and someone has verified that.
+
+        After a loss this begins a new life: whatever is still heard of the old one is not held against it.
+        """
+        seat = self._seat(name)
+        if seat.leaving:
+            raise ValueError(f"replica {name!r} is being removed; `add` it again once it is gone")
+        if seat.lost.is_set():
+            seat = self._seats[name] = Seat(seat.replica, generation=seat.generation + 1)
         seat.version, seat.why = version, ""
-        seat.lost = asyncio.Event()
 
     def fence(self, name: str, why: str) -> None:
         """Give the replica no new traffic; what it is doing it may finish."""
@@ -96,8 +116,16 @@ class ReplicaPool:
 
     def lose(self, name: str, why: str) -> None:
         """Give the replica up for dead: fence it and send what it was doing elsewhere."""
-        self.fence(name, why)
-        self._seat(name).lost.set()
+        seat = self._seat(name)
+        seat.version, seat.why = None, why
+        self._router.add(name)  # without what it had to do
+        seat.lost.set()
+        if self._on_lost is not None and not seat.leaving:
+            self._on_lost(name, why)
+
+    async def generate(self, request: GenerateRequest, *, min_version: int | None = None) -> Completion:
+        """Return the completion of one request; see `generate_many`."""
+        return (await self.generate_many([request], min_version=min_version))[0]
 
     async def generate_many(
         self, requests: Sequence[GenerateRequest], *, min_version: int | None = None
@@ -108,6 +136,7 @@ class ReplicaPool:
             NoReplica: nobody is left who may serve; the message says who is out and why.
             ReplicaGone: the last of `max_attempts` replicas was lost, too.
             RequestError: a replica says that a request can never be served; the rest were aborted.
+            RequestTimeout: a request took too long; the rest were aborted.
         """
         ids = [request.request_id for request in requests]
         if len(set(ids)) != len(ids):
@@ -122,15 +151,16 @@ class ReplicaPool:
         async with asyncio.TaskGroup() as tasks:
             for name, seat in self._seats.items():
                 if not seat.lost.is_set():
-                    tasks.create_task(self._quiet_abort(seat.replica, request_ids), name=f"abort at {name}")
+                    tasks.create_task(self._quiet_abort(seat, request_ids), name=f"abort at {name}")
 
-    async def watch(self, period_s: float = 5.0, timeout_s: float = 30.0) -> None:
-        """Ask every admitted replica for its health, for ever; one that is not well or late is lost. Run it as a task."""
+    async def watch(self, period_s: float = 5.0, timeout_s: float = _HEALTH_TIMEOUT_S) -> None:
+        """Ask every replica at work for its health, for ever; one that is dead is lost. Run it as a task."""
         while True:
             await asyncio.sleep(period_s)
             async with asyncio.TaskGroup() as tasks:
-                for name in self.versions:
-                    tasks.create_task(self._check(name, timeout_s), name=f"health of {name}")
+                for name, seat in self._seats.items():
+                    if (seat.version is not None or not seat.idle.is_set()) and not seat.lost.is_set():
+                        tasks.create_task(self._check(seat, timeout_s), name=f"health of {name}")
 
     def describe(self) -> str:
         """Say in one line who serves what, and who does not and why."""
@@ -141,10 +171,22 @@ class ReplicaPool:
             for name, seat in self._seats.items()
         )
 
-    def _seat(self, name: str) -> _Seat:
+    def _seat(self, name: str) -> Seat:
         if name not in self._seats:
-            raise ValueError(f"no replica {name!r}; there are {', '.join(self._seats)}")
+            raise ValueError(f"no replica {name!r}; there are {', '.join(self._seats) or 'none'}")
         return self._seats[name]
+
+    def _forget(self, seat: Seat) -> None:
+        name = seat.replica.name
+        if self._seats.get(name) is seat:
+            del self._seats[name]
+            self._router.drop(name)
+
+    def _lose(self, seat: Seat, why: str) -> None:
+        """Lose this seat, unless someone else sits there by now or it is lost already."""
+        name = seat.replica.name
+        if self._seats.get(name) is seat and not seat.lost.is_set():
+            self.lose(name, why)
 
     async def _dispatch(
         self,
@@ -159,84 +201,131 @@ class ReplicaPool:
             raise NoReplica(
                 f"no replica{wanted} to serve {len(requests)} requests: {self.describe() or 'the pool is empty'}"
             )
-        shares = {
-            name: [requests[index] for index in indices]
-            for name, indices in self._router.route(requests, allowed).items()
-        }
+        shares = self._router.route(requests, allowed)
         async with asyncio.TaskGroup() as tasks:
-            for name, share in shares.items():
-                serve = self._serve(name, share, answers, min_version, attempt)
-                tasks.create_task(serve, name=f"{len(share)} requests at {name}")
+            for name, indices in shares.items():
+                seat, share = self._seats[name], {requests[i].request_id: requests[i] for i in indices}
+                seat.begin(share)
+                serve = self._serve(seat, share, answers, min_version, attempt)
+                task = tasks.create_task(serve, name=f"{len(share)} requests at {name}")
+                # Not in the task alone: one that is cancelled before its first step never runs.
+                task.add_done_callback(partial(self._take_back, seat, share))
 
     async def _serve(
         self,
-        name: str,
-        share: Sequence[GenerateRequest],
+        seat: Seat,
+        share: dict[str, GenerateRequest],
         answers: dict[str, Completion],
         min_version: int | None,
         attempt: int,
     ) -> None:
-        try:
-            completions = await self._call(self._seats[name], share)
-        except _GONE as error:
-            self._router.release(name, share)
-            gone = (
-                error
-                if isinstance(error, ReplicaGone)
-                else ReplicaGone(name, str(error) or type(error).__name__)
-            )
-            self.lose(name, gone.why)
-            if attempt >= self._max_attempts:
-                raise gone from error
-            await self._dispatch(share, answers, min_version, attempt + 1)
-            return
-        except BaseException:
-            self._router.release(name, share)
-            raise
-        self._router.release(name, share)
-        if [completion.request_id for completion in completions] != [request.request_id for request in share]:
-            raise RolloutError(f"replica {name!r} answered other requests than it was given")
-        for completion in completions:
-            assert completion.request_id not in answers, "a request is answered once"
-            answers[completion.request_id] = completion
+        """Get `share` answered by `seat`; what is left in it when that one is lost goes elsewhere."""
 
-    async def _call(self, seat: _Seat, share: Sequence[GenerateRequest]) -> list[Completion]:
+        def ended(completion: Completion) -> None:
+            request = share.pop(completion.request_id, None)
+            if request is not None:  # else it was taken back, and is made elsewhere
+                answers[completion.request_id] = completion
+                seat.moved()
+                self._release(seat, request)
+
+        try:
+            await self._call(seat, list(share.values()), ended)
+        except ReplicaGone:
+            if attempt >= self._max_attempts and not seat.leaving:
+                raise
+            left = self._take_back(seat, share)
+            if left:
+                await self._dispatch(left, answers, min_version, attempt + (not seat.leaving))
+            return
+        if share:
+            raise RolloutError(
+                f"replica {seat.replica.name!r} returned without an answer to {len(share)} requests, the first is "
+                f"{next(iter(share))!r}"
+            )
+
+    async def _call(
+        self, seat: Seat, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None]
+    ) -> None:
+        """Let `seat` answer `requests`; raises ReplicaGone once it is lost, whoever found that out."""
         name = seat.replica.name
-        call = asyncio.create_task(seat.replica.generate_many(share), name=f"generate at {name}")
+        call = asyncio.ensure_future(seat.replica.generate_many(requests, ended))
         lost = asyncio.create_task(seat.lost.wait(), name=f"loss of {name}")
         try:
-            await asyncio.wait(
-                (call, lost), timeout=self._call_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if call.done():
-                return call.result()
-            why = seat.why if lost.done() else f"no answer within {self._call_timeout_s} s"
-            raise ReplicaGone(name, why)
+            while not (call.done() or lost.done()):
+                done, _ = await asyncio.wait(
+                    (call, lost), timeout=self._look_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    await self._check(seat, _HEALTH_TIMEOUT_S)
+            if not call.done():
+                raise ReplicaGone(name, seat.why)
+            await call
+        except _GONE as error:
+            why = error.why if isinstance(error, ReplicaGone) else str(error) or type(error).__name__
+            self._lose(seat, why)
+            raise ReplicaGone(name, why) from error
+        except TimeoutError as error:
+            # A deadline on the way says nothing about who is at fault; how the replica is does.
+            await self._check(seat, _HEALTH_TIMEOUT_S)
+            if seat.lost.is_set():
+                raise ReplicaGone(name, seat.why) from error
+            raise RequestTimeout(
+                f"{len(requests)} requests were not answered in time by {name!r}, which is well: {error!r}"
+            ) from error
         except asyncio.CancelledError:
             # Someone gave up the batch: tell the replica, or it goes on for nobody.
-            await self._quiet_abort(seat.replica, [request.request_id for request in share])
+            await self._quiet_abort(seat, [request.request_id for request in requests])
             raise
         finally:
             for task in (call, lost):
                 task.cancel()
             await asyncio.wait((call, lost), timeout=_ABORT_TIMEOUT_S)
 
-    async def _quiet_abort(self, replica: Replica, request_ids: Collection[str]) -> None:
+    def _take_back(
+        self, seat: Seat, share: dict[str, GenerateRequest], _: object = None
+    ) -> list[GenerateRequest]:
+        """Return what of `share` has not ended; an answer to it that still comes is not taken."""
+        left = list(share.values())
+        share.clear()
+        for request in left:
+            self._release(seat, request)
+        seat.end(share)
+        if seat.leaving and seat.idle.is_set():
+            self._forget(seat)
+        return left
+
+    def _release(self, seat: Seat, request: GenerateRequest) -> None:
+        if not seat.lost.is_set():  # of those, the router has forgotten what they had to do
+            self._router.release(seat.replica.name, request)
+
+    async def _quiet_abort(self, seat: Seat, request_ids: Collection[str]) -> None:
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await replica.abort(request_ids)
+                await seat.replica.abort(request_ids)
         except _GONE as error:
-            self.lose(replica.name, f"did not take an abort: {error!r}")
+            self._lose(seat, f"did not take an abort: {error!r}")
+        except TimeoutError:
+            return  # slow; whether it is dead, its progress decides
 
-    async def _check(self, name: str, timeout_s: float) -> None:
+    async def _check(self, seat: Seat, timeout_s: float) -> None:
+        """Lose the replica of `seat` if it is dead."""
+        asked_s = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
-                health = await self._seats[name].replica.health()
-        except _GONE as error:
-            self.lose(name, f"no answer to a health check within {timeout_s} s: {error!r}")
+                health = await seat.replica.health()
+        except (*_GONE, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and seat.moved_s > asked_s:
+                return  # completions came from it meanwhile
+            self._lose(seat, f"no answer to a health check within {timeout_s} s: {error!r}")
             return
+        seat.saw(health, self._look_s)
         if not health.ok:
-            self.lose(name, health.detail or "said it is not well")
+            self._lose(seat, health.detail or "said it is not well")
+        elif not seat.idle.is_set() and seat.silent_s >= self._stall_timeout_s:
+            self._lose(
+                seat,
+                f"made no token in {seat.silent_s:.1f} s with {len(seat.running_ids)} requests to answer",
+            )
 
 
 async def _first_error(work: Awaitable[None]) -> None:

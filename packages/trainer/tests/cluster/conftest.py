@@ -63,6 +63,18 @@ def pid_of():
 
 
 @pytest.fixture(scope="session")
+def complete():
+    async def complete(handle, requests):
+        """Ask one replica, past the pool; return its completions in the order of `requests`."""
+        made = {}
+        async for some in handle.completions.options(num_returns="streaming").remote(requests):
+            made |= {completion.request_id: completion for completion in await some}
+        return [made[request.request_id] for request in requests]
+
+    return complete
+
+
+@pytest.fixture(scope="session")
 def requests():
     def requests(number, *, max_tokens=8):
         return [

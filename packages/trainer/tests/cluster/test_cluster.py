@@ -13,7 +13,8 @@ import pytest
 from offbeat_ckptsync import SupervisedMember, SyncConfig
 from offbeat_engine import BatchError
 from offbeat_engine.testing import random_batch
-from offbeat_rollout import NoReplica
+from offbeat_rollout import NoReplica, RequestTimeout
+from offbeat_rollout.clock import RequestClock
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
 from offbeat_trainer.metrics import reduce_metrics
 
@@ -73,7 +74,7 @@ async def test_the_manager_reads_what_each_serves_and_fences_by_name(cluster, pu
 
 
 async def test_publish_brings_both_replicas_to_the_version_and_their_tokens_say_so(
-    cluster, publisher, requests
+    cluster, publisher, requests, complete
 ):
     report = await publisher.publish(3)
     assert sorted(report.members) == ["replica 0", "replica 1"]
@@ -88,10 +89,28 @@ async def test_publish_brings_both_replicas_to_the_version_and_their_tokens_say_
     assert {version for one in after for version in one.policy_versions} == {4}
     assert [one.logprobs for one in after] != [one.logprobs for one in before]
     # Both replicas, asked one by one, give the same tokens: the weights are the same ones.
-    each = [await handle.generate_many.remote(requests(8)) for handle in cluster.rollout.handles.values()]
+    each = [await complete(handle, requests(8)) for handle in cluster.rollout.handles.values()]
     assert each[0] == each[1]
     healths = [await handle.health.remote() for handle in cluster.rollout.handles.values()]
     assert [health.version for health in healths] == [4, 4]
+
+
+async def test_a_request_that_is_too_slow_fails_and_nobody_is_lost(cluster, requests, pid_of):
+    rollout = cluster.rollout
+    pids = [await pid_of(handle) for handle in rollout.handles.values()]
+
+    def hurry(worker, limit_s):
+        clock, worker._engine._clock = worker._engine._clock, RequestClock(limit_s, worker._engine._work)
+        return clock._limit_s
+
+    before = [await handle.__ray_call__.remote(hurry, 0.05) for handle in rollout.handles.values()]
+    with pytest.raises(RequestTimeout, match=r"did not end within 0\.05 s of work"):
+        await rollout.generate_many(requests(32, max_tokens=1000))
+    for handle, limit_s in zip(rollout.handles.values(), before, strict=True):
+        await handle.__ray_call__.remote(hurry, limit_s)
+    assert (rollout.lost, rollout.serving) == ({}, {"replica 0": 4, "replica 1": 4})
+    assert [await pid_of(handle) for handle in rollout.handles.values()] == pids
+    assert len(await rollout.generate_many(requests(8))) == 8
 
 
 async def test_an_error_over_there_comes_back_as_itself_and_says_where(cluster):

@@ -111,7 +111,7 @@ async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas, liv
 
 
 async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(
-    tmp_path, lively, requests, until, pid_of
+    tmp_path, lively, requests, complete, until, pid_of
 ):
     async with lively(tmp_path, num_replicas=2) as cluster:
         rollout, publisher = cluster.rollout, cluster.publisher()
@@ -122,7 +122,7 @@ async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(
         await until(
             lambda: rollout.serving == {"replica 0": 2, "replica 1": 2}, "the replacement to catch up"
         )
-        each = [await handle.generate_many.remote(requests(4)) for handle in rollout.handles.values()]
+        each = [await complete(handle, requests(4)) for handle in rollout.handles.values()]
         assert each[0] == each[1]
 
         # One that hangs is found by its silence and replaced; its devices are free.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from offbeat_rollout.registry import adapter_class
@@ -9,11 +10,14 @@ from offbeat_trainer.bridge import SharedGate, make_member
 from offbeat_trainer.cluster.process import redirect_output
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import AsyncGenerator, Collection, Sequence
 
     from offbeat_ckptsync import Echo, Flip, Label, Sent, Status, SyncConfig, SyncOffer
     from offbeat_rollout import Completion, GenerateRequest, Health, RolloutEngine
     from offbeat_trainer.cluster.spec import RolloutSpec
+
+LINGER_S = 0.1
+"""How long a completion waits for others to travel with: a message costs as much time as hundreds of tokens."""
 
 
 class ReplicaWorker:
@@ -41,9 +45,34 @@ class ReplicaWorker:
         assert self._gate is not None, "only a replica that shares its devices rests"
         await self._gate.rest()
 
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """See `RolloutEngine.generate_many`."""
-        return await self._engine.generate_many(requests)
+    async def completions(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[Completion]]:
+        """Yield the completions of `requests` as they end; those that end close to each other travel together.
+
+        See `RolloutEngine.generate_many`.
+        """
+        there: list[Completion] = []
+        some = asyncio.Event()
+
+        def ended(completion: Completion) -> None:
+            there.append(completion)
+            some.set()
+
+        call = asyncio.create_task(self._engine.generate_many(requests, ended), name="generate a batch")
+        call.add_done_callback(lambda _: some.set())
+        try:
+            while there or not call.done():
+                if not there:
+                    await some.wait()  # the engine has deadlines, and the pool looks whether it moves
+                await asyncio.wait((call,), timeout=LINGER_S)
+                together = there.copy()
+                there.clear()
+                some.clear()
+                if together:
+                    yield together
+            await call
+        finally:
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
 
     async def abort_requests(self, request_ids: Collection[str]) -> None:
         """See `RolloutEngine.abort`."""

@@ -12,7 +12,7 @@ from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.waits import answer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 
     from offbeat_rollout import Completion, GenerateRequest, Health
     from offbeat_trainer.cluster.placement import Rooms
@@ -71,13 +71,20 @@ class RemoteReplica:
         """The replica's name."""
         return self._name
 
-    async def generate_many(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Forward, and draw the call on the replica's track."""
-        call = self.handle.generate_many.remote(requests)
+    async def generate_many(
+        self, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None]
+    ) -> None:
+        """Forward, and draw the call on the replica's track. How long it may take is the pool's to say, by progress."""
+        calls = self.handle.completions.options(num_returns="streaming").remote(requests)
         with self.timeline.overlapping(
             self._name, "complete", f"{self._name}/{next(self._calls)}", requests=len(requests)
         ):
-            return await answer(call, owner=self._name, what="complete a batch", timeout_s=self._timeout_s)
+            while True:
+                some = await answer(_next(calls), owner=self._name, what="complete a batch", timeout_s=None)
+                if some is None:
+                    return
+                for completion in some:
+                    ended(completion)
 
     async def rest(self) -> None:
         """Let it stop generating and give its device memory back, until the next sync."""
@@ -93,3 +100,12 @@ class RemoteReplica:
         return await answer(
             self.handle.health.remote(), owner=self._name, what="say how it is", timeout_s=self._timeout_s
         )
+
+
+async def _next(calls: AsyncIterator[Awaitable[list[Completion]]]) -> list[Completion] | None:
+    """Return what comes next of a streaming call, or None at its end."""
+    try:
+        reference = await anext(calls)
+    except StopAsyncIteration:
+        return None
+    return await reference

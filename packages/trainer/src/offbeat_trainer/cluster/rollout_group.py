@@ -59,7 +59,7 @@ class RolloutGroup:
         self.lost: dict[str, str] = {}  # why; until the replacement is admitted
         self.replacing: set[str] = set()
         self._replicas: dict[str, RemoteReplica] = {}
-        self._pool: _WatchedPool | None = None
+        self._pool: ReplicaPool | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._started_with: int | None = None
@@ -79,7 +79,9 @@ class RolloutGroup:
             name: RemoteReplica(name, handle, spec.step_timeout_s, self._timeline)
             for name, handle in self.handles.items()
         }
-        self._pool = _WatchedPool(list(self._replicas.values()), spec.step_timeout_s, self._on_lost)
+        self._pool = ReplicaPool(
+            list(self._replicas.values()), stall_timeout_s=spec.step_timeout_s, on_lost=self._on_lost
+        )
         self._spawn("watch replicas", self._watch(self._pool))
 
     def draw_on(self, timeline: Timeline) -> None:
@@ -187,7 +189,7 @@ class RolloutGroup:
         handles, self.handles = self.handles, {}
         await asyncio.gather(*(_end(name, handle) for name, handle in handles.items()))
 
-    async def _watch(self, pool: _WatchedPool) -> None:
+    async def _watch(self, pool: ReplicaPool) -> None:
         cluster = self._spec.cluster
         while True:
             try:
@@ -253,7 +255,7 @@ class RolloutGroup:
             return str(error) or f"no answer within {self._spec.cluster.health_timeout_s:g} s"
         return "" if health.ok else health.detail or "said it is not well"
 
-    def _open(self) -> _WatchedPool:
+    def _open(self) -> ReplicaPool:
         assert self._pool is not None, "`start` comes first"
         return self._pool
 
@@ -266,20 +268,6 @@ class RolloutGroup:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
-
-
-class _WatchedPool(ReplicaPool):
-    """A pool that tells who was lost."""
-
-    def __init__(
-        self, replicas: Sequence[RemoteReplica], call_timeout_s: float, on_lost: Callable[[str, str], None]
-    ) -> None:
-        super().__init__(replicas, call_timeout_s=call_timeout_s)
-        self._on_lost = on_lost
-
-    def lose(self, name: str, why: str) -> None:
-        super().lose(name, why)
-        self._on_lost(name, why)
 
 
 async def _end(name: str, handle: Any) -> None:  # noqa: ANN401

@@ -19,8 +19,8 @@ GRACE_S = 5.0
 """How long to listen to the others after a first failure: a rank often sees its peer's death before Ray tells of it."""
 
 
-async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: float) -> Any:  # noqa: ANN401
-    """Return what `owner` answers to `call`.
+async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: float | None) -> Any:  # noqa: ANN401
+    """Return what `owner` answers to `call`; without `timeout_s` someone else decides how long to wait.
 
     Raises:
         DeadlineExceeded: no answer within `timeout_s`.
@@ -39,6 +39,7 @@ async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: floa
             raise cause from None  # Ray's wrapper holds a page of remote traceback: it is in the log
         raise
     except TimeoutError as error:
+        assert timeout_s is not None
         raise DeadlineExceeded(
             f"waited {timeout_s:g} s for {owner} to {what} and got no answer; its log in the run folder says what it "
             "was doing. If it was only slow, raise trainer.step_timeout_s"
