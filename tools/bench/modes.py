@@ -7,7 +7,8 @@ Three parts, one after the other; --only picks some of them:
 
   paced   a generator with log-normal lengths that takes no CPU, and real training: `utilisation` of the busier side
   real    vLLM and training of an 8.8 M model through `offbeat-train` in each mode: `tokens_per_s`, `async_over_sync`
-  driver  the driver alone: `driver_us_per_sample` with 10,000 groups in flight, `ready_to_consumed_p99_ms`
+  driver  the driver alone: `driver_us_per_sample` with 10,000 groups in flight, `ready_to_consumed_p99_ms`;
+          `driver_us_per_token` with completions of 8,192 tokens
 
 `journal_share` of a step is the larger of those that `paced` and `real` found. Progress goes to stderr. With --json the
 last line of stdout is one JSON object. The exit code is 1 if a part could not be measured.
@@ -61,9 +62,12 @@ def _real(options: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 def _driver(options: argparse.Namespace, folder: Path) -> dict[str, object]:
-    from modes_driver import measure
+    from modes_driver import measure, measure_tokens
 
-    return asyncio.run(measure(folder, options.in_flight, options.driver_steps))
+    return {
+        **asyncio.run(measure(folder / "many", options.in_flight, options.driver_steps)),
+        **asyncio.run(measure_tokens(folder / "long", options.token_steps)),
+    }
 
 
 def _options() -> argparse.Namespace:
@@ -88,6 +92,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--in-flight", type=int, default=10_000, help="groups, for the driver")
     parser.add_argument("--driver-steps", type=int, default=120, help="of 250 groups each, counted")
+    parser.add_argument("--token-steps", type=int, default=20, help="of 32 completions of 8,192 tokens each")
     parser.add_argument("--keep", metavar="FOLDER", help="keep models, logs and run folders there")
     options = parser.parse_args()
     options.only = [name for name in options.only.split(",") if name]

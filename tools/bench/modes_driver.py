@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from modes_paced import Lengths, PacedReplica, PacedTask, StepLog, TimedJournal
@@ -24,9 +25,46 @@ if TYPE_CHECKING:
     from offbeat_trainer.metrics import Metric
 
 GROUP_SIZE = 8
-GROUPS_PER_STEP = 250
-LENGTHS = Lengths(median=8, sigma=0.4, longest=16)
-GROUP_SECONDS = 10.0  # about how long a group takes: 10,000 of them in flight are then 1,000 a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the driver is given to do: groups of `GROUP_SIZE` completions, each about `group_s` seconds on its way."""
+
+    lengths: Lengths
+    group_s: float
+    groups_per_step: int
+    in_flight: int  # groups, a multiple of `groups_per_step`
+    steps: int  # that are counted
+    pickles: bool = False  # completions come as from another process
+
+    @property
+    def staleness(self) -> int:
+        """Versions that generation runs ahead with so many in flight."""
+        return self.in_flight // self.groups_per_step - 1
+
+
+def many(in_flight: int, steps: int) -> Load:
+    """Return many short completions: with 10,000 groups in flight, 1,000 a second."""
+    return Load(
+        lengths=Lengths(median=8, sigma=0.4, longest=16),
+        group_s=10.0,
+        groups_per_step=250,
+        in_flight=in_flight,
+        steps=steps,
+    )
+
+
+def long(steps: int) -> Load:
+    """Return few completions of 8,192 tokens each, with what it takes to read them in."""
+    return Load(
+        lengths=Lengths(median=8192, sigma=0.0, longest=8192),
+        group_s=1.0,
+        groups_per_step=4,
+        in_flight=16,
+        steps=steps,
+        pickles=True,
+    )
 
 
 class NoPolicy:
@@ -85,21 +123,55 @@ class NoWeights:
         )
 
 
-async def measure(folder: Path, in_flight: int, steps: int) -> dict[str, object]:
-    """Return what a completion costs the driver's CPU, and how soon a step is begun once it can be.
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What was seen of the steps of a `Load` that count."""
 
-    Counted are `steps` steps after `in_flight` groups are under way and have been replaced once.
-    """
-    staleness = in_flight // GROUPS_PER_STEP - 1
-    first = staleness + 1  # by then every group that was begun at the start has been trained
-    replica = PacedReplica(LENGTHS, GROUP_SECONDS / LENGTHS.longest, in_flight * GROUP_SIZE)
+    cpu_s: float  # of the driver alone
+    wall_s: float
+    delays_s: list[float]  # ascending: from the moment a step could begin to the one it did
+    in_flight: int  # the fewest groups
+
+
+async def measure(folder: Path, in_flight: int, steps: int) -> dict[str, object]:
+    """Return what a completion costs the driver's CPU, and how soon a step is begun once it can be."""
+    load = many(in_flight, steps)
+    counted = await _run(folder, load)
+    samples = load.steps * load.groups_per_step * GROUP_SIZE
+    return {
+        "driver_us_per_sample": round(1e6 * counted.cpu_s / samples, 2),
+        "ready_to_consumed_p99_ms": round(1e3 * counted.delays_s[math.ceil(0.99 * steps) - 1], 3),
+        "ready_to_consumed_p50_ms": round(1e3 * counted.delays_s[steps // 2], 3),
+        "in_flight_groups": counted.in_flight,
+        "group_size": GROUP_SIZE,
+        "samples": samples,
+        "driver_busy": round(counted.cpu_s / counted.wall_s, 3),
+    }
+
+
+async def measure_tokens(folder: Path, steps: int) -> dict[str, object]:
+    """Return what a token of a long completion costs the driver's CPU."""
+    load = long(steps)
+    counted = await _run(folder, load)
+    tokens = load.steps * load.groups_per_step * GROUP_SIZE * load.lengths.longest
+    return {
+        "driver_us_per_token": round(1e6 * counted.cpu_s / tokens, 4),
+        "tokens_per_completion": load.lengths.longest,
+        "tokens": tokens,
+    }
+
+
+async def _run(folder: Path, load: Load) -> Counted:
+    """Run the loop; counted are `load.steps` steps after all in flight at first have been replaced once."""
+    first = load.staleness + 1  # by then every group that was begun at the start has been trained
+    token_s = load.group_s / load.lengths.longest
+    replica = PacedReplica(load.lengths, token_s, load.in_flight * GROUP_SIZE, pickles=load.pickles)
     log = StepLog(lambda: replica.own_s)
     journal = TimedJournal(SqliteJournal(folder / "journal.sqlite"))
-    # Some steps more than are counted: at the end of a run nothing new is begun.
-    parts = _parts(folder, replica, log, journal, staleness=staleness, steps=first + steps + staleness)
+    parts = _parts(folder, replica, log, journal, load)
     gc.collect()
     run = asyncio.create_task(run_fully_async(parts, Outcome()))
-    while len(log.ended) < first + steps and not run.done():
+    while len(log.ended) < first + load.steps and not run.done():
         await asyncio.wait((run,), timeout=0.5)
     if run.done():
         run.result()
@@ -107,28 +179,21 @@ async def measure(folder: Path, in_flight: int, steps: int) -> dict[str, object]
         run.cancel()
         await asyncio.wait((run,))
     journal.close()
-    window = range(first, first + steps)
-    cpu_s = log.cpu_s[window[-1]] - log.cpu_s[first - 1]
-    wall_s = log.ended[window[-1]] - log.ended[first - 1]
-    samples = steps * GROUPS_PER_STEP * GROUP_SIZE
-    delays = sorted(map(_delay_s, [log] * steps, [journal] * steps, window))
-    return {
-        "driver_us_per_sample": round(1e6 * cpu_s / samples, 2),
-        "ready_to_consumed_p99_ms": round(1e3 * delays[math.ceil(0.99 * steps) - 1], 3),
-        "ready_to_consumed_p50_ms": round(1e3 * delays[len(delays) // 2], 3),
-        "in_flight_groups": min(
-            values["buffer/running_groups"] + values["buffer/ready_groups"]
-            for values in log.values[first : first + steps]
+    window = range(first, first + load.steps)
+    return Counted(
+        cpu_s=log.cpu_s[window[-1]] - log.cpu_s[first - 1],
+        wall_s=log.ended[window[-1]] - log.ended[first - 1],
+        delays_s=sorted(_delay_s(log, journal, step) for step in window),
+        in_flight=int(
+            min(
+                values["buffer/running_groups"] + values["buffer/ready_groups"]
+                for values in log.values[first : first + load.steps]
+            )
         ),
-        "group_size": GROUP_SIZE,
-        "samples": samples,
-        "driver_busy": round(cpu_s / wall_s, 3),
-    }
+    )
 
 
-def _parts(
-    folder: Path, replica: PacedReplica, log: StepLog, journal: TimedJournal, *, staleness: int, steps: int
-) -> Parts:
+def _parts(folder: Path, replica: PacedReplica, log: StepLog, journal: TimedJournal, load: Load) -> Parts:
     return Parts(
         task=PacedTask(),
         policy=NoPolicy(),
@@ -138,8 +203,9 @@ def _parts(
         store=RunStore(folder / "state", keep=2),
         seed=1,
         loop=LoopConfig(
-            steps=steps,
-            prompts_per_step=GROUPS_PER_STEP,
+            # Some more than are counted: at the end of a run nothing new is begun.
+            steps=load.steps + 2 * load.staleness + 1,
+            prompts_per_step=load.groups_per_step,
             group_size=GROUP_SIZE,
             validate_every=0,
             validation_prompts=1,
@@ -147,8 +213,8 @@ def _parts(
             sample_every=0,
         ),
         algorithm=AlgorithmConfig(),
-        sampling=SamplingConfig(max_tokens=LENGTHS.longest),
-        asynchrony=AsyncConfig(max_staleness=staleness),
+        sampling=SamplingConfig(max_tokens=load.lengths.longest),
+        asynchrony=AsyncConfig(max_staleness=load.staleness),
         journal=journal,
     )
 

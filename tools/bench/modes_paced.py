@@ -6,6 +6,7 @@ import asyncio
 import bisect
 import heapq
 import math
+import pickle
 import random
 import time
 from collections import defaultdict
@@ -13,7 +14,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offbeat_rollout import Completion, Finish
+import numpy as np
+
+from offbeat_rollout import Completion, Finish, version_spans
 from offbeat_trainer.clock import now_s
 from offbeat_trainer.journal.events import Finished, Taken
 from offbeat_trainer.types import Prompt, Score
@@ -59,13 +62,15 @@ class PacedReplica:
     then on are of the new version.
     """
 
-    def __init__(self, lengths: Lengths, token_s: float, slots: int) -> None:
-        """Serve version 0."""
+    def __init__(self, lengths: Lengths, token_s: float, slots: int, *, pickles: bool = False) -> None:
+        """Serve version 0. With `pickles` answers come as bytes, as from another process; to read them is not own CPU."""
         self.token_s = token_s
+        self._pickles = pickles
         self._lengths = lengths
         self._free_s = [0.0] * slots
         dice = random.Random(1)
-        self._tokens = tuple(dice.randrange(VOCAB) for _ in range(2 * lengths.longest))
+        self._tokens = np.array([dice.randrange(VOCAB) for _ in range(2 * lengths.longest)], np.int32)
+        self._logprobs = np.full(lengths.longest, -math.log(VOCAB), np.float32)
         self._flips_s = [0.0]
         self._served = [0]
         self.own_s = 0.0  # of CPU: what pretending costs, which is not the driver's
@@ -96,8 +101,9 @@ class PacedReplica:
             self._completion(request, start_s, length)
             for request, (start_s, _, length) in zip(requests, due, strict=True)
         ]
+        message = pickle.dumps(made, pickle.HIGHEST_PROTOCOL) if self._pickles else None
         self.own_s += time.thread_time() - began_s
-        return made
+        return made if message is None else pickle.loads(message)
 
     def busy_s(self, from_s: float, to_s: float) -> float:
         """Return how long the slots worked between two moments, added up."""
@@ -109,21 +115,21 @@ class PacedReplica:
         return Completion(
             request_id=request.request_id,
             token_ids=self._tokens[first : first + length],
-            logprobs=(-math.log(VOCAB),) * length,
-            policy_versions=self._versions(start_s, length),
+            logprobs=self._logprobs[:length],
+            spans=version_spans(self._runs(start_s, length)),
             finish=Finish.LENGTH,
         )
 
-    def _versions(self, start_s: float, length: int) -> tuple[int, ...]:
-        """Return who made each token: token k was sampled at start_s + k * token_s."""
+    def _runs(self, start_s: float, length: int) -> list[tuple[int, int]]:
+        """Return who made how many tokens: token k was sampled at start_s + k * token_s."""
         place = bisect.bisect_right(self._flips_s, start_s) - 1
-        versions: list[int] = []
+        runs: list[tuple[int, int]] = []
+        done = 0
         for after_s, version in zip(self._flips_s[place + 1 :], self._served[place:], strict=False):
             until = min(length, math.ceil((after_s - start_s) / self.token_s))
-            versions += [version] * (until - len(versions))
-            if until == length:
-                return tuple(versions)
-        return (*versions, *[self._served[-1]] * (length - len(versions)))
+            runs.append((version, until - done))
+            done = until
+        return [*runs, (self._served[-1], length - done)]
 
 
 class PacedTask:
@@ -140,7 +146,7 @@ class PacedTask:
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         """Return the share of odd tokens."""
         del prompt
-        odd = sum(token % 2 for token in completion.token_ids) / len(completion.token_ids)
+        odd = int((completion.token_ids & 1).sum()) / completion.num_tokens
         return Score(reward=odd, correct=odd > 0.5)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -104,8 +104,8 @@ async def test_every_update_starts_from_the_base_again_and_a_wrong_one_changes_n
                 request_id="a", prompt_ids=(3, 4, 5), sampling=SamplingParams(max_tokens=9, seed=1)
             )
         )
-        expected = reference_logprobs(base, (3, 4, 5), done.token_ids, SamplingParams(max_tokens=9))
-        assert_close(torch.tensor(done.logprobs), torch.tensor(expected), atol=1e-4, rtol=0)
+        expected = reference_logprobs(base, (3, 4, 5), done.token_ids.tolist(), SamplingParams(max_tokens=9))
+        assert_close(torch.tensor(done.logprobs.tolist()), torch.tensor(expected), atol=1e-4, rtol=0)
 
         before = {name: tensor.clone() for name, tensor in engine._worker._model.state_dict().items()}
         first = next(iter(given))

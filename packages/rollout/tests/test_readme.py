@@ -15,5 +15,5 @@ def test_the_example_runs(tmp_path, monkeypatch):
     [example] = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
     names = {}
     exec(compile(example, str(README), "exec"), names)
-    assert len(names["completion"].token_ids) == 16
+    assert names["completion"].num_tokens == 16
     assert names["completion"].finish is Finish.LENGTH

@@ -135,7 +135,7 @@ async def house(request, tmp_path_factory):
 
 def difference(completion, model):
     expected = reference_logprobs(
-        model, PROMPT, completion.token_ids, SamplingParams(max_tokens=len(completion.token_ids))
+        model, PROMPT, completion.token_ids.tolist(), SamplingParams(max_tokens=completion.num_tokens)
     )
     return max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
 
@@ -157,7 +157,9 @@ async def test_the_adapter_alone_travels_and_is_what_the_sampler_answers_with(ho
         model, adapter = house.trained(engine)
         assert difference(completion, model) <= 1e-4
         assert set(completion.policy_versions) == {house.version}
-        assert completion.logprobs != before.logprobs, "an adapter that changes nothing shows nothing"
+        assert completion.logprobs.tolist() != before.logprobs.tolist(), (
+            "an adapter that changes nothing shows nothing"
+        )
         before = completion
         # Bytes on the wire: A and B, each at the next multiple of 256, and no byte of the base.
         assert report.num_tensors == len(adapter)
@@ -200,7 +202,10 @@ async def test_a_failure_before_the_flip_leaves_the_old_adapter_answering_bit_fo
     with pytest.raises(SyncFailed, match="arrived with digest"):
         await house.publish(engine)
     after = await house.answer()
-    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert (after.token_ids.tolist(), after.logprobs.tolist()) == (
+        before.token_ids.tolist(),
+        before.logprobs.tolist(),
+    )
     await house.publish(engine)
     assert difference(await house.answer(), house.trained(engine)[0]) <= 1e-4
 
@@ -227,7 +232,10 @@ async def test_another_rank_other_targets_and_whole_weights_are_refused_by_name(
     with pytest.raises(SyncFailed, match=named):
         await house.publish(make_engine(house.path, lora))
     after = await house.answer()
-    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert (after.token_ids.tolist(), after.logprobs.tolist()) == (
+        before.token_ids.tolist(),
+        before.logprobs.tolist(),
+    )
 
 
 async def test_a_request_in_flight_goes_on_under_the_new_adapter(house):
@@ -249,6 +257,6 @@ async def test_a_request_in_flight_goes_on_under_the_new_adapter(house):
     before = house.version
     await house.publish(engine)
     done = await long
-    assert len(done.token_ids) == 120
+    assert done.num_tokens == 120
     assert set(done.policy_versions) <= {before, house.version}
     assert difference(await house.answer(), house.trained(engine)[0]) <= 1e-4

@@ -1,13 +1,14 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_engine import check_batch
-from offbeat_rollout import Completion, Finish
+from offbeat_rollout import Completion, Finish, version_spans
 from offbeat_trainer.algorithms.advantages import compute_advantages
 from offbeat_trainer.assemble import NO_VERSION, assemble, assemble_examples, group_metrics, with_advantages
 from offbeat_trainer.config import Advantage
@@ -17,7 +18,7 @@ from offbeat_trainer.types import Example, Group, Prompt, Score
 
 
 def completion(tokens, *, version=3, finish=Finish.STOP):
-    return Completion(
+    return Completion.of(
         request_id="r",
         token_ids=tuple(tokens),
         logprobs=tuple(-0.5 - token for token in tokens),
@@ -76,9 +77,9 @@ def test_every_sequence_reads_back(drawn):
         for made, advantage in zip(one.completions, one.advantages, strict=True):
             row = batch[next(rows)]
             start, end = len(one.prompt.token_ids), int(row["lengths"])
-            assert row["input_ids"][:end].tolist() == [*one.prompt.token_ids, *made.token_ids]
+            assert row["input_ids"][:end].tolist() == [*one.prompt.token_ids, *made.token_ids.tolist()]
             assert row["loss_mask"].nonzero().flatten().tolist() == list(range(start, end))
-            assert row["rollout_logprobs"][start:end].tolist() == pytest.approx(made.logprobs)
+            assert row["rollout_logprobs"][start:end].tolist() == pytest.approx(made.logprobs.tolist())
             assert row["policy_version"][start:end].tolist() == list(made.policy_versions)
             assert row["advantages"][start:end].tolist() == pytest.approx([advantage] * (end - start))
             assert row["group"] == index
@@ -86,6 +87,85 @@ def test_every_sequence_reads_back(drawn):
             assert not row["advantages"][outside].any()
             assert not row["rollout_logprobs"][outside].any()
             assert (row["policy_version"][outside] == NO_VERSION).all()
+
+
+def slowly(groups, temperature):
+    """What `assemble` returns, token by token, as lists."""
+    width = max(len(one.prompt.token_ids) + len(made.token_ids) for one in groups for made in one.completions)
+    fills = {
+        "input_ids": 0,
+        "loss_mask": False,
+        "advantages": 0.0,
+        "rollout_logprobs": 0.0,
+        "policy_version": -1,
+    }
+    rows = {key: [] for key in (*fills, "lengths", "temperature", "group")}
+    for index, one in enumerate(groups):
+        for made, advantage in zip(one.completions, one.advantages, strict=True):
+            row = {key: [fill] * width for key, fill in fills.items()}
+            place = 0
+            for token in one.prompt.token_ids:
+                row["input_ids"][place] = token
+                place += 1
+            versions = [span.version for span in made.spans for _ in range(span.start, span.end)]
+            for token, logprob, version in zip(made.token_ids, made.logprobs, versions, strict=True):
+                row["input_ids"][place] = int(token)
+                row["loss_mask"][place] = True
+                row["advantages"][place] = advantage
+                row["rollout_logprobs"][place] = float(logprob)
+                row["policy_version"][place] = version
+                place += 1
+            for key, values in {**row, "lengths": place, "temperature": temperature, "group": index}.items():
+                rows[key].append(values)
+    return rows
+
+
+made_of = st.lists(
+    st.tuples(st.integers(0, 2**31 - 1), st.floats(-50, 0, width=32), st.integers(0, 2)), max_size=6
+)
+groups_made_of = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 99), min_size=1, max_size=5), st.lists(made_of, min_size=1, max_size=4)
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def of_tuples(tokens):
+    ids, logprobs, versions = zip(*tokens, strict=True) if tokens else ((), (), ())
+    return Completion.of(
+        request_id="r", token_ids=ids, logprobs=logprobs, policy_versions=versions, finish=Finish.STOP
+    )
+
+
+def of_arrays(tokens):
+    return Completion(
+        request_id="r",
+        token_ids=np.array([token for token, _, _ in tokens], np.int32),
+        logprobs=np.array([logprob for _, logprob, _ in tokens], np.float32),
+        spans=version_spans((version, 1) for _, _, version in tokens),
+        finish=Finish.STOP,
+    )
+
+
+@given(groups_made_of)
+def test_tuples_and_arrays_make_the_batch_that_a_slow_loop_makes(drawn):
+    batches = []
+    for make in (of_tuples, of_arrays):
+        groups = [
+            replace(
+                group(prompt, [make(tokens) for tokens in some], [0.0] * len(some)),
+                advantages=tuple(0.1 * index - 1 / 3 for index in range(len(some))),
+            )
+            for prompt, some in drawn
+        ]
+        batches.append(assemble(groups, temperature=0.7))
+    slow = slowly(groups, 0.7)
+    for batch in batches:
+        assert set(batch.keys()) == set(slow)
+        for key, values in slow.items():
+            assert torch.equal(batch[key], torch.tensor(values, dtype=batch[key].dtype)), key
 
 
 def test_advantages_of_mixed_group_sizes_come_back_in_order():

@@ -57,13 +57,13 @@ async def test_a_sync_keeps_keys_and_values_or_has_them_computed_anew(replicas, 
     await manager.sync(1)
     await replica.resume()
     done = await work
-    flip = done.policy_versions.index(1)
+    flip = done.policy_versions.tolist().index(1)
     assert list(done.policy_versions) == [0] * flip + [1] * (LENGTH - flip)
     assert 0 < flip < LENGTH
     with torch.no_grad():
-        logits = trained(torch.tensor([[1, 2, 3, *done.token_ids]])).logits[0, 2:-1].double()
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
-    gap = float((expected - torch.tensor(done.logprobs, dtype=torch.float64))[flip:].abs().max())
+        logits = trained(torch.tensor([[1, 2, 3, *done.token_ids.tolist()]])).logits[0, 2:-1].double()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids.tolist())[:, None])[:, 0]
+    gap = float((expected - torch.tensor(done.logprobs.tolist(), dtype=torch.float64))[flip:].abs().max())
     assert gap <= 1e-4 if recompute_kv else gap > 1e-2, gap
 
 

@@ -19,7 +19,9 @@ def prompts(*uids):
 
 
 def tokens(groups):
-    return {group.prompt.uid: [one.token_ids for one in group.completions] for group in groups}
+    return {
+        group.prompt.uid: [tuple(one.token_ids.tolist()) for one in group.completions] for group in groups
+    }
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ async def test_complete_makes_what_collect_makes():
         await generator.complete(prompt, sampling, 3),
         (await generator.collect([prompt], sampling, 3))[0],
     )
-    assert [c.token_ids for c in one.completions] == [c.token_ids for c in many.completions]
+    assert [c.token_ids.tolist() for c in one.completions] == [c.token_ids.tolist() for c in many.completions]
     await engine.stop()
 
 
@@ -108,21 +110,28 @@ async def test_an_interrupted_group_is_continued_from_its_tokens():
     await generator.interrupt()
     while not kept:  # noqa: ASYNC110 - the engine tells nobody
         await asyncio.sleep(0.001)
-    assert all(3 <= len(one.token_ids) < 40 and one.finish is Finish.ABORT for one in kept[0])
+    assert all(3 <= one.num_tokens < 40 and one.finish is Finish.ABORT for one in kept[0])
     await asyncio.sleep(0.05)
     assert engine._running == {}, "it waits for `go_on`"
     await engine.control("load_weights", {"tensors": [], "version": 5})
     generator.go_on()
     group = await making
     for before, whole in zip(kept[0], group.completions, strict=True):
-        done = len(before.token_ids)
+        done = before.num_tokens
         assert whole.finish is Finish.LENGTH
-        assert (whole.token_ids[:done], whole.logprobs[:done]) == (before.token_ids, before.logprobs)
-        assert whole.policy_versions == (0,) * done + (5,) * (40 - done)
+        assert (whole.token_ids[:done].tolist(), whole.logprobs[:done].tolist()) == (
+            before.token_ids.tolist(),
+            before.logprobs.tolist(),
+        )
+        assert whole.policy_versions.tolist() == [0] * done + [5] * (40 - done)
     begun = await generator.complete(prompt, sampling, 2, begun=kept[0])
-    assert [one.token_ids for one in begun.completions] == [one.token_ids for one in group.completions]
+    assert [one.token_ids.tolist() for one in begun.completions] == [
+        one.token_ids.tolist() for one in group.completions
+    ]
     fresh = await generator.complete(prompt, sampling, 2)
-    assert fresh.completions[0].token_ids != group.completions[0].token_ids, "no random number is used twice"
+    assert fresh.completions[0].token_ids.tolist() != group.completions[0].token_ids.tolist(), (
+        "no random number is used twice"
+    )
     await engine.stop()
 
 
@@ -132,14 +141,14 @@ async def test_whole_completions_of_a_half_finished_group_are_left_alone():
     async def generate_many(requests):
         asked.extend(requests)
         return [
-            Completion(
+            Completion.of(
                 request_id=r.request_id, token_ids=(9,), logprobs=(-1.0,), policy_versions=(2,), finish=Finish.STOP
             )
             for r in requests
         ]  # fmt: skip
 
     def begun(finish, *tokens):
-        return Completion(
+        return Completion.of(
             request_id="old", token_ids=tokens, logprobs=(-0.5,) * len(tokens), policy_versions=(1,) * len(tokens),
             finish=finish,
         )  # fmt: skip
@@ -148,8 +157,8 @@ async def test_whole_completions_of_a_half_finished_group_are_left_alone():
     sampling = SamplingParams(max_tokens=10, seed=1)
     prompt = Prompt(uid="p", text="", token_ids=(1, 2))
     group = await GroupGenerator(generate_many).complete(prompt, sampling, 3, begun=have)
-    assert [one.token_ids for one in group.completions] == [(5,), (6, 7, 9), (9,)]
-    assert [one.policy_versions for one in group.completions] == [(1,), (1, 1, 2), (2,)]
+    assert [one.token_ids.tolist() for one in group.completions] == [[5], [6, 7, 9], [9]]
+    assert [one.policy_versions.tolist() for one in group.completions] == [[1], [1, 1, 2], [2]]
     assert [(r.prompt_ids, r.sampling.max_tokens) for r in asked] == [((1, 2, 6, 7), 8), ((1, 2), 10)]
 
 
@@ -159,7 +168,7 @@ async def test_whole_completions_of_a_half_finished_group_are_left_alone():
 async def test_an_abort_that_came_after_the_last_token_changes_nothing(tokens, finish):
     async def generate_many(requests):
         return [
-            Completion(
+            Completion.of(
                 request_id=r.request_id, token_ids=tokens, logprobs=(-1.0,) * len(tokens),
                 policy_versions=(1,) * len(tokens), finish=Finish.ABORT,
             )

@@ -58,7 +58,7 @@ class LowTokens:
         return [self._prompt(derive_seed("held out", index)) for index in range(num_prompts)]
 
     def score(self, prompt, completion):
-        low = sum(token < VOCAB // 2 for token in completion.token_ids) / len(completion.token_ids)
+        low = sum(token < VOCAB // 2 for token in completion.token_ids) / completion.num_tokens
         return Score(reward=low, correct=low == 1)
 
     def decode(self, token_ids):

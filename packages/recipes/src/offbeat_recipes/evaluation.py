@@ -89,7 +89,9 @@ def _report(session: Session, step: int, groups: list[Group]) -> None:
     folder = session.folder.path / "evaluations"
     folder.mkdir(exist_ok=True)
     (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n")
-    texts = [[session.task.decode(one.token_ids) for one in group.completions] for group in groups[:4]]
+    texts = [
+        [session.task.decode(one.token_ids.tolist()) for one in group.completions] for group in groups[:4]
+    ]
     session.reporter.samples(step, "evaluated", groups[:4], texts)
     lines = {name.replace("_", " "): f"{value:.4g}" for name, value in result.items()}
     session.reporter.summary({"paths": {**lines, "written to": str(folder / f"step_{step}.json")}})

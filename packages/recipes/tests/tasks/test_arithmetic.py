@@ -31,7 +31,7 @@ def _completion(
 ) -> Completion:
     ids = tuple(task.tokenizer(text)["input_ids"]) + (task.stop_token_ids() if end else ())
     zeros = (0,) * len(ids)
-    return Completion(request_id="0", token_ids=ids, logprobs=zeros, policy_versions=zeros, finish=finish)
+    return Completion.of(request_id="0", token_ids=ids, logprobs=zeros, policy_versions=zeros, finish=finish)
 
 
 def _operands(prompt: Prompt) -> tuple[int, int]:

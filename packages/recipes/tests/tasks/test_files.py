@@ -38,7 +38,7 @@ def _parquet(path: Path, rows: list[dict[str, Any]]) -> str:
 def _completion(task: Any, text: str) -> Completion:
     ids = (*task.tokenizer(text, add_special_tokens=False)["input_ids"], *task.stop_token_ids()[:1])
     zeros = (0,) * len(ids)
-    return Completion(
+    return Completion.of(
         request_id="0", token_ids=ids, logprobs=zeros, policy_versions=zeros, finish=Finish.STOP
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat_rollout.config import AdapterConfig, RolloutConfig
     from offbeat_rollout.errors import (
+        CompletionError,
         ConfigError,
         EngineStateError,
         NoReplica,
@@ -29,12 +30,15 @@ if TYPE_CHECKING:
         PauseMode,
         RolloutCapabilities,
         SamplingParams,
+        VersionSpan,
+        version_spans,
     )
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 _HOMES = {
     "AdapterConfig": "config",
     "RolloutConfig": "config",
+    "CompletionError": "errors",
     "ConfigError": "errors",
     "EngineStateError": "errors",
     "NoReplica": "errors",
@@ -57,6 +61,8 @@ _HOMES = {
     "PauseMode": "types",
     "RolloutCapabilities": "types",
     "SamplingParams": "types",
+    "VersionSpan": "types",
+    "version_spans": "types",
 }
 
 
@@ -69,6 +75,7 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "AdapterConfig",
     "Completion",
+    "CompletionError",
     "ConfigError",
     "EngineReplica",
     "EngineStateError",
@@ -88,7 +95,9 @@ __all__ = [
     "RolloutError",
     "SamplingParams",
     "UpdateRefused",
+    "VersionSpan",
     "adapter_class",
     "adapter_environment",
     "adapter_names",
+    "version_spans",
 ]

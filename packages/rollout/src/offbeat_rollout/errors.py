@@ -19,6 +19,10 @@ class RequestTimeout(RolloutError):
     """A request took longer than it may, on an engine that is well: the request's fault, nobody else's."""
 
 
+class CompletionError(RolloutError, ValueError):
+    """A completion whose parts do not fit each other, which an engine must never hand out."""
+
+
 class EngineStateError(RolloutError, RuntimeError):
     """A call out of order (say, `generate` before `start`), or an engine that stopped answering."""
 

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from offbeat_rollout.errors import CompletionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class Finish(StrEnum):
@@ -54,23 +67,187 @@ class GenerateRequest:
     session: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan(NamedTuple):
+    """Tokens `start` to `end`, that one left out, were made by the weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+def version_spans(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
+    """Return the spans of `runs` (version, number of tokens) laid end to end: neighbours of one version are one span."""
+    spans: list[VersionSpan] = []
+    end = 0
+    for version, count in runs:
+        if count == 0:
+            continue
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, end + count)
+        else:
+            spans.append(VersionSpan(version, end, end + count))
+        end += count
+    return tuple(spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """What one request gave.
+    """What one request gave. The arrays are handed over: nobody may write into them from then on.
 
     `logprobs` are the sampler's own, after temperature and truncation; for greedy requests they are taken at
-    temperature 1. `policy_versions` names, per token, the version of the weights that made it. A token that ended
-    the completion (end of sequence) is part of `token_ids`.
+    temperature 1. `spans` names the weights that made the tokens: every token once, in order, neighbours of different
+    versions. A token that ended the completion (end of sequence) is part of `token_ids`. `stop_reason` is the token or
+    the string that ended it and `num_cached_tokens` how much of the prompt came from a cache, where the adapter says.
+
+    Completions are equal if all but `num_cached_tokens` is, which tells of the way there and not of the answer. One
+    travels by pickle as a few strings of bytes.
+
+    Raises:
+        CompletionError: arrays of other dtypes or lengths, or spans that leave tokens out; `of` takes plain sequences.
     """
 
     request_id: str
-    token_ids: tuple[int, ...]  # [T]
-    logprobs: tuple[float, ...]  # [T]
-    policy_versions: tuple[int, ...]  # [T]
+    token_ids: npt.NDArray[np.int32]  # [T]
+    logprobs: npt.NDArray[np.float32]  # [T]
+    spans: tuple[VersionSpan, ...]
     finish: Finish
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.token_ids) == len(self.logprobs) == len(self.policy_versions)
+        _close(self.request_id, "token_ids", self.token_ids, INT32)
+        _close(self.request_id, "logprobs", self.logprobs, FLOAT32)
+        self._check_spans()
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        request_id: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        policy_versions: Sequence[int],
+        finish: Finish,
+    ) -> Completion:
+        """Return a completion from plain sequences, one entry a token; log-probs are rounded to float32.
+
+        Raises:
+            CompletionError: the three are of different lengths.
+        """
+        if len(policy_versions) != len(token_ids):
+            raise CompletionError(
+                f"{request_id!r}: {len(token_ids)} tokens and {len(policy_versions)} versions; give one of each a token"
+            )
+        return cls(
+            request_id=request_id,
+            token_ids=np.array(token_ids, INT32),
+            logprobs=np.array(logprobs, FLOAT32),
+            spans=version_spans((int(version), len(list(run))) for version, run in groupby(policy_versions)),
+            finish=finish,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def policy_versions(self) -> npt.NDArray[np.int64]:
+        """The version of the weights that made each token [T], written out."""
+        versions = np.array([span.version for span in self.spans], np.int64)
+        return versions.repeat(np.array([span.end - span.start for span in self.spans], np.int64))
+
+    def cut(self, count: int, finish: Finish) -> Completion:
+        """Return the first `count` tokens as a completion that ended by `finish`."""
+        kept = ((span.version, max(0, min(span.end, count) - span.start)) for span in self.spans)
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            spans=version_spans(kept),
+            finish=finish,
+            stop_reason=self.stop_reason if finish is self.finish else None,
+        )
+
+    def followed_by(self, more: Completion) -> Completion:
+        """Return `more`, the answer to a request that went on after these tokens, with these in front."""
+        runs = ((span.version, span.end - span.start) for one in (self, more) for span in one.spans)
+        return replace(
+            more,
+            token_ids=np.concatenate((self.token_ids, more.token_ids)),
+            logprobs=np.concatenate((self.logprobs, more.logprobs)),
+            spans=version_spans(runs),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Completion):
+            return NotImplemented
+        mine = (self.request_id, self.spans, self.finish, self.stop_reason)
+        return (
+            mine == (other.request_id, other.spans, other.finish, other.stop_reason)
+            and np.array_equal(self.token_ids, other.token_ids)
+            and np.array_equal(self.logprobs, other.logprobs)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.request_id, self.spans, self.finish, self.token_ids.tobytes()))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # As bytes, not as arrays: two short objects take less time to be read than the arrays' own protocol, what comes
+        # of them cannot be written to, and nothing of the message is kept alive.
+        spans = tuple(map(tuple, self.spans))
+        data = (self.token_ids.tobytes(), self.logprobs.tobytes())
+        return _read, (self.request_id, *data, spans, self.finish, self.stop_reason, self.num_cached_tokens)
+
+    def _check_spans(self) -> None:
+        end, before = 0, None
+        for version, start, stop in self.spans:
+            if start != end or stop <= start or version == before:
+                break
+            end, before = stop, version
+        else:
+            if end == len(self.token_ids) == len(self.logprobs):
+                return
+        raise CompletionError(
+            f"{self.request_id!r}: {len(self.token_ids)} tokens, {len(self.logprobs)} log-probs, spans {self.spans}; "
+            "expected one log-prob a token and spans that cover them without gaps (`version_spans` makes such)"
+        )
+
+
+def _read(
+    request_id: str,
+    token_ids: bytes,
+    logprobs: bytes,
+    spans: Iterable[tuple[int, int, int]],
+    finish: Finish,
+    *more: int | str | None,
+) -> Completion:
+    stop_reason, num_cached_tokens = more
+    assert not isinstance(num_cached_tokens, str)
+    return Completion(
+        request_id=request_id,
+        token_ids=np.frombuffer(token_ids, INT32),
+        logprobs=np.frombuffer(logprobs, FLOAT32),
+        spans=tuple(VersionSpan(*span) for span in spans),
+        finish=finish,
+        stop_reason=stop_reason,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def _close(request_id: str, name: str, values: object, dtype: np.dtype[Any]) -> None:
+    """Take an array over: nobody writes into it any more."""
+    if isinstance(values, np.ndarray):
+        array = cast("npt.NDArray[Any]", values)
+        if array.dtype == dtype and array.ndim == 1:
+            array.setflags(write=False)
+            return
+        got = f"{array.dtype} {list(array.shape)}"
+    else:
+        got = type(values).__name__
+    raise CompletionError(
+        f"{request_id!r}: `{name}` must be an array [T] of {dtype}, got {got}; `Completion.of` takes plain sequences"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,10 @@ def test_keys_and_values_can_be_computed_again(model):
         done |= {row.request.request_id: row.completion(finish) for row, finish in batch.finished()}
         batch.recompute()
     for name, completion in undisturbed.items():
-        assert done[name].token_ids == completion.token_ids
+        assert done[name].token_ids.tolist() == completion.token_ids.tolist()
         torch.testing.assert_close(
-            torch.tensor(done[name].logprobs), torch.tensor(completion.logprobs), atol=1e-5, rtol=0
+            torch.tensor(done[name].logprobs.tolist()),
+            torch.tensor(completion.logprobs.tolist()),
+            atol=1e-5,
+            rtol=0,
         )

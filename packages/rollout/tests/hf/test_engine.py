@@ -67,7 +67,7 @@ async def test_new_weights_in_the_middle_of_a_completion(engine, paths):
     # From here on the engine is the second model.
     fresh = await engine.generate(request("fresh", 12, seed=2))
     other = AutoModelForCausalLM.from_pretrained(paths[1]).eval()
-    expected = reference_logprobs(other, (3, 4, 5), fresh.token_ids, SamplingParams(max_tokens=12))
+    expected = reference_logprobs(other, (3, 4, 5), fresh.token_ids.tolist(), SamplingParams(max_tokens=12))
     assert max(abs(a - b) for a, b in zip(fresh.logprobs, expected, strict=True)) <= 1e-4
     assert set(fresh.policy_versions) == {7}
 
@@ -79,7 +79,7 @@ async def test_after_a_flip_the_prefix_is_the_old_weights_or_computed_anew(engin
     update = {"tensors": weights(paths[1]).items(), "version": 7, "recompute_kv": recompute}
     await engine.control("load_weights", update)
     done = await long
-    flip = done.policy_versions.index(7)
+    flip = done.policy_versions.tolist().index(7)
     assert list(done.policy_versions) == [0] * flip + [7] * (250 - flip)
     assert 0 < flip < 250
     old, new = (gaps(path, done) for path in paths)
@@ -93,7 +93,7 @@ async def test_after_a_flip_the_prefix_is_the_old_weights_or_computed_anew(engin
 def gaps(path, done):
     """Return how far each log-prob is from that of the model in `path` on everything before it."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    expected = reference_logprobs(model, (3, 4, 5), done.token_ids, SamplingParams(max_tokens=250))
+    expected = reference_logprobs(model, (3, 4, 5), done.token_ids.tolist(), SamplingParams(max_tokens=250))
     return [abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)]
 
 
@@ -128,7 +128,10 @@ async def test_a_wrong_update_is_refused_by_name_and_changes_nothing(engine, pat
         await engine.control("load_weights", {"tensors": update.items(), "version": 1})
     after = await engine.generate(request("after", 20, seed=5))
     assert engine.version == 0
-    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert (after.token_ids.tolist(), after.logprobs.tolist()) == (
+        before.token_ids.tolist(),
+        before.logprobs.tolist(),
+    )
     with pytest.raises(UpdateRefused, match="came twice"):
         await engine.control("load_weights", {"tensors": [*weights(paths[1]).items()] * 2, "version": 1})
     with pytest.raises(UpdateRefused, match="integer `version`"):
@@ -157,12 +160,12 @@ async def test_end_of_sequence_of_the_folder_ends_a_completion(tmp_path, paths):
     await plain.start()
     free = await plain.generate(request("free", 20, seed=1))
     await plain.stop()
-    eos = free.token_ids[4]
+    eos = int(free.token_ids[4])
     engine = HfEngine(RolloutConfig(model_path=make_tiny_model(tmp_path, eos_token_id=eos), max_model_len=64))
     await engine.start()
     done = await engine.generate(request("ended", 20, seed=1))
     await engine.stop()
-    assert done.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
+    assert done.token_ids.tolist() == free.token_ids[: free.token_ids.tolist().index(eos) + 1].tolist()
     assert done.finish is Finish.STOP
 
 
@@ -181,14 +184,14 @@ async def test_calls_out_of_order(paths):
     with pytest.raises(EngineStateError, match="call `start` first"):
         await engine.generate(request("after"))
     await engine.start()  # a stopped engine can be started again
-    assert len((await engine.generate(request("again"))).token_ids) == 8
+    assert (await engine.generate(request("again"))).num_tokens == 8
     with pytest.raises(ConfigError, match="no operation 'fly'"):
         await engine.control("fly", {})
     await engine.sleep(1)
     with pytest.raises(EngineStateError, match="sleeps"):
         await engine.generate(request("tired"))
     await engine.wake()
-    assert len((await engine.generate(request("fresh"))).token_ids) == 8
+    assert (await engine.generate(request("fresh"))).num_tokens == 8
     await engine.stop()
 
 
@@ -219,7 +222,7 @@ async def test_more_requests_than_rows_wait_their_turn(paths):
     engine = HfEngine(RolloutConfig(model_path=paths[0], max_model_len=64, max_num_seqs=5))
     await engine.start()
     done = await engine.generate_many([request(str(i), 1 + i % 4, seed=i) for i in range(23)])
-    assert [len(c.token_ids) for c in done] == [1 + i % 4 for i in range(23)]
+    assert [c.num_tokens for c in done] == [1 + i % 4 for i in range(23)]
     mark = time.monotonic()
     await engine.stop()
     assert time.monotonic() - mark < 20

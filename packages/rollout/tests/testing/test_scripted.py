@@ -24,9 +24,9 @@ async def test_it_says_its_script_and_stamps_the_version_of_the_moment():
     )
     await engine.start()
     short = await engine.generate(request("a", (1,), stop_token_ids=(11,)))
-    assert (short.token_ids, short.finish) == ((10, 11), Finish.STOP)
+    assert (short.token_ids.tolist(), short.finish) == ([10, 11], Finish.STOP)
     whole = await engine.generate(request("b", (1,)))
-    assert (whole.token_ids, whole.finish) == ((10, 11, 12), Finish.LENGTH)
+    assert (whole.token_ids.tolist(), whole.finish) == ([10, 11, 12], Finish.LENGTH)
     running = asyncio.create_task(engine.generate(request("c", (2,))))
     await asyncio.sleep(0.05)
     with pytest.raises(UpdateRefused, match="unknown or missing: v, w"):

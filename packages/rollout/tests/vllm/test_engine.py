@@ -146,7 +146,7 @@ async def test_log_probs_are_those_of_the_truncated_distribution(subject):
         request(f"p{i}", 20, seed=i, temperature=0.7, top_p=0.8, top_k=20 if i % 2 else -1) for i in range(8)
     ]
     for asked, done in zip(requests, await subject.engine.generate_many(requests), strict=True):
-        expected = subject.logprobs(asked.prompt_ids, done.token_ids, asked.sampling)
+        expected = subject.logprobs(asked.prompt_ids, done.token_ids.tolist(), asked.sampling)
         assert max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)) <= 1e-4
 
 
@@ -164,7 +164,7 @@ async def test_many_seeded_prompts_beyond_one_step(engine):
     """vLLM on CPU dies of a seeded prompt that is computed in two steps; ours must never be."""
     requests = [request(f"m{i}", 2, tuple(1 + (i + j) % 90 for j in range(250)), seed=i) for i in range(100)]
     done = await engine.generate_many(requests)
-    assert [len(completion.token_ids) for completion in done] == [2] * 100
+    assert [completion.num_tokens for completion in done] == [2] * 100
 
 
 async def test_specs_are_the_checkpoint_s(engine, paths):
@@ -183,7 +183,10 @@ async def test_a_refused_update_changes_nothing(engine, paths):
     with pytest.raises(UpdateRefused, match="nonsense"):
         await engine.control("update", {"path": f"{paths[1]}/model.safetensors", "expected": ["nonsense"]})
     after = await engine.generate(request("after", 20, seed=5))
-    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert (after.token_ids.tolist(), after.logprobs.tolist()) == (
+        before.token_ids.tolist(),
+        before.logprobs.tolist(),
+    )
     assert engine.version == 0
     with pytest.raises(EngineStateError, match="worker failed in `finish`"):
         await engine.control("finish", {"version": 9})  # the refusal ended the session
@@ -194,7 +197,7 @@ async def test_a_refused_update_changes_nothing(engine, paths):
 def gaps(path, done):
     """Return how far each log-prob is from that of the model in `path` on everything before it."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    expected = reference_logprobs(model, (3, 4, 5), done.token_ids, SamplingParams(max_tokens=250))
+    expected = reference_logprobs(model, (3, 4, 5), done.token_ids.tolist(), SamplingParams(max_tokens=250))
     return [abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)]
 
 
@@ -213,8 +216,8 @@ async def test_new_weights_in_the_middle_of_a_completion(engine, paths, version,
     await engine.resume()
     done = await long
     assert done.finish is Finish.LENGTH
-    assert len(done.token_ids) == 250
-    flip = done.policy_versions.index(version)
+    assert done.num_tokens == 250
+    flip = done.policy_versions.tolist().index(version)
     assert list(done.policy_versions) == [served] * flip + [version] * (250 - flip)
     assert 0 < flip < 250
     assert engine.version == version
@@ -224,7 +227,7 @@ async def test_new_weights_in_the_middle_of_a_completion(engine, paths, version,
     assert after <= 1e-4 if recompute else after > 1e-2
     fresh = await engine.generate(request(f"fresh{version}", 12, seed=2))
     model = AutoModelForCausalLM.from_pretrained(target).eval()
-    expected = reference_logprobs(model, (3, 4, 5), fresh.token_ids, SamplingParams(max_tokens=12))
+    expected = reference_logprobs(model, (3, 4, 5), fresh.token_ids.tolist(), SamplingParams(max_tokens=12))
     assert max(abs(a - b) for a, b in zip(fresh.logprobs, expected, strict=True)) <= 1e-4
     assert set(fresh.policy_versions) == {version}
 

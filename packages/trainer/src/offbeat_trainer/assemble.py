@@ -9,7 +9,7 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -21,14 +21,15 @@ from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import Max, Mean, Metric, Sum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
+    from offbeat_rollout import Completion
     from offbeat_trainer.config import Advantage
     from offbeat_trainer.types import Example, Group
 
-Number = TypeVar("Number", np.float32, np.int64)
+Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
 
 NO_VERSION = -1
 """`policy_version` of tokens that no policy sampled: prompt and padding."""
@@ -82,14 +83,18 @@ def assemble(groups: Sequence[Group], *, temperature: float) -> TrainBatch:
                 f"{len(group.advantages)} advantages; call `with_advantages` first"
             )
     completions = [completion for group in groups for completion in group.completions]
+    prompts = [(np.array(group.prompt.token_ids, np.int64), len(group.completions)) for group in groups]
     frame = _frame(
-        [group.prompt.token_ids for group in groups for _ in group.completions],
+        [prompt_P for prompt_P, count in prompts for _ in range(count)],
         [completion.token_ids for completion in completions],
     )
     mask_BT = frame["loss_mask"].numpy()
     per_sequence_B = np.fromiter(chain.from_iterable(g.advantages for g in groups), np.float32)
-    logprobs_BT = _scatter(mask_BT, (c.logprobs for c in completions), np.float32)
-    versions_BT = _scatter(mask_BT, (c.policy_versions for c in completions), np.int64, NO_VERSION)
+    logprobs_BT = np.zeros(mask_BT.shape, np.float32)
+    versions_BT = np.full(mask_BT.shape, NO_VERSION, np.int64)
+    if completions:
+        logprobs_BT[mask_BT] = np.concatenate([completion.logprobs for completion in completions])
+        versions_BT[mask_BT] = _versions(completions)
     sizes_N = torch.tensor([len(group.completions) for group in groups])
     return train_batch(
         **frame,
@@ -109,7 +114,12 @@ def assemble_examples(examples: Sequence[Example]) -> TrainBatch:
     """
     if not examples:
         raise TrainerError("`assemble_examples` needs at least one example, got none")
-    return train_batch(**_frame([e.prompt_ids for e in examples], [e.completion_ids for e in examples]))
+    return train_batch(
+        **_frame(
+            [np.array(example.prompt_ids, np.int64) for example in examples],
+            [np.array(example.completion_ids, np.int64) for example in examples],
+        )
+    )
 
 
 def group_metrics(groups: Sequence[Group]) -> list[Metric]:
@@ -119,7 +129,7 @@ def group_metrics(groups: Sequence[Group]) -> list[Metric]:
     """
     completions = [completion for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [completion.num_tokens for completion in completions]
     spreads = [_std([score.reward for score in group.scores]) for group in groups if group.scores]
     flat = sum(len({score.reward for score in group.scores}) == 1 for group in groups)
     num_completions = len(completions)
@@ -151,10 +161,9 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> list[Metric]:
     counts: list[int] = []
     for group in groups:
         for completion in group.completions:
-            versions = Counter(completion.policy_versions)
-            counts.append(len(versions))
-            for made_by, num_tokens in versions.items():
-                ages[version - made_by] += num_tokens
+            counts.append(len({span.version for span in completion.spans}))
+            for made_by, start, end in completion.spans:
+                ages[version - made_by] += end - start
     num_tokens = ages.total()
     return [
         Metric("staleness/mean", Mean(sum(age * count for age, count in ages.items()), num_tokens)),
@@ -179,9 +188,14 @@ def _check_scores(group: Group) -> None:
             )
 
 
-def _frame(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
-) -> dict[str, torch.Tensor]:
+def _versions(completions: Sequence[Completion]) -> npt.NDArray[np.int64]:
+    """Return the version of every token of `completions`, one after the other."""
+    spans = [span for completion in completions for span in completion.spans]
+    versions = np.array([span.version for span in spans], np.int64)
+    return versions.repeat(np.array([span.end - span.start for span in spans], np.int64))
+
+
+def _frame(prompts: Sequence[Ids], completions: Sequence[Ids]) -> dict[str, torch.Tensor]:
     """Return input_ids, lengths and loss_mask of right-padded prompt + completion."""
     num_sequences = len(prompts)
     prompt_B = np.fromiter(map(len, prompts), np.int64, num_sequences)
@@ -194,22 +208,15 @@ def _frame(
     position_T = np.arange(int(length_B.max(initial=0)))
     is_prompt_BT = position_T < prompt_B[:, None]
     mask_BT = (position_T < length_B[:, None]) & ~is_prompt_BT
-    ids_BT = _scatter(mask_BT, completions, np.int64)
-    ids_BT += _scatter(is_prompt_BT, prompts, np.int64)
+    ids_BT = np.zeros(mask_BT.shape, np.int64)
+    if prompts:
+        ids_BT[is_prompt_BT] = np.concatenate(prompts)
+        ids_BT[mask_BT] = np.concatenate(completions)
     return {
         "input_ids": torch.from_numpy(ids_BT),
         "lengths": torch.from_numpy(length_B),
         "loss_mask": torch.from_numpy(mask_BT),
     }
-
-
-def _scatter(
-    where_BT: npt.NDArray[np.bool_], rows: Iterable[Iterable[float]], dtype: type[Number], fill: int = 0
-) -> npt.NDArray[Number]:
-    """Return [B, T] with `rows` laid, in order, into the places that are True, and `fill` elsewhere."""
-    out_BT = np.full(where_BT.shape, fill, dtype)
-    out_BT[where_BT] = np.fromiter(chain.from_iterable(rows), dtype, int(where_BT.sum()))
-    return out_BT
 
 
 def _std(values: Sequence[float]) -> float:

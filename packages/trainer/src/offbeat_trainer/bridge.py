@@ -125,7 +125,7 @@ class EngineCanary:
             )
             for first in (1, 5, 9, 13)
         ]
-        return [answer.logprobs[0] for answer in await self._engine.generate_many(requests)]
+        return [float(answer.logprobs[0]) for answer in await self._engine.generate_many(requests)]
 
 
 class EngineGate:

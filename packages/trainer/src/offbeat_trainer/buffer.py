@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 from offbeat_trainer.clock import now_s
 from offbeat_trainer.config import Order
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.journal.events import Dropped, Finished, Issued, Taken, spans_of
+from offbeat_trainer.journal.events import Dropped, Finished, Issued, Taken, oldest_version, spans_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -282,10 +282,8 @@ class GroupBuffer:
 
     def _settle(self, entry: Entry, group: Group) -> None:
         entry.group = group
-        # Looked at here, token by token, and not when a step is taken: the trainer waits for that.
-        entry.oldest = min(
-            (min(one.policy_versions) for one in group.completions if one.policy_versions), default=None
-        )
+        # Looked at here, and not when a step is taken: the trainer waits for that.
+        entry.oldest = oldest_version(group.completions)
         entry.finished_s = now_s()
         self._finished[entry.last_step] += 1
         if self._order is Order.FIRST_IN:

@@ -131,32 +131,26 @@ def _request(
     name: str, prompt: Prompt, sampling: SamplingParams, begun: Completion | None
 ) -> GenerateRequest:
     """Return the request for a completion, or for the rest of one that was begun."""
-    if begun is None or not begun.token_ids:
+    if begun is None or not begun.num_tokens:
         return GenerateRequest(request_id=name, prompt_ids=prompt.token_ids, sampling=sampling)
-    done = len(begun.token_ids)
+    done = begun.num_tokens
     rest = replace(
         sampling,
         max_tokens=sampling.max_tokens - done,
         seed=None if sampling.seed is None else derive_seed(sampling.seed, "continued", done),
     )
-    return GenerateRequest(request_id=name, prompt_ids=(*prompt.token_ids, *begun.token_ids), sampling=rest)
+    prompt_ids = (*prompt.token_ids, *begun.token_ids.tolist())
+    return GenerateRequest(request_id=name, prompt_ids=prompt_ids, sampling=rest)
 
 
 def _joined(begun: Completion | None, more: Completion, sampling: SamplingParams) -> Completion:
     """Return `begun` with its continuation. An abort that came after the last token changes nothing."""
-    whole = more
-    if begun is not None:
-        whole = replace(
-            more,
-            token_ids=(*begun.token_ids, *more.token_ids),
-            logprobs=(*begun.logprobs, *more.logprobs),
-            policy_versions=(*begun.policy_versions, *more.policy_versions),
-        )
-    if whole.finish is not Finish.ABORT or not whole.token_ids:
+    whole = more if begun is None else begun.followed_by(more)
+    if whole.finish is not Finish.ABORT or not whole.num_tokens:
         return whole
     if whole.token_ids[-1] in sampling.stop_token_ids:
         return replace(whole, finish=Finish.STOP)
-    if len(whole.token_ids) >= sampling.max_tokens:
+    if whole.num_tokens >= sampling.max_tokens:
         return replace(whole, finish=Finish.LENGTH)
     return whole
 

@@ -23,10 +23,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a reward function said of one completion. `correct` feeds accuracy; it never enters a loss."""
+    """What a reward function said of one completion. `correct` feeds accuracy; it never enters a loss.
+
+    Numbers of numpy, which sums over `Completion.token_ids` give, become Python's: files of JSON hold no others.
+    """
 
     reward: float
     correct: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", float(self.reward))
+        object.__setattr__(self, "correct", bool(self.correct))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ async def test_publish_brings_both_replicas_to_the_version_and_their_tokens_say_
     await publisher.publish(4)
     after = await cluster.rollout.generate_many(requests(8))
     assert {version for one in after for version in one.policy_versions} == {4}
-    assert [one.logprobs for one in after] != [one.logprobs for one in before]
+    assert [one.logprobs.tolist() for one in after] != [one.logprobs.tolist() for one in before]
     # Both replicas, asked one by one, give the same tokens: the weights are the same ones.
     each = [await complete(handle, requests(8)) for handle in cluster.rollout.handles.values()]
     assert each[0] == each[1]
@@ -156,7 +156,7 @@ async def test_requests_of_a_killed_replica_go_to_the_other_one(cluster, publish
     os.kill(pid, signal.SIGKILL)
     completions = await asyncio.wait_for(work, STEP_TIMEOUT_S)
     # Each completion has a seed of its own, so it is the same wherever it is made.
-    assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
+    assert [one.token_ids.tolist() for one in completions] == [one.token_ids.tolist() for one in expected]
     assert [one.request_id for one in completions] == [one.request_id for one in asked]
 
 

@@ -82,7 +82,7 @@ def check_account(journal):
     assert not [event for event in events if isinstance(event, Dropped)]
     sizes = {len(finished[index].completions) for index in taken}
     assert sizes == {GROUP_SIZE}
-    assert all(one.token_ids for index in taken for one in finished[index].completions)
+    assert all(one.num_tokens for index in taken for one in finished[index].completions)
 
 
 @pytest.mark.parametrize("num_replicas", [2, 1])

@@ -1,8 +1,10 @@
 """One contract, every journal; and bytes that come back as they went."""
 
 import errno
+import json
 import os
 import sqlite3
+import struct
 from dataclasses import replace
 
 import pytest
@@ -22,7 +24,7 @@ from offbeat_trainer.types import Score
 
 
 def completion(num_tokens=3, finish=Finish.STOP, version=1):
-    return Completion(
+    return Completion.of(
         request_id="r/1", token_ids=tuple(range(num_tokens)), logprobs=tuple(-0.1 * i for i in range(num_tokens)),
         policy_versions=(version,) * num_tokens, finish=finish,
     )  # fmt: skip
@@ -223,25 +225,60 @@ def test_files_that_are_no_journals_are_refused(tmp_path):
 @given(
     st.lists(
         st.builds(
-            lambda tokens, finish, name: Completion(
-                request_id=name,
-                token_ids=tuple(token for token, _, _ in tokens),
-                logprobs=tuple(logprob for _, logprob, _ in tokens),
-                policy_versions=tuple(version for _, _, version in tokens),
-                finish=finish,
+            lambda tokens, finish, name, reason: replace(
+                Completion.of(
+                    request_id=name,
+                    token_ids=[token for token, _, _ in tokens],
+                    logprobs=[logprob for _, logprob, _ in tokens],
+                    policy_versions=[version for _, _, version in tokens],
+                    finish=finish,
+                ),
+                stop_reason=reason,
             ),
             st.lists(
-                st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False), st.integers(0, 2**31 - 1)),
+                st.tuples(
+                    st.integers(0, 2**31 - 1),
+                    st.floats(allow_nan=False, width=32),
+                    st.integers(0, 3) | st.integers(0, 2**40),
+                ),
                 max_size=5,
             ),
             st.sampled_from(Finish),
             st.text(max_size=5),
+            st.none() | st.integers(0, 2**31 - 1) | st.text(max_size=3),
         ),
         max_size=4,
     )
 )
 def test_completions_come_back_to_the_bit(completions):
-    assert unpack(pack(completions)) == tuple(completions)
+    back = unpack(pack(completions))
+    assert back == tuple(completions)
+    for one, other in zip(back, completions, strict=True):
+        assert one.logprobs.tobytes() == other.logprobs.tobytes(), "-0.0 is not 0.0"
+
+
+def test_what_older_versions_wrote_is_read():
+    """Then every token had a version of its own, and log-probs were float64."""
+    head = {"count": [3, 0, 2], "request_id": ["a", "b", "c"], "finish": ["stop", "abort", "length"]}
+    arrays = (
+        struct.pack("<5i", 1, 2, 3, 4, 5), struct.pack("<5i", 7, 7, 8, 8, 8),
+        struct.pack("<5d", -0.1, -0.2, -0.3, -0.4, -0.5),
+    )  # fmt: skip
+    assert unpack(json.dumps(head).encode() + b"\n" + b"".join(arrays)) == (
+        written("a", (1, 2, 3), (-0.1, -0.2, -0.3), (7, 7, 8), Finish.STOP),
+        written("b", (), (), (), Finish.ABORT),
+        written("c", (4, 5), (-0.4, -0.5), (8, 8), Finish.LENGTH),
+    )
+
+
+def written(name, token_ids, logprobs, policy_versions, finish):
+    return Completion.of(
+        request_id=name,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        policy_versions=policy_versions,
+        finish=finish,
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat_rollout import EngineStateError, NoReplica, ReplicaGone, RequestError
+from offbeat_rollout import EngineStateError, NoReplica, ReplicaGone, RequestError, version_spans
 from offbeat_trainer.config import AsyncConfig, LoopConfig
 from offbeat_trainer.errors import DeadlineExceeded, TrainerError
 from offbeat_trainer.journal.events import Dropped
@@ -139,7 +139,7 @@ def test_tokens_older_than_what_is_served_are_not_taken(tmp_path):
         made = await honest(requests)
         if pool.version == 3 and not lies and requests[0].sampling.temperature:
             lies.append(1)
-            return [replace(one, policy_versions=(1,) * len(one.token_ids)) for one in made]
+            return [replace(one, spans=version_spans([(1, one.num_tokens)])) for one in made]
         return made
 
     pool.generate_many = lying

@@ -89,7 +89,7 @@ class Yes:
 
 
 def completion(request_id):
-    return Completion(
+    return Completion.of(
         request_id=request_id,
         token_ids=(4, 5),
         logprobs=(-1.0, -1.0),

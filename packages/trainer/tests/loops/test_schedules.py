@@ -95,7 +95,7 @@ def check_account(run):
             assert len(event.completions) in (0, run.loop.group_size), (
                 "scores are of completions; old ones forgotten"
             )
-            assert all(completion.token_ids for completion in event.completions)
+            assert all(completion.num_tokens for completion in event.completions)
     paced = run.asynchrony.too_old is TooOld.PACE and not run.asynchrony.over_sampling
     reasons = {event.reason for event in events if isinstance(event, Dropped)}
     assert reasons <= ({"failed", "refused"} if paced else {"failed", "refused", "too old", "outpaced"})

@@ -28,7 +28,7 @@ class Screen:
 
 
 def group(text="1+1=", correct=True):
-    made = Completion(
+    made = Completion.of(
         request_id="r", token_ids=(1,), logprobs=(0.0,), policy_versions=(1,), finish=Finish.STOP
     )
     return Group(

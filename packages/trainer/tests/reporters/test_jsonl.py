@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from offbeat_rollout import Completion, Finish
@@ -22,7 +23,7 @@ SCORED = (Score(reward=1.0, correct=True),)
 
 
 def a_group(scores=SCORED):
-    made = Completion(
+    made = Completion.of(
         request_id="r", token_ids=(1, 2), logprobs=(0.0, 0.0), policy_versions=(1, 1), finish=Finish.STOP
     )
     return Group(prompt=Prompt(uid="u", text="1+1=", token_ids=(1,)), completions=(made,), scores=scores)
@@ -39,6 +40,15 @@ def test_one_line_per_step_reduced_and_sorted(tmp_path):
     assert before - 1 <= first["time_s"] <= time.time() + 1
     assert (second["a/inf"], second["a/nan"]) == (None, None)
     reporter.close()
+    reporter.close()
+
+
+def test_a_score_may_be_made_of_numpys_numbers(tmp_path):
+    reporter = JsonlReporter(tmp_path)
+    score = Score(reward=np.float32(0.5), correct=np.int32(3) > 2)
+    reporter.samples(1, "sampled", [a_group(scores=(score,))], [["3"]])
+    (line,) = lines(tmp_path / "samples.jsonl")
+    assert (line["reward"], line["correct"]) == (0.5, True)
     reporter.close()
 
 

@@ -21,7 +21,7 @@ def read(folder):
 
 @INSTALLED
 def test_scalars_and_texts_read_back(tmp_path):
-    made = Completion(
+    made = Completion.of(
         request_id="r", token_ids=(1,), logprobs=(0.0,), policy_versions=(1,), finish=Finish.STOP
     )
     group = Group(prompt=Prompt(uid="u", text="1+1=", token_ids=(1,)), completions=(made,))

@@ -185,9 +185,10 @@ class ArithmeticTask:
         left, right = prompt.data["left"], prompt.data["right"]
         assert isinstance(left, int)
         assert isinstance(right, int)
-        ended = completion.finish is Finish.STOP and completion.token_ids[-1:] == self.stop_token_ids()
+        token_ids = completion.token_ids.tolist()
+        ended = completion.finish is Finish.STOP and token_ids[-1:] == [*self.stop_token_ids()]
         # The end token is cut off first: decoded with it, `:12<pad><eos>` must not pass for `:12`.
-        right_answer = ended and is_right(self._raw(completion.token_ids[:-1]), left, right)
+        right_answer = ended and is_right(self._raw(token_ids[:-1]), left, right)
         return Score(reward=float(right_answer), correct=right_answer)
 
     def decode(self, token_ids: Sequence[int]) -> str:

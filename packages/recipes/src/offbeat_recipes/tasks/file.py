@@ -72,7 +72,7 @@ class FileTask(TextTask):
         """
         where = f"task.reward: {self._file.reward}"
         try:
-            given = self._reward(prompt.text, self.decode(completion.token_ids), dict(prompt.data))
+            given = self._reward(prompt.text, self.decode(completion.token_ids.tolist()), dict(prompt.data))
         except Exception as error:
             raise TaskError(f"{where} raised {type(error).__name__}: {error} for {prompt.uid}") from error
         # `SupportsFloat`: numpy's numbers and tensors of one element are numbers, too.

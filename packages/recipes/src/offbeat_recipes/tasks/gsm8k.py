@@ -81,6 +81,6 @@ class Gsm8kTask(TextTask):
 
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         """Return 1 for a completion whose extracted number equals the row's, else 0."""
-        given = self._extract(self.decode(completion.token_ids))
+        given = self._extract(self.decode(completion.token_ids.tolist()))
         correct = given is not None and given == strict_answer(str(prompt.data["answer"]))
         return Score(reward=float(correct), correct=correct)

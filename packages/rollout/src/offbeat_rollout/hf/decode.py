@@ -49,11 +49,11 @@ class Row:
 
     def completion(self, finish: Finish) -> Completion:
         """Return what there is."""
-        return Completion(
+        return Completion.of(
             request_id=self.request.request_id,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            policy_versions=tuple(self.versions),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            policy_versions=self.versions,
             finish=finish,
         )
 

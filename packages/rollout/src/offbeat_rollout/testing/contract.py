@@ -45,10 +45,10 @@ async def _lengths(subject: Subject) -> None:
     requests = [subject.request(tuple(range(1, 2 + n)), max_tokens=n, seed=n) for n in (1, 2, 7, 40)]
     for request, completion in zip(requests, await subject.engine.generate_many(requests), strict=True):
         assert completion.request_id == request.request_id, "results must be in the order of the requests"
-        assert len(completion.token_ids) == request.sampling.max_tokens
+        assert completion.num_tokens == request.sampling.max_tokens
         assert completion.finish is Finish.LENGTH
         assert all(0 <= token < subject.vocab_size for token in completion.token_ids)
-        assert completion.policy_versions == (subject.engine.version,) * len(completion.token_ids)
+        assert completion.policy_versions.tolist() == [subject.engine.version] * completion.num_tokens
 
 
 async def _logprobs(subject: Subject) -> None:
@@ -63,7 +63,7 @@ async def _logprobs(subject: Subject) -> None:
         for i in range(12)
     ]
     for request, completion in zip(requests, await subject.engine.generate_many(requests), strict=True):
-        expected = subject.logprobs(request.prompt_ids, completion.token_ids, request.sampling)
+        expected = subject.logprobs(request.prompt_ids, completion.token_ids.tolist(), request.sampling)
         worst = max(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True))
         assert worst <= subject.tolerance, f"log-probs differ by {worst} for {request.sampling}"
 
@@ -71,8 +71,9 @@ async def _logprobs(subject: Subject) -> None:
 async def _greedy(subject: Subject) -> None:
     request = subject.request(max_tokens=3, temperature=0.0)
     completion = await subject.engine.generate(request)
-    for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-        so_far = (*request.prompt_ids, *completion.token_ids[:position])
+    token_ids = completion.token_ids.tolist()
+    for position, (token, logprob) in enumerate(zip(token_ids, completion.logprobs, strict=True)):
+        so_far = (*request.prompt_ids, *token_ids[:position])
         best = max(
             subject.logprobs(so_far, (other,), request.sampling)[0] for other in range(subject.vocab_size)
         )
@@ -81,10 +82,10 @@ async def _greedy(subject: Subject) -> None:
 
 async def _stop_tokens(subject: Subject) -> None:
     free = await subject.engine.generate(subject.request(seed=3))
-    stop = free.token_ids[5]
-    first = free.token_ids.index(stop)
+    stop = int(free.token_ids[5])
+    first = free.token_ids.tolist().index(stop)
     stopped = await subject.engine.generate(subject.request(seed=3, stop_token_ids=(stop,)))
-    assert stopped.token_ids == free.token_ids[: first + 1], (
+    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist(), (
         "the stop token belongs to the completion, nothing after it"
     )
     assert stopped.finish is Finish.STOP
@@ -97,15 +98,15 @@ async def _seeds(subject: Subject) -> None:
     together = await subject.engine.generate_many(requests())
     alone = [await subject.engine.generate(request) for request in requests()[::5]]
     for one, many in zip(alone, together[::5], strict=True):
-        assert one.token_ids == many.token_ids, (
+        assert one.token_ids.tolist() == many.token_ids.tolist(), (
             "a seeded request must not depend on what else is in the batch"
         )
     same_prompt = [subject.request(seed=seed, max_tokens=16) for seed in (0, 0, 1)]
     first, again, other = await subject.engine.generate_many(same_prompt)
-    assert first.token_ids == again.token_ids
-    assert first.token_ids != other.token_ids, "different seeds must give different samples"
+    assert first.token_ids.tolist() == again.token_ids.tolist()
+    assert first.token_ids.tolist() != other.token_ids.tolist(), "different seeds must give different samples"
     unseeded = await subject.engine.generate_many([subject.request(max_tokens=16) for _ in range(2)])
-    assert unseeded[0].token_ids != unseeded[1].token_ids, (
+    assert unseeded[0].token_ids.tolist() != unseeded[1].token_ids.tolist(), (
         "requests without a seed must not repeat one another"
     )
 
@@ -116,7 +117,7 @@ async def _concurrent(subject: Subject) -> None:
             tasks.create_task(subject.engine.generate(subject.request(max_tokens=1 + i, seed=i)))
             for i in range(24)
         ]
-    assert [len(task.result().token_ids) for task in running] == [1 + i for i in range(24)]
+    assert [task.result().num_tokens for task in running] == [1 + i for i in range(24)]
 
 
 async def _refusals(subject: Subject) -> None:
@@ -140,13 +141,13 @@ async def _refusals(subject: Subject) -> None:
             raise AssertionError(f"a request that cannot be served was accepted: {request}")
         assert request.request_id in message, "the error must name the request"
     good = await subject.engine.generate(subject.request(max_tokens=2))
-    assert len(good.token_ids) == 2
+    assert good.num_tokens == 2
 
 
 async def _context_end(subject: Subject) -> None:
     limit = subject.engine.config.max_model_len
     completion = await subject.engine.generate(subject.request((1,) * (limit - 3), max_tokens=50, seed=0))
-    assert len(completion.token_ids) == 3
+    assert completion.num_tokens == 3
     assert completion.finish is Finish.LENGTH
 
 
@@ -171,9 +172,9 @@ async def _pause_keep(subject: Subject) -> None:
     await subject.engine.resume()
     await subject.engine.resume()  # harmless
     completion = await asyncio.wait_for(task, _DEADLINE_S)
-    assert completion.token_ids == alone.token_ids, "a kept request must go on where it was"
+    assert completion.token_ids.tolist() == alone.token_ids.tolist(), "a kept request must go on where it was"
     assert completion.finish is Finish.LENGTH
-    assert len((await asyncio.wait_for(newcomer, _DEADLINE_S)).token_ids) == 1
+    assert (await asyncio.wait_for(newcomer, _DEADLINE_S)).num_tokens == 1
 
 
 async def _pause_abort(subject: Subject) -> None:
@@ -182,8 +183,8 @@ async def _pause_abort(subject: Subject) -> None:
     await subject.engine.pause(PauseMode.ABORT)
     completion = await asyncio.wait_for(task, _DEADLINE_S)
     assert completion.finish is Finish.ABORT
-    assert len(completion.token_ids) < len(alone.token_ids)
-    assert completion.token_ids == alone.token_ids[: len(completion.token_ids)], (
+    assert completion.num_tokens < alone.num_tokens
+    assert completion.token_ids.tolist() == alone.token_ids[: completion.num_tokens].tolist(), (
         "an aborted request keeps what it has"
     )
     await subject.engine.resume()
@@ -208,7 +209,7 @@ async def _abort(subject: Subject) -> None:
     await subject.engine.abort([doomed.request_id, "nobody"])
     first, second = await asyncio.wait_for(asyncio.gather(*tasks), _DEADLINE_S)
     assert first.finish is Finish.ABORT
-    assert len(first.token_ids) < len(second.token_ids)
+    assert first.num_tokens < second.num_tokens
     assert second.finish is Finish.LENGTH
 
 
@@ -218,7 +219,7 @@ async def _cancel(subject: Subject) -> None:
     await asyncio.wait([task], timeout=_DEADLINE_S)
     assert task.cancelled()
     completion = await subject.engine.generate(subject.request(max_tokens=2))
-    assert len(completion.token_ids) == 2
+    assert completion.num_tokens == 2
     assert (await subject.engine.health()).num_running == 0, "a cancelled request must not go on running"
 
 

@@ -35,11 +35,11 @@ class _Running:
     def end(self, finish: Finish, logprob: float) -> None:
         if not self.done.done():
             tokens = tuple(self.script[: len(self.versions)])
-            completion = Completion(
+            completion = Completion.of(
                 request_id=self.request.request_id,
                 token_ids=tokens,
                 logprobs=(logprob,) * len(tokens),
-                policy_versions=tuple(self.versions),
+                policy_versions=self.versions,
                 finish=finish,
             )
             self.done.set_result(completion)

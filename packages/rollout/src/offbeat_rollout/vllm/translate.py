@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from offbeat_rollout.errors import EngineStateError
-from offbeat_rollout.types import Completion, Finish
+from offbeat_rollout.types import Completion, Finish, version_spans
 from offbeat_rollout.vllm.lora import adapter_args
 
 if TYPE_CHECKING:
@@ -100,11 +102,9 @@ def version_of(label: str | None) -> int:
 def completion(request: GenerateRequest, output: Any) -> Completion:  # noqa: ANN401 - vllm.RequestOutput
     """Return the completion in a finished `RequestOutput`."""
     answer = output.outputs[0]
-    token_ids = tuple(answer.token_ids)
-    versions = [0] * len(token_ids)
-    for span in answer.weight_versions or ():
-        label, start, end = span.version, span.start, span.end
-        versions[start:end] = [version_of(label)] * (end - start)
+    count = len(answer.token_ids)
+    labelled = answer.weight_versions  # None where no label was ever given
+    runs = [(0, count)] if labelled is None else [(version_of(s.version), s.end - s.start) for s in labelled]
     match answer.finish_reason:
         case "stop" | "length" | "abort" as reason:
             finish = Finish(reason)
@@ -112,9 +112,11 @@ def completion(request: GenerateRequest, output: Any) -> Completion:  # noqa: AN
             raise EngineStateError(f"vLLM ended request {request.request_id!r} with {other!r}; see its log")
     return Completion(
         request_id=request.request_id,
-        token_ids=token_ids,
+        token_ids=np.array(answer.token_ids, np.int32),
         # With logprobs=0 there is one entry per position: the sampled token's.
-        logprobs=tuple(answer.logprobs.logprobs) if answer.logprobs is not None else (),
-        policy_versions=tuple(versions),
+        logprobs=np.array(() if answer.logprobs is None else answer.logprobs.logprobs, np.float32),
+        spans=version_spans(runs),
         finish=finish,
+        stop_reason=answer.stop_reason,
+        num_cached_tokens=output.num_cached_tokens,
     )

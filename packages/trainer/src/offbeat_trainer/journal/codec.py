@@ -1,41 +1,46 @@
 """Completions as bytes: a line of JSON, then plain arrays. Exact, small, and readable without this package.
 
-The line holds `count` numbers of tokens per completion, their request ids and how they ended. The arrays follow in the
-order int32 token ids, int32 versions, float64 log-probs, each over all completions, little-endian.
+The line holds `count` numbers of tokens per completion, their request ids, how they ended, and `spans`: who made which
+tokens, rows of (version, start, end). `stop_reason` is there if any has one. The arrays follow, int32 token ids and then
+float32 log-probs, each over all completions, little-endian.
+
+Older journals have no `spans`: there, int32 versions lie between the two, one a token, and log-probs are float64. They
+are read as well.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from array import array
-from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from itertools import accumulate, groupby, pairwise
+from typing import TYPE_CHECKING, Any
 
-from offbeat_rollout import Completion, Finish
+import numpy as np
+
+from offbeat_rollout import Completion, Finish, VersionSpan, version_spans
 from offbeat_trainer.errors import ResumeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_Number = TypeVar("_Number", int, float)
+    import numpy.typing as npt
 
-assert array("i").itemsize == 4
+# As json.dumps writes it; what is written here is no cycle, and to look for one costs as much as a third of the writing.
+ENCODE = json.JSONEncoder(check_circular=False).encode
 
 
 def pack(completions: Sequence[Completion]) -> bytes:
     """Return `completions` as bytes."""
-    head = {
-        "count": [len(one.token_ids) for one in completions],
+    head: dict[str, object] = {
+        "count": [one.num_tokens for one in completions],
         "request_id": [one.request_id for one in completions],
         "finish": [one.finish.value for one in completions],
+        "spans": [one.spans for one in completions],
     }
-    arrays = (
-        array("i", chain.from_iterable(one.token_ids for one in completions)),
-        array("i", chain.from_iterable(one.policy_versions for one in completions)),
-        array("d", chain.from_iterable(one.logprobs for one in completions)),
-    )
-    return b"\n".join([json.dumps(head).encode(), b"".join(map(_little_endian, arrays))])
+    if any(one.stop_reason is not None for one in completions):
+        head["stop_reason"] = [one.stop_reason for one in completions]
+    tokens = [np.asarray(one.token_ids, "<i4").tobytes() for one in completions]
+    logprobs = [np.asarray(one.logprobs, "<f4").tobytes() for one in completions]
+    return b"".join((ENCODE(head).encode(), b"\n", *tokens, *logprobs))
 
 
 def unpack(body: bytes) -> tuple[Completion, ...]:
@@ -48,22 +53,21 @@ def unpack(body: bytes) -> tuple[Completion, ...]:
     try:
         fields = json.loads(head)
         counts: list[int] = fields["count"]
-        total = sum(counts)
-        if len(rest) != total * 16:
-            raise ValueError(f"{len(rest)} bytes of arrays for {total} tokens")
-        tokens = _read(array("i"), rest[: total * 4])
-        versions = _read(array("i"), rest[total * 4 : total * 8])
-        logprobs = _read(array("d"), rest[total * 8 :])
-        ends = list(pairwise(accumulate(counts, initial=0)))
+        tokens, logprobs, spans = (_read if "spans" in fields else _read_unrolled)(fields, rest, counts)
+        ends = pairwise(accumulate(counts, initial=0))
+        reasons: list[int | str | None] = fields.get("stop_reason", [None] * len(counts))
         return tuple(
             Completion(
                 request_id=name,
-                token_ids=tuple(tokens[a:b]),
-                logprobs=tuple(logprobs[a:b]),
-                policy_versions=tuple(versions[a:b]),
+                token_ids=tokens[a:b],
+                logprobs=logprobs[a:b],
+                spans=made_by,
                 finish=Finish(finish),
+                stop_reason=reason,
             )
-            for name, finish, (a, b) in zip(fields["request_id"], fields["finish"], ends, strict=True)
+            for name, finish, made_by, reason, (a, b) in zip(
+                fields["request_id"], fields["finish"], spans, reasons, ends, strict=True
+            )
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ResumeError(
@@ -71,14 +75,32 @@ def unpack(body: bytes) -> tuple[Completion, ...]:
         ) from error
 
 
-def _little_endian(values: array[int] | array[float]) -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+_Parts = tuple["npt.NDArray[np.int32]", "npt.NDArray[np.float32]", "list[tuple[VersionSpan, ...]]"]
 
 
-def _read(values: array[_Number], data: bytes) -> array[_Number]:
-    values.frombytes(data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+def _read(fields: dict[str, Any], rest: bytes, counts: list[int]) -> _Parts:
+    """Return token ids, log-probs and spans; the arrays are copies, so that `rest` need not stay."""
+    total = sum(counts)
+    _check_size(rest, total, 8)
+    tokens = np.frombuffer(rest, "<i4", total).astype(np.int32)
+    logprobs = np.frombuffer(rest, "<f4", total, offset=4 * total).astype(np.float32)
+    return tokens, logprobs, [tuple(VersionSpan(*span) for span in one) for one in fields["spans"]]
+
+
+def _read_unrolled(fields: dict[str, Any], rest: bytes, counts: list[int]) -> _Parts:
+    del fields
+    total = sum(counts)
+    _check_size(rest, total, 16)
+    tokens = np.frombuffer(rest, "<i4", total).astype(np.int32)
+    versions: list[int] = np.frombuffer(rest, "<i4", total, offset=4 * total).tolist()
+    logprobs = np.frombuffer(rest, "<f8", total, offset=8 * total).astype(np.float32)
+    spans = [
+        version_spans((version, len(list(run))) for version, run in groupby(versions[a:b]))
+        for a, b in pairwise(accumulate(counts, initial=0))
+    ]
+    return tokens, logprobs, spans
+
+
+def _check_size(rest: bytes, total: int, token_bytes: int) -> None:
+    if len(rest) != total * token_bytes:
+        raise ValueError(f"{len(rest)} bytes of arrays for {total} tokens")

@@ -7,7 +7,6 @@ prompt itself is not kept, it is a function of the index (`Task.prompts`); its u
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -22,11 +21,13 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def spans_of(completion: Completion) -> Spans:
-    """Return the runs of equal versions in `completion`."""
-    versions = completion.policy_versions
-    if len(set(versions)) == 1:  # by far the most, and this is done for every completion of a run
-        return ((versions[0], len(versions)),)
-    return tuple([(version, len(list(run))) for version, run in groupby(versions)])
+    """Return the versions that made `completion`, as the journal has them."""
+    return tuple([(version, end - start) for version, start, end in completion.spans])
+
+
+def oldest_version(completions: Iterable[Completion]) -> int | None:
+    """Return the version of the oldest token in `completions`; None if there is no token."""
+    return min((span.version for one in completions for span in one.spans), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

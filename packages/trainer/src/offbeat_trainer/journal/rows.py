@@ -6,12 +6,9 @@ import json
 from typing import Any, TypeAlias, assert_never
 
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.journal.codec import pack, unpack
+from offbeat_trainer.journal.codec import ENCODE, pack, unpack
 from offbeat_trainer.journal.events import Dropped, Event, Finished, Flipped, Half, Issued, Taken
 from offbeat_trainer.types import Score
-
-# As json.dumps writes it; what is written here is no cycle, and to look for one costs as much as a third of the writing.
-_ENCODE = json.JSONEncoder(check_circular=False).encode
 
 Row: TypeAlias = tuple[str, int, int | None, str | None, bytes | None]
 """Kind, index of a group or a step, version, what else there is as text, completions as bytes."""
@@ -26,7 +23,7 @@ def to_row(event: Event) -> Row:
             return "half", event.index, None, None, pack(event.completions)
         case Finished():
             scores = [(score.reward, score.correct) for score in event.scores]
-            detail = _ENCODE({"scores": scores, "spans": event.spans})
+            detail = ENCODE({"scores": scores, "spans": event.spans})
             return "finished", event.index, event.version, detail, pack(event.completions)
         case Taken():
             return "taken", event.step, None, json.dumps(event.indices), None

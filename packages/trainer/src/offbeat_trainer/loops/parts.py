@@ -171,7 +171,7 @@ async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") 
 def show(parts: Parts, step: int, title: str, groups: Sequence[Group]) -> None:
     """Hand a few groups with their texts to the reporter."""
     some = list(groups[:NUM_SHOWN])
-    texts = [[parts.task.decode(one.token_ids) for one in group.completions] for group in some]
+    texts = [[parts.task.decode(one.token_ids.tolist()) for one in group.completions] for group in some]
     parts.reporter.samples(step, title, some, texts)
 
 

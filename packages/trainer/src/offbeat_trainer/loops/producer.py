@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_rollout import NoReplica, RequestError, RolloutError
 from offbeat_trainer.errors import DeadlineExceeded, ResumeError, TrainerError, WorkerGone
-from offbeat_trainer.journal.events import Half
+from offbeat_trainer.journal.events import Half, oldest_version
 from offbeat_trainer.loops.parts import score, training_params
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ class Producer:
         """Return what an earlier process left of a group, if it is not too old by now, and the oldest version in it."""
         served = self._buffer.served
         half = self._halves.pop(index, ())
-        oldest = min((version for one in half for version in one.policy_versions), default=served)
+        oldest = oldest_version(half)
+        oldest = served if oldest is None else oldest
         return (half, min(oldest, served)) if self._buffer.room_for(oldest) else ((), served)
 
     async def _make(self, index: int, prompt: Prompt, begun: tuple[Completion, ...], version: int) -> None:
@@ -215,7 +216,7 @@ class Producer:
 
 def _unfit(group: Group, version: int) -> str:
     """Say why `group` must not be trained as it is, or return nothing."""
-    oldest = min((v for one in group.completions for v in one.policy_versions), default=version)
-    if oldest < version:
+    oldest = oldest_version(group.completions)
+    if oldest is not None and oldest < version:
         return f"a replica made tokens with version {oldest} where {version} was served"
     return ""

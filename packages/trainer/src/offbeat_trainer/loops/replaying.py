@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import Finish
@@ -82,16 +81,10 @@ def _cut(completion: Completion, spans: Spans, version: int) -> Completion:
     """
     count = sum(num_tokens for made_by, num_tokens in spans if made_by <= version)
     more_comes = any(made_by > version for made_by, _ in spans)
-    have = len(completion.token_ids)
+    have = completion.num_tokens
     if have < count or (not more_comes and have != count):
         raise TrainerError(
             f"{completion.request_id}: the schedule has {count} tokens up to version {version}, now there are {have}; "
             "settings, task, model and seed must be those of the recorded run, and the engine must be deterministic"
         )
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:count],
-        logprobs=completion.logprobs[:count],
-        policy_versions=completion.policy_versions[:count],
-        finish=Finish.ABORT if more_comes else completion.finish,
-    )
+    return completion.cut(count, Finish.ABORT if more_comes else completion.finish)

@@ -67,7 +67,7 @@ class JsonlReporter:
                     "uid": group.prompt.uid,
                     "prompt": group.prompt.text,
                     "completion": text,
-                    "num_tokens": len(completion.token_ids),
+                    "num_tokens": completion.num_tokens,
                     "finish": completion.finish,
                 }
                 if group.scores:

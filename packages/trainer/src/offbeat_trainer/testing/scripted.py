@@ -51,7 +51,7 @@ class ScriptedTask:
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         """Return the share of odd tokens."""
         del prompt
-        odd = sum(token % 2 for token in completion.token_ids) / len(completion.token_ids)
+        odd = int((completion.token_ids % 2).sum()) / completion.num_tokens
         return Score(reward=odd, correct=odd > 0.5)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -198,11 +198,11 @@ class ScriptedPool:
         self.served += finish is not Finish.ABORT
         if not job.answer.done():
             job.answer.set_result(
-                Completion(
+                Completion.of(
                     request_id=job.request.request_id,
-                    token_ids=tuple(job.tokens),
-                    logprobs=tuple(job.logprobs),
-                    policy_versions=tuple(job.versions),
+                    token_ids=job.tokens,
+                    logprobs=job.logprobs,
+                    policy_versions=job.versions,
                     finish=finish,
                 )
             )
