@@ -18,6 +18,7 @@ Operations of `control`:
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, cast
 
 from offbeat_rollout.checks import check_config, check_request
@@ -49,7 +50,6 @@ class HfEngine(RolloutEngine):
         self._worker: Worker | None = None
         self._pending: dict[str, asyncio.Future[Completion]] = {}
         self._failure: str | None = None
-        self._asleep = False
         self._clock = RequestClock(config.request_timeout_s, self._work)
 
     @classmethod
@@ -129,7 +129,7 @@ class HfEngine(RolloutEngine):
     ) -> list[Completion]:
         """Return the completions of `requests`, in their order; all are checked before any is started."""
         worker = self._running()
-        if self._asleep:
+        if worker.asleep:
             raise EngineStateError("the engine sleeps; `wake` it before `generate`")
         ids = [request.request_id for request in requests]
         for request in requests:
@@ -160,8 +160,12 @@ class HfEngine(RolloutEngine):
     async def pause(self, mode: PauseMode) -> None:
         """Stop after the current token (KEEP, ABORT) or when running requests have ended (WAIT)."""
         worker = self._running()
-        holds = await self._ask(lambda: worker.pause(mode), "pause")
-        await self._within(asyncio.wrap_future(holds), "pause")
+        holds: Future[None] = Future()
+        try:
+            await self._ask(lambda: worker.pause(mode, holds), "pause")
+            await self._within(asyncio.wrap_future(holds), "pause")
+        finally:
+            holds.cancel()  # late or cancelled: it must not pause when nobody expects it any more
 
     async def resume(self) -> None:
         """Go on generating."""
@@ -175,15 +179,13 @@ class HfEngine(RolloutEngine):
                 f"the hf adapter sleeps at level 1 only, got {level}: it cannot discard weights"
             )
         worker = self._running()
-        await self._ask(lambda: worker.move_model("cpu"), "sleep")
-        self._asleep = True
+        await self._ask(lambda: worker.move_model("cpu", asleep=True), "sleep")
 
     async def wake(self, tags: Collection[str] | None = None) -> None:
         """Move the weights back; keys and values take memory when requests do."""
         worker = self._running()
         if tags is None or "weights" in tags:
-            await self._ask(lambda: worker.move_model(self.config.device), "wake")
-            self._asleep = False
+            await self._ask(lambda: worker.move_model(self.config.device, asleep=False), "wake")
 
     async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
         """Run "weight_specs" or "load_weights"; see the module."""

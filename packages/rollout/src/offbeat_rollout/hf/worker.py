@@ -44,6 +44,7 @@ class Worker:
         self.version = 0
         self.tokens_made = 0
         self.num_running = 0
+        self.asleep = False
         self.vocab_size = 0
         self._config = config
         self._deliver = deliver
@@ -53,7 +54,7 @@ class Worker:
         self._stopping = False
         self._dead: str | None = None  # why the thread no longer takes commands
         self._paused = False
-        self._drained: Future[None] | None = None  # someone waits for the running requests to end
+        self._drained: list[Future[None]] = []  # who waits for the running requests to end
         self._waiting: deque[Row] = deque()
         self._held: deque[Row] = deque()  # arrived after a pause that waits; they start at `resume`
         self._eos: tuple[int, ...] = ()
@@ -65,10 +66,12 @@ class Worker:
         return self.call(self._load)
 
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """Run `command` in the thread, between two tokens."""
+        """Run `command` in the thread, between two tokens; if its future is cancelled before, it is not run."""
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # from here on nobody can cancel it, or setting its result would end the thread
             try:
                 future.set_result(command())
             except BaseException as error:  # noqa: BLE001 - handed to whoever asked
@@ -106,35 +109,27 @@ class Worker:
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue checked requests."""
         rows = [new_row(request, self._eos, self._config.max_model_len) for request in requests]
-        (self._waiting if self._drained is None else self._held).extend(rows)
+        (self._held if self._drained else self._waiting).extend(rows)
 
     def abort(self, request_ids: Collection[str]) -> None:
         """End these requests with what they have."""
         wanted = frozenset(request_ids)
         self._abort_where(lambda row: row.request.request_id in wanted)
 
-    def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop between two tokens; the future ends when the pause holds."""
-        done: Future[None] = Future()
+    def pause(self, mode: PauseMode, holds: Future[None]) -> None:
+        """Stop between two tokens; `holds` ends when the pause does hold. Cancelled before, a wait is called off."""
         if mode is PauseMode.WAIT and (self._batch.rows or self._waiting) and not self._paused:
-            self._drained = done
-            return done
+            self._drained.append(holds)
+            return
         if mode is PauseMode.ABORT:
             self._abort_where(lambda _: True)
         self._paused = True
-        done.set_result(None)
-        return done
+        _end(holds)
 
     def resume(self) -> None:
         """Go on."""
         self._paused = False
-        self._waiting.extend(self._held)
-        self._held.clear()
-        drained, self._drained = self._drained, None
-        if drained is not None:
-            drained.set_exception(
-                EngineStateError("resumed while a pause was still waiting for requests to end")
-            )
+        self._end_wait(EngineStateError("resumed while a pause was still waiting for requests to end"))
 
     def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Return the weights' names, shapes and dtypes."""
@@ -149,7 +144,7 @@ class Worker:
         if recompute_kv:
             self._batch.recompute()
 
-    def move_model(self, device: str) -> None:
+    def move_model(self, device: str, *, asleep: bool) -> None:
         """Move the weights; nothing may be running, keys and values are dropped."""
         if self._batch.rows or self._waiting:
             raise EngineStateError(
@@ -157,6 +152,7 @@ class Worker:
             )
         self._model.to(device)  # pyright: ignore[reportArgumentType] # a device name is fine
         self._batch = RunningBatch(self._model, self._config.cpu_threads)
+        self.asleep = asleep
 
     # The thread.
 
@@ -190,6 +186,7 @@ class Worker:
             self._commands.clear()
         for command, _ in commands:
             command()
+        self._see_whether_drained()  # by an abort, perhaps
         return not self._stopping
 
     def _may_step(self) -> bool:
@@ -205,12 +202,24 @@ class Worker:
         self.num_running = len(self._batch.rows)
         if done:
             self._deliver(done)
-        if self._drained is not None and not self._batch.rows and not self._waiting:
-            drained, self._drained = self._drained, None
+        self._see_whether_drained()
+
+    def _see_whether_drained(self) -> None:
+        if not self._drained:
+            return
+        if all(one.cancelled() for one in self._drained):
+            self._end_wait()
+        elif not self._batch.rows and not self._waiting:
             self._paused = True
-            self._waiting.extend(self._held)
-            self._held.clear()
-            drained.set_result(None)
+            self._end_wait()
+
+    def _end_wait(self, error: EngineStateError | None = None) -> None:
+        """Tell those who wait for running requests to end; what came after them is next."""
+        drained, self._drained = self._drained, []
+        self._waiting.extend(self._held)
+        self._held.clear()
+        for one in drained:
+            _end(one, error)
 
     def _abort_where(self, chosen: Callable[[Row], bool]) -> None:
         ended = self._batch.leave(chosen)
@@ -228,5 +237,15 @@ class Worker:
             self._dead = why
             commands = list(self._commands)
             self._commands.clear()
-        for _, future in commands:
-            future.set_exception(EngineStateError(why))
+            drained, self._drained = self._drained, []
+        for future in (*(future for _, future in commands), *drained):
+            _end(future, EngineStateError(why))
+
+
+def _end(future: Future[Any], error: EngineStateError | None = None) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # who asked has gone
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
