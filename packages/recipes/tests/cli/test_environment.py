@@ -56,6 +56,36 @@ def test_a_ray_that_is_imported_already_starts_as_it_would_have():
     assert seen_by(private, RAY_AUTH_TOKEN="a" * 64)["RAY_AUTH_MODE"] == "token"
 
 
+SLOW_START = """
+import os, pathlib, signal, threading, time
+
+def comes_from_us(process):
+    try:
+        name, _, rest = (process / "stat").read_text().partition("(")[2].rpartition(") ")
+        return name == "raylet" and int(rest.split()[1]) == os.getpid()
+    except OSError:  # it is over
+        return False
+
+def hold():
+    while not (found := [one for one in pathlib.Path("/proc").glob("[0-9]*") if comes_from_us(one)]):
+        time.sleep(0.01)
+    os.kill(int(found[0].name), signal.SIGSTOP)
+    time.sleep(40)
+    os.kill(int(found[0].name), signal.SIGCONT)
+
+threading.Thread(target=hold).start()
+import json, ray
+ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+print(json.dumps(ray.get(ray.remote(lambda: "answers").remote())))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+def test_a_ray_that_takes_40_s_to_start_is_waited_for():
+    assert seen_by(PREPARE + SLOW_START, RAY_AUTH_TOKEN="a" * 64) == "answers"
+
+
 @pytest.mark.parametrize("command", ["train", "sft", "evaluate", "plan"])
 def test_every_command_prepares_before_a_heavy_library_is_imported(command):
     modules = seen_by(

@@ -25,6 +25,9 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_agent_register_timeout_ms": "300000",
     "OMP_NUM_THREADS": "1",
 }
 TIMEOUT_S = 240.0

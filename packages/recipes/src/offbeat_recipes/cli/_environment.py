@@ -14,6 +14,10 @@ _WANTED = {
     # Workers that Ray starts ahead have no environment of a run, and none of its processes could use them.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_worker_niceness": "0",  # workers do the work here: they must not yield to everything else
+    # What Ray gives its processes to start (30 s and a minute) is too little on a busy machine; nobody waits longer than needed.
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_agent_register_timeout_ms": "300000",
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     # Threads that wait for each other give the core away soon: ranks, replicas and the driver share the cores here,
