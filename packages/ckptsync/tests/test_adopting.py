@@ -80,7 +80,7 @@ class House:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
 
         def flip():
             for receiver in self.receivers.values():

@@ -26,7 +26,7 @@ class Called:
 
     async def on_call(self, reader, writer):
         try:
-            self.channel.set_result(await answer(reader, writer, self.secret, name=self.name, timeout_s=2))
+            self.channel.set_result(await answer(reader, writer, self.secret, name=self.name, timeout_s=60))
         except SyncError as error:
             self.channel.set_exception(error)
 
@@ -37,7 +37,7 @@ class Called:
 
 
 def call(called, secret=SECRET, name="r0"):
-    return dial("127.0.0.1", called.port, secret, name=name, timeout_s=2)
+    return dial("127.0.0.1", called.port, secret, name=name, timeout_s=60)
 
 
 async def test_two_that_share_a_secret_talk_both_ways():
@@ -77,7 +77,7 @@ async def test_somebody_who_only_pretends_to_be_called_learns_nothing_and_is_lef
     server = await asyncio.start_server(pretend, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(TransferError, match="does not know the secret; hung up"):
-        await dial("127.0.0.1", port, SECRET, name="r0", timeout_s=2)
+        await dial("127.0.0.1", port, SECRET, name="r0", timeout_s=60)
     server.close()
 
 
@@ -98,7 +98,7 @@ async def test_who_says_nothing_is_given_up():
         await dial("127.0.0.1", port, SECRET, name="r0", timeout_s=0.2)
     server.close()
     with pytest.raises(TransferError, match="nobody answers at"):
-        await dial("127.0.0.1", port, SECRET, name="r0", timeout_s=2)
+        await dial("127.0.0.1", port, SECRET, name="r0", timeout_s=60)
 
 
 class Tampering:

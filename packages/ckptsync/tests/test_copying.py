@@ -42,7 +42,7 @@ def test_threads_share_the_work_and_a_failure_is_raised(monkeypatch):
         names.add(threading.current_thread().name)
         if data[0] == 255:
             raise MemoryError("planted")
-        barrier.wait(5)
+        barrier.wait(120)
         real(into, data)
 
     barrier = threading.Barrier(3)

@@ -20,9 +20,7 @@ from offbeat_ckptsync.testing import (
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.types import Seat
 
-CONFIG = SyncConfig(
-    transport="loopback", bucket_mib=4096 / (1 << 20), begin_timeout_s=5, transfer_timeout_s=5
-)
+CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 
 
 class PlainGate:

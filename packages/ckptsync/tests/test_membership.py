@@ -23,9 +23,7 @@ from offbeat_ckptsync.types import Registration, Seat, Status
 from offbeat_ckptsync.wire import encode
 
 SECRET = "of the tests only"
-CONFIG = SyncConfig(
-    transport="loopback", bucket_mib=4096 / (1 << 20), begin_timeout_s=10, transfer_timeout_s=10
-)
+CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 
 
 class Replica:
@@ -55,8 +53,8 @@ class Party:
     async def join(self, name):
         replica = Replica(name)
         self.replicas.append(replica)
-        await replica.agent.join(*self.membership.address, timeout_s=10)
-        await self.membership.wait_for([name], 10)
+        await replica.agent.join(*self.membership.address, timeout_s=120)
+        await self.membership.wait_for([name], 120)
         return replica
 
     async def __aexit__(self, *_):
@@ -66,7 +64,7 @@ class Party:
 
 
 async def until(holds):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not holds():  # noqa: ASYNC110 -- what is waited for happens in another thread or over a socket
             await asyncio.sleep(0.01)
 

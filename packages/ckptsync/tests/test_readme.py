@@ -16,7 +16,7 @@ def run_example(tmp_path):
         script = tmp_path / "example.py"
         script.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[number])
         done = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -16,9 +16,7 @@ from offbeat_ckptsync.testing import DictSource, TornSink, assert_same, awkward_
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.types import Seat, Status
 
-CONFIG = SyncConfig(
-    transport="loopback", bucket_mib=4096 / (1 << 20), begin_timeout_s=5, transfer_timeout_s=5
-)
+CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 
 
 class Pair:
@@ -39,7 +37,7 @@ class Pair:
         sending = threading.Thread(target=lambda: out.append(self.publisher.send(offer)))
         sending.start()
         self.receiver.transfer(LoopbackTransport())
-        sending.join(5)
+        sending.join(120)
         return offer, out[0]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -16,9 +17,7 @@ from offbeat_ckptsync.sender import send_weights, walk
 from offbeat_ckptsync.source import Publisher
 from offbeat_ckptsync.testing import DictSource, LyingSource, awkward_weights
 
-CONFIG = SyncConfig(
-    transport="loopback", bucket_mib=4096 / (1 << 20), begin_timeout_s=2, transfer_timeout_s=2
-)
+CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 
 
 class Collector:
@@ -34,15 +33,15 @@ class Collector:
         if bucket.index == self.fail_at:
             raise OSError("planted")
         if bucket.index == self.hang_at:
-            self.release.wait(20)
+            self.release.wait(600)
         self.payloads.append(payload.clone())
 
     def close(self):
         self.closed = True
 
 
-def offer_of(source):
-    return Publisher(source, CONFIG).offer(1, [])
+def offer_of(source, config=CONFIG):
+    return Publisher(source, config).offer(1, [])
 
 
 class StayingDict(DictSource):
@@ -82,7 +81,9 @@ def test_what_is_sent_is_the_plan_packed_byte_by_byte(kind):
 def test_whatever_fails_the_source_is_walked_to_its_end(sender):
     source = DictSource(awkward_weights(1))
     with pytest.raises(TransferError, match="bucket"):
-        send_weights(source, offer_of(source), lambda: sender)
+        send_weights(
+            source, offer_of(source, dataclasses.replace(CONFIG, transfer_timeout_s=2)), lambda: sender
+        )
     assert source.walks == 1
     sender.release.set()
 

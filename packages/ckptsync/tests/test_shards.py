@@ -37,7 +37,7 @@ def shard(module, mesh):
 def rank_of_three(rank, port):
     """Shard a module over three gloo ranks, load slices of other weights, and return what it then holds."""
     torch.set_num_threads(1)
-    store = Store.join("127.0.0.1", port, 60)
+    store = Store.join("127.0.0.1", port, 120)
     dist.init_process_group("gloo", store=store.raw, rank=rank, world_size=3)
     try:
         mesh = init_device_mesh("cpu", (3,))
@@ -94,7 +94,7 @@ def test_a_module_of_distributed_tensors_says_what_it_holds_and_takes_it():
         [sys.executable, __file__, str(store.port)],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     answers = [json.loads(line) for line in ran.stdout.splitlines()]

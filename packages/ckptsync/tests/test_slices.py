@@ -264,7 +264,7 @@ def test_an_offer_that_withholds_what_a_rank_needs_is_refused():
 )
 def test_a_source_that_yields_other_than_it_offers_is_found(change, named):
     offer = cut_offer(offer_of(weights_of(1)), {"m": tp_layouts(2)})
-    offer.endpoint["timeout_s"] = 5.0
+    offer.endpoint["timeout_s"] = 60.0
     source = DictSource(change(weights_of(1)))
 
     class Drop:
@@ -303,9 +303,7 @@ class Site:
     """A source, a manager and members."""
 
     def __init__(self, transport, folder):
-        self.config = SyncConfig(
-            transport=transport, bucket_mib=1024 / (1 << 20), disk_path=str(folder), transfer_timeout_s=20
-        )
+        self.config = SyncConfig(transport=transport, bucket_mib=1024 / (1 << 20), disk_path=str(folder))
         self.source = DictSource(weights_of(1))
         self.publisher = Publisher(self.source, self.config)
         self.manager = CheckpointEngineManager(LocalSource(self.publisher), self.config)

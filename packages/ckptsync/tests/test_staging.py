@@ -17,9 +17,7 @@ from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.types import Seat
 
 CONFIG_BYTES = 4096
-CONFIG = SyncConfig(
-    transport="loopback", bucket_mib=4096 / (1 << 20), begin_timeout_s=5, transfer_timeout_s=5, delta="auto"
-)
+CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20), delta="auto")
 
 
 class Pair:
@@ -50,7 +48,7 @@ class Pair:
             self.publisher.abort(offer.sync_id)
             raise
         finally:
-            sending.join(5)
+            sending.join(120)
         return offer, out[0]
 
     def verified(self, version):

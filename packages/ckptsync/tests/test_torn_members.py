@@ -16,7 +16,7 @@ from offbeat_ckptsync.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.source import LocalSource, Publisher
 from offbeat_ckptsync.worker import Worker
 
-CONFIG = SyncConfig(transport="loopback", begin_timeout_s=5, transfer_timeout_s=5)
+CONFIG = SyncConfig(transport="loopback")
 REFUSED, TORN = ManifestError("cannot read it, nothing was changed"), MemoryError("half-way")
 
 

@@ -63,7 +63,6 @@ def test_any_manifest_crosses_in_buckets_of_any_size(name, delta, tmp_path_facto
             transport=name,
             bucket_mib=bucket_bytes / (1 << 20),
             disk_path=folder,
-            transfer_timeout_s=20,
             delta=delta,
         )
         sinks = {f"r{i}": DictSink() for i in range(num_receivers)}
@@ -135,7 +134,7 @@ class Forgetful:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_contract_finds_a_transport_that_delivers_old_bytes(case):
-    config = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20), transfer_timeout_s=5)
+    config = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
     make = lambda: Forgetful(make_transport("loopback", config))  # noqa: E731
     with pytest.raises(SyncError, match="arrived with digest"):
         asyncio.run(check_case(case, make, config, num_receivers=1))

@@ -68,7 +68,7 @@ class Via(LocalMember):
 
 @pytest.mark.parametrize("name", ["broadcast", "auto"])
 async def test_a_connection_that_was_cut_costs_one_sync(name):
-    config = SyncConfig(transport=name, begin_timeout_s=5, transfer_timeout_s=10)
+    config = SyncConfig(transport=name)
     publisher, sink = Publisher(DictSource(awkward_weights(1)), config), DictSink()
     manager = CheckpointEngineManager(LocalSource(publisher), config)
     transport = make_transport(name, config)

@@ -15,9 +15,7 @@ from offbeat_ckptsync.transports.disk import DiskTransport
 
 
 def house_in(folder, fault=None):
-    config = SyncConfig(
-        transport="disk", disk_path=str(folder), bucket_mib=4096 / (1 << 20), transfer_timeout_s=3
-    )
+    config = SyncConfig(transport="disk", disk_path=str(folder), bucket_mib=4096 / (1 << 20))
     make = lambda: FaultyTransport(DiskTransport(str(folder)), on_send=fault)  # noqa: E731
     return House(DictSource(awkward_weights(1)), {"a": DictSink()}, config, make)
 

@@ -27,9 +27,7 @@ pytestmark = [
 ]
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
-CONFIG = SyncConfig(
-    bucket_mib=0.25, begin_timeout_s=30, transfer_timeout_s=60, verify_timeout_s=10, flip_timeout_s=30
-)
+CONFIG = SyncConfig(bucket_mib=0.25)
 
 
 class Source(ModuleSource):

@@ -76,7 +76,7 @@ class Fault:
         elif self.kind == "die":
             raise OSError("planted: the line is cut")
         elif self.kind == "hang":
-            self.release.wait(30.0)
+            self.release.wait(600.0)
 
 
 class FaultyTransport:

@@ -8,6 +8,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.store import Store
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync.config import SyncConfig
 
-START_S = 120.0
+START_S = 600.0
 """For a process to come up; generous, because only a defect uses it up."""
 
 
@@ -75,6 +76,14 @@ class Actor:
         """Say whether the process is there, stopped or not."""
         return self.process.is_alive()
 
+    def wait_stopped(self, timeout_s: float) -> None:
+        """Wait until the process is stopped, as a fault that hangs stops it; raises `TimeoutError`."""
+        deadline = time.monotonic() + timeout_s
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} was not stopped within {timeout_s:g} s")
+            time.sleep(0.01)
+
     def go_on(self) -> None:
         """Continue it where it was stopped."""
         with contextlib.suppress(ProcessLookupError):
@@ -83,7 +92,7 @@ class Actor:
     def end(self) -> None:
         """Kill it."""
         self.process.kill()
-        self.process.join(10)
+        self.process.join(60)
         self.pipe.close()
 
     def _answer(self, what: str, timeout_s: float) -> Any:  # noqa: ANN401 -- JSON
@@ -141,7 +150,7 @@ class Troupe:
     def kill(self, name: str) -> None:
         """Kill one, as an operator would."""
         self.actors[name].process.kill()
-        self.actors[name].process.join(10)
+        self.actors[name].process.join(60)
 
     def serving(self) -> dict[str, list[Any]]:
         """Return [version, content, committed, state] of every receiver that is alive; continues those stopped."""
