@@ -18,7 +18,7 @@ BATCHES = [random_batch(7, seed=seed) for seed in range(2)]
 
 def config_of(path, **changes):
     optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=0.5)
-    base = Fsdp2Config(model=ModelConfig(path=path), optimizer=optimizer, collective_timeout_s=60.0)
+    base = Fsdp2Config(model=ModelConfig(path=path), optimizer=optimizer)
     return replace(base, **changes)
 
 

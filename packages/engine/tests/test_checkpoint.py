@@ -24,7 +24,7 @@ BATCHES = [random_batch(8, seed=seed) for seed in range(4)]
 
 
 def make_engine(path, world, **changes):
-    config = Fsdp2Config(model=ModelConfig(path=path), optimizer=OPTIMIZER, collective_timeout_s=60.0)
+    config = Fsdp2Config(model=ModelConfig(path=path), optimizer=OPTIMIZER)
     engine = Fsdp2Engine(replace(config, **changes), world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())

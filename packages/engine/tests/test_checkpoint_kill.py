@@ -84,7 +84,7 @@ def saver(tmp_path):
     )
     yield process, model, tmp_path / "checkpoints"
     process.stdin.close()
-    assert process.wait(30) == 0
+    assert process.wait(600) == 0
     process.stdout.close()
 
 

@@ -65,7 +65,7 @@ def run_suite(folder, *options):
         env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "500"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
 
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[3]
 
 def check(page):
     command = [sys.executable, str(ROOT / "tools" / "make_capabilities.py"), "--check", "--page", str(page)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_the_committed_table_is_current():

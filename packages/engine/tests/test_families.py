@@ -35,7 +35,7 @@ def family(request, tmp_path_factory):
 
 
 def make_engine(path, world=None, **changes):
-    settings = {"micro_batch_tokens": 100, "collective_timeout_s": 60.0, **changes}
+    settings = {"micro_batch_tokens": 100, **changes}
     engine = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path), **settings), world or World())
     engine.init_model()
     engine.set_loss_fn(SftLoss())

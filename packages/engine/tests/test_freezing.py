@@ -15,9 +15,7 @@ FREEZE = ("model.embed_tokens.weight", "model.layers.0.*", "*.bias")
 
 
 def make_engine(path, world=None, freeze=FREEZE):
-    config = Fsdp2Config(
-        model=ModelConfig(path=path), optimizer=OPTIMIZER, freeze=freeze, collective_timeout_s=60.0
-    )
+    config = Fsdp2Config(model=ModelConfig(path=path), optimizer=OPTIMIZER, freeze=freeze)
     engine = Fsdp2Engine(config, World() if world is None else world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())

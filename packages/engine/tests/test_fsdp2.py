@@ -29,7 +29,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, max_grad_norm=0.5, weight_decay=0.1, warmup
 
 
 def config_of(path, **changes):
-    base = Fsdp2Config(model=ModelConfig(path=path), optimizer=OPTIMIZER, collective_timeout_s=60.0)
+    base = Fsdp2Config(model=ModelConfig(path=path), optimizer=OPTIMIZER)
     return replace(base, **changes)
 
 

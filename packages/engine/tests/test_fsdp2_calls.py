@@ -26,7 +26,7 @@ BATCHES = [random_batch(9, seed=0)]
 
 
 def config_of(path, **changes):
-    return replace(Fsdp2Config(model=ModelConfig(path=path), collective_timeout_s=60.0), **changes)
+    return replace(Fsdp2Config(model=ModelConfig(path=path)), **changes)
 
 
 def make_engine(config, world=None, loss_fn=None):

@@ -40,7 +40,6 @@ def make_engine(path, world=None, model=None, **changes):
     config = Fsdp2Config(
         model=model or ModelConfig(path=path),
         optimizer=OPTIMIZER,
-        collective_timeout_s=60.0,
         micro_batch_tokens=60,
         **{"lora": LORA, **changes},
     )

@@ -28,7 +28,7 @@ RATES = [2e-2 / 3, 4e-2 / 3, 2e-2, 2e-2, 2e-2]
 
 
 def make_engine(path, world, **changes):
-    config = Fsdp2Config(model=ModelConfig(path=path), optimizer=ADAFACTOR, collective_timeout_s=60.0)
+    config = Fsdp2Config(model=ModelConfig(path=path), optimizer=ADAFACTOR)
     engine = Fsdp2Engine(replace(config, **changes), world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())

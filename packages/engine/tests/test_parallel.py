@@ -48,7 +48,7 @@ class SequenceLoss:
 
 
 def config_of(path, **changes):
-    base = Fsdp2Config(model=ModelConfig(path=path), optimizer=OPTIMIZER, collective_timeout_s=60.0)
+    base = Fsdp2Config(model=ModelConfig(path=path), optimizer=OPTIMIZER)
     return replace(base, **changes)
 
 

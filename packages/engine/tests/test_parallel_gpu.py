@@ -63,7 +63,7 @@ def train(world, config):
 )
 def test_two_gpus_that_share_sequences_are_one_cpu(tiny, changes):
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-4)
-    config = Fsdp2Config(model=ModelConfig(path=tiny), optimizer=optimizer, collective_timeout_s=60.0)
+    config = Fsdp2Config(model=ModelConfig(path=tiny), optimizer=optimizer)
     losses, grads, logprobs = train(World(), config)
     shared = replace(config, device="cuda", sequence_parallel_size=2, micro_batch_tokens=40, **changes)
     with RankPool(2, device="cuda") as ranks:

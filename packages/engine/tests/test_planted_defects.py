@@ -238,7 +238,7 @@ PLANTED = [
 
 @pytest.fixture(scope="module")
 def ranks():
-    started = Ranks(timeout_s=120.0)
+    started = Ranks()
     yield started
     started.close()
 

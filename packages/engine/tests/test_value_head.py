@@ -35,7 +35,6 @@ def make_engine(path, world=None, **changes):
         model=ModelConfig(path=path, head="value"),
         optimizer=OPTIMIZER,
         micro_batch_tokens=60,
-        collective_timeout_s=60.0,
     )
     engine = Fsdp2Engine(replace(config, **changes), World() if world is None else world)
     engine.init_model()

@@ -11,7 +11,7 @@ from offbeat_engine.toolkit.collectives import gather_ints
 
 
 def join(rank, address, pipe):
-    world = World.join(rank=rank, size=2, store_address=address, timeout_s=60.0)
+    world = World.join(rank=rank, size=2, store_address=address, timeout_s=600.0)
     pipe.send(gather_ints(world, rank, 10 + rank))
     world.leave()
 
@@ -32,11 +32,11 @@ def test_two_processes_meet_at_an_address():
         pipes.append(ours)
     try:
         for pipe in pipes:
-            assert pipe.poll(60)
+            assert pipe.poll(600)
             assert pipe.recv() == [(0, 10), (1, 11)]
     finally:
         for process in processes:
-            process.join(10)
+            process.join(60)
             process.kill()
 
 
@@ -50,12 +50,12 @@ def halves_and_pairs(world):
     """Sum over each group tells who is in it."""
     sums = []
     for stride in (1, 2):
-        mine = world.split(2, 30.0, stride=stride)
+        mine = world.split(2, 600.0, stride=stride)
         tensor = torch.tensor(10**world.rank)
         dist.all_reduce(tensor, group=mine.group)
         sums.append((mine.rank, int(tensor)))
     with pytest.raises(StateError, match="4 ranks cannot be split into groups of 3, 1 apart"):
-        world.split(3, 30.0)
+        world.split(3, 600.0)
     return sums
 
 

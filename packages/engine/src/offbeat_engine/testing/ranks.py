@@ -47,7 +47,7 @@ class RankPool:
     Each process computes with one thread. After an error (`failed`) the group is in an unknown state: make another pool.
     """
 
-    def __init__(self, num_ranks: int, timeout_s: float = 120.0, device: str = "cpu") -> None:
+    def __init__(self, num_ranks: int, timeout_s: float = 600.0, device: str = "cpu") -> None:
         """Start the processes; `timeout_s` bounds the start, every `run` (which may be changed later) and every collective.
 
         With `device` "cuda" rank r computes on GPU r and the group is NCCL's.
@@ -132,7 +132,7 @@ class RankPool:
                 process.join(5.0)
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: float = 600.0) -> list[Any]:
     """Start `num_ranks` processes, call `fn(world, *args)` on each, and return the results in rank order."""
     with RankPool(num_ranks, timeout_s) as pool:
         return pool.run(fn, *args)

@@ -65,7 +65,7 @@ class Options:
     families: tuple[str, ...] = tuple(FAMILIES)
     num_ranks: int = 4
     device: str = "cpu"
-    timeout_s: float = 120.0
+    timeout_s: float = 600.0
     tolerances: Tolerances = field(default_factory=Tolerances)
 
     def fit(self, wanted: int) -> int:
@@ -88,7 +88,7 @@ class Case:
 class Ranks:
     """Pools of ranks by their number, started when first asked for and anew after one was left out of step."""
 
-    def __init__(self, device: str = "cpu", timeout_s: float = 120.0) -> None:
+    def __init__(self, device: str = "cpu", timeout_s: float = 600.0) -> None:
         """Start nothing yet."""
         self._device = device
         self._timeout_s = timeout_s

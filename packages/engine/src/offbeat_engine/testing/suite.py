@@ -26,7 +26,7 @@ def conformance(  # noqa: PLR0913 all but the engine have defaults
     num_ranks: int = 4,
     device: str = "cpu",
     slow: Callable[[Any], Any] | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 600.0,
     tolerances: Tolerances | None = None,
 ) -> type:
     """Return a test class that puts `engine` through every case; give it a name that starts with `Test`.
