@@ -27,7 +27,7 @@ HEAVY = (
     "tensordict",
     "peft",
 )
-DEADLINE_S = 60
+DEADLINE_S = 300
 PROBE = """
 import importlib, json, sys, time
 started = time.perf_counter()

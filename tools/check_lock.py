@@ -16,7 +16,7 @@ from pathlib import Path
 
 from strip_lock_addresses import strip_addresses
 
-DEADLINE_S = 120
+DEADLINE_S = 600
 GROUPS = ("dev", "cpu", "gpu")
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|\bgit@")
 REQUIREMENT = re.compile(r"^[A-Za-z0-9]\S*==.*?(?=^\S|\Z)", flags=re.MULTILINE | re.DOTALL)

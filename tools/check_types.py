@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TypedDict, cast
 
-DEADLINE_S = 540
+DEADLINE_S = 900
 
 
 class Position(TypedDict):

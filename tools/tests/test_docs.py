@@ -17,7 +17,7 @@ LOOP = ROOT / "packages/trainer/src/offbeat_trainer/loops/sync.py"
 
 def pages() -> list[Path]:
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        ["git", "ls-files", "-z", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=600
     )
     return [ROOT / name for name in listed.stdout.split("\0") if name]
 

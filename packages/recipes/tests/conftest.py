@@ -19,7 +19,7 @@ print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 ray.shutdown()
 """
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 300.0
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("peft")
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SETTINGS = (
     "engine.lora.rank=4",
@@ -30,7 +30,7 @@ SETTINGS = (
     "trainer.save_every=1",
     "trainer.validation_prompts=8",
 )
-RUN_TIMEOUT_S = 420.0
+RUN_TIMEOUT_S = 600.0
 REWARD = """
 def even(prompt, completion, row):
     return sum(letter in "02468" for letter in completion) / max(1, len(completion))

@@ -35,7 +35,7 @@ def other_process(tmp_path):
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
 
 
 def open_and_close(path, settings, *, resume):
@@ -101,7 +101,7 @@ def test_a_folder_in_use_is_refused_with_the_process_that_has_it(tmp_path, other
 
 def test_a_killed_owner_leaves_the_folder_to_others(tmp_path, other_process):
     other_process.kill()
-    other_process.wait(timeout=60)
+    other_process.wait(timeout=600)
     assert open_and_close(tmp_path / "run", {"seed": 0}, resume=True).resumed
 
 

@@ -29,8 +29,8 @@ SMALL = (
     "trainer.validate_every=2",
     "trainer.validation_prompts=8",
 )
-RUN_TIMEOUT_S = 420.0
-ORPHAN_TIMEOUT_S = 60.0
+RUN_TIMEOUT_S = 600.0
+ORPHAN_TIMEOUT_S = 300.0
 # What depends on the clock; how much is queued at the end of a step does, in the modes that generate ahead.
 CLOCKS = (
     "time",
@@ -127,7 +127,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_ray: str) -> Pa
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(900)
 def test_a_killed_run_resumes_bit_for_bit_on_two_ranks_and_two_replicas(
     tmp_path: Path, undisturbed: Path, shared_ray: str
 ):
@@ -138,14 +137,12 @@ def test_a_killed_run_resumes_bit_for_bit_on_two_ranks_and_two_replicas(
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(900)
 def test_colocated_is_separate_bit_for_bit(tmp_path: Path, undisturbed: Path, shared_ray: str):
     run(tmp_path / "shared", *SYNC, shared_ray, "cluster.placement=colocated")
     check_same(tmp_path / "shared", undisturbed)
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(900)
 def test_a_killed_asynchronous_run_resumes_bit_for_bit_where_timing_decides_nothing(
     tmp_path: Path, shared_ray: str
 ):
@@ -168,7 +165,6 @@ def test_a_killed_asynchronous_run_resumes_bit_for_bit_where_timing_decides_noth
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(900)
 def test_a_run_whose_training_rank_dies_says_so_and_goes_on_later_until_it_is_terminated(
     tmp_path: Path, shared_ray: str
 ):
@@ -208,7 +204,6 @@ def test_a_run_whose_training_rank_dies_says_so_and_goes_on_later_until_it_is_te
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 def test_a_killed_asynchronous_run_with_vllm_loses_nothing_and_trains_nothing_twice(
     tmp_path: Path, shared_ray: str
 ):
@@ -228,7 +223,6 @@ def test_a_killed_asynchronous_run_with_vllm_loses_nothing_and_trains_nothing_tw
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 def test_a_killed_run_resumes_bit_for_bit_with_vllm(tmp_path: Path, shared_ray: str):
     program = Path(sys.executable).parent / "offbeat-train"  # as a person starts it
     whole = tmp_path / "whole"
@@ -246,7 +240,6 @@ def test_a_killed_run_resumes_bit_for_bit_with_vllm(tmp_path: Path, shared_ray: 
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 def test_sft_makes_a_model_that_eval_can_judge(tmp_path: Path, shared_ray: str):
     folder = tmp_path / "run"
     run(folder, "rollout=hf", shared_ray, name="sft")

@@ -21,7 +21,7 @@ from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model
 
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 
 
 def request(name, max_tokens):
@@ -86,10 +86,10 @@ async def test_only_what_has_a_row_is_at_work(tmp_path):
 
 async def test_a_request_is_timed_by_what_its_row_takes(tmp_path):
     engine = HfEngine(
-        RolloutConfig(model_path=make_tiny_model(tmp_path), max_model_len=512, request_timeout_s=0.05)
+        RolloutConfig(model_path=make_tiny_model(tmp_path), max_model_len=512, request_timeout_s=0.2)
     )
     await engine.start()
-    with pytest.raises(RequestTimeout, match=r"'late' did not end within 0\.05 s"):
+    with pytest.raises(RequestTimeout, match=r"'late' did not end within 0\.2 s"):
         await engine.generate(request("late", 500))
     assert len((await engine.generate(request("next", 1))).token_ids) == 1
     assert (await engine.health()).ok

@@ -116,7 +116,7 @@ async def test_a_replica_lost_in_the_middle_is_replaced(replicas):
     await asyncio.sleep(0.1)
     assert not work.done()
     pool.lose("replica 1", "its node is gone")
-    done = await asyncio.wait_for(work, 10)
+    done = await asyncio.wait_for(work, 600)
     assert len({completion.request_id for completion in done}) == 30
     assert replicas[1].served == []
 
@@ -150,7 +150,7 @@ async def test_cancelling_a_batch_ends_it_on_the_replicas(replicas):
     work = asyncio.create_task(pool.generate_many(batch(4, max_tokens=250)))
     await asyncio.sleep(0.05)
     work.cancel()
-    await asyncio.wait([work], timeout=10)
+    await asyncio.wait([work], timeout=600)
     assert work.cancelled()
     assert (await replicas[0].health()).num_running == 0
     assert pool.loads["replica 0"] == 0
@@ -164,7 +164,7 @@ async def test_abort_reaches_the_replica_that_has_the_request(replicas):
     work = asyncio.create_task(pool.generate_many(requests))
     await asyncio.sleep(0.05)
     await pool.abort(["q0", "q5"])
-    done = await asyncio.wait_for(work, 20)
+    done = await asyncio.wait_for(work, 600)
     assert [completion.finish for completion in done] == [Finish.ABORT, *[Finish.LENGTH] * 4, Finish.ABORT]
 
 
@@ -172,10 +172,11 @@ async def test_the_watch_loses_a_replica_that_is_not_well(replicas):
     pool = ReplicaPool(replicas)
     for replica in replicas:
         pool.admit(replica.name, 3)
-    watch = asyncio.create_task(pool.watch(period_s=0.02, timeout_s=1.0))
+    watch = asyncio.create_task(pool.watch(period_s=0.02, timeout_s=60.0))
     await replicas[0].engine.stop()
-    await asyncio.sleep(0.2)
+    while "replica 0" in pool.versions:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
     watch.cancel()
-    await asyncio.wait([watch], timeout=5)
+    await asyncio.wait([watch], timeout=600)
     assert pool.versions == {"replica 1": 3, "replica 2": 3}
     assert "replica 0: out (not running)" in pool.describe()

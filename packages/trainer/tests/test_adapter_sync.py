@@ -41,9 +41,7 @@ pytest.importorskip("peft")
 VOCAB = 96
 PROMPT = (3, 14, 15, 9, 26, 5)
 LORA = LoraConfig(rank=3, alpha=12.0, export=LoraExport.ADAPTER)
-SYNC = SyncConfig(
-    bucket_mib=0.01, begin_timeout_s=30, transfer_timeout_s=30, verify_timeout_s=10, flip_timeout_s=30
-)
+SYNC = SyncConfig(bucket_mib=0.01)
 
 
 def make_engine(path, lora=LORA):

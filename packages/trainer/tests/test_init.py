@@ -20,6 +20,6 @@ def test_importing_is_cheap():
     heavy = "{'torch', 'ray', 'vllm', 'rich', 'numpy', 'tensorboard', 'wandb'}"
     code = f"import sys, offbeat_trainer; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True
     )
     assert done.stdout.strip() == "[]"

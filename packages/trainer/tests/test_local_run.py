@@ -94,7 +94,7 @@ async def run(
     replica = adapter_class("hf")(RolloutConfig(model_path=model, max_model_len=32))
     await replica.start()
     reporter = JsonlReporter(folder)
-    policy = LocalPolicy(engine, actor, folder / "policy", keep=2, timeout_s=60)
+    policy = LocalPolicy(engine, actor, folder / "policy", keep=2, timeout_s=600)
     sync = SyncConfig(transport=transport, disk_path=str(folder / "sync"))
     parts = Parts(
         task=LowTokens(),

@@ -55,7 +55,7 @@ def test_a_process_killed_while_it_saves_leaves_the_old_state(tmp_path):
         "os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "RunStore(Path(sys.argv[1]), keep=1).save(RunState(step=3, warmup_s=9.0))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=600, check=False)
     assert done.returncode == -9
     assert len(os.listdir(tmp_path)) == 2  # the half-written file is there, beside
     store = RunStore(tmp_path, keep=1)

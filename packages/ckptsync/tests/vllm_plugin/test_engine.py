@@ -23,7 +23,6 @@ from offbeat_ckptsync.transports import make_transport
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(420),
 ]
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]

@@ -59,7 +59,7 @@ def test_a_refusal_comes_before_ray_and_vllm():
         "print(sorted({'ray', 'vllm', 'offbeat_recipes.compose'} & set(sys.modules))); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 2
     assert done.stdout.strip() == "[]"

@@ -20,7 +20,7 @@ def seen_by(program, **environment):
         env={**clean, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "RAY_agent_register_timeout_ms": "300000",
     "OMP_NUM_THREADS": "1",
 }
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 POLL_S = 0.02
 
 

@@ -18,9 +18,9 @@ from offbeat_rollout.clock import RequestClock
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
 from offbeat_trainer.metrics import reduce_metrics
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-STEP_TIMEOUT_S = 120.0
+STEP_TIMEOUT_S = 600.0
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import threading
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -25,9 +24,9 @@ from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.testing import Recorder, ScriptedTask
 from offbeat_trainer.timeline import Timeline
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 STEPS = 6
 GROUPS = 3  # a step
 GROUP_SIZE = 2
@@ -180,12 +179,12 @@ async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_
             lambda: run.done() or (slow_reward.asked.is_set() and len(recorder.steps) == 1), "the wait"
         )
         assert not run.done(), "the run was over before the rank could be killed"
-        begun = time.monotonic()
         os.kill(await pid_of(cluster.train._workers[0]), signal.SIGKILL)
         with pytest.raises(
             WorkerGone, match="training rank 0 died while it should be there for the next call"
         ):
-            await asyncio.wait_for(asyncio.shield(run), 30.0)  # the deadlines of the run are eight times that
-        assert time.monotonic() - begun < 30.0
+            await asyncio.wait_for(
+                asyncio.shield(run), TIMEOUT_S / 2
+            )  # the deadlines of the run are TIMEOUT_S
         assert outcome.steps == 1
         assert RunStore(tmp_path / "state", keep=2).load(0).step == 0, "there is a checkpoint to go on from"

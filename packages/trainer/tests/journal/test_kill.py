@@ -54,7 +54,7 @@ class Killer:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(600)
         self.process.stdout.close()
 
 

@@ -115,7 +115,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "there\n"
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(30)
+    process.wait(600)
     process.stdout.close()
     JsonlReporter(tmp_path).close()
     steps = [line["step"] for line in lines(tmp_path / "metrics.jsonl")]

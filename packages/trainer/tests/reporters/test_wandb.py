@@ -30,7 +30,7 @@ def test_offline_a_run_is_written_below_its_folder(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     # A process of its own: W&B's service ends the file when its client exits.
     command = [sys.executable, "-c", RUN, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == ""
     (written,) = tmp_path.rglob("run-n.wandb")
     assert b"accuracy_after" in written.read_bytes()

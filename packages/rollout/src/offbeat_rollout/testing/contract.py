@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offbeat_rollout.interface import RolloutEngine
 
 _ids = count()
-_DEADLINE_S = 120.0
+_DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ async def _pause_abort(subject: Subject) -> None:
 async def _pause_wait(subject: Subject) -> None:
     tasks = [await _start(subject, subject.request(max_tokens=30, seed=i)) for i in range(3)]
     await subject.engine.pause(PauseMode.WAIT)
-    done = await asyncio.wait_for(asyncio.gather(*tasks), 1.0)
+    done = await asyncio.wait_for(asyncio.gather(*tasks), _DEADLINE_S)
     assert [completion.finish for completion in done] == [Finish.LENGTH] * 3
     newcomer = await _start(subject, subject.request(max_tokens=1))
     await asyncio.sleep(0.2)
