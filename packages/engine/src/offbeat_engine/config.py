@@ -63,7 +63,8 @@ class ModelConfig:
     """Which model the engine trains.
 
     `path` is a local Hugging Face folder (config.json, tokenizer, safetensors). `random_init` takes only
-    the shape from it and draws weights from `seed`.
+    the shape from it and draws weights from `seed`. Dropout and router jitter that its config brings along are off unless
+    `dropout`: with them the same weights answer differently in training.
     """
 
     path: str
@@ -71,6 +72,7 @@ class ModelConfig:
     seed: int = 0
     head: Literal["lm", "value"] = "lm"
     trust_remote_code: bool = False
+    dropout: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,8 @@ class EngineConfig:
     field a default: recipes then read `engine.<field>` by it.
 
     `micro_batch_tokens` is the budget of one micro-batch on one rank, in tokens after packing; a single longer
-    sequence gets a micro-batch of its own. Ranks that share sequences put their budgets together. `collective_timeout_s`
+    sequence gets a micro-batch of its own. Ranks that share sequences put their budgets together. `max_sequence_tokens` is
+    the longest sequence to come (0: not known): models that are exact only up to a length refuse more. `collective_timeout_s`
     bounds every wait for another rank. `offload_parameters` (gradients go along) and `offload_optimizer` keep them in host
     memory outside the modes. `freeze` are patterns (fnmatch) over Hugging Face weight names that are not trained.
     `deterministic` asks for deterministic kernels and refuses others.
@@ -112,6 +115,7 @@ class EngineConfig:
     dtype: Dtype = Dtype.FLOAT32
     device: Literal["cpu", "cuda"] = "cpu"
     micro_batch_tokens: int = 16384
+    max_sequence_tokens: int = 0
     activation_checkpointing: bool = False
     offload_parameters: bool = False
     offload_optimizer: bool = False

@@ -165,6 +165,7 @@ class EngineSection(EngineConfig):
     )
     dtype: Dtype = field(default=Dtype.FLOAT32, metadata={"derived": "model.dtype"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
+    max_sequence_tokens: int = field(default=0, metadata={"derived": "rollout.max_model_len"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +288,7 @@ class RunConfig:
             "model": self.model_config(path),
             "dtype": self.model.dtype,
             "device": self.device,
+            "max_sequence_tokens": self.rollout.max_model_len,
             "optimizer": replace(optimizer, total_steps=optimizer.total_steps or self.num_updates),
         }
         cls = engine_config_class(self.engine.name)

@@ -11,7 +11,10 @@ import torch
 
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import Schedule
+from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.compilation import compiler_missing
+from offbeat_engine.fsdp2.loading import empty_model
 from offbeat_engine.fsdp2.lora import has_peft
 from offbeat_engine.fsdp2.model import has_flash_attention, wants_flash
 
@@ -51,7 +54,23 @@ def refusals(config: Fsdp2Config, num_ranks: int) -> list[Refusal]:
         *_device(config),
         *_lora(config),
         *_kernels(config),
+        *_family(config),
     ]
+
+
+def _family(config: Fsdp2Config) -> list[Refusal]:
+    """Look at the model without its weights; code that comes with a model runs when it is built, and not before."""
+    if config.model.trust_remote_code or not (Path(config.model.path) / "config.json").is_file():
+        return []
+    try:
+        hf = empty_model(config.model)
+    except ConfigError as error:
+        return [
+            Refusal(
+                setting="model.path", reason=str(error), remedy="give a folder that transformers can load"
+            )
+        ]
+    return list(families.refusals(hf, config))
 
 
 def _numbers(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:

@@ -20,11 +20,12 @@ from offbeat_engine.fsdp2.activations import HostActivations
 from offbeat_engine.fsdp2.build import Parts, build_parts
 from offbeat_engine.fsdp2.compilation import kernels
 from offbeat_engine.fsdp2.config import Fsdp2Config
+from offbeat_engine.fsdp2.self_check import find_difference
 from offbeat_engine.fsdp2.stepping import Step, run_step
 from offbeat_engine.interface import Engine, StepContext
 from offbeat_engine.toolkit import checkpoint_folders
 from offbeat_engine.toolkit.batch_shares import gather_shares, take_share
-from offbeat_engine.toolkit.collectives import compute_device
+from offbeat_engine.toolkit.collectives import compute_device, gather
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -84,6 +85,16 @@ class Fsdp2Engine(Engine):
         if refused:
             raise ConfigError("; ".join(map(str, refused)))
         self._parts = build_parts(self._config, self.world)
+        difference = self._difference(self._parts)
+        if difference is not None:
+            self.close()
+            raise ConfigError(difference)
+
+    def _difference(self, parts: Parts) -> str | None:
+        """Return why this model must not be used here (see `self_check`), the same on all ranks, or None."""
+        dropout = self.config.model.dropout
+        mine = find_difference(self, parts.scorer, packed=self._config.packing, dropout=dropout)
+        return next((each for each in gather(self.world, mine) if each is not None), None)
 
     @contextmanager
     def train_mode(self) -> Generator[None]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.load_plan import Plan, make_plan
 from offbeat_engine.fsdp2.weight_files import WeightFiles
 
@@ -60,6 +61,7 @@ def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
     try:
         with _no_bars():
             shape = AutoConfig.from_pretrained(config.path, local_files_only=True, **remote, **extra)
+            _silence(shape, config)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.seed)  # also decides a value head that the folder does not hold
                 if config.random_init:
@@ -73,6 +75,32 @@ def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
             f"no model for a {config.head} head in {config.path!r}: expected a local Hugging Face folder with "
             f"config.json{'' if config.random_init else ' and safetensors'} ({error})"
         ) from error
+
+
+def empty_model(config: ModelConfig) -> Any:  # noqa: ANN401
+    """Return the model of a folder without its weights, which need not be there: its parameters are meta tensors.
+
+    Raises:
+        ConfigError: transformers makes no model of it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+    auto: Any = AutoModelForTokenClassification if config.head == "value" else AutoModelForCausalLM
+    try:
+        shape = AutoConfig.from_pretrained(config.path, local_files_only=True)
+        return _empty(auto, shape, {"attn_implementation": "eager"})
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+        said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise ConfigError(f"no model for a {config.head} head in {config.path!r} ({said})") from error
+
+
+def _silence(shape: Any, config: ModelConfig) -> None:  # noqa: ANN401
+    """Turn dropout and router jitter off unless they are asked for: with them the same weights answer differently."""
+    silenced = {} if config.dropout else families.silence(shape)
+    if silenced:
+        said = ", ".join(f"{name}={value:g}" for name, value in sorted(silenced.items()))
+        advice = "`model.dropout: true` trains with it"
+        _log.warning("dropout of %s is off (its config has %s); %s", config.path, said, advice)
 
 
 def _from_files(
@@ -190,8 +218,8 @@ def _equal(files: WeightFiles, plan: Plan, left: str, right: str) -> bool:
 def _check_missing(hf: Any, missing: list[str], config: ModelConfig) -> None:  # noqa: ANN401
     """Refuse files that lack weights, but for a value head, and what the family computes where it is not there."""
     computed = [*(hf._keys_to_ignore_on_load_missing or ())]  # noqa: SLF001 as transformers does
-    if config.head == "value":
-        computed.append(r"^score\.")
+    if config.head == "value":  # whatever the family calls it, it stands outside the decoder
+        computed.append(rf"^(?!{re.escape(hf.base_model_prefix)}\.)")
     lacking = [name for name in missing if not any(re.search(pattern, name) for pattern in computed)]
     if lacking:
         raise ValueError(

@@ -16,6 +16,7 @@ import torch
 
 from offbeat_engine.config import LoraExport
 from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2 import families
 from offbeat_engine.interface import WeightKind
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
         torch.manual_seed(config.model.seed)
         inject_adapter_in_model(description, hf, adapter_name=ADAPTER)
     if value:
-        hf.score.requires_grad_(True)
+        families.head_of(hf).requires_grad_(True)  # pyright: ignore[reportOptionalMemberAccess] refused where it is missing
 
 
 @contextmanager

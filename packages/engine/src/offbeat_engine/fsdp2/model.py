@@ -13,7 +13,7 @@ import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import attention, compilation, freezing, hf_names, loading, lora, weights
+from offbeat_engine.fsdp2 import attention, compilation, families, freezing, hf_names, loading, lora, weights
 from offbeat_engine.fsdp2.packing import (
     flash_inputs,
     flash_rows_inputs,
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.packing import MakeInputs
 
-# Settings by which some families change logits after the head; we take logits ourselves, so we must not ignore them.
-_LOGIT_SETTINGS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
-
 
 def build_scorer(config: Fsdp2Config) -> Scorer:
     """Build the model, ready to be sharded: with its weights on the CPU in float32, or with none yet (`unfilled`).
@@ -40,18 +37,11 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
     attention.register()
     name = attention_name(config)
     hf, unfilled = loading.load(config.model, "sdpa" if name == attention.NAME else name)
+    refused = "; ".join(map(str, families.refusals(hf, config)))
+    if refused:
+        raise ConfigError(refused)
     if name == attention.NAME:
-        if not getattr(hf, "_supports_attention_backend", False):
-            raise ConfigError(f"{type(hf).__name__} has its own attention; set `packing: false`")
         hf.set_attn_implementation(name)
-    for setting, neutral in _LOGIT_SETTINGS.items():
-        if getattr(hf.config, setting, None) not in (None, neutral):
-            raise ConfigError(f"{type(hf).__name__} uses `{setting}`, which this engine does not apply")
-    if name == attention.NAME and getattr(hf.config, "attn_logit_softcapping", None) is not None:
-        raise ConfigError(
-            f"{type(hf).__name__} uses `attn_logit_softcapping`, which packed attention does not apply; set "
-            "`packing: false` and `attention: eager`"
-        )
     hf_names.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.held(hf).items()})
     freezing.freeze(hf, config.freeze)
     if config.activation_checkpointing:

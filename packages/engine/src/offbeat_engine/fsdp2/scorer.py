@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat_engine.fsdp2 import families
 from offbeat_engine.toolkit.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -32,15 +33,23 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.hf = hf
         self.head = head
+        # In a tuple, so that they stay children of `hf` alone.
+        self.sequence_limit = families.sequence_limit(hf.config.get_text_config())
+        self._ends = (families.decoder_of(hf), families.head_of(hf))
         self.base = {} if base is None else base  # fingerprints of what checkpoints leave out
         self.unfilled = unfilled  # where the weights are, while `hf` does not hold them
 
     def forward(self, layout: Layout, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
         """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32."""
-        states = self.hf.base_model(**layout.model_inputs, use_cache=False).last_hidden_state
+        decoder, head = self._ends
+        assert decoder is not None, "families.refusals let it pass"
+        assert head is not None, "families.refusals let it pass"
+        states = decoder(**layout.model_inputs, use_cache=False).last_hidden_state
         hidden_MH = states.flatten(0, 1).index_select(0, layout.select_M)
         if self.head == "value":
-            return (self.hf.score(hidden_MH).squeeze(-1).float(),)
-        return token_logprobs(
-            hidden_MH, self.hf.lm_head, layout.targets_M, layout.temperature_M, entropy_gradient
-        )
+            return (head(hidden_MH).squeeze(-1).float(),)
+        return token_logprobs(hidden_MH, head, layout.targets_M, layout.temperature_M, entropy_gradient)
+
+    def plain(self, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return what Hugging Face's own forward makes of `inputs`, float32 [B, T, V], or [B, T, 1] with a value head."""
+        return self.hf(**inputs, use_cache=False).logits.float()

@@ -37,7 +37,7 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
     if world.size == 1 and config.dtype is Dtype.FLOAT32:
         _place(scorer, world)
         return False
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     mesh = _mesh(config, world)
     # Inputs are not cast: temperatures must stay float32, and hidden states are in the compute dtype already.
@@ -51,6 +51,7 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
         for layer in layers_of(scorer):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False if small else None)
+    register_fsdp_forward_method(scorer, "plain")
     _place(scorer, world)
     return True
 

@@ -96,6 +96,7 @@ def _checked_plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     error: EngineError | None = None
     try:
         check_batch(batch)
+        _check_lengths(batch, step.scorer.sequence_limit)
     except EngineError as caught:
         error = caught
     failure = first_failure(step.world, error)
@@ -105,6 +106,15 @@ def _checked_plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     together = step.make_inputs is shared_inputs and "group" in batch
     groups = [int(group) for group in batch["group"].tolist()] if together else None
     return plan_micro_batches(lengths, max_tokens=step.max_tokens, padded=step.padded, groups=groups)
+
+
+def _check_lengths(batch: TrainBatch, limit: int | None) -> None:
+    longest = int(batch["lengths"].max()) if len(batch["lengths"]) else 0
+    if limit is not None and longest > limit:
+        raise BatchError(
+            f"a sequence has {longest} tokens, and beyond {limit} this model changes its rotary frequencies with the "
+            "longest sequence of a micro-batch; give shorter ones, or use a rope whose frequencies are fixed"
+        )
 
 
 def _count(step: Step, batch: TrainBatch, num_micro: int, ctx: StepContext) -> tuple[int, int, int]:

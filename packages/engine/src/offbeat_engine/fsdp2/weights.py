@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from offbeat_engine.fsdp2 import hf_names, lora
+from offbeat_engine.fsdp2 import families, hf_names, lora
 from offbeat_engine.interface import WeightKind, WeightSpec
 
 if TYPE_CHECKING:
@@ -197,17 +197,21 @@ def write_folder(
     if adapter:
         lora.write_config(folder, hf)
     else:
-        _write_config(folder, hf, dtype)
+        _write_config(folder, hf, dtype, Path(origin))
     _copy_beside(folder, Path(origin))
 
 
-def _write_config(folder: Path, hf: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
+def _write_config(folder: Path, hf: Any, dtype: torch.dtype, origin: Path) -> None:  # noqa: ANN401
     from copy import deepcopy
 
     config = deepcopy(hf.config)
     config.dtype = dtype
     config.architectures = [type(hf).__name__]
     config.save_pretrained(folder)
+    path = folder / "config.json"
+    written, source = json.loads(path.read_text()), json.loads((origin / "config.json").read_text())
+    if families.restore(written, source):
+        path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
 def _copy_beside(folder: Path, source: Path) -> None:

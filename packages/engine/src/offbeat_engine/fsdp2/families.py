@@ -1,0 +1,194 @@
+"""Which models this engine is exact for, as far as their config and their modules tell."""
+
+# transformers is typed in part: its configs and models answer with unknown types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat_engine.capabilities import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_engine.fsdp2.config import Fsdp2Config
+
+# Settings by which some families change logits after the head, and the values that change nothing. The engine takes logits
+# itself and does not apply them.
+_LOGIT_SETTINGS: dict[str, tuple[object, ...]] = {
+    "final_logit_softcapping": (None, 0, 0.0),
+    "logits_soft_cap": (None, 0, 0.0),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "lm_head_multiplier": (None, 1.0),
+}
+# Layers that see no token but through attention with a plain causal mask, perhaps of a window.
+_PACKABLE = frozenset({"full_attention", "sliding_attention", "attention"})
+# Rotary frequencies that follow the longest position of a forward pass.
+_GROWING_ROPES = frozenset({"dynamic", "longrope", "su"})
+_RANDOM = re.compile(r"drop|jitter")
+
+
+def refusals(hf: Any, config: Fsdp2Config) -> Iterator[Refusal]:  # noqa: ANN401
+    """Yield every reason in the structure of `hf` why it would not be exact under `config`; its weights may be meta tensors."""
+    yield from _head_refusals(hf)
+    yield from _attention_refusals(hf, packing=config.packing, attention=config.attention)
+    limit, longest = sequence_limit(hf.config.get_text_config()), config.max_sequence_tokens
+    if limit is not None and longest > limit:
+        yield Refusal(
+            setting="max_sequence_tokens",
+            reason=f"{type(hf).__name__} changes its rotary frequencies with the longest sequence of a micro-batch "
+            f"beyond {limit} tokens, and sequences of up to {longest} are to come",
+            remedy=f"keep to {limit} tokens, or use a rope whose frequencies are fixed",
+        )
+
+
+def _head_refusals(hf: Any) -> Iterator[Refusal]:  # noqa: ANN401
+    family = type(hf).__name__
+    if decoder_of(hf) is None:
+        yield _not_for(f"{family} has no decoder apart from its head")
+    if head_of(hf) is None:
+        yield _not_for(f"{family} has no linear layer as its head")
+    for config in (hf.config, hf.config.get_text_config()):
+        for setting, neutral in _LOGIT_SETTINGS.items():
+            if getattr(config, setting, None) not in neutral:
+                yield _not_for(
+                    f"{family} changes its logits by `{setting}`: {getattr(config, setting)}, which this engine does not apply"
+                )
+        if config is hf.config.get_text_config():
+            return
+
+
+def _attention_refusals(hf: Any, *, packing: bool, attention: str) -> Iterator[Refusal]:  # noqa: ANN401
+    family, config = type(hf).__name__, hf.config.get_text_config()
+    if attention != "eager" and not getattr(hf, "_supports_sdpa", False):
+        yield Refusal(
+            setting="attention",
+            reason=f"{family} has no attention but its own (no sdpa)",
+            remedy="set `attention: eager` and `packing: false`",
+        )
+    elif packing and not getattr(hf, "_supports_attention_backend", False):
+        yield Refusal(
+            setting="packing", reason=f"{family} has its own attention", remedy="set `packing: false`"
+        )
+    if packing:
+        mixing = mixing_layers(hf)
+        if mixing is not None:
+            yield Refusal(
+                setting="packing",
+                reason=f"{family} has {mixing}, which would mix tokens of packed sequences",
+                remedy="set `packing: false`",
+            )
+    if attention != "eager" and getattr(config, "attn_logit_softcapping", None):
+        yield Refusal(
+            setting="attention",
+            reason=f"{family} uses `attn_logit_softcapping`, which only eager attention applies",
+            remedy="set `attention: eager` and `packing: false`",
+        )
+
+
+def _not_for(reason: str) -> Refusal:
+    return Refusal(setting="model.path", reason=reason, remedy="use another model, or another engine")
+
+
+def mixing_layers(hf: Any) -> str | None:  # noqa: ANN401
+    """Return what mixes tokens outside attention, or through attention of another kind, in words; None if nothing does."""
+    config = hf.config.get_text_config()
+    for setting in ("layer_types", "layers_block_type", "block_types"):
+        found = sorted(set(getattr(config, setting, None) or ()) - _PACKABLE)
+        if found:
+            return f"layers of type {', '.join(found)}"
+    decoder = decoder_of(hf)
+    convolutions = (
+        () if decoder is None else (each for each in decoder.modules() if isinstance(each, torch.nn.Conv1d))
+    )
+    return "a convolution over tokens" if any(True for _ in convolutions) else None
+
+
+def decoder_of(hf: Any) -> Any | None:  # noqa: ANN401
+    """Return the part of `hf` that makes hidden states, or None where it is not apart from the head."""
+    base = hf.base_model
+    if base is not hf:
+        return base
+    return next(
+        (
+            part
+            for name in ("model", "transformer", "decoder")
+            if (part := getattr(hf, name, None)) is not None
+        ),
+        None,
+    )
+
+
+def head_of(hf: Any) -> torch.nn.Linear | None:  # noqa: ANN401
+    """Return the linear layer that makes logits, or values, of hidden states; None where there is none.
+
+    A value head is the one linear layer outside the decoder.
+    """
+    embeddings = hf.get_output_embeddings()
+    if isinstance(embeddings, torch.nn.Linear):
+        return embeddings
+    decoder = decoder_of(hf)
+    inside = set() if decoder is None else {id(module) for module in decoder.modules()}
+    linear = [each for each in hf.modules() if isinstance(each, torch.nn.Linear) and id(each) not in inside]
+    return linear[0] if len(linear) == 1 else None
+
+
+def takes_positions(hf: Any) -> bool:  # noqa: ANN401
+    """Return whether positions can be handed to the model."""
+    return "position_ids" in inspect.signature(hf.forward).parameters
+
+
+def sequence_limit(config: Any) -> int | None:  # noqa: ANN401
+    """Return the tokens up to which rotary frequencies stay as they are, or None where they always do.
+
+    Dynamic scaling and longrope (arXiv 2402.13753) choose frequencies by the longest position of a forward pass, so beyond
+    this a log-probability would depend on the sequences that happen to share its micro-batch.
+    """
+    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    each = (
+        [ropes]
+        if "rope_type" in ropes or "type" in ropes
+        else [rope for rope in ropes.values() if isinstance(rope, dict)]
+    )
+    limits = [
+        rope.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+        for rope in each
+        if rope.get("rope_type", rope.get("type")) in _GROWING_ROPES
+    ]
+    return min(map(int, limits), default=None)
+
+
+def silence(config: Any) -> dict[str, float]:  # noqa: ANN401
+    """Set every dropout and router jitter in `config` and the configs in it to 0; return what there was, by name."""
+    silenced: dict[str, float] = {}
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "get_text_config"):
+            silenced |= {f"{name}.{inner}": was for inner, was in silence(value).items()}
+        elif (
+            _RANDOM.search(name)
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and value > 0
+        ):
+            setattr(config, name, 0.0)
+            silenced[name] = float(value)
+    return silenced
+
+
+def restore(written: dict[str, Any], source: dict[str, Any]) -> bool:
+    """Give the config.json `written` back what `silence` took from `source`; return whether that changed anything."""
+    changed = False
+    for name, was in source.items():
+        if isinstance(was, dict) and isinstance(written.get(name), dict):
+            changed |= restore(written[name], was)
+        elif _RANDOM.search(name) and name in written and written[name] != was:
+            written[name], changed = was, True
+    return changed

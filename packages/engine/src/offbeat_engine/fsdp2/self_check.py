@@ -1,0 +1,214 @@
+"""Before anything is trained: a few tokens through Hugging Face's own forward and through the engine's path.
+
+What a family does that the engine does not know of (a scaled logit, a layer that mixes tokens across packed sequences,
+frequencies that follow the longest position, noise in training) shows here, whoever wrote the model.
+"""
+
+# transformers' models are untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat_engine.batch import train_batch
+from offbeat_engine.config import Dtype
+from offbeat_engine.fsdp2 import families
+from offbeat_engine.fsdp2.packing import lay_out, padded_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.fsdp2.scorer import Scorer
+    from offbeat_engine.interface import Engine
+
+# The longer of the two sequences, the shorter, and the beginning that they share: with `share_prefixes` it is computed once.
+_LENGTHS = (20, 14)
+_SHARED = 6
+# What rounding explains, of the largest and of the mean difference: so much, and so much of the mean magnitude. In float32
+# right paths came to 1e-6 here; in bfloat16 to 0.014 and 0.004, and to 0.29 and 0.03 where a router chose another expert.
+_LARGEST = {Dtype.FLOAT32: (1e-3, 1e-4), Dtype.BFLOAT16: (0.5, 0.03)}
+_MEAN = {Dtype.FLOAT32: (2e-4, 2e-5), Dtype.BFLOAT16: (0.03, 0.005)}
+
+
+def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bool) -> str | None:
+    """Return why this model must not be used here, or None; a collective in which all ranks do the same.
+
+    Args:
+        engine: built and in no mode.
+        scorer: its model.
+        packed: whether packing is on, so that turning it off may help.
+        dropout: whether training may differ from evaluation, because dropout was asked for.
+    """
+    hf, batch = scorer.hf, _probe(scorer.hf)
+    name = "values" if scorer.head == "value" else "logprobs"
+    device = next(scorer.parameters()).device
+    judge = _Judge(engine.config.dtype, batch["loss_mask"])
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        try:
+            with engine.eval_mode():
+                plain = _plain(scorer, batch, device)
+                own = _own(engine, batch, name)
+                found = judge.compare(plain, own) or _mixing(engine, scorer, batch, name)
+                if found is not None:
+                    helps = packed and judge.compare(plain, _padded(scorer, batch, device)) is None
+                    return f"{type(hf).__name__}: {found}; " + (
+                        "its layers mix tokens of packed sequences: set `packing: false`, which is exact"
+                        if helps
+                        else "no setting of this engine makes them agree: use another model or another engine"
+                    )
+                if not _stays(engine, scorer, batch, device):
+                    return (
+                        f"{type(hf).__name__}: the log-probabilities of a sequence change with the positions of another "
+                        "beside it; use a rope whose frequencies are fixed (`rope_type` default, linear, llama3 or yarn)"
+                    )
+            with engine.train_mode():
+                found = (
+                    None
+                    if dropout
+                    else judge.compare(own, _own(engine, batch, name), "evaluation", "training")
+                )
+        except Exception as error:  # noqa: BLE001 whatever a model raises here it would raise in the first step
+            return (
+                f"{type(hf).__name__} failed on {batch.batch_size[0]} short sequences "
+                f"({type(error).__name__}: {error}); "
+                + ("`packing: false` may help, or use another model" if packed else "use another model")
+            )
+    if found is not None:
+        return (
+            f"{type(hf).__name__}: {found}: something draws at random that no setting of its config turns off; "
+            "set `model.dropout: true` if that is wanted"
+        )
+    return None
+
+
+class _Judge:
+    """Compares answers under a mask with what rounding in `dtype` explains; `strict` where the shapes are the same."""
+
+    def __init__(self, dtype: Dtype, mask_BT: torch.Tensor, *, strict: bool = False) -> None:
+        self._dtype = dtype
+        self._mask_BT = mask_BT
+        self._factor = 0.1 if strict else 1.0
+
+    def compare(
+        self,
+        plain_BT: torch.Tensor,
+        own_BT: torch.Tensor,
+        left: str = "Hugging Face's forward",
+        right: str = "this engine",
+    ) -> str | None:
+        """Return both figures of the worst token in words, or None where they agree."""
+        plain_M, own_M = plain_BT[self._mask_BT], own_BT[self._mask_BT]
+        gap_M = (plain_M - own_M).abs().nan_to_num(nan=torch.inf)
+        scale = float(plain_M.abs().mean())
+        largest, mean = (
+            self._factor * (fixed + part * scale)
+            for fixed, part in (_LARGEST[self._dtype], _MEAN[self._dtype])
+        )
+        if float(gap_M.max()) <= largest and float(gap_M.mean()) <= mean:
+            return None
+        worst = int(gap_M.argmax())
+        return (
+            f"a probe token has {float(plain_M[worst]):.6g} by {left} and {float(own_M[worst]):.6g} by {right} "
+            f"({float(gap_M[worst]):.2g} apart, {float(gap_M.mean()):.2g} on average; rounding explains {largest:.2g} and {mean:.2g})"
+        )
+
+
+def _probe(hf: Any) -> TrainBatch:  # noqa: ANN401
+    """Return two sequences that begin alike, of ordinary tokens, all asked for but the first."""
+    config = hf.config.get_text_config()
+    limit = families.sequence_limit(config) or getattr(config, "max_position_embeddings", None) or _LENGTHS[0]
+    lengths = [max(2, min(length, int(limit))) for length in _LENGTHS]
+    special = {
+        value for key, value in vars(config).items() if key.endswith("token_id") and isinstance(value, int)
+    }
+    ordinary = [token for token in range(min(config.vocab_size, 4096)) if token not in special]
+    draw = torch.Generator().manual_seed(0)
+    picked_BT = torch.randint(len(ordinary), (2, lengths[0]), generator=draw)
+    picked_BT[1, :_SHARED] = picked_BT[0, :_SHARED]
+    lengths_B = torch.tensor(lengths)
+    position_T = torch.arange(lengths[0])
+    real_BT = position_T[None] < lengths_B[:, None]
+    ids_BT = torch.tensor(ordinary)[picked_BT]
+    return train_batch(
+        input_ids=torch.where(real_BT, ids_BT, 0),
+        lengths=lengths_B,
+        loss_mask=real_BT & (position_T[None] > 0),
+    )
+
+
+def _own(engine: Engine, batch: TrainBatch, name: str) -> torch.Tensor:
+    predictions, _ = engine.forward_backward_step(batch, forward_only=True)
+    return predictions[name].cpu()
+
+
+def _mixing(engine: Engine, scorer: Scorer, batch: TrainBatch, name: str) -> str | None:
+    """Return in words how the shorter sequence changes with what the longer one says, or None if it does not.
+
+    Both calls have the same shapes, so hardly anything is left to rounding, in bfloat16 either.
+    """
+    own, other = _own(engine, batch, name)[1:], batch.clone()
+    other["input_ids"][0, _SHARED:] = other["input_ids"][0, _SHARED:].flip(0)
+    judge = _Judge(engine.config.dtype, batch["loss_mask"][1:], strict=True)
+    return judge.compare(own, _own(engine, other, name)[1:], "itself", "itself beside another sequence")
+
+
+def _plain(scorer: Scorer, batch: TrainBatch, device: torch.device) -> torch.Tensor:
+    """Return what Hugging Face's own forward says of each sequence alone, float32 [B, T]."""
+    rows = torch.zeros(batch["input_ids"].shape)
+    with torch.no_grad(), _plain_attention(scorer.hf):
+        for row, length in enumerate(batch["lengths"].tolist()):
+            ids_1T = batch["input_ids"][row : row + 1, :length].to(device)
+            rows[row, 1:length] = _answers(scorer, scorer.plain(input_ids=ids_1T)[0], ids_1T[0])
+    return rows
+
+
+def _answers(scorer: Scorer, logits_TV: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    if scorer.head == "value":
+        return logits_TV[:-1, 0].cpu()
+    return logits_TV[:-1].log_softmax(-1).gather(1, ids_T[1:, None]).squeeze(1).cpu()
+
+
+def _padded(scorer: Scorer, batch: TrainBatch, device: torch.device) -> torch.Tensor:
+    """Return what the engine says without packing, float32 [B, T]."""
+    flat = torch.zeros(batch["input_ids"].numel())
+    with torch.no_grad(), _plain_attention(scorer.hf):
+        layout = lay_out(batch, padded_inputs, device)
+        flat[layout.place_M.cpu()] = scorer(layout, False)[0].float().cpu()
+    return flat.view(batch["input_ids"].shape)
+
+
+def _stays(engine: Engine, scorer: Scorer, batch: TrainBatch, device: torch.device) -> bool:
+    """Return whether a sequence keeps its log-probabilities beside one at the far end of the model's positions."""
+    length = int(batch["lengths"][0])
+    config = scorer.hf.config.get_text_config()
+    limit = families.sequence_limit(config) or getattr(config, "max_position_embeddings", None)
+    if limit is None or limit <= length or not families.takes_positions(scorer.hf):
+        return True
+    ids_BT = batch["input_ids"][:1, :length].to(device).repeat(2, 1)
+    near_T = torch.arange(length, device=device)
+    far_T = near_T + (int(limit) - length)
+    with torch.no_grad(), _plain_attention(scorer.hf):
+        alone, beside = (
+            _answers(
+                scorer, scorer.plain(input_ids=ids_BT, position_ids=torch.stack(positions))[0], ids_BT[0]
+            )
+            for positions in ((near_T, near_T), (near_T, far_T))
+        )
+    judge = _Judge(engine.config.dtype, torch.ones(length - 1, dtype=torch.bool), strict=True)
+    return judge.compare(alone, beside) is None
+
+
+@contextmanager
+def _plain_attention(hf: Any) -> Generator[None]:  # noqa: ANN401
+    """Let the model attend as transformers wrote it down, and as before after that."""
+    before = hf.config._attn_implementation  # noqa: SLF001 it has no public name
+    hf.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        hf.set_attn_implementation(before)
