@@ -163,9 +163,7 @@ def test_keys_and_values_are_kept_or_recomputed_as_replicas_can():
     unable = replace(CPU, recomputes=False)
     assert keep() == keep("mode.recompute_kv=true") == keep(facts=unable) == []
     assert keep("mode.recompute_kv=true", facts=unable) == ["mode.recompute_kv"]
-    assert keep("rollout.prefix_caching=true") == ["rollout.prefix_caching"]
-    assert keep("rollout.prefix_caching=true", "mode.recompute_kv=true") == []
-    assert keep("rollout.prefix_caching=true", "mode.partial=abort") == []
+    assert keep("rollout.prefix_caching=true") == []
     assert keep("mode.recompute_kv=true", "mode.partial=abort") == ["mode"]
 
 

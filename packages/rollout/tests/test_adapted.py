@@ -67,11 +67,11 @@ def test_an_engine_without_adapters_refuses_one_with_its_reason():
         devices=frozenset({"cpu"}),
         dtypes=frozenset({"float32"}),
         features=frozenset(),
-        missing={"adapter": "it was made before there were any"},
+        missing={"lora": "it was made before there were any"},
     )
     with pytest.raises(ConfigError, match=r"`adapter.rank` is 3; .*: it was made before there were any"):
         check_config(RolloutConfig(model_path="m", adapter=ADAPTER), capabilities)
-    assert "adapter" not in ScriptedRollout.capabilities().features
+    assert "lora" not in ScriptedRollout.capabilities().features
     with pytest.raises(ConfigError, match=r"`adapter.alpha` > 0, got 3 and 0"):
         check_config(
             RolloutConfig(model_path="m", adapter=replace(ADAPTER, alpha=0)), HfEngine.capabilities()
@@ -85,11 +85,11 @@ async def test_every_update_starts_from_the_base_again_and_a_wrong_one_changes_n
     try:
         base = AutoModelForCausalLM.from_pretrained(path).eval()
         weights = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-        specs = (await engine.control("weight_specs", {}))["specs"]
+        specs = await engine.specs()
         for version in (1, 2, 3):  # errors would add up if an update lay over the one before
             torch.manual_seed(version)
             given = {name: torch.randn(shape) * 0.1 for name, shape, _ in specs}
-            await engine.control("load_weights", {"tensors": given.items(), "version": version})
+            await engine.load(given.items(), version)
             live = engine._worker._model.state_dict()
             for name, tensor in weights.items():
                 a, b = (
@@ -111,7 +111,7 @@ async def test_every_update_starts_from_the_base_again_and_a_wrong_one_changes_n
         first = next(iter(given))
         given[first] = torch.zeros(4, 64)
         with pytest.raises(UpdateRefused, match=r"lora_A.weight has shape \(4, 64\), expected \(3, 64\)"):
-            await engine.control("load_weights", {"tensors": given.items(), "version": 4})
+            await engine.load(given.items(), 4)
         assert engine.version == 3
         assert all(
             torch.equal(tensor, before[name]) for name, tensor in engine._worker._model.state_dict().items()

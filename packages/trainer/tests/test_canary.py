@@ -30,15 +30,15 @@ class House:
         self.fenced[name] = reason
 
     async def add(self, name, replica):
-        control = replica.control
+        load = replica.load
 
-        async def hurt(op, payload):
-            if op == "load_weights" and name in self.torn:
-                *rest, (last, tensor) = payload["tensors"]
-                payload = {**payload, "tensors": [*rest, (last, tensor * 0.5)]}
-            return await control(op, payload)
+        async def hurt(tensors, version, *, recompute_kv):
+            if name in self.torn:
+                *rest, (last, tensor) = tensors
+                tensors = [*rest, (last, tensor * 0.5)]
+            await load(tensors, version, recompute_kv=recompute_kv)
 
-        replica.control = hurt  # between verified digests and live weights: where only the canary looks
+        replica.load = hurt  # between verified digests and live weights: where only the canary looks
         self.manager.add(await make_member(name, replica, SYNC))
 
     def train(self):

@@ -113,7 +113,7 @@ async def test_an_interrupted_group_is_continued_from_its_tokens():
     assert all(3 <= one.num_tokens < 40 and one.finish is Finish.ABORT for one in kept[0])
     await asyncio.sleep(0.05)
     assert engine._running == {}, "it waits for `go_on`"
-    await engine.control("load_weights", {"tensors": [], "version": 5})
+    await engine.load([], 5)
     generator.go_on()
     group = await making
     for before, whole in zip(kept[0], group.completions, strict=True):

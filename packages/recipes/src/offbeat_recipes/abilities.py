@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.registry import engine_class
 from offbeat_rollout.registry import adapter_class
+from offbeat_rollout.types import RolloutFeature
 
 if TYPE_CHECKING:
     from offbeat_recipes.config import RunConfig
@@ -19,7 +20,7 @@ def offloads(config: RunConfig) -> bool:
 
 def recomputes(config: RunConfig) -> bool:
     """Whether a replica can compute keys and values of what it has under way again."""
-    return "recompute_kv" in adapter_class(config.rollout.name).capabilities().features
+    return RolloutFeature.RECOMPUTE_KV in adapter_class(config.rollout.name).capabilities().features
 
 
 def sleeps(config: RunConfig) -> bool:

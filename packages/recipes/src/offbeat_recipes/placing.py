@@ -93,12 +93,6 @@ def _keys_and_values(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
             f"{config.rollout.name} cannot compute keys and values of running completions again",
             "mode.recompute_kv=false, or mode.partial=abort",
         )
-    if config.rollout.prefix_caching and not mode.recompute_kv:
-        yield Refusal(
-            "rollout.prefix_caching",
-            "at a sync all cached keys and values go, those of running completions too: they cannot be kept",
-            "mode.recompute_kv=true, or rollout.prefix_caching=false",
-        )
 
 
 def device_refusals(config: RunConfig, facts: Facts) -> Iterator[Refusal]:

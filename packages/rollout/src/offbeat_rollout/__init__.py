@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         RolloutError,
         UpdateRefused,
     )
-    from offbeat_rollout.interface import RolloutEngine
+    from offbeat_rollout.interface import RolloutEngine, TensorUpdates, WorkerUpdates
     from offbeat_rollout.pool import ReplicaPool
     from offbeat_rollout.registry import adapter_class, adapter_environment, adapter_names
     from offbeat_rollout.seats import EngineReplica, Replica
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Health,
         PauseMode,
         RolloutCapabilities,
+        RolloutFeature,
         SamplingParams,
         VersionSpan,
         version_spans,
@@ -48,6 +49,8 @@ _HOMES = {
     "RolloutError": "errors",
     "UpdateRefused": "errors",
     "RolloutEngine": "interface",
+    "TensorUpdates": "interface",
+    "WorkerUpdates": "interface",
     "EngineReplica": "seats",
     "Replica": "seats",
     "ReplicaPool": "pool",
@@ -60,6 +63,7 @@ _HOMES = {
     "Health": "types",
     "PauseMode": "types",
     "RolloutCapabilities": "types",
+    "RolloutFeature": "types",
     "SamplingParams": "types",
     "VersionSpan": "types",
     "version_spans": "types",
@@ -93,9 +97,12 @@ __all__ = [
     "RolloutConfig",
     "RolloutEngine",
     "RolloutError",
+    "RolloutFeature",
     "SamplingParams",
+    "TensorUpdates",
     "UpdateRefused",
     "VersionSpan",
+    "WorkerUpdates",
     "adapter_class",
     "adapter_environment",
     "adapter_names",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from offbeat_rollout.errors import ConfigError, RequestError
+from offbeat_rollout.types import RolloutFeature
 
 if TYPE_CHECKING:
     from offbeat_rollout.config import RolloutConfig
@@ -31,7 +32,7 @@ def check_config(config: RolloutConfig, capabilities: RolloutCapabilities) -> No
     for name in ("start_timeout_s", "request_timeout_s"):
         if getattr(config, name) <= 0:
             raise ConfigError(f"{who}: `{name}` must be > 0 seconds, got {getattr(config, name)}")
-    if config.tensor_parallel_size > 1 and "tensor_parallel" not in capabilities.features:
+    if config.tensor_parallel_size > 1 and RolloutFeature.TENSOR_PARALLEL not in capabilities.features:
         raise ConfigError(
             f"{who}: `tensor_parallel_size` is {config.tensor_parallel_size}; this adapter has no more than 1"
         )
@@ -44,8 +45,8 @@ def _check_adapter(config: RolloutConfig, capabilities: RolloutCapabilities) -> 
         raise ConfigError(
             f"{who}: `adapter.rank` must be >= 0 and `adapter.alpha` > 0, got {rank} and {config.adapter.alpha}"
         )
-    if rank and "adapter" not in capabilities.features:
-        why = capabilities.missing.get("adapter", "it holds whole weights")
+    if rank and RolloutFeature.LORA not in capabilities.features:
+        why = capabilities.missing.get(RolloutFeature.LORA, "it holds whole weights")
         raise ConfigError(f"{who}: `adapter.rank` is {rank}; no adapter can be served alone here: {why}")
 
 

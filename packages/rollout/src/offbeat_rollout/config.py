@@ -26,6 +26,7 @@ class RolloutConfig:
     `model_path` is a local Hugging Face folder. `max_model_len` bounds prompt plus completion, in tokens.
     `kv_cache_gib` is the memory for keys and values on CPU; on GPU `gpu_memory_fraction` counts instead.
     `request_timeout_s` bounds the work on one request (queueing and pauses do not count), and every control call.
+    `enforce_eager` (no CUDA graphs) is by default for CPU only, `prefix_caching` for CUDA only: None means by device.
     `weight_backend` names the weight-transfer engine that vLLM loads through its own factory.
     """
 
@@ -37,8 +38,8 @@ class RolloutConfig:
     tensor_parallel_size: int = 1
     kv_cache_gib: float = 1.0
     gpu_memory_fraction: float = 0.85
-    enforce_eager: bool = True
-    prefix_caching: bool = False
+    enforce_eager: bool | None = None
+    prefix_caching: bool | None = None
     weight_backend: str = "offbeat"
     cpu_threads: int = 1
     adapter: AdapterConfig = field(default_factory=AdapterConfig)

@@ -44,4 +44,16 @@ class NoReplica(RolloutError, RuntimeError):
 
 
 class UpdateRefused(RolloutError, RuntimeError):
-    """A weight update was refused before any parameter changed; the old version goes on serving."""
+    """A weight update was refused before any parameter changed; the old version goes on serving.
+
+    Its text ends with `MARK`: vLLM passes on the text of what its workers raise, and not the type, so the type is in it.
+    """
+
+    MARK = " (offbeat_rollout.UpdateRefused)"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.why}{self.MARK}"

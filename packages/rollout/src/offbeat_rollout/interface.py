@@ -7,10 +7,83 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from typing import TypeAlias
+
+    import torch
 
     from offbeat_rollout.config import RolloutConfig
-    from offbeat_rollout.types import Completion, GenerateRequest, Health, PauseMode, RolloutCapabilities
+    from offbeat_rollout.types import (
+        Completion,
+        GenerateRequest,
+        Health,
+        PauseMode,
+        RolloutCapabilities,
+        WeightSpec,
+    )
+
+    WeightUpdates: TypeAlias = "TensorUpdates | WorkerUpdates"
+
+
+class TensorUpdates(ABC):
+    """New weights for an engine that takes tensors, in its own process."""
+
+    @abstractmethod
+    async def specs(self) -> list[WeightSpec]:
+        """Return what an update must bring, in Hugging Face names (peft's, for low-rank matrices alone)."""
+
+    @abstractmethod
+    async def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, recompute_kv: bool = False
+    ) -> None:
+        """Check the whole set, copy it between two tokens, then serve it as `version`.
+
+        Requests under way go on, from their old keys and values unless `recompute_kv`. The tensors must not change until
+        this returns.
+
+        Raises:
+            UpdateRefused: the set does not fit; no parameter changed.
+        """
+
+
+class WorkerUpdates(ABC):
+    """New weights for an engine that loads them in its workers, by a backend of its library.
+
+    A session is `begin`, any number of `update`, `finish`; an `update` that fails ends it. What an `update` carries is the
+    backend's business, in plain values.
+    """
+
+    @abstractmethod
+    async def specs(self) -> list[WeightSpec]:
+        """Return what an update must bring, in Hugging Face names (peft's, for low-rank matrices alone)."""
+
+    @abstractmethod
+    async def init(self, info: Mapping[str, object]) -> None:
+        """Give the backend in every worker what it must know once."""
+
+    @abstractmethod
+    async def begin(self) -> None:
+        """Open a session."""
+
+    @abstractmethod
+    async def update(self, request: Mapping[str, object]) -> None:
+        """Hand `request` to the backend in every worker.
+
+        Raises:
+            UpdateRefused: the backend raised it: no parameter changed.
+            EngineStateError: the backend failed otherwise.
+        """
+
+    @abstractmethod
+    async def finish(self, version: int | None = None, *, recompute_kv: bool = False) -> None:
+        """End the session; what is there is served as `version` from now on, or the version stays as it is.
+
+        Requests under way go on, from their old keys and values unless `recompute_kv`.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let the backend leave all connections; generation goes on."""
 
 
 class RolloutEngine(ABC):
@@ -39,8 +112,8 @@ class RolloutEngine(ABC):
 
     @property
     @abstractmethod
-    def version(self) -> int:
-        """Version of the weights being served; 0 for those loaded at start."""
+    def version(self) -> int | None:
+        """Version of the weights being served; 0 for those loaded at start, None while there are none (see `sleep`)."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -97,22 +170,19 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def sleep(self, level: int) -> None:
-        """Release device memory: 1 offloads the weights, 2 discards them. Keys and values are dropped."""
+        """Release device memory: 1 offloads the weights, 2 discards them. Keys and values are dropped.
+
+        After level 2 there is no version, on any device, and `generate` is refused until an update has brought all
+        weights; `wake` alone gives memory back, not what was in it.
+        """
 
     @abstractmethod
     async def wake(self, tags: Collection[str] | None = None) -> None:
         """Take memory back: tags "weights", "kv_cache", or all when None."""
 
     @abstractmethod
-    async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
-        """Call one of the engine's own weight-update operations.
-
-        Every adapter answers `"weight_specs"` with `{"specs": [(name, shape, dtype name), ...]}` in Hugging Face
-        names. Beyond that each documents its own operations in its module.
-
-        Raises:
-            UpdateRefused: the operation was refused before any parameter changed.
-        """
+    def weight_updates(self) -> WeightUpdates:
+        """Return the way new weights take into this engine: as tensors here, or through its library's workers."""
 
     @abstractmethod
     async def health(self) -> Health:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
+WeightSpec: TypeAlias = tuple[str, tuple[int, ...], str]
+"""Name, shape and dtype name ("float32") of one tensor of an update."""
 
 
 class Finish(StrEnum):
@@ -254,23 +257,40 @@ def _close(request_id: str, name: str, values: object, dtype: np.dtype[Any]) -> 
 class Health:
     """Answer to "are you there?": the version served, requests running, and words for a person.
 
-    `tokens_made` tells progress: it rises while the engine generates. None: the adapter cannot tell.
+    `version` is None while there are no weights. `tokens_made` tells progress: it rises while the engine generates. None:
+    the adapter cannot tell.
     """
 
     ok: bool
-    version: int
+    version: int | None
     num_running: int
     detail: str = ""
     tokens_made: int | None = None
     paused: bool = False
 
 
+class RolloutFeature(StrEnum):
+    """What adapters may have and users ask for. An adapter adds names of its own beside these as plain strings."""
+
+    SEED = "seed"  # requests with a seed are reproducible
+    PAUSE = "pause"
+    ABORT = "abort"
+    RECOMPUTE_KV = "recompute_kv"  # of requests under way, at an update
+    SLEEP_1 = "sleep_1"
+    SLEEP_2 = "sleep_2"
+    CONTINUOUS_BATCHING = "continuous_batching"
+    PREFIX_CACHING = "prefix_caching"
+    TENSOR_PARALLEL = "tensor_parallel"
+    LORA = "lora"  # low-rank matrices alone can be served and updated
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCapabilities:
     """What an adapter can do, declared before anything starts.
 
-    `missing` names absent features with the reason, to be printed by the dry run. `sleep_devices` are those whose memory
-    `sleep` gives back; on others it may be accepted, and frees nothing.
+    `features` are of `RolloutFeature`, or names of the adapter's own. `missing` names absent features with the reason, to
+    be printed by the dry run. `sleep_devices` are those whose memory `sleep` gives back; on others it may be accepted, and
+    frees nothing.
     """
 
     adapter: str

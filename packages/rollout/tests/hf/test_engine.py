@@ -54,9 +54,8 @@ def weights(path):
 
 
 async def test_specs_are_what_save_pretrained_writes(engine, paths):
-    answer = await engine.control("weight_specs", {})
     saved = weights(paths[0])
-    assert {name: (shape, dtype) for name, shape, dtype in answer["specs"]} == {
+    assert {name: (shape, dtype) for name, shape, dtype in await engine.specs()} == {
         name: (tuple(tensor.shape), "float32") for name, tensor in saved.items()
     }
     assert "lm_head.weight" not in saved, "this model ties its head; the test means nothing otherwise"
@@ -65,7 +64,7 @@ async def test_specs_are_what_save_pretrained_writes(engine, paths):
 async def test_new_weights_in_the_middle_of_a_completion(engine, paths):
     long = asyncio.create_task(engine.generate(request("long", 250, seed=1)))
     await some_tokens(engine)
-    await engine.control("load_weights", {"tensors": weights(paths[1]).items(), "version": 7})
+    await engine.load(weights(paths[1]).items(), 7)
     assert engine.version == 7
     done = await long
     assert done.finish is Finish.LENGTH
@@ -83,8 +82,7 @@ async def test_new_weights_in_the_middle_of_a_completion(engine, paths):
 async def test_after_a_flip_the_prefix_is_the_old_weights_or_computed_anew(engine, paths, recompute):
     long = asyncio.create_task(engine.generate(request("long", 250, seed=1)))
     await some_tokens(engine)
-    update = {"tensors": weights(paths[1]).items(), "version": 7, "recompute_kv": recompute}
-    await engine.control("load_weights", update)
+    await engine.load(weights(paths[1]).items(), 7, recompute_kv=recompute)
     done = await long
     flip = done.policy_versions.tolist().index(7)
     assert list(done.policy_versions) == [0] * flip + [7] * (250 - flip)
@@ -106,7 +104,7 @@ def gaps(path, done):
 
 async def test_weights_are_taken_during_a_pause(engine, paths):
     await engine.pause(PauseMode.KEEP)
-    await engine.control("load_weights", {"tensors": weights(paths[1]).items(), "version": 3})
+    await engine.load(weights(paths[1]).items(), 3)
     waiting = asyncio.create_task(engine.generate(request("waiting")))
     await engine.resume()
     assert set((await waiting).policy_versions) == {3}
@@ -132,7 +130,7 @@ async def test_a_wrong_update_is_refused_by_name_and_changes_nothing(engine, pat
     update = weights(paths[1])
     damage(update)
     with pytest.raises(UpdateRefused, match=named):
-        await engine.control("load_weights", {"tensors": update.items(), "version": 1})
+        await engine.load(update.items(), 1)
     after = await engine.generate(request("after", 20, seed=5))
     assert engine.version == 0
     assert (after.token_ids.tolist(), after.logprobs.tolist()) == (
@@ -140,16 +138,12 @@ async def test_a_wrong_update_is_refused_by_name_and_changes_nothing(engine, pat
         before.logprobs.tolist(),
     )
     with pytest.raises(UpdateRefused, match="came twice"):
-        await engine.control("load_weights", {"tensors": [*weights(paths[1]).items()] * 2, "version": 1})
-    with pytest.raises(UpdateRefused, match="integer `version`"):
-        await engine.control("load_weights", {"tensors": weights(paths[1]).items()})
+        await engine.load([*weights(paths[1]).items()] * 2, 1)
 
 
 async def test_sync_while_nothing_runs_takes_no_longer_than_a_moment(engine, paths):
     for version in (1, 2):
-        await engine.control(
-            "load_weights", {"tensors": weights(paths[version % 2]).items(), "version": version}
-        )
+        await engine.load(weights(paths[version % 2]).items(), version)
         assert (await engine.health()).version == version
 
 
@@ -192,8 +186,6 @@ async def test_calls_out_of_order(paths):
         await engine.generate(request("after"))
     await engine.start()  # a stopped engine can be started again
     assert (await engine.generate(request("again"))).num_tokens == 8
-    with pytest.raises(ConfigError, match="no operation 'fly'"):
-        await engine.control("fly", {})
     await engine.sleep(1)
     with pytest.raises(EngineStateError, match="sleeps"):
         await engine.generate(request("tired"))

@@ -30,8 +30,8 @@ async def test_it_says_its_script_and_stamps_the_version_of_the_moment():
     running = asyncio.create_task(engine.generate(request("c", (2,))))
     await asyncio.sleep(0.05)
     with pytest.raises(UpdateRefused, match="unknown or missing: v, w"):
-        await engine.control("load_weights", {"tensors": [("v", None)], "version": 1})
-    await engine.control("load_weights", {"tensors": [("w", None)], "version": 1})
+        await engine.load([("v", None)], 1)
+    await engine.load([("w", None)], 1)
     done = await running
     assert set(done.policy_versions) == {0, 1}
     assert list(done.policy_versions) == sorted(done.policy_versions)

@@ -67,10 +67,13 @@ class FileEngine(WeightTransferEngine):
 
     def receive_weights(self, info):
         from safetensors.torch import load_file
+        from offbeat_rollout import UpdateRefused
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
         tensors = load_file(info.path)
+        if not info.expected:
+            raise ConnectionError("Connection refused")
         if sorted(tensors) != sorted(info.expected):
-            raise ValueError(f"update refused: {sorted(set(tensors) ^ set(info.expected))}")
+            raise UpdateRefused(f"unknown or missing: {sorted(set(tensors) ^ set(info.expected))}")
         with torch.no_grad():
             initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(tensors.items()))
@@ -106,7 +109,12 @@ async def engine(paths, tmp_path_factory):
         "[vllm.general_plugins]\nfile_weights = file_weights:register\n"
     )
     config = RolloutConfig(
-        model_path=paths[0], max_model_len=256, max_num_seqs=256, kv_cache_gib=0.25, weight_backend="file"
+        model_path=paths[0],
+        max_model_len=512,
+        max_num_seqs=256,
+        kv_cache_gib=0.25,
+        prefix_caching=True,
+        weight_backend="file",
     )
     saved = dict(os.environ)
     os.environ.update(vllm_environment(config))
@@ -170,18 +178,26 @@ async def test_many_seeded_prompts_beyond_one_step(engine):
 async def test_specs_are_the_checkpoint_s(engine, paths):
     from safetensors.torch import load_file
 
-    answer = await engine.control("weight_specs", {})
     saved = load_file(f"{paths[0]}/model.safetensors")
-    assert {name: (shape, dtype) for name, shape, dtype in answer["specs"]} == {
+    assert {name: (shape, dtype) for name, shape, dtype in await engine.weight_updates().specs()} == {
         name: (tuple(tensor.shape), "float32") for name, tensor in saved.items()
     }
 
 
+async def update(engine, path, version, **finish):
+    updates = engine.weight_updates()
+    await updates.begin()
+    names = [name for name, _, _ in await updates.specs()]
+    await updates.update({"path": f"{path}/model.safetensors", "expected": names})
+    await updates.finish(version, **finish)
+
+
 async def test_a_refused_update_changes_nothing(engine, paths):
     before = await engine.generate(request("before", 20, seed=5))
-    await engine.control("start", {})
-    with pytest.raises(UpdateRefused, match="nonsense"):
-        await engine.control("update", {"path": f"{paths[1]}/model.safetensors", "expected": ["nonsense"]})
+    updates = engine.weight_updates()
+    await updates.begin()
+    with pytest.raises(UpdateRefused, match=r"unknown or missing: .*nonsense"):
+        await updates.update({"path": f"{paths[1]}/model.safetensors", "expected": ["nonsense"]})
     after = await engine.generate(request("after", 20, seed=5))
     assert (after.token_ids.tolist(), after.logprobs.tolist()) == (
         before.token_ids.tolist(),
@@ -189,9 +205,61 @@ async def test_a_refused_update_changes_nothing(engine, paths):
     )
     assert engine.version == 0
     with pytest.raises(EngineStateError, match="worker failed in `finish`"):
-        await engine.control("finish", {"version": 9})  # the refusal ended the session
-    with pytest.raises(ConfigError, match="no operation 'fly'"):
-        await engine.control("fly", {})
+        await updates.finish(9)  # the refusal ended the session
+
+
+async def test_a_failure_that_says_refused_is_no_refusal(engine, paths):
+    updates = engine.weight_updates()
+    await updates.begin()
+    with pytest.raises(EngineStateError, match="Connection refused"):
+        await updates.update({"path": f"{paths[0]}/model.safetensors", "expected": []})
+
+
+LONG = tuple(2 + i % 89 for i in range(300))  # two blocks of keys and values, and some
+
+
+async def cached(engine, asked):
+    """Return how many tokens of the prompt vLLM had keys and values of."""
+    return (await engine.generate(asked)).num_cached_tokens
+
+
+async def test_a_prefix_is_computed_once_for_one_version_and_again_for_the_next(engine, paths):
+    def model(version):
+        return AutoModelForCausalLM.from_pretrained(paths[version % 2]).eval()
+
+    async def check(done, prompt, version):
+        expected = reference_logprobs(
+            model(version), prompt, done.token_ids.tolist(), SamplingParams(max_tokens=40)
+        )
+        assert max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)) <= 1e-4
+        assert set(done.policy_versions) == {version}
+
+    assert await cached(engine, request("c0", 1, LONG)) == 0
+    assert await cached(engine, request("c1", 1, LONG)) >= 128
+    await check(await engine.generate(request("c2", 40, LONG, seed=1)), LONG, 0)
+
+    # One request runs through the update and fills blocks after it; one arrives while nothing is scheduled.
+    through = asyncio.create_task(engine.generate(request("through", 180, LONG, seed=1)))
+    await asyncio.sleep(0.1)
+    await engine.pause(PauseMode.KEEP)
+    waiting = asyncio.create_task(engine.generate(request("waiting", 40, LONG, seed=2)))
+    doomed = asyncio.create_task(engine.generate(request("doomed", 40, LONG, seed=2)))
+    await asyncio.sleep(0.1)
+    await update(engine, paths[1], 1)
+    await engine.abort(["doomed"])
+    await engine.resume()
+    assert (await doomed).finish is Finish.ABORT
+    await check(await waiting, LONG, 1)
+    done = await through
+    assert set(done.policy_versions) == {0, 1}
+    after = (*LONG, *done.token_ids.tolist())
+    assert await cached(engine, request("c3", 1, after)) in range(128, 300), (
+        "of `waiting`, nothing of `through`"
+    )
+    await check(await engine.generate(request("c4", 20, after, seed=3)), after, 1)
+
+    await update(engine, paths[0], 0)  # a version that was there before is another update all the same
+    assert await cached(engine, request("c5", 1, LONG)) == 0
 
 
 def gaps(path, done):
@@ -205,14 +273,11 @@ def gaps(path, done):
 async def test_new_weights_in_the_middle_of_a_completion(engine, paths, version, recompute):
     """After the first round the engine serves the second model, after the second round the first again."""
     target = paths[version % 2]
-    specs = [name for name, _, _ in (await engine.control("weight_specs", {}))["specs"]]
     served = engine.version
     long = asyncio.create_task(engine.generate(request(f"long{version}", 250, seed=1)))
     await asyncio.sleep(0.1)
     await engine.pause(PauseMode.KEEP)
-    await engine.control("start", {})
-    await engine.control("update", {"path": f"{target}/model.safetensors", "expected": specs})
-    await engine.control("finish", {"version": version, "recompute_kv": recompute})
+    await update(engine, target, version, recompute_kv=recompute)
     await engine.resume()
     done = await long
     assert done.finish is Finish.LENGTH
@@ -230,6 +295,18 @@ async def test_new_weights_in_the_middle_of_a_completion(engine, paths, version,
     expected = reference_logprobs(model, (3, 4, 5), fresh.token_ids.tolist(), SamplingParams(max_tokens=12))
     assert max(abs(a - b) for a, b in zip(fresh.logprobs, expected, strict=True)) <= 1e-4
     assert set(fresh.policy_versions) == {version}
+
+
+async def test_discarded_weights_have_no_version_and_are_not_served(engine, paths):
+    await engine.sleep(2)
+    await engine.wake()
+    assert engine.version is None
+    assert (await engine.health()).version is None
+    for call in (engine.generate(request("none")), engine.generate_many([request("none")])):
+        with pytest.raises(EngineStateError, match=r"discarded \(`sleep\(2\)`\)"):
+            await call
+    await update(engine, paths[0], 6)
+    assert set((await engine.generate(request("some"))).policy_versions) == {6}
 
 
 async def test_stop_leaves_no_process(engine):

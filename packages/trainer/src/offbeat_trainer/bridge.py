@@ -13,7 +13,8 @@ from offbeat_ckptsync.receiver import Receiver
 from offbeat_ckptsync.sinks import specs_of
 from offbeat_ckptsync.transports import make_transport
 from offbeat_ckptsync.types import Seat
-from offbeat_rollout import GenerateRequest, PauseMode, SamplingParams
+from offbeat_rollout import GenerateRequest, PauseMode, RolloutFeature, SamplingParams
+from offbeat_rollout.interface import TensorUpdates, WorkerUpdates
 from offbeat_trainer.errors import PlanRefused
 
 if TYPE_CHECKING:
@@ -56,36 +57,34 @@ async def make_member(
 ) -> ControlMember | LocalMember | HybridMember:
     """Return the receiving end for a started `engine`: driven by its own update calls, or loaded in this process.
 
-    An engine whose capabilities list "load_weights" takes tensors here; any other runs the receiver in its workers.
+    An engine of `TensorUpdates` takes tensors here; one of `WorkerUpdates` runs the receiver in its workers.
     With `recompute_kv`, what is under way at a flip goes on from keys and values of the new weights. With `shared`, the
     gate of an engine on the trainer's devices, the engine rests for the whole sync.
 
     Raises:
         PlanRefused: the engine cannot compute keys and values again.
     """
-    features = engine.capabilities().features
-    if recompute_kv and "recompute_kv" not in features:
+    if recompute_kv and RolloutFeature.RECOMPUTE_KV not in engine.capabilities().features:
         raise PlanRefused(
             f"{engine.capabilities().adapter} cannot compute keys and values again; use mode.recompute_kv=false, or "
             "mode.partial=abort"
         )
     canary = EngineCanary(engine) if sync.canary else None
-    if "load_weights" in features:
-        receiver = await _receiver(name, engine, sync, recompute_kv=recompute_kv)
-        member = LocalMember(receiver, make_transport(sync.transport, sync), canary=canary)
-    else:
-        control = engine.control if not recompute_kv else _recomputing(engine)
-        gate = EngineGate(engine) if shared is None else None
-        member = ControlMember(name, control, mailbox=Mailbox(), config=sync, gate=gate, canary=canary)
+    match engine.weight_updates():
+        case TensorUpdates() as updates:
+            receiver = await _receiver(name, updates, sync, recompute_kv=recompute_kv)
+            member = LocalMember(receiver, make_transport(sync.transport, sync), canary=canary)
+        case WorkerUpdates() as updates:
+            control = _control(updates, recompute_kv=recompute_kv)
+            gate = EngineGate(engine) if shared is None else None
+            member = ControlMember(name, control, mailbox=Mailbox(), config=sync, gate=gate, canary=canary)
     return member if shared is None else HybridMember(member, shared)
 
 
-async def _receiver(name: str, engine: RolloutEngine, sync: SyncConfig, *, recompute_kv: bool) -> Receiver:
-    answer = await engine.control("weight_specs", {})
-    specs = cast("list[tuple[str, tuple[int, ...], str]]", answer["specs"])
+async def _receiver(name: str, updates: TensorUpdates, sync: SyncConfig, *, recompute_kv: bool) -> Receiver:
     sink = EngineSink(
-        engine,
-        specs_of(specs),
+        updates,
+        specs_of(await updates.specs()),
         asyncio.get_running_loop(),
         timeout_s=sync.flip_timeout_s,
         recompute_kv=recompute_kv,
@@ -93,12 +92,19 @@ async def _receiver(name: str, engine: RolloutEngine, sync: SyncConfig, *, recom
     return Receiver(Seat(member=name), sink, allow_cast=sync.allow_cast)
 
 
-def _recomputing(engine: RolloutEngine) -> Control:
-    """Return the control calls of `engine` in which a new version also drops the keys and values under way."""
+def _control(updates: WorkerUpdates, *, recompute_kv: bool) -> Control:
+    """Return `updates` as ckptsync calls them; with `recompute_kv` a new version drops the keys and values under way."""
 
-    async def control(op: str, payload: dict[str, object]) -> object:
-        flips = op == "finish" and "version" in payload
-        return await engine.control(op, {**payload, "recompute_kv": True} if flips else payload)
+    async def control(op: str, payload: dict[str, object]) -> None:
+        match op:
+            case "start":
+                await updates.begin()
+            case "update":
+                await updates.update(payload)
+            case "finish":
+                await updates.finish(cast("int | None", payload.get("version")), recompute_kv=recompute_kv)
+            case _:
+                raise AssertionError(f"ckptsync has no operation {op!r}")
 
     return control
 
@@ -193,16 +199,16 @@ class EngineSink:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        updates: TensorUpdates,
         manifest: Manifest,
         loop: asyncio.AbstractEventLoop,
         *,
         timeout_s: float,
         recompute_kv: bool = False,
     ) -> None:
-        """Load into `engine`, whose coroutines run in `loop`, within `timeout_s`; see `make_member` for the rest."""
+        """Load by `updates`, whose coroutines run in `loop`, within `timeout_s`; see `make_member` for the rest."""
         self._recompute_kv = recompute_kv
-        self._engine = engine
+        self._updates = updates
         self._manifest = manifest
         self._loop = loop
         self._timeout_s = timeout_s
@@ -213,7 +219,5 @@ class EngineSink:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Hand the tensors to the engine, from a thread that is not its event loop's."""
-        load = self._engine.control(
-            "load_weights", {"tensors": tensors, "version": version, "recompute_kv": self._recompute_kv}
-        )
+        load = self._updates.load(tensors, version, recompute_kv=self._recompute_kv)
         asyncio.run_coroutine_threadsafe(load, self._loop).result(self._timeout_s)

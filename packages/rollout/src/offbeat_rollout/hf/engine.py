@@ -5,44 +5,38 @@ join between two tokens and leave when they end. With fp32 on CPU a request that
 and log-probs bit for bit whatever else is in the batch; in bfloat16 or on a GPU the random numbers are the same, and
 the logits only as far as matrix kernels are batch-invariant.
 
-Operations of `control`:
-
-- "weight_specs": see the interface.
-- "load_weights": payload `{"tensors": iterable of (name, tensor), "version": int, "recompute_kv": bool = False}`. The
-  whole set is checked before anything changes (`UpdateRefused` names every offender), copied in between two tokens,
-  then `version` flips. Generation in flight goes on under the new weights, with its old keys and values unless
-  `recompute_kv`. The tensors must not change until the call returns. With an `adapter` in the settings these are its A
-  and B alone, merged into the base weights at once; what follows costs what it costs without an adapter.
+An update is copied in between two tokens, and `UpdateRefused` names everything that does not fit. Low-rank matrices alone
+are merged into the base weights when they come; what follows costs what it costs without.
 """
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from offbeat_rollout.checks import check_config, check_request
 from offbeat_rollout.clock import RequestClock, Work
-from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
-from offbeat_rollout.interface import RolloutEngine
-from offbeat_rollout.types import Health, RolloutCapabilities
+from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError
+from offbeat_rollout.interface import RolloutEngine, TensorUpdates
+from offbeat_rollout.types import Health, RolloutCapabilities, RolloutFeature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from typing import TypeVar
 
     import torch
 
     from offbeat_rollout.config import RolloutConfig
     from offbeat_rollout.hf.worker import Worker
-    from offbeat_rollout.types import Completion, GenerateRequest, PauseMode
+    from offbeat_rollout.types import Completion, GenerateRequest, PauseMode, WeightSpec
 
     T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 30.0
 
 
-class HfEngine(RolloutEngine):
+class HfEngine(RolloutEngine, TensorUpdates):
     """The reference engine: any full-attention causal model Transformers can load, on CPU or one GPU."""
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -61,14 +55,13 @@ class HfEngine(RolloutEngine):
             dtypes=frozenset({"float32", "bfloat16"}),
             features=frozenset(
                 {
-                    "seed",
-                    "pause",
-                    "abort",
-                    "load_weights",
-                    "adapter",
-                    "recompute_kv",
-                    "sleep_1",
-                    "continuous_batching",
+                    RolloutFeature.SEED,
+                    RolloutFeature.PAUSE,
+                    RolloutFeature.ABORT,
+                    RolloutFeature.LORA,
+                    RolloutFeature.RECOMPUTE_KV,
+                    RolloutFeature.SLEEP_1,
+                    RolloutFeature.CONTINUOUS_BATCHING,
                 }
             ),
             missing={
@@ -187,26 +180,20 @@ class HfEngine(RolloutEngine):
         if tags is None or "weights" in tags:
             await self._ask(lambda: worker.move_model(self.config.device, asleep=False), "wake")
 
-    async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
-        """Run "weight_specs" or "load_weights"; see the module."""
+    def weight_updates(self) -> HfEngine:
+        """Return itself: it takes tensors."""
+        return self
+
+    async def specs(self) -> list[WeightSpec]:
+        """Return the weights' names, shapes and dtypes; with LoRA, those of A and B alone."""
+        return await self._ask(self._running().specs, "specs")
+
+    async def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, recompute_kv: bool = False
+    ) -> None:
+        """See `TensorUpdates`; with LoRA, A and B are merged into the base weights at once."""
         worker = self._running()
-        match op:
-            case "weight_specs":
-                return {"specs": await self._ask(worker.specs, op)}
-            case "load_weights":
-                version = payload.get("version")
-                if not isinstance(version, int):
-                    raise UpdateRefused(
-                        f"load_weights needs an integer `version`, got {version!r}; nothing was changed"
-                    )
-                tensors = cast("Iterable[tuple[str, torch.Tensor]]", payload["tensors"])
-                recompute_kv = bool(payload.get("recompute_kv", False))
-                await self._ask(lambda: worker.load_weights(tensors, version, recompute_kv), op)
-                return {"version": version}
-            case _:
-                raise ConfigError(
-                    f"the hf adapter has no operation {op!r}; it has 'weight_specs' and 'load_weights'"
-                )
+        await self._ask(lambda: worker.load_weights(tensors, version, recompute_kv), "load")
 
     async def health(self) -> Health:
         """Say whether the worker thread is there; answers at once, also in the middle of a token."""

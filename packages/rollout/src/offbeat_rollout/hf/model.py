@@ -121,7 +121,7 @@ def check_given(
         more = f"; and {len(wrong) - _NAMES_SHOWN} more" if len(wrong) > _NAMES_SHOWN else ""
         raise UpdateRefused(
             f"weight update refused, nothing was changed: {'; '.join(wrong[:_NAMES_SHOWN])}{more}. "
-            "Send every tensor that `weight_specs` lists, once"
+            "Send every tensor that `specs` lists, once"
         )
     return given
 

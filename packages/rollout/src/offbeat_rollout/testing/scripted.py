@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offbeat_rollout.checks import check_request
 from offbeat_rollout.clock import RequestClock, Work
-from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
-from offbeat_rollout.interface import RolloutEngine
-from offbeat_rollout.types import Completion, Finish, Health, PauseMode, RolloutCapabilities
+from offbeat_rollout.errors import EngineStateError, RequestError, UpdateRefused
+from offbeat_rollout.interface import RolloutEngine, TensorUpdates
+from offbeat_rollout.types import Completion, Finish, Health, PauseMode, RolloutCapabilities, RolloutFeature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from offbeat_rollout.config import RolloutConfig
-    from offbeat_rollout.types import GenerateRequest
+    from offbeat_rollout.types import GenerateRequest, WeightSpec
 
     # The tokens of one completion, longest first choice; it is cut at `max_tokens` and at a stop token.
     Script = Callable[[GenerateRequest], Sequence[int]]
@@ -45,11 +45,11 @@ class _Running:
             self.done.set_result(completion)
 
 
-class ScriptedRollout(RolloutEngine):
+class ScriptedRollout(RolloutEngine, TensorUpdates):
     """Says `script(request)`; by default uniform tokens drawn from the request's seed, so log-probs are -log V.
 
     Every `token_s` seconds each running request gets one token, stamped with the version of that moment.
-    `control("load_weights", {"tensors", "version"})` checks names against `specs` and changes the version.
+    Updates are checked by their names against `specs` and change the version.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ScriptedRollout(RolloutEngine):
         *,
         vocab_size: int = 96,
         token_s: float = 0.001,
-        specs: Sequence[tuple[str, tuple[int, ...], str]] = (),
+        specs: Sequence[WeightSpec] = (),
     ) -> None:
         super().__init__(config)
         self._script = self._uniform if script is None else script
@@ -81,7 +81,7 @@ class ScriptedRollout(RolloutEngine):
             adapter="scripted",
             devices=frozenset({"cpu"}),
             dtypes=frozenset({"float32"}),
-            features=frozenset({"seed", "pause", "abort", "load_weights"}),
+            features=frozenset({RolloutFeature.SEED, RolloutFeature.PAUSE, RolloutFeature.ABORT}),
             missing={"model": "tokens come from a script"},
         )
 
@@ -142,20 +142,24 @@ class ScriptedRollout(RolloutEngine):
         """Do nothing."""
         del tags
 
-    async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
-        """Run "weight_specs" or "load_weights"."""
-        if op == "weight_specs":
-            return {"specs": list(self._specs)}
-        if op != "load_weights":
-            raise ConfigError(
-                f"the scripted engine has no operation {op!r}; it has 'weight_specs' and 'load_weights'"
-            )
-        given = {name for name, _ in cast("Iterable[tuple[str, object]]", payload["tensors"])}
+    def weight_updates(self) -> ScriptedRollout:
+        """Return itself: it takes tensors, of which it reads the names."""
+        return self
+
+    async def specs(self) -> list[WeightSpec]:
+        """Return what it was made with."""
+        return list(self._specs)
+
+    async def load(
+        self, tensors: Iterable[tuple[str, object]], version: int, *, recompute_kv: bool = False
+    ) -> None:
+        """Check the names and serve `version`."""
+        del recompute_kv  # there are none
+        given = {name for name, _ in tensors}
         wrong = sorted(given ^ {name for name, _, _ in self._specs})
         if wrong:
             raise UpdateRefused(f"unknown or missing: {', '.join(wrong)}; nothing was changed")
-        self._version = cast("int", payload["version"])
-        return {"version": self._version}
+        self._version = version
 
     async def health(self) -> Health:
         """Say whether the clock runs."""

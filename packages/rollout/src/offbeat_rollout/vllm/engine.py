@@ -9,16 +9,12 @@ What it promises beyond the interface:
   is in the batch; elsewhere as far as kernels are batch-invariant. Prefix caching changes the shapes a prompt is
   computed in, so with it on the last bits may differ.
 - `pause(KEEP)` keeps the keys and values of running requests, which were computed by the old weights, and goes on with
-  them; after a "finish" with prefix caching on, or with `{"recompute_kv": True}`, they are computed again.
+  them; after an update with `recompute_kv` they are computed again.
+- Cached prefixes (`prefix_caching`) are salted with the number of updates, so a request that begins after an update finds
+  none of older weights. A request that has no token yet when an update ends begins anew, under the new salt.
 - On CPU `sleep` and `wake` release nothing (vLLM ignores them there).
 
-Operations of `control`, each forwarded to vLLM's call of the same purpose: "init" (payload: the backend's init info),
-"start", "update" (payload: the backend's update info), "finish" (`{"version": int}`, or `{}` to leave the version as it
-is), "shutdown". Payloads hold plain values. A worker that refuses an update raises `UpdateRefused` here.
-
-With an `adapter` in the settings vLLM serves it through its own LoRA layers, and every request names it; see `lora`. The
-backend then gets the adapter's A and B alone. vLLM forgets all adapters when an update session ends, so there the session
-is opened once and stays open: "finish" only sets the version, and "shutdown" is refused.
+New weights come through `updates`.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -29,28 +25,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from offbeat_rollout.adapted import folder_adapter_specs
 from offbeat_rollout.checks import check_config, check_request, eos_token_ids
 from offbeat_rollout.clock import RequestClock
-from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
+from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, RolloutError
 from offbeat_rollout.interface import RolloutEngine
-from offbeat_rollout.safetensors_header import folder_specs
-from offbeat_rollout.types import Health, PauseMode, RolloutCapabilities
+from offbeat_rollout.types import Health, RolloutCapabilities, RolloutFeature
+from offbeat_rollout.vllm.calls import answer_of
 from offbeat_rollout.vllm.environment import check_environment, vllm_environment
 from offbeat_rollout.vllm.lora import serve_nothing_yet, served_adapter
+from offbeat_rollout.vllm.processes import Launched, build_vllm
 from offbeat_rollout.vllm.progress import Progress
+from offbeat_rollout.vllm.updates import VllmUpdates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Sequence
+    from typing import TypeVar
 
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from offbeat_rollout.config import RolloutConfig
-    from offbeat_rollout.types import Completion, GenerateRequest
-    from offbeat_rollout.vllm.processes import Launched
+    from offbeat_rollout.types import Completion, GenerateRequest, PauseMode
+
+    T = TypeVar("T")
 
 
 class VllmEngine(RolloutEngine):
@@ -59,14 +59,15 @@ class VllmEngine(RolloutEngine):
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         self._llm: AsyncLLM | None = None
-        self._launched: Launched | None = None
-        self._version = 0
+        self._launched: Launched[AsyncLLM] | None = None
+        self._updates = VllmUpdates(config, self._running, self._flip)
+        self._version: int | None = 0
+        self._num_flips = 0
         self._vocab_size = 0
         self._eos: tuple[int, ...] = ()
-        self._specs: list[tuple[str, tuple[int, ...], str]] = []
         self._running_ids: set[str] = set()
+        self._begin_anew: set[str] = set()  # ended by us without a token, because the weights changed
         self._adapter: LoRARequest | None = None
-        self._session_open = False  # of weight updates; see the module for adapters
         self._progress = Progress()
         self._clock = RequestClock(config.request_timeout_s, self._progress.work)
 
@@ -79,20 +80,19 @@ class VllmEngine(RolloutEngine):
             dtypes=frozenset({"float32", "bfloat16"}),
             features=frozenset(
                 {
-                    "seed",
-                    "pause",
-                    "abort",
-                    "weight_transfer",
-                    "adapter",
-                    "recompute_kv",
-                    "sleep_1",
-                    "sleep_2",
-                    "continuous_batching",
-                    "prefix_caching",
-                    "tensor_parallel",
+                    RolloutFeature.SEED,
+                    RolloutFeature.PAUSE,
+                    RolloutFeature.ABORT,
+                    RolloutFeature.LORA,
+                    RolloutFeature.RECOMPUTE_KV,
+                    RolloutFeature.SLEEP_1,
+                    RolloutFeature.SLEEP_2,
+                    RolloutFeature.CONTINUOUS_BATCHING,
+                    RolloutFeature.PREFIX_CACHING,
+                    RolloutFeature.TENSOR_PARALLEL,
                 }
             ),
-            missing={"load_weights": "weights come through the weight-transfer backend, in vLLM's workers"},
+            missing={},
             sleep_devices=frozenset({"cuda"}),
         )
 
@@ -102,48 +102,48 @@ class VllmEngine(RolloutEngine):
         return vllm_environment(config, cores)
 
     @property
-    def version(self) -> int:
+    def version(self) -> int | None:
         """Version of the weights being served."""
         return self._version
 
     async def start(self) -> None:
         """Check the folder and the environment, then start vLLM's processes and wait until they can generate."""
         check_config(self.config, self.capabilities())
-        if self._llm is not None:
+        if self._launched is not None:
             raise EngineStateError("the engine is running already; `stop` it before another `start`")
-        self._specs = await asyncio.to_thread(_specs_of, self.config)
+        specs = await self._updates.specs()
         self._eos = eos_token_ids(self.config.model_path)
         # vLLM reads its own environment here; the adapter only looks whether an entrypoint has set it.
         check_environment(self.config, os.environ)  # noqa: TID251
 
-        from offbeat_rollout.vllm.processes import Launched
-
-        launched = Launched()
+        timeout_s = self.config.start_timeout_s
+        self._launched = launched = Launched(partial(build_vllm, self.config))
         try:
-            async with asyncio.timeout(self.config.start_timeout_s):
-                llm = await asyncio.to_thread(launched.run, self.config)
+            async with asyncio.timeout(timeout_s):
+                llm = await asyncio.to_thread(launched.run, timeout_s)
+                await llm.get_supported_tasks()  # it remembers them: no request waits for it later
                 if self.config.adapter.rank:
-                    await serve_nothing_yet(llm, self.config.adapter, self._specs)
-        except TimeoutError:
-            await asyncio.to_thread(launched.kill)
-            raise EngineStateError(
-                f"vLLM was not ready within {self.config.start_timeout_s} s (`start_timeout_s`); its processes were ended"
-            ) from None
-        except ConfigError:
-            raise
-        except Exception as error:
-            await asyncio.to_thread(launched.kill)
+                    await serve_nothing_yet(llm, self.config.adapter, specs)
+        except BaseException as error:  # also cancelled: nobody would end what the thread has begun
+            self._launched = None
+            await asyncio.to_thread(launched.end)
+            if isinstance(error, TimeoutError):
+                raise EngineStateError(
+                    f"vLLM was not ready within {timeout_s} s (`start_timeout_s`); its processes were ended"
+                ) from None
+            if isinstance(error, RolloutError) or not isinstance(error, Exception):
+                raise
             raise EngineStateError(f"vLLM did not start: {error}; its log says more") from error
-        self._llm, self._launched = llm, launched
+        self._llm = llm
         self._progress.follow(llm)
         self._vocab_size = int(llm.model_config.get_vocab_size())
-        self._version = 0
-        self._session_open = False
+        self._version, self._num_flips = 0, 0
+        self._updates.reset()
         self._adapter = served_adapter() if self.config.adapter.rank else None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the completion of one request."""
-        llm = self._running()
+        llm = self._serving()
         self._check(request)
         self._running_ids.add(request.request_id)
         try:
@@ -151,12 +151,13 @@ class VllmEngine(RolloutEngine):
                 return await self._complete(llm, request)
         finally:
             self._running_ids.discard(request.request_id)
+            self._begin_anew.discard(request.request_id)
 
     async def generate_many(
         self, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None] | None = None
     ) -> list[Completion]:
         """Return the completions of `requests`, in their order; all are checked before any is started."""
-        self._running()
+        self._serving()
         ids: set[str] = set()
         for request in requests:
             self._check(request)
@@ -171,14 +172,13 @@ class VllmEngine(RolloutEngine):
         """End these requests after the current step."""
         known = [request_id for request_id in request_ids if request_id in self._running_ids]
         if known:
+            self._begin_anew.difference_update(known)
             await self._call(self._running().abort(known), "abort")
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop scheduling; see the module for what KEEP does to keys and values."""
-        llm = self._running()
-        # Running requests of KEEP hold their cache; in the other modes nothing runs any more and it may go.
-        clear_cache = mode is not PauseMode.KEEP
-        await self._call(llm.pause_generation(mode=mode.value, clear_cache=clear_cache), "pause")
+        # Cached prefixes may stay whatever comes: their salt says of which weights they are.
+        await self._call(self._running().pause_generation(mode=mode.value, clear_cache=False), "pause")
         self._progress.paused = True
 
     async def resume(self) -> None:
@@ -190,55 +190,26 @@ class VllmEngine(RolloutEngine):
         """Release device memory; running requests are aborted."""
         if level not in (1, 2):
             raise ConfigError(f"vllm sleeps at level 1 or 2, got {level}")
+        if level == 2 and self._adapter:
+            raise ConfigError(
+                "vllm: updates bring low-rank matrices alone, so discarded base weights would not come back; sleep at level 1"
+            )
         await self._call(self._running().sleep(level=level, mode="abort"), "sleep")
         self._progress.paused = True
+        if level == 2:
+            self._version = None
 
     async def wake(self, tags: Collection[str] | None = None) -> None:
         """Take memory back."""
         llm = self._running()
         await self._call(llm.wake_up(None if tags is None else list(tags)), "wake")
-        async with asyncio.timeout(self.config.request_timeout_s):
-            self._progress.paused = await llm.is_paused()  # it goes on by itself once all memory is back
+        self._progress.paused = await self._call(
+            llm.is_paused(), "is_paused"
+        )  # it goes on by itself once all memory is back
 
-    async def control(self, op: str, payload: Mapping[str, object]) -> dict[str, object]:
-        """Run one of the operations the module names."""
-        if op == "weight_specs":
-            return {"specs": list(self._specs or await asyncio.to_thread(_specs_of, self.config))}
-        llm = self._running()
-        from vllm.distributed.weight_transfer.base import (
-            WeightTransferInitRequest,
-            WeightTransferUpdateRequest,
-        )
-
-        match op:
-            case "init":
-                request = WeightTransferInitRequest(init_info=dict(payload))
-                await self._update_call(llm.init_weight_transfer_engine(request), op)
-            case "start":
-                if not (self._adapter and self._session_open):
-                    await self._update_call(llm.start_weight_update(), op)
-                    self._session_open = True
-            case "update":
-                request = WeightTransferUpdateRequest(update_info=dict(payload))
-                try:
-                    await self._update_call(llm.update_weights(request), op)
-                except BaseException:
-                    self._session_open = False  # vLLM closes it when an update fails
-                    raise
-            case "finish":
-                return await self._finish(llm, payload)
-            case "shutdown":
-                if self._adapter:
-                    raise UpdateRefused(
-                        "vLLM would forget the adapter it serves; `stop` the engine instead of a shutdown of its updates"
-                    )
-                await self._update_call(llm.shutdown_weight_transfer_engine(), op)
-            case _:
-                raise ConfigError(
-                    f"the vllm adapter has no operation {op!r}; "
-                    "it has weight_specs, init, start, update, finish and shutdown"
-                )
-        return {}
+    def weight_updates(self) -> VllmUpdates:
+        """Return the calls to the backend in vLLM's workers."""
+        return self._updates
 
     async def health(self) -> Health:
         """Say whether vLLM's processes are there."""
@@ -256,11 +227,11 @@ class VllmEngine(RolloutEngine):
         )
 
     async def stop(self) -> None:
-        """End vLLM and see that its processes are gone."""
-        llm, self._llm = self._llm, None
+        """End vLLM and see that its processes are gone; one that still starts, too."""
+        self._llm = None
         launched, self._launched = self._launched, None
-        if llm is not None and launched is not None:
-            await asyncio.to_thread(launched.stop, llm)
+        if launched is not None:
+            await asyncio.to_thread(launched.end)
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:
@@ -268,6 +239,14 @@ class VllmEngine(RolloutEngine):
         if self._llm.errored:
             raise EngineStateError("vLLM's engine process died; its log says why. `stop` and start another")
         return self._llm
+
+    def _serving(self) -> AsyncLLM:
+        llm = self._running()
+        if self._version is None:
+            raise EngineStateError(
+                "the weights were discarded (`sleep(2)`) and none have come since; update them before `generate`"
+            )
+        return llm
 
     def _check(self, request: GenerateRequest) -> None:
         check_request(request, self.config.max_model_len, self._vocab_size)
@@ -277,61 +256,53 @@ class VllmEngine(RolloutEngine):
             )
 
     async def _complete(self, llm: AsyncLLM, request: GenerateRequest) -> Completion:
+        from offbeat_rollout.vllm.translate import completion
+
+        while True:
+            done = completion(request, await self._output(llm, request))
+            if done.num_tokens or request.request_id not in self._begin_anew:
+                self._progress.ended += done.num_tokens
+                return done
+            self._begin_anew.discard(request.request_id)
+
+    async def _output(self, llm: AsyncLLM, request: GenerateRequest) -> Any:  # noqa: ANN401 - vllm.RequestOutput
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        from offbeat_rollout.vllm.translate import completion, sampling_params
+        from offbeat_rollout.vllm.translate import sampling_params
 
-        # A rendered input: it goes to the engine as it is, without vLLM's thread for text.
-        prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        # A rendered input: it goes to the engine as it is, without vLLM's thread for text. Nothing is awaited between
+        # here and vLLM's entry of the request, so that no update comes between a salt and its request.
+        prompt: Any = {
+            "type": "token",
+            "prompt_token_ids": list(request.prompt_ids),
+            "cache_salt": f"update {self._num_flips}",
+        }
         params = sampling_params(request, self._eos)
         try:
             async for output in llm.generate(prompt, params, request.request_id, lora_request=self._adapter):
                 if output.finished:
-                    done = completion(request, output)
-                    self._progress.ended += len(done.token_ids)
-                    return done
+                    return output
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineStateError(f"vLLM failed on request {request.request_id!r}: {error!r}") from error
         raise EngineStateError(f"vLLM ended request {request.request_id!r} without a result")
 
-    async def _finish(self, llm: AsyncLLM, payload: Mapping[str, object]) -> dict[str, object]:
-        version = payload.get("version")
-        if version is not None and not isinstance(version, int):
-            raise UpdateRefused(f"`finish` needs an integer `version`, got {version!r}; nothing was changed")
-        label = None if version is None else str(version)
-        if self._adapter is None:
-            await self._update_call(llm.finish_weight_update(weight_version=label), "finish")
-        elif label is not None:
-            await self._update_call(llm.update_weight_version(label), "finish")
-        if version is None:
-            return {}
+    async def _flip(self, version: int, recompute_kv: bool) -> None:
+        """Serve what the workers have as `version`."""
+        llm = self._running()
         self._version = version
-        if self.config.prefix_caching or payload.get("recompute_kv", False):
-            # Otherwise a new request could be given a prefix that the old weights computed.
-            await self._call(llm.reset_prefix_cache(reset_running_requests=True), "finish")
-        return {"version": version}
-
-    async def _update_call(self, call: Coroutine[Any, Any, object], what: str) -> None:
-        try:
-            await self._call(call, what)
-        except EngineStateError:
-            raise
-        except Exception as error:
-            if "refused" in str(error).lower():
-                raise UpdateRefused(str(error)) from error
-            raise EngineStateError(f"vLLM's worker failed in `{what}`: {error}") from error
-
-    async def _call(self, call: Coroutine[Any, Any, object], what: str) -> None:
-        try:
-            async with asyncio.timeout(self.config.request_timeout_s):
-                await call
-        except TimeoutError:
+        self._num_flips += 1
+        if recompute_kv and not await self._call(
+            llm.reset_prefix_cache(reset_running_requests=True), "reset_prefix_cache"
+        ):
             raise EngineStateError(
-                f"vLLM did not answer `{what}` within {self.config.request_timeout_s} s (`request_timeout_s`)"
-            ) from None
+                f"vLLM kept keys and values of the weights before version {version} (a KV connector did not let go); "
+                "start the engine anew, or update without `recompute_kv`"
+            )
+        # Their salt is that of the weights before: they would be given those weights' prefixes, and called new.
+        late = self._progress.without_tokens()
+        self._begin_anew.update(late)
+        if late:
+            await self._call(llm.abort(late), "abort")
 
-
-def _specs_of(config: RolloutConfig) -> list[tuple[str, tuple[int, ...], str]]:
-    return (
-        folder_adapter_specs(config) if config.adapter.rank else folder_specs(config.model_path, config.dtype)
-    )
+    async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        return await answer_of(call, what, self.config.request_timeout_s)

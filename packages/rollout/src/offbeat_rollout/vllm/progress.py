@@ -28,14 +28,21 @@ class Progress:
 
     def work(self) -> Work:
         """Return what is being done now."""
-        states = () if self._llm is None else self._llm.output_processor.request_states.values()
-        made = {
-            state.external_req_id: state.detokenizer.num_output_tokens()
-            for state in states
-            if state.detokenizer is not None
-        }
+        made = self._made()
         return Work(
             tokens_made=self.ended + sum(made.values()),
             at_work=[name for name, count in made.items() if count],
             paused=self.paused,
         )
+
+    def without_tokens(self) -> list[str]:
+        """Return the requests under way that have no token yet."""
+        return [name for name, count in self._made().items() if not count]
+
+    def _made(self) -> dict[str, int]:
+        states = () if self._llm is None else self._llm.output_processor.request_states.values()
+        return {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in states
+            if state.detokenizer is not None
+        }

@@ -41,14 +41,15 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         max_num_seqs=config.max_num_seqs,
         tensor_parallel_size=config.tensor_parallel_size,
         distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
-        enforce_eager=config.enforce_eager or cpu,
+        enforce_eager=cpu if config.enforce_eager is None else config.enforce_eager,
         # On CPU vLLM 0.32 dies of a seeded request whose prompt it computes in two steps (it moves the offset of a
         # generator that has none), so prompts are computed whole there.
         enable_chunked_prefill=False if cpu else None,
         max_num_batched_tokens=max(_CPU_STEP_TOKENS, config.max_model_len, config.max_num_seqs)
         if cpu
         else None,
-        enable_prefix_caching=config.prefix_caching,
+        # Always safe, see `engine`; off on CPU because a prompt computed in two parts may differ in its last bits.
+        enable_prefix_caching=not cpu if config.prefix_caching is None else config.prefix_caching,
         kv_cache_memory_bytes=int(config.kv_cache_gib * GIB) if cpu else None,
         gpu_memory_utilization=config.gpu_memory_fraction,
         enable_sleep_mode=not cpu,

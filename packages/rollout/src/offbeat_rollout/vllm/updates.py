@@ -1,0 +1,120 @@
+"""New weights for vLLM, through its own calls and a weight-transfer backend in its workers.
+
+With low-rank matrices in the settings vLLM serves them through its own LoRA layers, and every request names them; see
+`lora`. The backend then gets A and B alone. vLLM forgets all of them when an update session ends, so there the session is
+opened once and stays open: `finish` only sets the version, and `close` is refused.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportMissingTypeStubs=false
+# vLLM types its interfaces in part.
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from offbeat_rollout.adapted import folder_adapter_specs
+from offbeat_rollout.errors import EngineStateError, UpdateRefused
+from offbeat_rollout.interface import WorkerUpdates
+from offbeat_rollout.safetensors_header import folder_specs
+from offbeat_rollout.vllm.calls import answer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.types import WeightSpec
+
+
+class VllmUpdates(WorkerUpdates):
+    """The updates of one `VllmEngine`."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        running: Callable[[], AsyncLLM],
+        flipped: Callable[[int, bool], Awaitable[None]],
+    ) -> None:
+        """Call `running()`; `flipped(version, recompute_kv)` tells the engine what its workers serve from now on."""
+        self._config = config
+        self._running = running
+        self._flipped = flipped
+        self._specs: list[WeightSpec] = []
+        self._session_open = False
+
+    def reset(self) -> None:
+        """Forget the session of an engine that is no more."""
+        self._session_open = False
+
+    async def specs(self) -> list[WeightSpec]:
+        """Return what the model folder holds, in the dtype served; no engine has to run for it."""
+        if not self._specs:
+            self._specs = await asyncio.to_thread(_specs_of, self._config)
+        return list(self._specs)
+
+    async def init(self, info: Mapping[str, object]) -> None:
+        """Hand the backend its init info."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=dict(info))
+        await self._call(self._running().init_weight_transfer_engine(request), "init")
+
+    async def begin(self) -> None:
+        """Open a session; with low-rank matrices, the first time only."""
+        if not (self._is_lora and self._session_open):
+            await self._call(self._running().start_weight_update(), "begin")
+            self._session_open = True
+
+    async def update(self, request: Mapping[str, object]) -> None:
+        """Hand the backend its update info."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        update = WeightTransferUpdateRequest(update_info=dict(request))
+        try:
+            await self._call(self._running().update_weights(update), "update")
+        except BaseException:
+            self._session_open = False  # vLLM closes it when an update fails
+            raise
+
+    async def finish(self, version: int | None = None, *, recompute_kv: bool = False) -> None:
+        """Close the session, label the weights, and let the engine begin anew what must not see old keys and values."""
+        llm = self._running()
+        label = None if version is None else str(version)
+        if not self._is_lora:
+            await self._call(llm.finish_weight_update(weight_version=label), "finish")
+        elif label is not None:
+            await self._call(llm.update_weight_version(label), "finish")
+        if version is not None:
+            await self._flipped(version, recompute_kv)
+
+    async def close(self) -> None:
+        """Let the backend go; refused with low-rank matrices."""
+        if self._is_lora:
+            raise UpdateRefused(
+                "vLLM would forget the low-rank matrices it serves; `stop` the engine instead of closing its updates"
+            )
+        await self._call(self._running().shutdown_weight_transfer_engine(), "close")
+
+    @property
+    def _is_lora(self) -> bool:
+        return bool(self._config.adapter.rank)
+
+    async def _call(self, call: Coroutine[Any, Any, None], what: str) -> None:
+        try:
+            await answer_of(call, what, self._config.request_timeout_s)
+        except EngineStateError:
+            raise
+        except Exception as error:
+            why = str(error)
+            if UpdateRefused.MARK in why:
+                raise UpdateRefused(why.replace(UpdateRefused.MARK, "")) from error
+            raise EngineStateError(f"vLLM's worker failed in `{what}`: {why}") from error
+
+
+def _specs_of(config: RolloutConfig) -> list[WeightSpec]:
+    return (
+        folder_adapter_specs(config) if config.adapter.rank else folder_specs(config.model_path, config.dtype)
+    )
