@@ -61,7 +61,7 @@ def test_compiled_layers_answer_alike_and_are_compiled_once_for_all_batches(tiny
 
 
 @compiles
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_compiled_mixture_of_experts_answers_alike(tmp_path):
     path = make_tiny_model(tmp_path, family="mixtral", num_local_experts=4)
     check(train(make_engine(path, compile=True), BATCHES), train(make_engine(path), BATCHES))
@@ -76,7 +76,7 @@ def train_sharded(world, path, changes):
 
 
 @compiles
-@pytest.mark.slow
+@pytest.mark.deep
 def test_compiled_layers_are_sharded_and_checkpointed_like_others(tiny):
     changes = {"compile": True, "activation_checkpointing": True}
     with RankPool(2) as ranks:  # one compiler a rank takes its time

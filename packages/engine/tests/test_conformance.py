@@ -4,9 +4,12 @@ import pytest
 
 from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
 from offbeat_engine.testing import conformance
+from offbeat_engine.testing.cases_training import VARIANTS
+from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import Tolerances
+from offbeat_engine.testing.suite import cases
 
-TestFsdp2 = conformance("fsdp2", slow=pytest.mark.slow)
+TestFsdp2 = conformance("fsdp2", slow=pytest.mark.slow, deep=pytest.mark.deep)
 
 # The same reference, on a device that adds up in another order; the bfloat16 cases are held against a plain bfloat16
 # model's own error there, as everywhere. Not yet run: no GPU was at hand.
@@ -14,8 +17,21 @@ ON_A_GPU = Tolerances(
     logprob=1e-4, loss=1e-5, later_loss=1e-4, gradient=1e-3, norm=1e-4, step_weight=1e-2, bfloat16=2.0
 )
 TestFsdp2OnOneGpu = pytest.mark.gpu(1)(
-    conformance("fsdp2", device="cuda", num_ranks=1, slow=pytest.mark.slow, tolerances=ON_A_GPU)
+    conformance(
+        "fsdp2", device="cuda", num_ranks=1, slow=pytest.mark.slow, deep=pytest.mark.deep, tolerances=ON_A_GPU
+    )
 )
+
+
+def test_every_family_and_every_way_to_train_is_in_the_usual_tier():
+    usual = [case for case in cases(TestFsdp2.options) if not case.deep]
+    names = [case.name for case in usual]
+    assert len(usual) < len(cases(TestFsdp2.options)) / 2
+    for family in FAMILIES:
+        assert {f"training_{family}_one_rank", f"manifest_{family}", f"export_{family}"} <= {*names}
+    for variant in VARIANTS:
+        assert f"training_qwen2_{variant.name}" in names
+    assert frozenset().union(*(case.features for case in usual)) == Fsdp2Engine.capabilities().features
 
 
 class LayeredFsdp2(Fsdp2Engine):
@@ -33,10 +49,14 @@ Layered = conformance(LayeredFsdp2, families=["llama_tied"], num_ranks=2)
 
 
 class TestLayered(Layered):
-    """Where it makes a difference: training and checkpoints on two ranks."""
+    """Where it makes a difference: training, checkpoints and adapters on two ranks."""
 
 
-for name in [name for name in vars(Layered) if name.startswith("test_")]:
+USUAL = ("two_ranks", "one_at_a_time", "activations_away", "offloaded", "sequence_2", "values", "2_to_1")
+USUAL += ("lora_llama_tied", "checkpoint_lora")
+for name, case in [pair for pair in vars(Layered).items() if pair[0].startswith("test_")]:
     if not name.startswith(("test_training", "test_checkpoint", "test_lora")):
         delattr(Layered, name)
+    elif not name.endswith(USUAL):
+        setattr(Layered, name, pytest.mark.deep(case))
 del Layered

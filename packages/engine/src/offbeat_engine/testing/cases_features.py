@@ -50,12 +50,19 @@ def cases(options: Options) -> Iterator[Case]:
     for family in (name for name in options.families if FAMILIES[name].dense):
         for num_ranks in (1, 2):
             check = partial(_bfloat16, family=family, num_ranks=num_ranks)
-            yield Case(name=f"bfloat16_{family}_{num_ranks}", check=check, features=low, num_ranks=num_ranks)
+            name = f"bfloat16_{family}_{num_ranks}"
+            yield Case(name=name, check=check, features=low, num_ranks=num_ranks, deep=family != first)
     yield Case(name="bfloat16_masters", check=partial(_masters, family=first), features=low)
     adapters = frozenset({Feature.LORA})
+    seen: set[bool] = set()  # dense families and mixtures
     for family in options.families:
-        check = partial(_lora, family=family, config=LORA, num_ranks=options.fit(2))
-        yield Case(name=f"lora_{family}", check=check, features=adapters, num_ranks=options.fit(2))
+        check, dense = (
+            partial(_lora, family=family, config=LORA, num_ranks=options.fit(2)),
+            FAMILIES[family].dense,
+        )
+        name, again = f"lora_{family}", dense in seen
+        yield Case(name=name, check=check, features=adapters, num_ranks=options.fit(2), deep=again)
+        seen.add(dense)
     for name, config in (("targets", _TARGETS), ("one_rank", LORA)):
         num_ranks = 1 if name == "one_rank" else options.fit(2)
         check = partial(_lora, family=first, config=config, num_ranks=num_ranks)

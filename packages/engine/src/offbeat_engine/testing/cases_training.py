@@ -109,9 +109,12 @@ VARIANTS = (
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """Yield a case for each family and variant, and those of order and accumulation."""
-    for family in options.families:
-        for variant in VARIANTS:
+    """Yield a case for each family and variant, and those of order and accumulation.
+
+    Not deep are all variants of the first family and, of each other, the first and every so manieth, another each time.
+    """
+    for index, family in enumerate(options.families):
+        for number, variant in enumerate(VARIANTS):
             if variant.families is None or family in variant.families:
                 num_ranks = variant.num_ranks if variant.exact else options.fit(variant.num_ranks)
                 yield Case(
@@ -120,6 +123,7 @@ def cases(options: Options) -> Iterator[Case]:
                     features=variant.features,
                     num_ranks=num_ranks,
                     slow=variant.slow,
+                    deep=index > 0 and number > 0 and number % len(options.families) != index,
                 )
     first = options.families[0]
     for num_ranks in (1, 2):

@@ -76,13 +76,17 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One question to an engine. It needs `features` and `num_ranks`, and counts as exercise of those features."""
+    """One question to an engine. It needs `features` and `num_ranks`, and counts as exercise of those features.
+
+    A `deep` one crosses a family with a feature, each of which other cases have.
+    """
 
     name: str
     check: Callable[[Runner], None]
     features: frozenset[Feature] = frozenset()
     num_ranks: int = 1
     slow: bool = False
+    deep: bool = False
 
 
 class Ranks:

@@ -26,6 +26,7 @@ def conformance(  # noqa: PLR0913 all but the engine have defaults
     num_ranks: int = 4,
     device: str = "cpu",
     slow: Callable[[Any], Any] | None = None,
+    deep: Callable[[Any], Any] | None = None,
     timeout_s: float = 600.0,
     tolerances: Tolerances | None = None,
 ) -> type:
@@ -40,6 +41,7 @@ def conformance(  # noqa: PLR0913 all but the engine have defaults
         num_ranks: the most processes to start at a time; an engine's own `max_ranks` is respected too.
         device: "cpu", or "cuda" with one GPU per rank.
         slow: a decorator for cases of four ranks and of compilation, such as `pytest.mark.slow`.
+        deep: a decorator for cases that cross families with features; the others have each of both once.
         timeout_s: deadline of every call to the ranks.
         tolerances: other limits than the stated ones, for devices with other arithmetic.
 
@@ -60,7 +62,9 @@ def conformance(  # noqa: PLR0913 all but the engine have defaults
     body |= {"setup_class": classmethod(_setup), "teardown_class": classmethod(_teardown), "options": options}
     for case in cases(options):
         method = _method(case)
-        body[f"test_{case.name}"] = slow(method) if case.slow and slow is not None else method
+        for applies, mark in ((case.slow, slow), (case.deep, deep)):
+            method = mark(method) if applies and mark is not None else method
+        body[f"test_{case.name}"] = method
     return type(f"Conformance{chosen.__name__}", (), body)
 
 
