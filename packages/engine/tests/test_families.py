@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, hf_names
-from offbeat_engine.interface import LossScale
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
+from offbeat_engine.values import LossScale
 
 MOE = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

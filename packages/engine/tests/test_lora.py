@@ -24,9 +24,9 @@ from offbeat_engine import (
     World,
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine, lora
-from offbeat_engine.interface import LossScale
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
 from offbeat_engine.testing.reference import reference_logprobs
+from offbeat_engine.values import LossScale
 
 peft = pytest.importorskip("peft")
 

@@ -16,9 +16,9 @@ from offbeat_engine import (
     World,
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine, optimizers, sharding
-from offbeat_engine.interface import LossScale
 from offbeat_engine.testing import random_batch, relative_error
 from offbeat_engine.testing.reference import load_reference, reference_logprobs
+from offbeat_engine.values import LossScale
 
 BATCHES = [random_batch(8, seed=seed) for seed in range(5)]
 ADAFACTOR = OptimizerConfig(

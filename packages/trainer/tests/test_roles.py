@@ -1,12 +1,14 @@
 """Roles on a real engine of one rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, StepStats, World, engine_class
 from offbeat_engine.losses import SftLoss
 from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_trainer.metrics import Last, Max, Mean, Metric, reduce_metrics
+from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.roles import Actor, Reference, split_evenly, stats_metrics
 
 LR = 1e-2
@@ -61,7 +63,8 @@ def test_split_evenly_refuses_a_rest():
 def test_stats_become_metrics_with_the_right_reduction():
     stats = StepStats(
         loss=0.5, sums={"policy/entropy": 2.0}, maxes={"policy/ratio_max": 1.5}, num_tokens=90,
-        num_loss_tokens=40, num_micro_batches=3,
+        num_loss_tokens=40, num_micro_batches=3, elapsed_s=2.0, mfu=0.25, peak_memory_bytes=1000,
+        engine={"experts_idle": 1.0},
     )  # fmt: skip
     assert {metric.key: metric.reduction for metric in stats_metrics(stats)} == {
         "train/loss": Mean(0.5),
@@ -69,7 +72,14 @@ def test_stats_become_metrics_with_the_right_reduction():
         "train/tokens": Mean(90),
         "policy/entropy": Mean(2.0),
         "policy/ratio_max": Max(1.5),
+        "engine/experts_idle": Mean(1.0),
+        "time/engine_s": Sum(2.0),
+        "time/engine_tokens_per_s": Mean(90, 2.0),
+        "time/mfu_fraction": Mean(0.5, 2.0),
+        "memory/train_peak_bytes": Max(1000),
     }
+    untold = replace(stats, mfu=None)  # a device whose peak nobody knows
+    assert "time/mfu_fraction" not in {metric.key for metric in stats_metrics(untold)}
 
 
 def test_one_update_is_one_step_on_the_whole_batch_without_extra_passes(model):

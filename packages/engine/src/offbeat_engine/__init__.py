@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_engine.batch import SCHEMA, TrainBatch, check_batch, train_batch
+    from offbeat_engine.batch import SCHEMA, Field, TrainBatch, check_batch, register_field, train_batch
     from offbeat_engine.capabilities import Capabilities, Feature, Refusal
     from offbeat_engine.config import (
         Dtype,
@@ -29,10 +29,16 @@ if TYPE_CHECKING:
         NonFiniteError,
         RankLostError,
         StateError,
+        StepError,
     )
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.interface import (
-        Engine,
+    from offbeat_engine.interface import Engine
+    from offbeat_engine.losses import SftLoss
+    from offbeat_engine.registry import engine_class, engine_config_class, engine_names
+    from offbeat_engine.schedules import learning_rate
+    from offbeat_engine.toolkit.checkpoint_folders import newest_checkpoint
+    from offbeat_engine.toolkit.planning import plan_micro_batches, plan_shards
+    from offbeat_engine.values import (
         LossFn,
         LossOutput,
         LossScale,
@@ -44,11 +50,6 @@ if TYPE_CHECKING:
         WeightKind,
         WeightSpec,
     )
-    from offbeat_engine.losses import SftLoss
-    from offbeat_engine.registry import engine_class, engine_config_class, engine_names
-    from offbeat_engine.schedules import learning_rate
-    from offbeat_engine.toolkit.checkpoint_folders import newest_checkpoint
-    from offbeat_engine.toolkit.planning import plan_micro_batches, plan_shards
     from offbeat_engine.world import World
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
@@ -73,6 +74,9 @@ _HOMES = {
     "require_config": "config",
     "Fsdp2Config": "fsdp2.config",
     "BatchError": "errors",
+    "StepError": "errors",
+    "Field": "batch",
+    "register_field": "batch",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "EngineError": "errors",
@@ -81,16 +85,16 @@ _HOMES = {
     "StateError": "errors",
     "newest_checkpoint": "toolkit.checkpoint_folders",
     "Engine": "interface",
-    "LossFn": "interface",
-    "LossOutput": "interface",
-    "LossScale": "interface",
-    "PostprocessFn": "interface",
-    "Predictions": "interface",
-    "PreprocessFn": "interface",
-    "StepContext": "interface",
-    "StepStats": "interface",
-    "WeightKind": "interface",
-    "WeightSpec": "interface",
+    "LossFn": "values",
+    "LossOutput": "values",
+    "LossScale": "values",
+    "PostprocessFn": "values",
+    "Predictions": "values",
+    "PreprocessFn": "values",
+    "StepContext": "values",
+    "StepStats": "values",
+    "WeightKind": "values",
+    "WeightSpec": "values",
     "SftLoss": "losses",
     "plan_micro_batches": "toolkit.planning",
     "plan_shards": "toolkit.planning",
@@ -119,6 +123,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "Feature",
+    "Field",
     "Fsdp2Config",
     "LoraConfig",
     "LoraExport",
@@ -139,6 +144,7 @@ __all__ = [
     "SftLoss",
     "StateError",
     "StepContext",
+    "StepError",
     "StepStats",
     "TrainBatch",
     "WeightKind",
@@ -153,6 +159,7 @@ __all__ = [
     "newest_checkpoint",
     "plan_micro_batches",
     "plan_shards",
+    "register_field",
     "require_config",
     "train_batch",
 ]

@@ -1,6 +1,6 @@
 """`TrainBatch`: what a training engine is given, with its schema in writing.
 
-B = sequences, T = tokens of the longest one. Sequences are right-padded: prompt, then completion, then padding.
+B = sequences, T = tokens of the longest one, K = whatever a key has several of per token. Sequences are right-padded: prompt, then completion, then padding.
 Everything of shape [B, T] is aligned to the token it speaks of: `logprobs[b, t]` is the log-probability of
 `input_ids[b, t]` given the tokens before it, so position 0 never has one.
 """
@@ -8,6 +8,7 @@ Everything of shape [B, T] is aligned to the token it speaks of: `logprobs[b, t]
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from tensordict import TensorDict
@@ -19,10 +20,10 @@ TrainBatch = TensorDict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One key of the schema: `dims` is "B" or "BT"."""
+    """One key of the schema, with its shape as a word: [B], [B, T], or [B, T, K] of any K."""
 
     key: str
-    dims: str
+    dims: Literal["B", "BT", "BTK"]
     dtype: torch.dtype
     required: bool
     meaning: str
@@ -62,8 +63,35 @@ SCHEMA: tuple[Field, ...] = (
 )  # fmt: skip
 
 
+_registered: dict[str, Field] = {}
+
+
+def register_field(field: Field) -> Field:
+    """Add a key of an engine's or algorithm's own to what a batch may hold, in this process; returns it.
+
+    Call it where the module that needs the key is imported: then it is known wherever that is, on the ranks too. It is cut,
+    shared, checked and moved as the keys of `SCHEMA` are. Put a prefix of your own in front ("router/experts").
+
+    Raises:
+        BatchError: the key is in `SCHEMA`, or was registered with another shape, dtype or meaning.
+    """
+    known = next((entry for entry in schema() if entry.key == field.key), None)
+    if known is not None and known != field:
+        raise BatchError(
+            f"the key `{field.key}` of a batch is taken: {known.dims} {known.dtype} ({known.meaning}); choose another name"
+        )
+    if known is None:
+        _registered[field.key] = field
+    return field
+
+
+def schema() -> tuple[Field, ...]:
+    """Return every key that a batch may hold in this process: `SCHEMA`, then what was registered."""
+    return (*SCHEMA, *_registered.values())
+
+
 def train_batch(**tensors: torch.Tensor) -> TrainBatch:
-    """Build a `TrainBatch` from tensors named as in `SCHEMA` and check it.
+    """Build a `TrainBatch` from tensors named as in `schema()` and check it.
 
     Raises:
         BatchError: a key is missing or unknown, or a shape or dtype is not the schema's.
@@ -78,25 +106,41 @@ def train_batch(**tensors: torch.Tensor) -> TrainBatch:
 def check_batch(batch: TrainBatch) -> None:
     """Raise `BatchError` naming the first key of `batch` that breaks the schema, else return."""
     check_keys(batch)
-    by_key = {field.key: field for field in SCHEMA}
+    by_key = {field.key: field for field in schema()}
     batch_size, num_tokens = batch["input_ids"].shape
     for key in map(str, batch.keys()):  # a TensorDict iterates over its batch, not its keys
         field = by_key.get(key)
         if field is None:
-            raise BatchError(f"unknown key `{key}` in a batch; the schema has {', '.join(by_key)}")
+            raise BatchError(
+                f"unknown key `{key}` in a batch; the schema has {', '.join(by_key)} (`register_field` adds one of your own)"
+            )
         shape = (batch_size,) if field.dims == "B" else (batch_size, num_tokens)
         tensor = batch[key]
-        if tuple(tensor.shape) != shape or tensor.dtype != field.dtype:
+        dims = len(field.dims)
+        if tensor.ndim != dims or tuple(tensor.shape[:2]) != shape or tensor.dtype != field.dtype:
+            wanted = [*map(str, shape), "K"][:dims]
             raise BatchError(
-                f"`{key}` must be {list(shape)} {field.dtype} ({field.meaning}), "
+                f"`{key}` must be [{', '.join(wanted)}] {field.dtype} ({field.meaning}), "
                 f"got {list(tensor.shape)} {tensor.dtype}"
             )
     _check_values(batch, num_tokens)
 
 
+def select_rows(batch: TrainBatch, rows: list[int]) -> TrainBatch:
+    """Return the sequences numbered `rows`, in that order, cut to the longest of them."""
+    rows_b = torch.tensor(rows, dtype=torch.int64, device=batch["lengths"].device)
+    longest = int(batch["lengths"][rows_b].max()) if rows else 0
+    per_token = {field.key for field in schema() if field.dims != "B"}
+    tensors: dict[str, torch.Tensor] = {}
+    for key in map(str, batch.keys()):
+        tensor = batch[key].index_select(0, rows_b)
+        tensors[key] = tensor[:, :longest] if key in per_token else tensor
+    return TensorDict(tensors, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]
+
+
 def check_keys(batch: TrainBatch) -> None:
     """Raise `BatchError` naming the first required key that `batch` has not, else return."""
-    for field in SCHEMA:
+    for field in SCHEMA:  # what is registered is never required: batches are made before anybody asks for it
         if field.required and field.key not in batch:
             dims = ", ".join(field.dims)
             raise BatchError(

@@ -19,6 +19,10 @@ class CheckpointError(EngineError, RuntimeError):
     """A checkpoint that cannot be written, found or loaded."""
 
 
+class StepError(EngineError, RuntimeError):
+    """A loss or a hook raised on some rank; all ranks raise this, the failed one from what it raised."""
+
+
 class NonFiniteError(EngineError, ArithmeticError):
     """A loss or gradient norm that is not finite, agreed on by all ranks."""
 

@@ -6,122 +6,28 @@ The method names follow verl's training-engine RFC (github.com/volcengine/verl i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, overload
+from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
-import torch
-from tensordict import TensorDict
-
-from offbeat_engine.batch import TrainBatch
 from offbeat_engine.config import EngineConfig, require_config
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    import torch
+    from tensordict import TensorDict
+
+    from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
+    from offbeat_engine.values import (
+        LossFn,
+        PostprocessFn,
+        Predictions,
+        PreprocessFn,
+        StepContext,
+        WeightSpec,
+    )
     from offbeat_engine.world import World
-
-Predictions = TensorDict
-"""What the model said, shape [B, T] float32 each, aligned like `TrainBatch`, zero outside `loss_mask`:
-`logprobs` and `entropy` (nats) from a language-model head, `values` from a value head."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossScale:
-    """Global counts of one optimizer step, over all ranks and micro-batches, computed once.
-
-    A loss sums over what it sees and divides by these, so that micro-batch size, packing and the number of
-    ranks change nothing but speed.
-    """
-
-    num_tokens: int
-    num_sequences: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossOutput:
-    """What a loss function returns for one micro-batch.
-
-    `loss` is a scalar already divided by a global count. `sums` are detached scalars that add up over
-    micro-batches and ranks (divide them by a global count to get means); `maxes` are combined by maximum.
-    """
-
-    loss: torch.Tensor
-    sums: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    maxes: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-
-
-class LossFn(Protocol):
-    """A differentiable function of one micro-batch. Must be picklable: it travels to the ranks.
-
-    It may carry a bool attribute (or property) `entropy_gradient`: true asks for a gradient of
-    `predictions["entropy"]`. Without it, or where it is false, an engine may hand out entropy as a number to look at
-    (`Fsdp2Engine` does), since the gradient costs memory and time that most losses do not need. The attribute is
-    optional, so no member of this protocol: engines read it with `getattr(loss_fn, "entropy_gradient", False)`.
-    """
-
-    def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
-        """Return the micro-batch's share of the loss; `predictions` carry gradients, `batch` does not."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class StepContext:
-    """Travels through one call of `forward_backward_step` and comes back filled.
-
-    Pass a `scale` to fix the global counts over several calls (gradient accumulation by hand); leave it None
-    and the engine counts `loss_mask` over all ranks once. `user` belongs to the hooks.
-    """
-
-    scale: LossScale | None = None
-    stats: StepStats | None = None
-    user: dict[str, object] = field(default_factory=dict[str, object])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What one `forward_backward_step` did, the same on every rank.
-
-    `loss`, `sums` and `maxes` are reduced over all ranks. `num_tokens` counts the real tokens of the batch over
-    all ranks, `num_loss_tokens` those under the mask, `num_micro_batches` the largest count of any rank.
-    """
-
-    loss: float
-    sums: dict[str, float]
-    maxes: dict[str, float]
-    num_tokens: int
-    num_loss_tokens: int
-    num_micro_batches: int
-
-
-class WeightKind(StrEnum):
-    """What an exported weight is: one of the whole model, or one of an adapter to be laid over a base."""
-
-    FULL = "full"
-    ADAPTER = "adapter"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSpec:
-    """One exported weight, under its Hugging Face name, as `named_weights` will yield it.
-
-    An `ADAPTER` weight has the name that peft's `adapter_model.safetensors` gives it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    kind: WeightKind = WeightKind.FULL
-
-
-PreprocessFn = Callable[[TrainBatch, StepContext], TrainBatch]
-"""Called once per micro-batch before the forward pass; returns the micro-batch to use. Ranks that share sequences
-each call it, and it must answer them alike."""
-
-PostprocessFn = Callable[[Predictions, TrainBatch, StepContext], Predictions]
-"""Called once per micro-batch after the forward pass and before the loss; returns the predictions to use."""
 
 
 class Engine(ABC):
@@ -144,6 +50,21 @@ class Engine(ABC):
         """
         self.config = require_config(config, self.Config)
         self.world = world
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares `shard_data` cuts a batch. Ranks that work on the same sequences have the same share."""
+        return self.world.size // self.config.model_parallel_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of those shares this rank has, from 0."""
+        return self.world.rank // self.config.model_parallel_size
+
+    @property
+    def is_speaker(self) -> bool:
+        """Whether this rank speaks for its share: of its ranks exactly one does, and it holds the predictions."""
+        return self.world.rank % self.config.model_parallel_size == 0
 
     @classmethod
     @abstractmethod
@@ -179,6 +100,7 @@ class Engine(ABC):
         forward_only: Literal[False] = False,
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
+        predict: bool = True,
     ) -> tuple[Predictions, float, StepContext]: ...
 
     @overload
@@ -190,6 +112,7 @@ class Engine(ABC):
         forward_only: Literal[True],
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
+        predict: bool = True,
     ) -> tuple[Predictions, StepContext]: ...
 
     @abstractmethod
@@ -200,27 +123,33 @@ class Engine(ABC):
         forward_only: bool = False,
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
+        predict: bool = True,
     ) -> tuple[Predictions, StepContext] | tuple[Predictions, float, StepContext]:
         """Run forward (and backward) over this rank's whole mini-batch and accumulate gradients.
 
         The engine splits `batch` into micro-batches itself, by token budget. Ranks may hold different numbers of
-        sequences, also none; all run equally many micro-batches, empty ones included.
+        sequences, also none; all run equally many micro-batches, empty ones included. What goes wrong on one rank, in a
+        loss or hook too, is raised on all of them, and gradients are dropped.
 
         Args:
-            batch: this rank's sequences; an empty batch (B = 0) is allowed when other ranks hold some.
+            batch: this rank's sequences; an empty batch (B = 0) is allowed, on all ranks even.
             ctx: see `StepContext`; None makes a fresh one.
             forward_only: no loss, no gradient; returns `(predictions, ctx)`.
             preprocess_fn: see `PreprocessFn`.
             postprocess_fn: see `PostprocessFn`.
+            predict: false leaves the predictions out: training rarely needs them, and gathering them costs.
 
         Returns:
-            `(predictions, loss, ctx)`: detached predictions in the order of `batch`, the global loss (the same
-            on all ranks) and the filled context; without the loss when `forward_only`.
+            `(predictions, loss, ctx)`: detached predictions in the order and on the device of `batch`, the global loss
+            (the same on all ranks) and the filled context; without the loss when `forward_only`. All ranks that hold
+            outputs have the same keys; the others, speakers never among them, have none (`unshard_data` brings the
+            predictions to all).
 
         Raises:
-            BatchError: `batch` breaks the schema.
+            BatchError: `batch`, or what `preprocess_fn` made of it, breaks the schema on some rank.
             NonFiniteError: the loss is not finite and the config says stop (all ranks raise together).
             StateError: no loss function was set, or the engine is not in `train_mode`.
+            StepError: a loss or hook raised on some rank.
         """
 
     @abstractmethod
@@ -229,11 +158,19 @@ class Engine(ABC):
 
     @abstractmethod
     def optimizer_step(self) -> float:
-        """Clip, step, and return the global gradient norm before clipping (NaN if the step was skipped)."""
+        """Clip, step, and return the global gradient norm before clipping.
+
+        NaN says that the step was skipped, 0.0 also that there was nothing to step on: where no rank had a sequence there
+        is no gradient, and what has none stays as it is, untouched by momentum and weight decay.
+        """
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one optimizer step and return the learning rate of the next one."""
+        """Advance the schedule by the optimizer step just taken and return the learning rate of the next one.
+
+        After a step that was skipped, or had nothing to step on, it stays where it is: the schedule counts what the
+        optimizer's own moments count.
+        """
 
     @abstractmethod
     def shard_data(self, data: TrainBatch) -> TrainBatch:
@@ -247,7 +184,7 @@ class Engine(ABC):
 
     @abstractmethod
     def unshard_data(self, data: TensorDict) -> TensorDict:
-        """Gather the ranks' shares back into the order `shard_data` was given; the same on all ranks."""
+        """Gather the speakers' rows back into the order `shard_data` was given, on the CPU; the same on all ranks."""
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat_engine.interface import LossOutput
+from offbeat_engine.values import LossOutput
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.interface import LossScale, Predictions
+    from offbeat_engine.values import LossScale, Predictions
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from offbeat_trainer.algorithms.off_policy import derived
-from offbeat_trainer.metrics import Last, Max, Mean, Metric
+from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +20,14 @@ class Reference:
         """Take an initialised engine; its optimizer is never stepped."""
         self._engine = engine
 
-    def logprobs(self, share: TrainBatch) -> torch.Tensor:
-        """Return log-probs [B, T] float32 of this rank's share, zero outside its `loss_mask`. A collective."""
+    def logprobs(self, share: TrainBatch) -> torch.Tensor | None:
+        """Return log-probs [B, T] float32 of this rank's share, where that is, zero outside its `loss_mask`. A collective.
+
+        None on a rank that holds no outputs of the model, where no loss is called either.
+        """
         with self._engine.eval_mode():
             predictions, _ = self._engine.forward_backward_step(share, forward_only=True)
-        return predictions["logprobs"]
+        return cast("torch.Tensor | None", predictions.get("logprobs", None))
 
 
 class Actor:
@@ -57,11 +60,14 @@ class Actor:
             The step's metrics, equal on all ranks.
         """
         shares = [self._engine.shard_data(mini) for mini in split_evenly(batch, self._updates_per_step)]
-        for share in shares:
-            if self._reference is not None:
-                share["ref_logprobs"] = self._reference.logprobs(share)
-            if len(shares) > 1 and getattr(self._loss_fn, "needs_old_logprobs", True):
-                share["old_logprobs"] = Reference(self._engine).logprobs(share)
+        judges = {} if self._reference is None else {"ref_logprobs": self._reference}
+        if len(shares) > 1 and getattr(self._loss_fn, "needs_old_logprobs", True):
+            judges["old_logprobs"] = Reference(self._engine)
+        for key, judge in judges.items():
+            for share in shares:
+                logprobs = judge.logprobs(share)
+                if logprobs is not None:
+                    share[key] = logprobs
         self._engine.set_loss_fn(self._loss_fn)
         return [metric for share in shares for metric in train_on(self._engine, share)]
 
@@ -75,7 +81,7 @@ def train_on(engine: Engine, share: TrainBatch) -> list[Metric]:
     """Make one optimizer step on this rank's share of a mini-batch and return its metrics. A collective."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        _, _, ctx = engine.forward_backward_step(share)
+        _, _, ctx = engine.forward_backward_step(share, predict=False)
         grad_norm = engine.optimizer_step()
         lr = engine.lr_scheduler_step()
     assert ctx.stats is not None
@@ -94,6 +100,22 @@ def stats_metrics(stats: StepStats) -> list[Metric]:
         Metric("train/tokens", Mean(stats.num_tokens)),
         *(Metric(key, Mean(value)) for key, value in {**stats.sums, **derived(stats.sums)}.items()),
         *(Metric(key, Max(value)) for key, value in stats.maxes.items()),
+        *(Metric(f"engine/{key}", Mean(value)) for key, value in stats.engine.items()),
+        *_costs(stats),
+    ]
+
+
+def _costs(stats: StepStats) -> list[Metric]:
+    """Return what a step took. Rates are weighted by time, so that they are those of all steps together."""
+    if not stats.elapsed_s:
+        return []
+    elapsed_s = stats.elapsed_s
+    rates = [] if stats.mfu is None else [Metric("time/mfu_fraction", Mean(stats.mfu * elapsed_s, elapsed_s))]
+    return [
+        Metric("time/engine_s", Sum(elapsed_s)),
+        Metric("time/engine_tokens_per_s", Mean(stats.num_tokens, elapsed_s)),
+        *rates,
+        Metric("memory/train_peak_bytes", Max(stats.peak_memory_bytes)),
     ]
 
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import model, sharding
 from offbeat_engine.fsdp2.offload import Offloadable, own_memory
 from offbeat_engine.fsdp2.updater import Updater
 from offbeat_engine.toolkit.collectives import first_failure
+from offbeat_engine.toolkit.throughput import ModelCost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +35,7 @@ class Parts:
     gather_once: bool
     weights: Offloadable
     moments: Offloadable
+    cost: ModelCost
 
     def reshard(self) -> None:
         """Let go of gathered weights: outside a step, parameters are always this rank's shards."""
@@ -54,6 +56,7 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
     """
     scorer = _built_by_all(config, world)
     gather_once = sharding.is_small(scorer)
+    cost = _cost(scorer.hf)
     own_memory(scorer)
     sharded = sharding.shard(scorer, config, world)
     updater = Updater(
@@ -81,6 +84,7 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
         gather_once=gather_once,
         weights=Offloadable(weights),
         moments=Offloadable(moments),
+        cost=cost,
     )
     parts.weights.settle(in_host=config.offload_parameters)
     parts.moments.settle(in_host=config.offload_optimizer)
@@ -102,3 +106,18 @@ def _built_by_all(config: Fsdp2Config, world: World) -> model.Scorer:
     if scorer is None or failure is not None:
         raise ConfigError(f"another rank could not build the model: {failure}")
     return scorer
+
+
+def _cost(hf: Any) -> ModelCost:  # noqa: ANN401
+    """Return what a token costs: all weights, but of the experts of a mixture only as many as one token visits."""
+    shape = hf.config.get_text_config()
+    experts = getattr(shape, "num_local_experts", None) or getattr(shape, "num_experts", None) or 1
+    visited = getattr(shape, "num_experts_per_tok", None) or 1
+    sizes = {name: param.numel() for name, param in hf.named_parameters()}
+    idle = sum(size for name, size in sizes.items() if ".experts." in name) * (1 - visited / experts)
+    heads = shape.num_attention_heads
+    return ModelCost(
+        num_params=round(sum(sizes.values()) - idle),
+        num_layers=shape.num_hidden_layers,
+        attention_width=heads * (getattr(shape, "head_dim", None) or shape.hidden_size // heads),
+    )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
@@ -13,19 +12,21 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 
-from offbeat_engine.config import NonFinite, require_config
-from offbeat_engine.errors import ConfigError, NonFiniteError, StateError
+from offbeat_engine.config import require_config
+from offbeat_engine.errors import ConfigError, EngineError, StateError
 from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
-from offbeat_engine.fsdp2.activations import HostActivations
 from offbeat_engine.fsdp2.build import Parts, build_parts
 from offbeat_engine.fsdp2.compilation import kernels
 from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.self_check import find_difference
-from offbeat_engine.fsdp2.stepping import Step, run_step
-from offbeat_engine.interface import Engine, StepContext
+from offbeat_engine.fsdp2.stepping import names_of, run_step, step_of
+from offbeat_engine.interface import Engine
 from offbeat_engine.toolkit import checkpoint_folders
+from offbeat_engine.toolkit.accumulation import Accumulation
 from offbeat_engine.toolkit.batch_shares import gather_shares, take_share
-from offbeat_engine.toolkit.collectives import compute_device, gather
+from offbeat_engine.toolkit.collectives import gather
+from offbeat_engine.toolkit.micro_batches import Asked
+from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
-    from offbeat_engine.interface import LossFn, PostprocessFn, Predictions, PreprocessFn, WeightSpec
+    from offbeat_engine.values import LossFn, PostprocessFn, Predictions, PreprocessFn, WeightSpec
     from offbeat_engine.world import World
 
 
@@ -61,7 +62,7 @@ class Fsdp2Engine(Engine):
         self._parts: Parts | None = None
         self._loss_fn: LossFn | None = None
         self._mode = _Mode.NONE
-        self._lost_step = False  # a loss was not finite: the next optimizer step is skipped
+        self._accumulation = Accumulation(config.on_nonfinite)
         self._shares: list[list[int]] | None = None
 
     @classmethod
@@ -131,6 +132,7 @@ class Fsdp2Engine(Engine):
         forward_only: Literal[False] = False,
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
+        predict: bool = True,
     ) -> tuple[Predictions, float, StepContext]: ...
 
     @overload
@@ -142,6 +144,7 @@ class Fsdp2Engine(Engine):
         forward_only: Literal[True],
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
+        predict: bool = True,
     ) -> tuple[Predictions, StepContext]: ...
 
     def forward_backward_step(  # noqa: D102
@@ -151,43 +154,36 @@ class Fsdp2Engine(Engine):
         forward_only: bool = False,
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
+        predict: bool = True,
     ) -> tuple[Predictions, StepContext] | tuple[Predictions, float, StepContext]:
         parts = self._ready()
         ctx = StepContext() if ctx is None else ctx
         self._check_mode(forward_only)
-        device = compute_device(self.world)
-        step = Step(
-            scorer=parts.scorer,
-            world=self.world,
-            peers=parts.peers,
-            make_inputs=model.inputs_maker(self._config),
-            max_tokens=self._config.micro_batch_tokens * self._config.model_parallel_size,
-            padded=not self._config.packing,
-            sharded=parts.sharded,
-            gather_once=parts.gather_once,
-            activations=HostActivations(device) if self._config.activation_offload else None,
+        asked = Asked.of(
+            self,
+            names=names_of(parts.scorer),
             loss_fn=None if forward_only else self._loss_fn,
             preprocess_fn=preprocess_fn,
             postprocess_fn=postprocess_fn,
+            predict=predict,
         )
-        with torch.set_grad_enabled(not forward_only), kernels(self._config):
-            predictions = run_step(step, batch, ctx)
-        parts.reshard()
+        try:
+            with torch.set_grad_enabled(not forward_only), kernels(self._config):
+                predictions = run_step(step_of(parts, self._config, asked), batch, ctx)
+        except EngineError:
+            self.optimizer_zero_grad()  # they are of half a mini-batch
+            raise
+        finally:
+            parts.reshard()
         if forward_only:
             return predictions, ctx
         assert ctx.stats is not None
-        loss = ctx.stats.loss
-        if not math.isfinite(loss):
-            self._lost_step = True
-            if self._config.on_nonfinite is NonFinite.STOP:
-                raise NonFiniteError(
-                    f"the loss is {loss} (all ranks agree); see the batch, or lower the learning rate"
-                )
-        return predictions, loss, ctx
+        self._accumulation.add(ctx.stats)
+        return predictions, ctx.stats.loss, ctx
 
     def optimizer_zero_grad(self) -> None:  # noqa: D102
         self._ready().updater.zero_grad()
-        self._lost_step = False
+        self._accumulation.drop()
 
     def optimizer_step(self) -> float:
         """Clip, step, and return the gradient norm before clipping; it does not drop the gradients.
@@ -199,21 +195,19 @@ class Fsdp2Engine(Engine):
         parts = self._ready()
         if self._mode is not _Mode.TRAIN:
             raise StateError("`optimizer_step` outside `train_mode`; use `with engine.train_mode():`")
-        norm = parts.updater.grad_norm()
-        if self._lost_step or not math.isfinite(norm):
-            if self._config.on_nonfinite is NonFinite.STOP:
-                what = "the loss was not finite" if self._lost_step else f"the gradient norm is {norm}"
-                raise NonFiniteError(f"{what} (all ranks agree); no weight was changed")
-            return math.nan
-        with kernels(self._config):
-            parts.updater.step(norm)
-        return norm
+
+        def update(norm: float) -> None:
+            with kernels(self._config):
+                parts.updater.step(norm)
+
+        return self._accumulation.step(parts.updater.grad_norm, update)
 
     def lr_scheduler_step(self) -> float:  # noqa: D102
-        return self._ready().updater.advance()
+        updater = self._ready().updater
+        return updater.advance() if self._accumulation.advances else updater.set_num_steps(updater.num_steps)
 
     def shard_data(self, data: TrainBatch) -> TrainBatch:  # noqa: D102
-        share, self._shares = take_share(data, self.world, self._config.model_parallel_size)
+        share, self._shares = take_share(data, self.data_rank, self.data_size)
         return share
 
     def unshard_data(self, data: TensorDict) -> TensorDict:
@@ -224,7 +218,7 @@ class Fsdp2Engine(Engine):
         """
         if self._shares is None:
             raise StateError("`unshard_data` before `shard_data`: there is no order to go back to")
-        return gather_shares(data, self._shares, self.world, self._config.model_parallel_size)
+        return gather_shares(data, self._shares, self.world, self.data_rank, speaks=self.is_speaker)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move what waits between the modes; inside one, this takes effect when it ends.
@@ -296,9 +290,8 @@ class Fsdp2Engine(Engine):
         return weights.specs(self._sources(), model.compute_dtype(self._config))
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
+        self._accumulation.check_gradients()
         gradients = weights.gradients(self._ready().scorer.hf, lora.kind_of(self._config.lora))
-        if not gradients:
-            raise StateError("there are no gradients; call `forward_backward_step` first")
         return self._streamed(gradients, torch.float32)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from offbeat_engine.config import LoraExport
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
-from offbeat_engine.interface import WeightKind
+from offbeat_engine.values import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Generator

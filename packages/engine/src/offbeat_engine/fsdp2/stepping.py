@@ -1,46 +1,45 @@
-"""One forward-backward step: count globally, plan micro-batches, run them, put the answers back in order."""
+"""One forward-backward step: the model on every micro-batch, between what the toolkit does before, beside and after."""
 
 # torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDict
 
-from offbeat_engine.batch import SCHEMA, check_batch
-from offbeat_engine.errors import BatchError, EngineError
+from offbeat_engine.errors import BatchError
+from offbeat_engine.fsdp2.activations import HostActivations
+from offbeat_engine.fsdp2.model import compute_dtype, inputs_maker
 from offbeat_engine.fsdp2.packing import fed_lengths, lay_out, shared_inputs, slice_layout
 from offbeat_engine.fsdp2.ulysses import gather_answers
-from offbeat_engine.interface import LossScale, StepContext, StepStats
-from offbeat_engine.toolkit.collectives import compute_device, first_failure, gather, gather_ints
+from offbeat_engine.toolkit.micro_batches import MicroBatches
 from offbeat_engine.toolkit.planning import plan_micro_batches
+from offbeat_engine.toolkit.throughput import peak_flops
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.fsdp2.activations import HostActivations
+    from offbeat_engine.fsdp2.build import Parts
+    from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.packing import Layout, MakeInputs
     from offbeat_engine.fsdp2.scorer import Scorer
-    from offbeat_engine.interface import LossFn, PostprocessFn, Predictions, PreprocessFn
-    from offbeat_engine.world import SubGroup, World
-
-_PER_TOKEN = frozenset(entry.key for entry in SCHEMA if entry.dims == "BT")
+    from offbeat_engine.toolkit.micro_batches import Asked
+    from offbeat_engine.values import Predictions, StepContext
+    from offbeat_engine.world import SubGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one call needs besides its batch; `loss_fn` is None when there is only a forward pass.
+    """How this engine answers one call; `asked` is the call.
 
-    `peers` are the consecutive ranks that share the tokens of the same sequences, None where each has its own.
+    `peers` are the ranks that share the tokens of the same sequences, None where each has its own.
     """
 
+    asked: Asked
     scorer: Scorer
-    world: World
     peers: SubGroup | None
     make_inputs: MakeInputs
     max_tokens: int
@@ -48,60 +47,66 @@ class Step:
     sharded: bool
     gather_once: bool
     activations: HostActivations | None
-    loss_fn: LossFn | None
-    preprocess_fn: PreprocessFn | None
-    postprocess_fn: PostprocessFn | None
 
     @property
-    def num_peers(self) -> int:
-        """Return how many ranks share each sequence."""
-        return 1 if self.peers is None else self.peers.size
+    def trains(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.asked.loss_fn is not None
+
+    @property
+    def gradient_scale(self) -> float:
+        """What the loss is multiplied by so that gradients come to their sum over ranks.
+
+        FSDP averages gradients over ranks; a loss that is one share of a global sum wants them added. Peers compute the
+        same share, and the gather of their answers adds theirs up: it counts once.
+        """
+        num_peers = 1 if self.peers is None else self.peers.size
+        return self.asked.world.size / num_peers if self.sharded else 1.0
 
 
-@dataclass(slots=True)
-class _Totals:
-    loss: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict[str, float])
-    maxes: dict[str, float] = field(default_factory=dict[str, float])
+def step_of(parts: Parts, config: Fsdp2Config, asked: Asked) -> Step:
+    """Return how an engine of `parts` and `config` answers the call `asked`."""
+    peak = peak_flops(asked.device, compute_dtype(config))
+    return Step(
+        asked=replace(asked, cost=parts.cost, peak_flops=peak),
+        scorer=parts.scorer,
+        peers=parts.peers,
+        make_inputs=inputs_maker(config),
+        max_tokens=config.micro_batch_tokens * config.model_parallel_size,
+        padded=not config.packing,
+        sharded=parts.sharded,
+        gather_once=parts.gather_once,
+        activations=HostActivations(asked.device) if config.activation_offload else None,
+    )
+
+
+def names_of(scorer: Scorer) -> tuple[str, ...]:
+    """Return what the model predicts, in the order of the scorer's outputs."""
+    return ("values",) if scorer.head == "value" else ("logprobs", "entropy")
 
 
 def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     """Run every micro-batch of `batch`, fill `ctx`, and return detached predictions in the batch's order."""
-    plan = _checked_plan(step, batch)
-    num_micro, num_tokens, num_loss_tokens = _count(step, batch, len(plan), ctx)
-    device = compute_device(step.world)
-    names = ("values",) if step.scorer.head == "value" else ("logprobs", "entropy")
-    answers = {name: torch.zeros(batch["input_ids"].shape, device=device) for name in names}
-    totals = _Totals()
-    for number in range(num_micro):
-        indices = plan[number] if number < len(plan) else []
-        _sync_gradients(step, last=number == num_micro - 1)
-        predictions = _run_micro(step, batch, indices, ctx, totals)
-        for name in predictions.keys():  # noqa: SIM118 a TensorDict iterates over its batch, not its keys
-            _collect(answers, str(name), indices, predictions[name].detach())
-    totals = _reduce(step, totals)
-    ctx.stats = StepStats(
-        loss=totals.loss,
-        sums=totals.sums,
-        maxes=totals.maxes,
-        num_tokens=num_tokens,
-        num_loss_tokens=num_loss_tokens,
-        num_micro_batches=num_micro,
-    )
-    return TensorDict(answers, batch_size=batch.batch_size, device=device)  # pyright: ignore[reportArgumentType]
+    run = MicroBatches(step.asked, batch, ctx, lambda whole: _plan(step, whole))
+    for number in range(run.num_micro):
+        _sync_gradients(step, last=number == run.num_micro - 1)
+        predictions, anchor = _forward(step, run, number)
+        loss = anchor
+        if step.trains:
+            loss = run.loss(number, predictions, anchor)
+        else:
+            run.take(number, predictions)
+        # All ranks stand between forward and backward here, so all of them can leave. Only the hosts meet: devices go on.
+        if run.failed():
+            _leave(step, anchor)
+            run.raise_failure()
+        if step.trains:
+            (loss * step.gradient_scale).backward()
+    return run.finish()
 
 
-def _checked_plan(step: Step, batch: TrainBatch) -> list[list[int]]:
-    """Check the batch on all ranks, so that a bad one on any rank is raised on every rank."""
-    error: EngineError | None = None
-    try:
-        check_batch(batch)
-        _check_lengths(batch, step.scorer.sequence_limit)
-    except EngineError as caught:
-        error = caught
-    failure = first_failure(step.world, error)
-    if failure is not None:
-        raise BatchError(failure.replace("BatchError: ", "", 1)) from error
+def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
+    _check_lengths(batch, step.scorer.sequence_limit)
     lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
     together = step.make_inputs is shared_inputs and "group" in batch
     groups = [int(group) for group in batch["group"].tolist()] if together else None
@@ -117,39 +122,12 @@ def _check_lengths(batch: TrainBatch, limit: int | None) -> None:
         )
 
 
-def _count(step: Step, batch: TrainBatch, num_micro: int, ctx: StepContext) -> tuple[int, int, int]:
-    """Fill `ctx.scale` if it is open; return micro-batches per rank, tokens and loss tokens over all ranks."""
-    mine = (num_micro, len(batch["lengths"]), int(batch["lengths"].sum()), int(batch["loss_mask"].sum()))
-    counts = gather_ints(step.world, *mine, 0 if step.peers is None else _fingerprint(batch))
-    for rank, count in enumerate(counts):
-        first = rank - rank % step.num_peers
-        if count != counts[first]:
-            raise BatchError(
-                f"ranks {first} and {rank} share the tokens of their sequences, but were given different batches; "
-                "give each rank what `shard_data` returns there"
-            )
-    # Peers hold the same sequences, which count once.
-    columns = zip(*counts[:: step.num_peers], strict=True)
-    _, num_sequences, num_tokens, num_loss_tokens, _ = (sum(column) for column in columns)
-    if ctx.scale is None:
-        # At least 1: with nothing under any mask there is nothing to divide either.
-        ctx.scale = LossScale(num_tokens=max(1, num_loss_tokens), num_sequences=max(1, num_sequences))
-    return max(count[0] for count in counts), num_tokens, num_loss_tokens
-
-
-def _fingerprint(batch: TrainBatch) -> int:
-    """Return a number that differs, all but surely, between batches of other tokens, lengths or masks."""
-    ids_BT = batch["input_ids"] * 2 + batch["loss_mask"]
-    weight_BT = torch.arange(1, ids_BT.numel() + 1, device=ids_BT.device).view(ids_BT.shape)
-    return int((ids_BT * weight_BT).sum() + batch["lengths"].sum())
-
-
 def _sync_gradients(step: Step, last: bool) -> None:
     """Reduce gradients and let go of gathered weights after the last micro-batch only, where memory allows.
 
     Where it does not, gradients are scattered after each, but added up over the copies (if any) after the last.
     """
-    if not step.sharded or step.loss_fn is None:
+    if not step.sharded or not step.trains:
         return
     from torch.distributed.fsdp import FSDPModule
 
@@ -161,101 +139,32 @@ def _sync_gradients(step: Step, last: bool) -> None:
         step.scorer.set_is_last_backward(last)
 
 
-def _run_micro(
-    step: Step, batch: TrainBatch, indices: list[int], ctx: StepContext, totals: _Totals
-) -> Predictions:
-    micro = _take(batch, indices)
-    if indices and step.preprocess_fn is not None:
-        micro = step.preprocess_fn(micro, ctx)
-        check_batch(micro)
-    layout = lay_out(micro if indices else None, step.make_inputs, compute_device(step.world))
+def _leave(step: Step, anchor: torch.Tensor) -> None:
+    """End a step that failed on some rank: FSDP gives up what it holds of earlier micro-batches in a last backward pass."""
+    if step.trains:
+        _sync_gradients(step, last=True)
+        (anchor.sum() * 0.0).backward()
+
+
+def _forward(step: Step, run: MicroBatches, number: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the predictions [b, T] of a micro-batch, and an outcome of the pass that is there on ranks without one."""
+    asked, micro = step.asked, run.rows(number)
+    layout = lay_out(micro, step.make_inputs, asked.device)
     if step.peers is not None:
         layout = slice_layout(layout, step.peers)
-    wants_entropy_gradient = bool(getattr(step.loss_fn, "entropy_gradient", False))
+    run.on_device(number)
+    wants_entropy_gradient = bool(getattr(asked.loss_fn, "entropy_gradient", False))
     with nullcontext() if step.activations is None else step.activations.kept():
         outputs: tuple[torch.Tensor, ...] = step.scorer(layout, wants_entropy_gradient)
     if step.peers is not None:
         # A loss may look at whole sequences: every peer gets all answers.
         outputs = gather_answers(outputs, layout.counts_P, step.peers)
-    predictions = _predictions(step, micro, layout, outputs)
-    if indices and step.postprocess_fn is not None:
-        predictions = step.postprocess_fn(predictions, micro, ctx)
-    if step.loss_fn is not None:
-        _backward(step, micro, predictions, ctx, totals, anchor=outputs[0])
-    return predictions
+    if micro is None:
+        return {}, outputs[0]
+    placed = [_placed(output_M, layout, micro["input_ids"].shape) for output_M in outputs]
+    return dict(zip(names_of(step.scorer), placed, strict=True)), outputs[0]
 
 
-def _backward(
-    step: Step,
-    micro: TrainBatch,
-    predictions: Predictions,
-    ctx: StepContext,
-    totals: _Totals,
-    anchor: torch.Tensor,
-) -> None:
-    assert step.loss_fn is not None
-    assert ctx.scale is not None
-    # An empty micro-batch, or a loss that depends on nothing, still runs backward: other ranks wait for us there.
-    loss = anchor.sum() * 0.0
-    if len(micro["lengths"]):
-        output = step.loss_fn(predictions, micro.to(anchor.device), ctx.scale)
-        loss = output.loss if output.loss.requires_grad else loss + output.loss
-        totals.loss += float(output.loss.detach())
-        for key, value in output.sums.items():
-            totals.sums[key] = totals.sums.get(key, 0.0) + float(value)
-        for key, value in output.maxes.items():
-            totals.maxes[key] = _larger(totals.maxes.get(key, -math.inf), float(value))
-    # FSDP averages gradients over ranks; a loss that is one share of a global sum wants them added. Peers compute
-    # the same share, and the gather adds theirs up: it counts once.
-    (loss * (step.world.size / step.num_peers) if step.sharded else loss).backward()
-
-
-def _predictions(
-    step: Step, micro: TrainBatch, layout: Layout, outputs: tuple[torch.Tensor, ...]
-) -> Predictions:
-    names = ("values",) if step.scorer.head == "value" else ("logprobs", "entropy")
-    shape = micro["input_ids"].shape
-    tensors: dict[str, torch.Tensor] = {}
-    for name, output_M in zip(names, outputs, strict=True):
-        flat = torch.zeros(shape.numel(), device=output_M.device)
-        tensors[name] = (flat if layout.dummy else flat.index_put((layout.place_M,), output_M)).view(shape)
-    return TensorDict(tensors, batch_size=[shape[0]])  # pyright: ignore[reportArgumentType]
-
-
-def _take(batch: TrainBatch, indices: list[int]) -> TrainBatch:
-    """Return the sequences at `indices`, cut to the longest of them."""
-    rows = torch.tensor(indices, dtype=torch.int64, device=batch["lengths"].device)
-    longest = int(batch["lengths"][rows].max()) if indices else 0
-    tensors: dict[str, torch.Tensor] = {}
-    for key in map(str, batch.keys()):  # a TensorDict iterates over its batch, not its keys
-        tensor = batch[key].index_select(0, rows)
-        tensors[key] = tensor[:, :longest] if key in _PER_TOKEN else tensor
-    return TensorDict(tensors, batch_size=[len(indices)])  # pyright: ignore[reportArgumentType]
-
-
-def _collect(answers: dict[str, torch.Tensor], name: str, indices: list[int], part: torch.Tensor) -> None:
-    if not indices:
-        return
-    if name not in answers:  # added by a postprocess hook
-        some = next(iter(answers.values()))
-        answers[name] = torch.zeros(some.shape, dtype=part.dtype, device=part.device)
-    rows = torch.tensor(indices, device=part.device)
-    answers[name][rows, : part.shape[1]] = part
-
-
-def _reduce(step: Step, mine: _Totals) -> _Totals:
-    """Combine over ranks in rank order, so that every rank adds the same numbers in the same order."""
-    total = _Totals()
-    # Peers computed the same loss: the first of them speaks for all.
-    for part in gather(step.world, (mine.loss, mine.sums, mine.maxes))[:: step.num_peers]:
-        total.loss += part[0]
-        for key, value in part[1].items():
-            total.sums[key] = total.sums.get(key, 0.0) + value
-        for key, value in part[2].items():
-            total.maxes[key] = _larger(total.maxes.get(key, -math.inf), value)
-    return total
-
-
-def _larger(left: float, right: float) -> float:
-    """Maximum that lets NaN through, in either order."""
-    return left if math.isnan(left) else right if math.isnan(right) else max(left, right)
+def _placed(output_M: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
+    flat = torch.zeros(shape.numel(), device=output_M.device)
+    return (flat if layout.dummy else flat.index_put((layout.place_M,), output_M)).view(shape)

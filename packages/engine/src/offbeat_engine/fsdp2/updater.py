@@ -51,15 +51,11 @@ class Updater:
         for param in self.params.values():
             param.grad = None
 
-    def has_gradients(self) -> bool:
-        """Return whether any backward pass has left a gradient."""
-        return any(param.grad is not None for param in self.params.values())
-
     def grad_norm(self) -> float:
         """Return the L2 norm of the gradient over all parameters and ranks, the same on all ranks."""
         grads = self._local_gradients()
         if not grads:
-            raise StateError("`optimizer_step` without a gradient; call `forward_backward_step` first")
+            raise StateError("no weight that is trained has a gradient; see `freeze`")
         norms = list(torch._foreach_norm(grads, 2.0))  # noqa: SLF001 the fused form has no public name
         square = torch.stack(norms).double().square().sum()
         return math.sqrt(float(sum_tensor(self._world, square)) / self._num_copies)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from offbeat_engine.fsdp2 import families, hf_names, lora
-from offbeat_engine.interface import WeightKind, WeightSpec
+from offbeat_engine.values import WeightKind, WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offbeat_engine.testing.fake_cuda import FakeCuda, pretend_on_cuda
 from offbeat_engine.testing.models import FAMILIES, Family, make_tiny_model, random_batch
 from offbeat_engine.testing.ranks import RankPool, RanksError, run_ranks
 from offbeat_engine.testing.reference import Reference, reference_logprobs, reference_step, relative_error
@@ -10,6 +11,7 @@ from offbeat_engine.testing.suite import conformance
 
 __all__ = [
     "FAMILIES",
+    "FakeCuda",
     "Family",
     "RankPool",
     "RanksError",
@@ -17,6 +19,7 @@ __all__ = [
     "Tolerances",
     "conformance",
     "make_tiny_model",
+    "pretend_on_cuda",
     "random_batch",
     "reference_logprobs",
     "reference_step",

@@ -13,12 +13,12 @@ import torch
 
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.config import Dtype, LoraConfig, LoraExport
-from offbeat_engine.interface import WeightKind
 from offbeat_engine.testing import probes
 from offbeat_engine.testing.cases_training import check_agreement, check_training, check_weights
 from offbeat_engine.testing.compare import check_number, check_tensors, check_tokens, relative_error
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import BATCHES, KEPT, OPTIMIZER, STEPS, Case
+from offbeat_engine.values import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_engine.interface import LossOutput
+from offbeat_engine.values import LossOutput
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.interface import LossFn, LossScale, Predictions
+    from offbeat_engine.values import LossFn, LossScale, Predictions
 
 POISON = 63
 """The token whose presence makes `PoisonedLoss` misbehave."""

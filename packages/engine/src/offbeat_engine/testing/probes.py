@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine.errors import NonFiniteError
-from offbeat_engine.interface import LossScale, StepContext, StepStats, WeightSpec
+from offbeat_engine.values import LossScale, StepContext, StepStats, WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.config import EngineConfig
-    from offbeat_engine.interface import Engine, LossFn, Predictions
+    from offbeat_engine.interface import Engine
     from offbeat_engine.testing.compare import Named
+    from offbeat_engine.values import LossFn, Predictions
     from offbeat_engine.world import World
 
 

@@ -16,15 +16,15 @@ import torch
 from tensordict import TensorDict
 
 from offbeat_engine.config import LoraConfig, LoraExport, OptimizerConfig, OptimizerName
-from offbeat_engine.interface import LossScale
 from offbeat_engine.schedules import learning_rate
 from offbeat_engine.testing.adapters import adapt, merged_tensors
 from offbeat_engine.testing.compare import Named, relative_error
 from offbeat_engine.testing.models import without_bars
+from offbeat_engine.values import LossScale
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.interface import LossFn, Predictions
+    from offbeat_engine.values import LossFn, Predictions
 
 __all__ = [
     "Reference",

@@ -105,8 +105,8 @@ class ScriptedRun:
         await LOOPS[self.mode](parts, self.outcome, start or 0)
 
     def history(self) -> dict[int, dict[str, float]]:
-        """Return the metrics of each step without those of clocks and queues."""
-        skipped = ("time/", "buffer/", "idle/", "sync/")
+        """Return the metrics of each step without those of clocks, queues and memory."""
+        skipped = ("time/", "buffer/", "idle/", "sync/", "memory/")
         return {
             step: {key: value for key, value in values.items() if not key.startswith(skipped)}
             for step, values in self.reporter.steps.items()
