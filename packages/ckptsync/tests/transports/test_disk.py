@@ -8,10 +8,10 @@ import safetensors.torch
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import SyncError, SyncFailed
 from offbeat_ckptsync.manifest import manifest_of
-from offbeat_ckptsync.safetensors_header import folder_specs
 from offbeat_ckptsync.sinks import DictSink
 from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, House, assert_same, awkward_weights
 from offbeat_ckptsync.transports.disk import DiskTransport
+from offbeat_ckptsync.weight_files import folder_specs
 
 
 def house_in(folder, fault=None):

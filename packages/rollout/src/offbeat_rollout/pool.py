@@ -316,7 +316,8 @@ class ReplicaPool:
         except (*_GONE, TimeoutError) as error:
             if isinstance(error, TimeoutError) and seat.moved_s > asked_s:
                 return  # completions came from it meanwhile
-            self._lose(seat, f"no answer to a health check within {timeout_s} s: {error!r}")
+            late = isinstance(error, TimeoutError) and not str(error)
+            self._lose(seat, f"no answer to a health check within {timeout_s:g} s" if late else str(error))
             return
         seat.saw(health, self._look_s)
         if not health.ok:

@@ -9,7 +9,7 @@ from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import DigestError, TransferError
 from offbeat_ckptsync.manifest import manifest_of
 from offbeat_ckptsync.plan import bytes_of
-from offbeat_ckptsync.safetensors_header import write_header
+from offbeat_ckptsync.weight_files import write_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

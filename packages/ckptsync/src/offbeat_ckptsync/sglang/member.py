@@ -14,10 +14,10 @@ from offbeat_ckptsync.errors import TransferError, VersionError
 from offbeat_ckptsync.manifest import make_manifest
 from offbeat_ckptsync.members import LocalMember
 from offbeat_ckptsync.receiver import Receiver
-from offbeat_ckptsync.safetensors_header import folder_specs
 from offbeat_ckptsync.sglang.folder import keep_only, write_verified
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.types import Seat
+from offbeat_ckptsync.weight_files import folder_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -22,7 +22,7 @@ import torch
 from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan import gaps
-from offbeat_ckptsync.safetensors_header import write_header
+from offbeat_ckptsync.weight_files import write_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable

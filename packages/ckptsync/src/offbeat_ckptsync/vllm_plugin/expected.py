@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from offbeat_ckptsync.manifest import dtype_name, make_manifest, manifest_of
-from offbeat_ckptsync.safetensors_header import folder_specs
 from offbeat_ckptsync.sinks import distinct_tensors
 from offbeat_ckptsync.types import TensorSpec
+from offbeat_ckptsync.weight_files import folder_specs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from offbeat_rollout.adapted import folder_adapter_specs
 from offbeat_rollout.errors import EngineStateError, UpdateRefused
 from offbeat_rollout.interface import WorkerUpdates
-from offbeat_rollout.safetensors_header import folder_specs
 from offbeat_rollout.vllm.calls import answer_of
+from offbeat_rollout.weight_files import folder_specs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping

@@ -1,0 +1,88 @@
+"""Names, shapes and dtypes of a model folder's weights, from the headers of its safetensors files; torch is not needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from offbeat_rollout.errors import ConfigError
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
+}  # fmt: skip
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+def folder_specs(model_path: str, served_dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return (name, shape, dtype name) of every weight in a Hugging Face folder, in name order.
+
+    The folder's index says which those are, else they are what `model.safetensors` holds: other files beside them (a
+    second set of weights, adapters) are not the model's. Left out is what a folder lists and no trainer exports: rotary
+    frequencies, which every model computes, and layers that predict further tokens. Floating-point weights are named in
+    `served_dtype`: the engine casts them when it loads.
+
+    Raises:
+        ConfigError: there is no config.json, no such file, or one that is damaged.
+    """
+    folder = Path(model_path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{model_path!r} holds no config.json; `model_path` must be a local Hugging Face folder"
+        )
+    aside = _left_out(folder)
+    specs: list[tuple[str, tuple[int, ...], str]] = []
+    for file, names in _files(folder).items():
+        for name, shape, stored in _read(folder / file, names):
+            dtype = _TORCH_NAMES.get(stored, stored.lower())
+            specs.append((name, shape, served_dtype if dtype in _FLOATS else dtype))
+    return sorted(
+        spec for spec in specs if not (spec[0].startswith(aside) or spec[0].endswith("rotary_emb.inv_freq"))
+    )
+
+
+def _left_out(folder: Path) -> tuple[str, ...]:
+    """Return how the names of layers begin that only predict further tokens."""
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
+    first = config.get("num_hidden_layers", 0)
+    further = range(first, first + (config.get("num_nextn_predict_layers") or 0))
+    return ("mtp.", *(f"model.layers.{layer}." for layer in further))
+
+
+def _files(folder: Path) -> dict[str, list[str] | None]:
+    """Return the files of the model with the names to take from each; None is all."""
+    index = folder / _INDEX
+    if not index.is_file():
+        if not (folder / _WHOLE).is_file():
+            raise ConfigError(
+                f"{str(folder)!r} holds neither {_WHOLE} nor {_INDEX}; write weights there first (`save_pretrained` "
+                "does), random ones too"
+            )
+        return {_WHOLE: None}
+    try:
+        places = cast("dict[str, str]", json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{str(index)!r} is no index of safetensors files: {error!r}") from error
+    files: dict[str, list[str] | None] = {}
+    for name, file in places.items():
+        names = files.setdefault(file, [])
+        assert names is not None
+        names.append(name)
+    return files
+
+
+def _read(path: Path, names: list[str] | None) -> list[tuple[str, tuple[int, ...], str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # The library's stub knows neither names nor slices.
+        with cast("Any", safe_open)(path, framework="np") as file:
+            parts = {name: file.get_slice(name) for name in (file.keys() if names is None else names)}
+            return [(name, tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read as the index or its name says: {error}") from error
