@@ -4,7 +4,7 @@ It loads safetensors files in place, tensor by tensor, as SGLang does; generates
 record of what it was asked, in order. `python protocol_server.py MODEL_FOLDER` prints its port.
 
 Beside the documented calls: GET /record; POST /misbehave {"how": ..} for the next load: "torn" fails half-way, "silent"
-answers after the caller has given up, "liar" keeps its old weight version.
+answers after the caller has given up, "liar" keeps its old weight version; and POST /reset, to be as when it was started.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ class Model:
     """Weights that answer: the log-prob of each token after a prompt, from an embedding and a linear layer."""
 
     def __init__(self, folder):
-        self.weights = load_file(Path(folder) / "model.safetensors")
-        self.path = str(folder)
-        self.version = "default"
-        self.paused = False
-        self.how = ""
-        self.record = []
+        self.base = str(folder)
         self.lock = threading.Lock()
+        self.reset()
+
+    def reset(self):
+        with self.lock:  # a load may be under way
+            self.weights = load_file(Path(self.base) / "model.safetensors")
+            self.path = self.base
+            self.version = "default"
+            self.paused = False
+            self.how = ""
+            self.record = []
 
     def answer(self, ids):
         hidden = self.weights["embed.weight"][ids].mean(0)
@@ -74,6 +79,9 @@ class Handler(BaseHTTPRequestHandler):
                     self.reply(
                         200, {"logprobs": model.answer(body["input_ids"]), "weight_version": model.version}
                     )
+            case "/reset":
+                model.reset()
+                self.reply(200, {})
             case "/misbehave":
                 model.how = body["how"]
                 self.reply(200, {})

@@ -45,20 +45,39 @@ class Net(torch.nn.Module):
             return (self.head.weight @ self.embed.weight[IDS].mean(0)).log_softmax(-1).tolist()
 
 
-class House:
-    """A source, a server in a process of its own, and the member between them."""
+def make_net():
+    torch.manual_seed(0)
+    return Net()
 
-    def __init__(self, folder, pause_mode=PauseMode.RETRACT):
-        torch.manual_seed(0)
-        self.net = Net()
-        base = folder / "base"
-        base.mkdir()
-        save_file(
-            {name: tensor.clone() for name, tensor in self.net.state_dict().items()},
-            base / "model.safetensors",
-        )
+
+class Server:
+    """The server, in a process of its own."""
+
+    def __init__(self, base):
         self.base = base
+        base.mkdir()
+        weights = {name: tensor.clone() for name, tensor in make_net().state_dict().items()}
+        save_file(weights, base / "model.safetensors")
         self.start()
+
+    def start(self):
+        script = Path(__file__).parent / "protocol_server.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(self.base)], stdout=subprocess.PIPE, text=True
+        )
+        self.url = f"http://127.0.0.1:{self.process.stdout.readline().strip()}"
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+class House:
+    """A source, a server, and the member between them."""
+
+    def __init__(self, server, folder, pause_mode=PauseMode.RETRACT):
+        self.net, self.server, self.base = make_net(), server, server.base
         self.folder = folder / "weights"
         self.fault = Fault("corrupt", 0, times=0)
         transport = FaultyTransport(make_transport("loopback", CONFIG), on_send=self.fault)
@@ -68,23 +87,18 @@ class House:
         )
         self.member = SglangMember(
             "sglang-0",
-            SglangServer(self.url),
+            SglangServer(server.url),
             make_transport("loopback", CONFIG),
             CONFIG,
             Loading(folder=self.folder, pause_mode=pause_mode),
         )
         self.manager.add(self.member)
 
-    def start(self):
-        script = Path(__file__).parent / "protocol_server.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), str(self.base)], stdout=subprocess.PIPE, text=True
-        )
-        self.url = f"http://127.0.0.1:{self.process.stdout.readline().strip()}"
-
     def ask(self, path, body=None):
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=120) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(self.server.url + path, data), timeout=120
+        ) as answer:
             return json.loads(answer.read())
 
     def answer(self):
@@ -98,17 +112,20 @@ class House:
             for parameter in self.net.parameters():
                 parameter.add_(torch.randn_like(parameter))
 
-    def end(self):
-        self.process.kill()
-        self.process.wait()
-        self.process.stdout.close()
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One for all tests, which must leave it running."""
+    server = Server(tmp_path_factory.mktemp("server") / "base")
+    yield server
+    server.end()
 
 
 @pytest.fixture
-def house(tmp_path, request):
-    house = House(tmp_path, getattr(request, "param", PauseMode.RETRACT))
-    yield house
-    house.end()
+def house(server, tmp_path, request):
+    house = House(server, tmp_path, getattr(request, "param", PauseMode.RETRACT))
+    house.ask("/reset", {})
+    return house
 
 
 UPDATE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
@@ -195,7 +212,7 @@ async def test_what_fails_after_the_server_was_asked_fences_it_off_paused_and_ot
     house.train()
     house.ask("/misbehave", {"how": how})
     if how == "silent":
-        house.member._config = dataclasses.replace(CONFIG, flip_timeout_s=2)
+        house.manager._config = dataclasses.replace(CONFIG, flip_timeout_s=2)
     report = await house.manager.sync(1)
     assert list(report.members) == ["plain"]
     assert named in report.fenced["sglang-0"]
@@ -210,9 +227,9 @@ async def test_a_server_started_anew_is_found_out_at_begin_and_comes_back_as_a_n
     sink = add_plain_member(house)
     house.train()
     await house.manager.sync(1)
-    house.end()
-    house.start()
-    house.member._server.url = house.url  # a port would be the same; here the system chooses one
+    house.server.end()
+    house.server.start()
+    house.member._server.url = house.server.url  # a port would be the same; here the system chooses one
     status = await house.member.status()
     assert (status.label, status.committed) == (None, False)
     with pytest.raises(SyncFailed, match="serves weight version 'default', and '1' was put there"):
@@ -220,7 +237,7 @@ async def test_a_server_started_anew_is_found_out_at_begin_and_comes_back_as_a_n
     house.manager.remove("sglang-0")
     fresh = SglangMember(
         "sglang-0",
-        SglangServer(house.url),
+        SglangServer(house.server.url),
         make_transport("loopback", CONFIG),
         CONFIG,
         Loading(folder=house.folder),
@@ -231,9 +248,10 @@ async def test_a_server_started_anew_is_found_out_at_begin_and_comes_back_as_a_n
 
 
 async def test_a_server_that_is_gone_is_named(house):
-    house.end()
-    with pytest.raises(SyncFailed, match=rf"sglang-0: {house.url}/model_info gave no answer"):
+    house.server.end()
+    with pytest.raises(SyncFailed, match=rf"sglang-0: {house.server.url}/model_info gave no answer"):
         await house.manager.sync(1)
+    house.server.start()
 
 
 async def test_fencing_stops_it_until_the_next_flip(house):
