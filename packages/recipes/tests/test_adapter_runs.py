@@ -81,7 +81,10 @@ def test_after_a_warm_up_and_ctrl_c_its_model_is_the_base_of_trainer_and_replica
     assert "solved at least once" in said
 
 
-@pytest.mark.parametrize("rollout", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(
+    "rollout",
+    [pytest.param("hf", marks=pytest.mark.deep), pytest.param("vllm", marks=pytest.mark.vllm)],
+)
 def test_the_sampler_follows_a_learning_trainer_while_only_the_adapter_travels(
     tmp_path: Path, rollout: str, shared_ray: str
 ):

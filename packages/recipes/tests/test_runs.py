@@ -131,7 +131,7 @@ def test_a_killed_run_resumes_bit_for_bit_on_two_ranks_and_two_replicas(
     tmp_path: Path, undisturbed: Path, shared_ray: str
 ):
     folder = tmp_path / "run"
-    kill_after(folder, 3, *SYNC, shared_ray)
+    kill_after(folder, 3, *SYNC)  # with a Ray of its own, which must not outlive it
     assert "from the checkpoint of step" in run(folder, *SYNC, shared_ray, "resume=auto")
     check_same(folder, undisturbed)
 
@@ -222,18 +222,28 @@ def test_a_killed_asynchronous_run_with_vllm_loses_nothing_and_trains_nothing_tw
     assert sorted(index for indices in taken.values() for index in indices) == list(range(5 * 4))
 
 
-@pytest.mark.vllm
-def test_a_killed_run_resumes_bit_for_bit_with_vllm(tmp_path: Path, shared_ray: str):
-    program = Path(sys.executable).parent / "offbeat-train"  # as a person starts it
-    whole = tmp_path / "whole"
+@pytest.fixture(scope="module")
+def with_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with vLLM, started as a person starts it."""
+    program, folder = Path(sys.executable).parent / "offbeat-train", tmp_path_factory.mktemp("vllm") / "whole"
     done = subprocess.run(
-        [program, *words(whole)], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+        [program, *words(folder)], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    kill_after(tmp_path / "killed", 3)  # with a Ray of its own, which must not outlive it
+    return folder
+
+
+@pytest.mark.vllm
+@pytest.mark.deep
+def test_a_killed_run_resumes_bit_for_bit_with_vllm(tmp_path: Path, with_vllm: Path, shared_ray: str):
+    kill_after(tmp_path / "killed", 3)
     assert "from the checkpoint of step" in run(tmp_path / "killed", shared_ray, "resume=auto")
-    check_same(tmp_path / "killed", whole)
-    summary = json.loads((whole / "summary.json").read_text())
+    check_same(tmp_path / "killed", with_vllm)
+
+
+@pytest.mark.vllm
+def test_vllm_samples_what_is_trained(with_vllm: Path):
+    summary = json.loads((with_vllm / "summary.json").read_text())
     assert summary["max_abs_logprob_diff"] <= 1e-4
     assert set(summary["phase_s"]) == {"generate", "reward", "train", "sync"}
     assert summary["sync_gb_per_s"] > 0
