@@ -18,7 +18,7 @@ from offbeat_ckptsync import (
 from offbeat_rollout import EngineStateError, GenerateRequest, PauseMode, RolloutConfig, SamplingParams
 from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.registry import adapter_class
-from offbeat_rollout.testing import ScriptedRollout, make_tiny_model
+from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, wait_for_tokens
 from offbeat_trainer.bridge import EngineCanary, SharedGate, make_member
 from offbeat_trainer.errors import PlanRefused
 
@@ -52,7 +52,7 @@ async def test_a_sync_keeps_keys_and_values_or_has_them_computed_anew(replicas, 
         request_id="long", prompt_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=LENGTH, seed=3)
     )
     work = asyncio.create_task(replica.generate(request))
-    await asyncio.sleep(0.05)
+    await wait_for_tokens(replica)
     await replica.pause(PauseMode.KEEP)  # on a busy machine it would be over before the weights have come
     await manager.sync(1)
     await replica.resume()

@@ -88,13 +88,15 @@ class House:
         self.version += 1
         return report
 
-    async def generate(self, max_tokens=12):
+    async def generate(self, max_tokens=12, begun=None):
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=1.0, seed=1, max_tokens=max_tokens, logprobs=0, ignore_eos=True)
         last = None
         async for output in self.llm.generate({"prompt_token_ids": PROMPT}, params, uuid.uuid4().hex):
             last = output.outputs[0]
+            if begun is not None:
+                begun.set()
         return last
 
     async def logprobs(self):
@@ -156,8 +158,9 @@ async def test_several_versions_are_each_served_as_transformers_computes_them(ho
 
 async def test_a_request_in_flight_survives_a_sync_and_says_which_tokens_are_whose(house):
     before = house.version
-    running = asyncio.create_task(house.generate(max_tokens=400), name="long request")
-    await asyncio.sleep(0.3)
+    begun = asyncio.Event()
+    running = asyncio.create_task(house.generate(max_tokens=400, begun=begun), name="long request")
+    await begun.wait()
     report = await house.sync()
     assert not running.done(), "the request was to be in flight during the sync"
     out = await running

@@ -20,7 +20,7 @@ from offbeat_rollout import (
     UpdateRefused,
 )
 from offbeat_rollout.hf import HfEngine
-from offbeat_rollout.testing import make_tiny_model, reference_logprobs
+from offbeat_rollout.testing import make_tiny_model, reference_logprobs, wait_for_tokens
 
 
 def request(name, max_tokens=8, **sampling):
@@ -42,13 +42,6 @@ async def engine(paths):
     await engine.stop()
 
 
-async def some_tokens(engine):
-    """Wait until the engine has made five more tokens."""
-    made = (await engine.health()).tokens_made
-    while (await engine.health()).tokens_made < made + 5:  # noqa: ASYNC110 it tells nobody
-        await asyncio.sleep(0.001)
-
-
 def weights(path):
     return load_file(f"{path}/model.safetensors")
 
@@ -63,7 +56,7 @@ async def test_specs_are_what_save_pretrained_writes(engine, paths):
 
 async def test_new_weights_in_the_middle_of_a_completion(engine, paths):
     long = asyncio.create_task(engine.generate(request("long", 250, seed=1)))
-    await some_tokens(engine)
+    await wait_for_tokens(engine)
     await engine.load(weights(paths[1]).items(), 7)
     assert engine.version == 7
     done = await long
@@ -81,7 +74,7 @@ async def test_new_weights_in_the_middle_of_a_completion(engine, paths):
 @pytest.mark.parametrize("recompute", [False, True])
 async def test_after_a_flip_the_prefix_is_the_old_weights_or_computed_anew(engine, paths, recompute):
     long = asyncio.create_task(engine.generate(request("long", 250, seed=1)))
-    await some_tokens(engine)
+    await wait_for_tokens(engine)
     await engine.load(weights(paths[1]).items(), 7, recompute_kv=recompute)
     done = await long
     flip = done.policy_versions.tolist().index(7)

@@ -28,7 +28,13 @@ from offbeat_rollout import (
     UpdateRefused,
 )
 from offbeat_rollout.clock import RequestClock
-from offbeat_rollout.testing import Subject, make_tiny_model, reference_logprobs, rollout_contract
+from offbeat_rollout.testing import (
+    Subject,
+    make_tiny_model,
+    reference_logprobs,
+    rollout_contract,
+    wait_for_tokens,
+)
 from offbeat_rollout.vllm import VllmEngine, vllm_environment
 
 # vLLM leaves a message-queue context to the garbage collector; it is collected in the last tests of this file.
@@ -240,7 +246,7 @@ async def test_a_prefix_is_computed_once_for_one_version_and_again_for_the_next(
 
     # One request runs through the update and fills blocks after it; one arrives while nothing is scheduled.
     through = asyncio.create_task(engine.generate(request("through", 180, LONG, seed=1)))
-    await asyncio.sleep(0.1)
+    await wait_for_tokens(engine)
     await engine.pause(PauseMode.KEEP)
     waiting = asyncio.create_task(engine.generate(request("waiting", 40, LONG, seed=2)))
     doomed = asyncio.create_task(engine.generate(request("doomed", 40, LONG, seed=2)))
@@ -275,7 +281,7 @@ async def test_new_weights_in_the_middle_of_a_completion(engine, paths, version,
     target = paths[version % 2]
     served = engine.version
     long = asyncio.create_task(engine.generate(request(f"long{version}", 250, seed=1)))
-    await asyncio.sleep(0.1)
+    await wait_for_tokens(engine)
     await engine.pause(PauseMode.KEEP)
     await update(engine, target, version, recompute_kv=recompute)
     await engine.resume()

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from offbeat_rollout.testing.contract import Subject, rollout_contract
+from offbeat_rollout.testing.contract import Subject, rollout_contract, wait_for_tokens
 from offbeat_rollout.testing.models import make_tiny_model, reference_logprobs
 from offbeat_rollout.testing.scripted import ScriptedRollout
 
-__all__ = ["ScriptedRollout", "Subject", "make_tiny_model", "reference_logprobs", "rollout_contract"]
+__all__ = [
+    "ScriptedRollout",
+    "Subject",
+    "make_tiny_model",
+    "reference_logprobs",
+    "rollout_contract",
+    "wait_for_tokens",
+]

@@ -41,6 +41,19 @@ class Subject:
         return GenerateRequest(request_id=f"contract-{next(_ids)}", prompt_ids=tuple(prompt), sampling=params)
 
 
+async def wait_for_tokens(engine: RolloutEngine, number: int = 5) -> None:
+    """Wait until `engine`, which must tell its progress, has made `number` tokens from here on.
+
+    Raises:
+        TimeoutError: it made fewer in ten minutes.
+    """
+    first = (await engine.health()).tokens_made
+    assert first is not None, "this engine does not say how many tokens it made"
+    async with asyncio.timeout(_DEADLINE_S):
+        while ((await engine.health()).tokens_made or 0) < first + number:  # noqa: ASYNC110 an engine is asked
+            await asyncio.sleep(0.001)
+
+
 async def _lengths(subject: Subject) -> None:
     requests = [subject.request(tuple(range(1, 2 + n)), max_tokens=n, seed=n) for n in (1, 2, 7, 40)]
     for request, completion in zip(requests, await subject.engine.generate_many(requests), strict=True):
