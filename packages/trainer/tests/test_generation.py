@@ -160,6 +160,7 @@ async def test_whole_completions_of_a_half_finished_group_are_left_alone():
     assert [one.token_ids.tolist() for one in group.completions] == [[5], [6, 7, 9], [9]]
     assert [one.policy_versions.tolist() for one in group.completions] == [[1], [1, 1, 2], [2]]
     assert [(r.prompt_ids, r.sampling.max_tokens) for r in asked] == [((1, 2, 6, 7), 8), ((1, 2), 10)]
+    assert {r.session for r in asked} == {"p"}, "a continuation belongs where its prompt has been computed"
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,7 @@ class GroupGenerator:
         """
         call = next(self._calls)
         requests = [
-            GenerateRequest(
-                request_id=f"{call}/{index}/{prompt.uid}", prompt_ids=prompt.token_ids, sampling=own
-            )
+            _request(f"{call}/{index}/{prompt.uid}", prompt, own, None)
             for prompt in prompts
             for index, own in enumerate(_own_seeds(sampling, prompt, range(group_size)))
         ]
@@ -130,9 +128,11 @@ def _own_seeds(sampling: SamplingParams, prompt: Prompt, places: Sequence[int]) 
 def _request(
     name: str, prompt: Prompt, sampling: SamplingParams, begun: Completion | None
 ) -> GenerateRequest:
-    """Return the request for a completion, or for the rest of one that was begun."""
+    """Return the request for a completion, or for the rest of one that was begun, where its prompt has been computed."""
     if begun is None or not begun.num_tokens:
-        return GenerateRequest(request_id=name, prompt_ids=prompt.token_ids, sampling=sampling)
+        return GenerateRequest(
+            request_id=name, prompt_ids=prompt.token_ids, sampling=sampling, session=prompt.uid
+        )
     done = begun.num_tokens
     rest = replace(
         sampling,
@@ -140,7 +140,7 @@ def _request(
         seed=None if sampling.seed is None else derive_seed(sampling.seed, "continued", done),
     )
     prompt_ids = (*prompt.token_ids, *begun.token_ids.tolist())
-    return GenerateRequest(request_id=name, prompt_ids=prompt_ids, sampling=rest)
+    return GenerateRequest(request_id=name, prompt_ids=prompt_ids, sampling=rest, session=prompt.uid)
 
 
 def _joined(begun: Completion | None, more: Completion, sampling: SamplingParams) -> Completion:
