@@ -33,6 +33,7 @@ MEANINGS: dict[Feature, str] = {
     Feature.LORA: "low-rank adapters: `lora`",
     Feature.ADAFACTOR: "an optimizer that keeps rows and columns: `optimizer.name`",
     Feature.FREEZING: "weights that are not trained, by pattern: `freeze`",
+    Feature.INFERENCE_ONLY: "weights in the compute dtype and nothing to train: `inference_only`",
     Feature.COMPILE: "torch.compile: `compile`",
     Feature.DETERMINISTIC: "the same bits every time: `deterministic`",
     Feature.HYBRID_SHARDING: "copies of the weights among groups of ranks: `shard_size`",

@@ -48,6 +48,14 @@ def run(world, config, folder, around=None):
     """Do everything an engine does outside and inside its modes; return all numbers, and who was where."""
     engine = make_engine(config, world)
     seen, places = [], []
+    rule = engine._parts.updater._rule
+    step = rule.step
+
+    def seen_stepping(rate):
+        step(rate)
+        places.append(("step", *bytes_here(engine)))
+
+    rule.step = seen_stepping
     for number, batch in enumerate(BATCHES):
         share = engine.shard_data(batch)
         with engine.eval_mode():
@@ -83,9 +91,9 @@ def run(world, config, folder, around=None):
 def check_away(places, *, weights, moments):
     for where, num_weights, num_moments in places:
         assert bool(num_weights) == (where != "none" or not weights)
-        if moments or where == "train":
-            assert bool(num_moments) == (where == "train")
-    assert {where for where, _, _ in places} == {"eval", "none", "train"}
+        if moments or where == "step":
+            assert bool(num_moments) == (where == "step")
+    assert {where for where, _, _ in places} == {"eval", "none", "train", "step"}
 
 
 @pytest.mark.parametrize(

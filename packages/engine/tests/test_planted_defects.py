@@ -204,6 +204,20 @@ class ForgetfulExport(Unchecked):
         yield from self._first
 
 
+class AdaptersStayOn(Unchecked):
+    """Gives the policy for its base."""
+
+    def base_mode(self):
+        return self.eval_mode()
+
+
+class TrainableReference(Unchecked):
+    """Lets a model be trained that is there to be asked."""
+
+    def _check_trained(self):
+        pass
+
+
 class OneBuffer(Unchecked):
     """Streams all weights through the same memory."""
 
@@ -239,6 +253,8 @@ PLANTED = [
     (StepsOnNan, "nonfinite_gradient_skip_2", r"should skip the step and return a norm of NaN, got \d"),
     (GradientsOfOneRank, "training_qwen2_two_ranks", r"gradient norm of step 1: expected \d.*, got \d"),
     (LateSchedule, "training_qwen2_one_rank", r"learning rate after step 1: expected 0\.001, got 0\.0005"),
+    (AdaptersStayOn, "lora_base_1", "the base of a policy with adapters: " + TOKEN),
+    (TrainableReference, "inference_only_qwen2", "should raise StateError"),
     (ForgetfulExport, "training_qwen2_one_rank", "weights after 1 steps" + TENSOR),
 ]
 

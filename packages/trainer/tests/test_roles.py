@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, StepStats, World, engine_class
+from offbeat_engine import (
+    Fsdp2Config,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    StepStats,
+    World,
+    engine_class,
+)
 from offbeat_engine.losses import SftLoss
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
@@ -31,9 +39,9 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def new_engine(model):
+def new_engine(model, **changes):
     config = Fsdp2Config(
-        model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=LR), micro_batch_tokens=100_000
+        model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=LR), micro_batch_tokens=100_000, **changes
     )
     engine = engine_class("fsdp2")(config, World())
     engine.init_model()
@@ -94,7 +102,7 @@ def test_one_update_is_one_step_on_the_whole_batch_without_extra_passes(model):
 
 def test_several_updates_are_taken_against_the_policy_before_the_first(model):
     loss = SeenBatches()
-    engine, frozen, untouched = new_engine(model), new_engine(model), new_engine(model)
+    engine, frozen, untouched = new_engine(model), new_engine(model, inference_only=True), new_engine(model)
     batch = random_batch(6)
     share = untouched.shard_data(batch)
     before = Reference(untouched).logprobs(share)
@@ -110,6 +118,30 @@ def test_several_updates_are_taken_against_the_policy_before_the_first(model):
     assert (after - before).abs().max() > 1e-3
     still = Reference(frozen).logprobs(frozen.shard_data(batch))
     assert torch.equal(still, before)
+
+
+def test_a_policy_with_adapters_is_held_to_the_base_under_them(model):
+    loss, batch = SeenBatches(), random_batch(6)
+    plain, engine = new_engine(model), new_engine(model, lora=LoraConfig(rank=4))
+    share = plain.shard_data(batch)
+    expected = by_sequence(share, Reference(plain).logprobs(share))
+    actor = Actor(engine, loss, reference=Reference(engine, base=True))
+    for _ in range(3):
+        actor.update(batch)
+    share = loss.seen[-1][2]
+    for sequence, logprobs in by_sequence(share, share["ref_logprobs"]).items():
+        assert logprobs == pytest.approx(expected[sequence], abs=1e-5)
+    now = Reference(engine).logprobs(share)
+    assert (now - share["ref_logprobs"]).abs().max() > 1e-3
+
+
+def test_weights_that_wait_in_host_memory_come_once_for_all_mini_batches(model):
+    engine = new_engine(model, offload_parameters=True)
+    weights, fetched = engine._parts.weights, []
+    fetch = weights._fetch
+    weights._fetch = lambda: (fetched.append(weights.is_away), fetch())
+    Actor(engine, SeenBatches(), updates_per_step=3).update(random_batch(6))
+    assert fetched == [True, True]  # for the log-probs before the first step, and for all three steps
 
 
 def test_supervise_uses_the_loss_it_is_given_and_update_goes_back_to_its_own(model):

@@ -22,6 +22,7 @@ class Feature(StrEnum):
     LORA = "lora"
     ADAFACTOR = "adafactor"
     FREEZING = "freezing"
+    INFERENCE_ONLY = "inference_only"
     COMPILE = "compile"
     DETERMINISTIC = "deterministic"
     HYBRID_SHARDING = "hybrid_sharding"

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 from offbeat_engine.config import EngineConfig, require_config
+from offbeat_engine.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,6 +88,14 @@ class Engine(ABC):
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
         """Context for forward-only use: loads the model (not the optimizer), sets it to eval."""
+
+    def base_mode(self) -> AbstractContextManager[None]:
+        """`eval_mode` in which the base answers without its adapters: the reference of a policy trained with LoRA.
+
+        Raises:
+            StateError: there are no adapters, or a value head is trained beside them.
+        """
+        raise StateError(f"{type(self).__name__} has no adapters to leave out; use `eval_mode`")
 
     @abstractmethod
     def set_loss_fn(self, loss_fn: LossFn) -> None:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import LoraExport
+from offbeat_recipes.abilities import Reference, reference_of
 from offbeat_recipes.evaluation import evaluate_run
 from offbeat_recipes.modes import loop_of, make_parts
 from offbeat_recipes.session import Session, drive
-from offbeat_recipes.wiring import cluster_spec, engine_on
+from offbeat_recipes.wiring import cluster_spec, engine_on, reference_on
 from offbeat_trainer import ResumeError
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.run_store import RunStore
@@ -77,7 +78,9 @@ async def _prepare_training(session: Session, train: TrainGroup, store: RunStore
     """Bring the training pool to the first step to be done and return that step."""
     config = session.config
     engine = engine_on(config, await _starting_model(session, train))
-    await train.build(engine, engine if config.algorithm.kl_coef else None)
+    await train.build(
+        engine, reference_on(config, engine), base_is_reference=reference_of(config) is Reference.BASE
+    )
     step = await train.load(None) if session.folder.resumed else None
     if step is None:
         return 0

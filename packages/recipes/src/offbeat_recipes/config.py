@@ -166,6 +166,7 @@ class EngineSection(EngineConfig):
     dtype: Dtype = field(default=Dtype.FLOAT32, metadata={"derived": "model.dtype"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
     max_sequence_tokens: int = field(default=0, metadata={"derived": "rollout.max_model_len"})
+    inference_only: bool = field(default=False, metadata={"derived": "the role"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

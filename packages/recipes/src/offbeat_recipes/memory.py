@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Dtype
+from offbeat_recipes.abilities import Reference, infers_alone, reference_of
 
 if TYPE_CHECKING:
     from offbeat_recipes.config import RunConfig
@@ -51,7 +52,7 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
     width = bytes_of(config.model.dtype)
     shard = -(-params // config.engine.shard_ranks(ranks))
     states, trained = _states(config, model, shard)
-    reference = (("reference weights, sharded", shard * _FP32),) if config.algorithm.kl_coef else ()
+    reference = _reference(config, shard)
     tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))
     packed = (
         [("the last two contents sent, for deltas, at most", 2 * params * width)]
@@ -75,6 +76,16 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
 
 
 Items = tuple[tuple[str, int], ...]
+
+
+def _reference(config: RunConfig, shard: int) -> Items:
+    if reference_of(config) is not Reference.OWN_MODEL:
+        return ()
+    if not infers_alone(config):
+        return (("reference weights, float32, sharded", shard * _FP32),)
+    return (
+        (f"reference weights, {config.model.dtype.value}, sharded", shard * bytes_of(config.model.dtype)),
+    )
 
 
 def _states(config: RunConfig, model: ModelFacts, shard: int) -> tuple[Items, Items]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_recipes.abilities import offloads
+from offbeat_recipes.abilities import Reference, infers_alone, offloads, reference_of
 from offbeat_recipes.placing import default_threads
 from offbeat_rollout.registry import adapter_environment
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
@@ -69,6 +69,13 @@ def engine_on(config: RunConfig, model: Path) -> EngineConfig:
     if config.colocated and config.device == "cuda" and offloads(config):
         engine = replace(engine, offload_parameters=True, offload_optimizer=True)
     return replace(engine, model=replace(engine.model, path=str(model), random_init=False))
+
+
+def reference_on(config: RunConfig, engine: EngineConfig) -> EngineConfig | None:
+    """Return the settings of an engine for the reference of the policy on `engine`; None where there is none of its own."""
+    if reference_of(config) is not Reference.OWN_MODEL:
+        return None
+    return replace(engine, inference_only=infers_alone(config))
 
 
 def threads_per_rank(config: RunConfig) -> int:

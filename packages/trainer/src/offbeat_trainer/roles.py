@@ -16,18 +16,23 @@ if TYPE_CHECKING:
 class Reference:
     """A frozen policy: gives log-probs, never changes."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Take an initialised engine; its optimizer is never stepped."""
+    def __init__(self, engine: Engine, *, base: bool = False) -> None:
+        """Take an initialised engine, which is not trained; or the one that trains adapters, for the `base` under them."""
         self._engine = engine
+        self._mode = engine.base_mode if base else engine.eval_mode
 
     def logprobs(self, share: TrainBatch) -> torch.Tensor | None:
         """Return log-probs [B, T] float32 of this rank's share, where that is, zero outside its `loss_mask`. A collective.
 
         None on a rank that holds no outputs of the model, where no loss is called either.
         """
-        with self._engine.eval_mode():
-            predictions, _ = self._engine.forward_backward_step(share, forward_only=True)
-        return cast("torch.Tensor | None", predictions.get("logprobs", None))
+        return self.logprobs_of([share])[0]
+
+    def logprobs_of(self, shares: list[TrainBatch]) -> list[torch.Tensor | None]:
+        """Return `logprobs` of each of `shares`; weights that wait in host memory come for all of them once."""
+        with self._mode():
+            answers = [self._engine.forward_backward_step(share, forward_only=True)[0] for share in shares]
+        return [cast("torch.Tensor | None", answer.get("logprobs", None)) for answer in answers]
 
 
 class Actor:
@@ -64,26 +69,29 @@ class Actor:
         if len(shares) > 1 and getattr(self._loss_fn, "needs_old_logprobs", True):
             judges["old_logprobs"] = Reference(self._engine)
         for key, judge in judges.items():
-            for share in shares:
-                logprobs = judge.logprobs(share)
+            for share, logprobs in zip(shares, judge.logprobs_of(shares), strict=True):
                 if logprobs is not None:
                     share[key] = logprobs
         self._engine.set_loss_fn(self._loss_fn)
-        return [metric for share in shares for metric in train_on(self._engine, share)]
+        return train_on(self._engine, shares)
 
     def supervise(self, batch: TrainBatch, loss_fn: LossFn) -> list[Metric]:
         """Make one optimizer step on a supervised batch. A collective."""
         self._engine.set_loss_fn(loss_fn)
-        return train_on(self._engine, self._engine.shard_data(batch))
+        return train_on(self._engine, [self._engine.shard_data(batch)])
 
 
-def train_on(engine: Engine, share: TrainBatch) -> list[Metric]:
-    """Make one optimizer step on this rank's share of a mini-batch and return its metrics. A collective."""
-    with engine.train_mode():
-        engine.optimizer_zero_grad()
-        _, _, ctx = engine.forward_backward_step(share, predict=False)
-        grad_norm = engine.optimizer_step()
-        lr = engine.lr_scheduler_step()
+def train_on(engine: Engine, shares: list[TrainBatch]) -> list[Metric]:
+    """Make one optimizer step on each of this rank's shares of mini-batches; return their metrics. A collective."""
+    with engine.train_mode():  # once for all: weights may wait in host memory outside
+        return [metric for share in shares for metric in _step(engine, share)]
+
+
+def _step(engine: Engine, share: TrainBatch) -> list[Metric]:
+    engine.optimizer_zero_grad()
+    _, _, ctx = engine.forward_backward_step(share, predict=False)
+    grad_norm = engine.optimizer_step()
+    lr = engine.lr_scheduler_step()
     assert ctx.stats is not None
     return [
         *stats_metrics(ctx.stats),

@@ -47,9 +47,7 @@ class Critic:
         """
         self._engine.set_loss_fn(self._loss_fn)
         minis = split_evenly(batch, self._updates_per_step)
-        metrics = [
-            metric for mini in minis for metric in train_on(self._engine, self._engine.shard_data(mini))
-        ]
+        metrics = train_on(self._engine, [self._engine.shard_data(mini) for mini in minis])
         means = reduce_metrics([metric for metric in metrics if metric.key in _MOMENTS])
         return [
             *(

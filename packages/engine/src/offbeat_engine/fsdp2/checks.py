@@ -190,6 +190,12 @@ def _lora(config: Fsdp2Config) -> Iterator[Refusal]:
             reason="adapters need the peft package",
             remedy="install offbeat-engine[lora]",
         )
+    if config.inference_only:
+        yield Refusal(
+            setting="inference_only",
+            reason="adapters are there to be trained",
+            remedy="leave `lora.rank` at 0, or use `base_mode` of the engine that trains them",
+        )
     if not 0 <= lora.dropout < 1:
         yield Refusal(
             setting="lora.dropout", reason=f"must lie in [0, 1), got {lora.dropout:g}", remedy="use 0"

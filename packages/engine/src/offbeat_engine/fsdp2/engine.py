@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -30,6 +30,7 @@ from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+    from contextlib import AbstractContextManager
     from typing import Literal
 
     from tensordict import TensorDict
@@ -93,26 +94,28 @@ class Fsdp2Engine(Engine):
 
     def _difference(self, parts: Parts) -> str | None:
         """Return why this model must not be used here (see `self_check`), the same on all ranks, or None."""
-        dropout = self.config.model.dropout
+        dropout = self.config.model.dropout or self.config.inference_only
         mine = find_difference(self, parts.scorer, packed=self._config.packing, dropout=dropout)
         return next((each for each in gather(self.world, mine) if each is not None), None)
 
-    @contextmanager
-    def train_mode(self) -> Generator[None]:
-        """Train: model and optimizer are on the rank's device inside, and back where they were after."""
-        with self._entered(_Mode.TRAIN):
-            yield
+    def train_mode(self) -> AbstractContextManager[None]:
+        """Train: the model is on the rank's device inside, and back where it was after; moments as they are stepped."""
+        self._check_trained()
+        return self._entered(_Mode.TRAIN)
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Forward only: the model is on the rank's device inside; the optimizer stays where it is."""
+        return self._entered(_Mode.EVAL)
 
     @contextmanager
-    def eval_mode(self) -> Generator[None]:
-        """Forward only: the model is on the rank's device inside; the optimizer stays where it is."""
-        with self._entered(_Mode.EVAL):
+    def base_mode(self) -> Generator[None]:  # noqa: D102
+        with lora.left_out(self._ready().scorer.hf), self._entered(_Mode.EVAL):
             yield
 
     @contextmanager
     def _entered(self, mode: _Mode) -> Generator[None]:
         parts, before = self._ready(), self._mode
-        with parts.weights.held(), parts.moments.held() if mode is _Mode.TRAIN else nullcontext():
+        with parts.weights.held():
             parts.scorer.train(mode is _Mode.TRAIN)
             self._mode = mode
             try:
@@ -197,12 +200,13 @@ class Fsdp2Engine(Engine):
             raise StateError("`optimizer_step` outside `train_mode`; use `with engine.train_mode():`")
 
         def update(norm: float) -> None:
-            with kernels(self._config):
+            with kernels(self._config), parts.moments.held():
                 parts.updater.step(norm)
 
         return self._accumulation.step(parts.updater.grad_norm, update)
 
     def lr_scheduler_step(self) -> float:  # noqa: D102
+        self._check_trained()
         updater = self._ready().updater
         return updater.advance() if self._accumulation.advances else updater.set_num_steps(updater.num_steps)
 
@@ -305,6 +309,12 @@ class Fsdp2Engine(Engine):
             raise StateError("there is no model; call `init_model` first (and nothing after `close`)")
         return self._parts
 
+    def _check_trained(self) -> None:
+        if self._config.inference_only:
+            raise StateError(
+                "this engine is `inference_only`: it holds nothing to train, to save or to resume"
+            )
+
     def _check_mode(self, forward_only: bool) -> None:
         if forward_only:
             if self._mode is _Mode.NONE:
@@ -319,6 +329,7 @@ class Fsdp2Engine(Engine):
         return weights.exported(self._ready().scorer.hf, lora.kind_of(self._config.lora))
 
     def _target(self) -> checkpoint.Target:
+        self._check_trained()
         parts = self._ready()
         return checkpoint.target_of(self.world, parts.scorer, parts.updater)
 

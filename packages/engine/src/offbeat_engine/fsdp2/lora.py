@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.config import LoraExport
-from offbeat_engine.errors import ConfigError
+from offbeat_engine.errors import ConfigError, StateError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.values import WeightKind
 
@@ -96,6 +96,28 @@ def _stand_ins(hf: Any) -> Generator[None]:  # noqa: ANN401
         getattr(layer, "base_layer", layer).weight = weight.requires_grad_(
             False
         )  # as peft left all but adapters
+
+
+@contextmanager
+def left_out(hf: Any) -> Generator[None]:  # noqa: ANN401
+    """Let the base of `hf` answer alone inside.
+
+    Raises:
+        StateError: there are no adapters, or a value head is trained beside them, of which there is no base.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if ADAPTER not in getattr(hf, "peft_config", {}) or hf.peft_config[ADAPTER].task_type == "TOKEN_CLS":
+        raise StateError("`base_mode` is for a language model with adapters; use `eval_mode`")
+    layers = [module for module in hf.modules() if isinstance(module, BaseTunerLayer)]
+    # Not by `enable_adapters`, which takes gradients away from adapters as well.
+    for layer in layers:
+        layer._disable_adapters = True  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 def plain_name(name: str) -> str:

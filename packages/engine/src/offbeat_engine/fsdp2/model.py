@@ -46,6 +46,10 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
     freezing.freeze(hf, config.freeze)
     if config.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.inference_only:
+        for param in hf.parameters():
+            param.requires_grad_(False)
+            param.data = param.data.to(compute_dtype(config))
     base = _add_adapters(hf, config, unfilled) if config.lora.rank else {}
     scorer = Scorer(hf, config.model.head, base, unfilled)
     if config.compile:

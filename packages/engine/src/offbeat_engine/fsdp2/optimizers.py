@@ -65,7 +65,7 @@ class AdamW:
         self._params = params
         self._shards = {name: torch.nn.Parameter(local(param.detach())) for name, param in params.items()}
         self._optimizer = torch.optim.AdamW(
-            self._shards.values(),
+            [{"params": list(self._shards.values())}],  # a group may be empty, a list may not
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,

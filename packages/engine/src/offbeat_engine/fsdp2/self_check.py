@@ -42,7 +42,7 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
         engine: built and in no mode.
         scorer: its model.
         packed: whether packing is on, so that turning it off may help.
-        dropout: whether training may differ from evaluation, because dropout was asked for.
+        dropout: whether training may differ from evaluation, because dropout was asked for or nothing is trained.
     """
     hf, batch = scorer.hf, _probe(scorer.hf)
     name = "values" if scorer.head == "value" else "logprobs"
@@ -66,12 +66,9 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
                         f"{type(hf).__name__}: the log-probabilities of a sequence change with the positions of another "
                         "beside it; use a rope whose frequencies are fixed (`rope_type` default, linear, llama3 or yarn)"
                     )
-            with engine.train_mode():
-                found = (
-                    None
-                    if dropout
-                    else judge.compare(own, _own(engine, batch, name), "evaluation", "training")
-                )
+            if not dropout:
+                with engine.train_mode():
+                    found = judge.compare(own, _own(engine, batch, name), "evaluation", "training")
         except Exception as error:  # noqa: BLE001 whatever a model raises here it would raise in the first step
             return (
                 f"{type(hf).__name__} failed on {batch.batch_size[0]} short sequences "

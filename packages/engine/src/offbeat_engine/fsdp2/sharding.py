@@ -31,10 +31,10 @@ SMALL_MODEL_BYTES = 256 << 20
 def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
     """Shard `scorer` in place over the ranks and put it on their devices; return whether it is sharded.
 
-    One rank in float32 needs no sharding, no gather and no cast, so it is left alone. One rank in bfloat16
+    One rank in float32, or for inference alone, needs no sharding, no gather and no cast, so it is left alone. One rank in bfloat16
     is sharded over itself: `fully_shard` keeps the float32 master weights and reduces gradients in float32.
     """
-    if world.size == 1 and config.dtype is Dtype.FLOAT32:
+    if world.size == 1 and (config.dtype is Dtype.FLOAT32 or config.inference_only):
         _place(scorer, world)
         return False
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_engine.errors import NonFiniteError
+from offbeat_engine.errors import NonFiniteError, StateError
 from offbeat_engine.values import LossScale, StepContext, StepStats, WeightSpec
 
 if TYPE_CHECKING:
@@ -142,6 +142,31 @@ def score(world: World, job: Job, batch: TrainBatch) -> Predictions:
             share = engine.shard_data(batch)
             predictions, _ = engine.forward_backward_step(share, forward_only=True)
         return engine.unshard_data(predictions).to("cpu")
+
+
+def refuse_training(world: World, job: Job) -> str:
+    """Return what the engine says when it is to be trained, "" where it lets itself be."""
+    with _running(world, job) as engine:
+        try:
+            with engine.train_mode():
+                return ""
+        except StateError as error:
+            return str(error)
+
+
+def score_base(
+    world: World, job: Job, batches: list[TrainBatch], batch: TrainBatch
+) -> tuple[Predictions, Predictions, Predictions]:
+    """Step on `batches`; return predictions of `batch` as trained, of the base (`base_mode`), and as trained again."""
+    with _running(world, job) as engine:
+        for one in batches:
+            _step(engine, one, Record())
+        answers: list[Predictions] = []
+        for mode in (engine.eval_mode, engine.base_mode, engine.eval_mode):
+            with mode():
+                predictions, _ = engine.forward_backward_step(engine.shard_data(batch), forward_only=True)
+            answers.append(engine.unshard_data(predictions).to("cpu"))
+        return answers[0], answers[1], answers[2]
 
 
 def describe(world: World, job: Job) -> tuple[tuple[WeightSpec, ...], tuple[WeightSpec, ...]]:

@@ -8,7 +8,7 @@ from unittest import SkipTest
 
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.registry import engine_class
-from offbeat_engine.testing import cases_faults, cases_features, cases_state, cases_training
+from offbeat_engine.testing import cases_faults, cases_features, cases_inference, cases_state, cases_training
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import Case, Options, Runner, Tolerances
 
@@ -78,7 +78,7 @@ def cases(options: Options) -> list[Case]:
     if unknown or not options.families:
         raise ValueError(f"`families` must be some of {', '.join(FAMILIES)}; got {options.families}")
     declared = Case(name="declaration", check=check_declaration)
-    sources = (cases_training, cases_features, cases_state, cases_faults)
+    sources = (cases_training, cases_features, cases_inference, cases_state, cases_faults)
     return [declared, *chain.from_iterable(source.cases(options) for source in sources)]
 
 

@@ -78,10 +78,20 @@ class TrainGroup:
         await self.call("join", address, what="meet the other ranks", timeout_s=timeout_s)
         self._rooms.ranks_hold(await self.call("device", what="name its device", timeout_s=timeout_s))
 
-    async def build(self, engine: EngineConfig, reference: EngineConfig | None = None) -> None:
-        """Build the engines on all ranks, in place of earlier ones."""
+    async def build(
+        self,
+        engine: EngineConfig,
+        reference: EngineConfig | None = None,
+        *,
+        base_is_reference: bool = False,
+    ) -> None:
+        """Build the engines on all ranks, in place of earlier ones.
+
+        The policy is held to `reference`, an engine of its own, or to the base under its adapters, which needs none.
+        """
+        timeout_s = self._spec.cluster.start_timeout_s
         await self.call(
-            "build", engine, reference, what="build the model", timeout_s=self._spec.cluster.start_timeout_s
+            "build", engine, reference, base_is_reference, what="build the model", timeout_s=timeout_s
         )
 
     async def update(self, batch: TrainBatch) -> list[Metric]:

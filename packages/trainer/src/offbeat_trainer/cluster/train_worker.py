@@ -57,19 +57,20 @@ class TrainWorker:
         """Return the id of this rank's GPU as CUDA_VISIBLE_DEVICES would name it; "" on CPU."""
         return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
-    def build(self, engine: EngineConfig, reference: EngineConfig | None) -> None:
-        """Build the engines, in place of those of an earlier call."""
+    def build(self, engine: EngineConfig, reference: EngineConfig | None, base_is_reference: bool) -> None:
+        """Build the engines, in place of those of an earlier call; see `TrainGroup.build`."""
         for old in self._engines:
             old.close()
         if self._sender is not None:
             self._sender.close()
             self._sender = None
         self._engines = [self._new_engine(config) for config in (engine, reference) if config is not None]
+        frozen = Reference(self._engines[0], base=True) if base_is_reference else None
         self._actor = Actor(
             self._engines[0],
             self._spec.loss_fn,
             updates_per_step=self._spec.updates_per_step,
-            reference=Reference(self._engines[1]) if len(self._engines) > 1 else None,
+            reference=frozen if reference is None else Reference(self._engines[1]),
         )
 
     def _new_engine(self, config: EngineConfig) -> Engine:
