@@ -15,7 +15,6 @@ from offbeat_trainer.journal.segments import SegmentJournal
 from offbeat_trainer.journal.sqlite import SqliteJournal
 from offbeat_trainer.loops import stream
 
-NUM_KILLS = 15
 JOURNALS = {
     "sqlite": lambda folder: SqliteJournal(folder / "journal.sqlite"),
     "segments": lambda folder: SegmentJournal(folder / "journal"),
@@ -65,7 +64,12 @@ def killer():
     one.close()
 
 
-def kill_often(killer, folder, seed, num_kills=NUM_KILLS, **job):
+@pytest.fixture(scope="session")
+def num_kills(deep):
+    return 15 if deep else 6
+
+
+def kill_often(killer, folder, seed, *, num_kills, **job):
     """Kill a run up to `num_kills` times at random instants; return the undisturbed one's result and its own."""
     draws = random.Random(seed)
     whole = killer.run(folder / "whole", life=0, **job)
@@ -91,11 +95,11 @@ def kill_often(killer, folder, seed, num_kills=NUM_KILLS, **job):
         ("fully_async", DETERMINISTIC | {"max_staleness": 3, "sync_every": 3}),
     ],
 )
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep)])
 def test_a_deterministic_run_trains_the_same_stream_however_often_it_is_killed(
-    killer, tmp_path, mode, asynchrony, seed
+    killer, num_kills, tmp_path, mode, asynchrony, seed
 ):
-    whole, killed = kill_often(killer, tmp_path, seed, mode=mode, asynchrony=asynchrony)
+    whole, killed = kill_often(killer, tmp_path, seed, num_kills=num_kills, mode=mode, asynchrony=asynchrony)
     assert killed["prompts"] == whole["prompts"]
     assert killed["history"] == whole["history"], "token, log-prob, version and advantage, in order"
     assert killed["logits"] == whole["logits"]
@@ -113,8 +117,10 @@ def test_a_deterministic_run_trains_the_same_stream_however_often_it_is_killed(
     ],
     ids=str,
 )
-def test_any_run_goes_on_without_losing_a_prompt_or_training_one_twice(killer, tmp_path, asynchrony, store):
-    _, killed = kill_often(killer, tmp_path, 5, asynchrony=asynchrony, journal=store)
+def test_any_run_goes_on_without_losing_a_prompt_or_training_one_twice(
+    killer, num_kills, tmp_path, asynchrony, store
+):
+    _, killed = kill_often(killer, tmp_path, 5, num_kills=num_kills, asynchrony=asynchrony, journal=store)
     steps, per_step, group_size = LOOP["steps"], LOOP["prompts_per_step"], LOOP["group_size"]
     trained = Counter(number for numbers in killed["prompts"] for number in numbers)
     assert set(trained.values()) == {group_size}, "each once, whole"
