@@ -5,6 +5,7 @@ import torch
 
 from offbeat_engine import (
     ConfigError,
+    Dtype,
     Feature,
     Fsdp2Config,
     ModelConfig,
@@ -44,11 +45,10 @@ def test_a_good_config_is_taken_on_any_number_of_ranks():
         ({"optimizer": OptimizerConfig(lr=-1.0)}, "optimizer.lr"),
         ({"optimizer": OptimizerConfig(beta2=1.0)}, "optimizer.beta2"),
         ({"optimizer": OptimizerConfig(schedule=Schedule.COSINE)}, "optimizer.total_steps"),
-        pytest.param(
-            {"device": "cuda"},
-            "device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
-        ),
+        ({"attention": "flash_attention_2", "device": "cuda"}, "attention"),
+        ({"attention": "varlen", "device": "cuda"}, "attention"),
+        ({"attention": "varlen", "packing": False}, "attention"),
+        ({"attention": "flash_attention_2", "packing": False}, "attention"),
     ],
     ids=str,
 )
@@ -77,6 +77,42 @@ def test_arrangements_of_ranks_that_do_not_come_out_even_are_refused(tiny, chang
     (refusal,) = Fsdp2Engine.check(config, num_ranks)
     assert refusal.setting == next(iter(changes))
     assert reason in refusal.reason
+
+
+def test_who_plans_needs_no_gpu():
+    """A cluster's head node has none: what a rank's machine must have is the rank's to look at."""
+    for changes in ({}, {"attention": "flash_attention_2"}, {"compile": True}, {"deterministic": True}):
+        config = replace(GOOD, device="cuda", dtype=Dtype.BFLOAT16, **changes)
+        assert Fsdp2Engine.check(config, 8) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_rank_without_its_gpu_is_refused_by_name():
+    config = replace(GOOD, device="cuda")
+    with pytest.raises(
+        ConfigError, match=r"device: rank 0 computes on cuda:0, and its process sees 0 CUDA devices"
+    ):
+        Fsdp2Engine(config, World(device="cuda")).init_model()
+
+
+@pytest.mark.parametrize("pair", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_two_devices_for_one_engine_are_refused_by_name(pair):
+    with pytest.raises(ConfigError, match=rf'compute on "{pair[0]}", its rank is on "{pair[1]}"'):
+        Fsdp2Engine(replace(GOOD, device=pair[0]), World(device=pair[1])).init_model()
+
+
+def cuda_for_rank_one(world, path):
+    world = replace(world, device="cuda" if world.rank else "cpu")
+    try:
+        Fsdp2Engine(replace(GOOD, model=ModelConfig(path=path)), world).init_model()
+    except ConfigError as error:
+        return str(error)
+
+
+def test_what_one_rank_lacks_is_raised_by_all(tiny, two_ranks):
+    first, second = two_ranks.run(cuda_for_rank_one, tiny)
+    assert first == second
+    assert first.startswith("rank 1: device: the engine is to compute on")
 
 
 def test_all_reasons_come_at_once():

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from offbeat_engine import Fsdp2Config, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, compilation, sharding
+from offbeat_engine.fsdp2.checks import refusals_here
 from offbeat_engine.testing import RankPool, make_tiny_model, random_batch, relative_error
 
 BATCHES = [random_batch(8 + seed, seed=seed, max_tokens=20 + 4 * seed) for seed in range(4)]
@@ -138,7 +139,11 @@ def test_deterministic_refuses_what_has_no_such_kernel_and_is_off_again_after(ti
 def test_deterministic_on_cuda_needs_cublas_told_beforehand(monkeypatch):
     config = Fsdp2Config(model=ModelConfig(path="nowhere"), device="cuda", deterministic=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    assert [refusal.setting for refusal in Fsdp2Engine.check(config, 1)] == ["deterministic"]
+    world = World(device="cuda")
+    assert [refusal.setting for refusal in refusals_here(config, world)] == ["deterministic"]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    assert Fsdp2Engine.check(config, 1) == []
+    assert refusals_here(config, world) == []
+    assert [refusal.setting for refusal in refusals_here(config, replace(world, local_rank=1))] == ["device"]

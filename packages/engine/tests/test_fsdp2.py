@@ -123,12 +123,14 @@ def test_training_on_two_ranks_is_the_reference(tiny, reference, two_ranks, chan
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral"])
-@pytest.mark.parametrize("packing", [True, False])
-def test_log_probs_and_entropy_are_those_of_each_sequence_alone(tmp_path, family, packing):
+@pytest.mark.parametrize(
+    "layout", [{}, {"packing": False}, {"attention": "varlen"}], ids=["packed", "padded", "varlen"]
+)
+def test_log_probs_and_entropy_are_those_of_each_sequence_alone(tmp_path, family, layout):
     extra = {"sliding_window": 7} if family == "mistral" else {}
     path = make_tiny_model(tmp_path, family=family, **extra)
     batch = random_batch(20, max_tokens=40, seed=5)
-    engine = make_engine(config_of(path, packing=packing, micro_batch_tokens=150))
+    engine = make_engine(config_of(path, micro_batch_tokens=150, **layout))
     with engine.eval_mode():
         predictions, ctx = engine.forward_backward_step(batch, forward_only=True)
     with torch.no_grad():

@@ -127,8 +127,9 @@ def check_same_on_all(results):
         ({}, False),
         ({"micro_batch_tokens": 20}, False),
         ({"micro_batch_tokens": 20, "activation_checkpointing": True}, True),
+        ({"micro_batch_tokens": 20, "attention": "varlen"}, False),
     ],
-    ids=["whole", "micro-batches", "layers-checkpointed"],
+    ids=["whole", "micro-batches", "layers-checkpointed", "varlen"],
 )
 def test_two_ranks_that_share_sequences_are_the_reference(tiny, two_ranks, changes, all_wrapped):
     config = config_of(tiny, sequence_parallel_size=2, **changes)

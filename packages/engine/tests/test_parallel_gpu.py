@@ -1,4 +1,4 @@
-"""The parts that only a GPU can run: flash-attention's kernel on packed rows, and sequences shared over NCCL."""
+"""The parts that only a GPU can run: its attention kernels on packed rows, and sequences shared over NCCL."""
 
 from dataclasses import replace
 
@@ -8,32 +8,55 @@ import torch
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.attention import packed_attention
-from offbeat_engine.fsdp2.packing import flash_rows_inputs, packed_inputs
+from offbeat_engine.fsdp2.packing import RowInputs
+from offbeat_engine.fsdp2.varlen import plan_flash_attn, plan_varlen
 from offbeat_engine.testing import RankPool, random_batch, relative_error
 
 BATCHES = [random_batch(9, seed=seed) for seed in range(2)]
 
 
+SHAPES = {
+    "grouped": {"heads": (4, 2), "size": 64},
+    "odd size": {"heads": (2, 2), "size": 20},  # padded to 24
+    "large": {"heads": (4, 1), "size": 256},
+}
+
+
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 5])
-def test_flash_attention_on_packed_rows_is_sdpa(window):
-    pytest.importorskip("flash_attn")
-    device = torch.device("cuda")
-    ids = torch.zeros(3, 11, dtype=torch.int64)
-    fed = torch.arange(11)[None] < torch.tensor([11, 4, 7])[:, None]
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("plan_rows", [plan_varlen, plan_flash_attn])
+def test_the_kernels_of_a_gpu_are_the_plain_one(plan_rows, share, window, shape):
+    if plan_rows is plan_flash_attn:
+        pytest.importorskip("flash_attn")
+        if share:
+            pytest.skip("it shares nothing")
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, heads, 22, 32, generator=draw).to(device, torch.bfloat16) for heads in (4, 2, 2)
-    )
-    outputs = []
-    for make_inputs in (flash_rows_inputs, packed_inputs):
-        plan = make_inputs(ids, fed, device)[0]["packed"]
-        module = torch.nn.Identity()
-        outputs.append(
-            packed_attention(module, query, key, value, None, packed=plan, sliding_window=window)[0]
+    ids = torch.randint(1, 50, (3, 33), generator=draw)
+    ids[:, :12] = ids[0, :12]
+    fed = torch.arange(33)[None] < torch.tensor([33, 14, 21])[:, None]
+    inputs, _ = RowInputs(plan_varlen, share)(ids, fed, torch.device("cpu"))
+    num_tokens, (num_query, num_kv), size = inputs["input_ids"].shape[1], *SHAPES[shape].values()
+    heads = [
+        torch.randn(1, number, num_tokens, size, generator=draw).bfloat16()
+        for number in (num_query, num_kv, num_kv)
+    ]
+    weights = torch.randn(1, num_tokens, num_query, size, generator=draw)
+    results = []
+    for device in ("cpu", "cuda"):
+        plan = RowInputs(plan_rows if device == "cuda" else plan_varlen, share)(
+            ids, fed, torch.device(device)
         )
-    assert outputs[0].shape == outputs[1].shape == (1, 22, 4, 32)
-    assert relative_error(outputs[0].float(), outputs[1].float()) < 1e-2
+        # On the CPU in float32: the one is exact up to its rounding, the other up to bfloat16's.
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        mine = [each.to(device, dtype).requires_grad_() for each in heads]
+        module = torch.nn.Identity()
+        out = packed_attention(module, *mine, None, packed=plan[0]["packed"], sliding_window=window)[0]
+        grads = torch.autograd.grad((out * weights.to(device)).sum(), mine)
+        results.append([each.detach().float().cpu() for each in (out, *grads)])
+    for got, exact in zip(results[1], results[0], strict=True):
+        assert relative_error(got, exact) < 1e-2
 
 
 def train(world, config):

@@ -59,14 +59,13 @@ class PositionsRunOn(Unchecked):
     """Counts positions through the packed row instead of from each sequence's start."""
 
     def forward_backward_step(self, *args, **kwargs):
-        one_row = packing._one_row
+        laid_out = packing.RowInputs.__call__
 
         def running(*arguments):
-            inputs, where, lengths = one_row(*arguments)
-            ids = inputs["input_ids"]
-            return {**inputs, "position_ids": torch.arange(ids.shape[1])[None]}, where, lengths
+            inputs, where = laid_out(*arguments)
+            return {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}, where
 
-        with patched(packing, "_one_row", running):
+        with patched(packing.RowInputs, "__call__", running):
             return super().forward_backward_step(*args, **kwargs)
 
 
@@ -74,10 +73,11 @@ class NoBoundary(Unchecked):
     """Lets every sequence of a packed row attend to those before it."""
 
     def forward_backward_step(self, *args, **kwargs):
-        def joined(lengths, device):
-            return attention.packed_rows([sum(lengths)], device)
+        def joined(where_ST, own_ST, lengths, device):
+            place_1N = torch.arange(sum(lengths))[None]
+            return attention.plan_padded(place_1N, place_1N >= 0, [sum(lengths)], device)
 
-        with patched(packing, "packed_rows", joined):
+        with patched(stepping, "inputs_maker", lambda config: packing.RowInputs(joined)):
             return super().forward_backward_step(*args, **kwargs)
 
 

@@ -1,5 +1,6 @@
 """A beginning that sequences have in common is computed once, and nothing else changes."""
 
+import functools
 from itertools import pairwise
 
 import pytest
@@ -16,11 +17,15 @@ from offbeat_engine import (
     plan_micro_batches,
     train_batch,
 )
-from offbeat_engine.fsdp2.packing import _owners, lay_out, packed_inputs, shared_inputs
-from offbeat_engine.testing import reference_logprobs, relative_error
+from offbeat_engine.fsdp2.attention import plan_padded
+from offbeat_engine.fsdp2.packing import RowInputs, _owners, lay_out
+from offbeat_engine.fsdp2.varlen import plan_varlen
+from offbeat_engine.testing import make_tiny_model, reference_logprobs, relative_error
 from offbeat_engine.testing.reference import load_reference
 
 CPU = torch.device("cpu")
+PLANS = {"sdpa": plan_padded, "varlen": plan_varlen}
+kernels = pytest.mark.parametrize("attention", PLANS)
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=1, max_size=9)
 
 
@@ -91,10 +96,6 @@ def step(world, path, **settings):
     return engine.unshard_data(predictions)["logprobs"], loss, gradients
 
 
-def step_in_small_micro_batches(world, path):
-    return step(world, path, micro_batch_tokens=60)
-
-
 def check(path, logprobs, loss, gradients):
     model, batch = load_reference(path), group_batch()
     wanted = reference_logprobs(model, batch)["logprobs"]
@@ -108,27 +109,34 @@ def check(path, logprobs, loss, gradients):
     assert len(gradients) == sum(1 for _ in model.parameters())
 
 
-def test_sharing_feeds_fewer_tokens_and_changes_no_number(tiny):
+@kernels
+def test_sharing_feeds_fewer_tokens_and_changes_no_number(tiny, attention):
     batch = group_batch()
-    shared, plain = lay_out(batch, shared_inputs, CPU), lay_out(batch, packed_inputs, CPU)
+    shared, plain = (lay_out(batch, RowInputs(PLANS[attention], share), CPU) for share in (True, False))
     fed = plain.model_inputs["input_ids"].numel()
     saved = sum(3 * (9 + group) for group in range(3))  # three of four prompts of each group, and more
     assert shared.model_inputs["input_ids"].numel() <= fed - saved
-    check(tiny, *step(World(), tiny))
+    assert shared.model_inputs["packed"].shared
+    check(tiny, *step(World(), tiny, attention=attention))
 
 
-def test_where_little_is_shared_rows_are_packed_plainly(tiny):
-    batch = group_batch(num_groups=3, size=1)
-    del tiny
-    assert lay_out(batch, shared_inputs, CPU).model_inputs["packed"].back_N.tolist() == (
-        lay_out(batch, packed_inputs, CPU).model_inputs["packed"].back_N.tolist()
-    )
+@kernels
+def test_where_little_is_shared_rows_are_packed_plainly(attention):
+    layout = lay_out(group_batch(num_groups=3, size=1), RowInputs(PLANS[attention], share=True), CPU)
+    assert not layout.model_inputs["packed"].shared
 
 
-def test_groups_that_are_cut_by_the_budget_or_shared_among_ranks_come_to_the_same(tiny, two_ranks):
-    check(tiny, *step_in_small_micro_batches(World(), tiny))
-    for result in two_ranks.run(step, tiny):
+@kernels
+def test_groups_that_are_cut_by_the_budget_or_shared_among_ranks_come_to_the_same(tiny, two_ranks, attention):
+    check(tiny, *step(World(), tiny, attention=attention, micro_batch_tokens=60))
+    for result in two_ranks.run(functools.partial(step, attention=attention), tiny):
         check(tiny, *result)
+
+
+@kernels
+def test_layers_with_a_window_share_beginnings_too(tmp_path, attention):
+    path = make_tiny_model(tmp_path, family="mistral", sliding_window=7)
+    check(path, *step(World(), path, attention=attention))
 
 
 def test_a_token_that_is_no_longer_common_is_not_shared():

@@ -8,6 +8,7 @@ import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.facts import Facts, gather_facts
+from offbeat_recipes.plan import plan_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +36,29 @@ def test_the_tiny_model_is_counted_without_being_made(tmp_path: Path, monkeypatc
     named = gather_facts(compose_run([f"model.path={folder}"]))
     assert named.model == facts.model
     assert facts.refusals == named.refusals == ()
+
+
+def test_a_driver_without_a_gpu_plans_for_a_cluster_that_has_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = compose_run(
+        ["device=cuda", "model.dtype=bfloat16", "cluster.ray_address=head:6379", "engine.compile=true"]
+    )
+    facts = gather_facts(config)
+    assert facts.refusals == ()
+    assert plan_run(config, facts).refusals == ()
+
+
+def test_a_gpu_of_the_driver_is_not_taken_for_one_of_the_cluster(monkeypatch: pytest.MonkeyPatch):
+    def asked(*_: object) -> None:
+        pytest.fail("the cluster's GPUs are not this machine's")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", asked)
+    monkeypatch.setattr("torch.cuda.device_count", asked)
+    facts = gather_facts(
+        compose_run(["device=cuda", "model.dtype=bfloat16", "cluster.ray_address=head:6379"])
+    )
+    assert (facts.num_gpus, facts.gpu_gib) == (0, 0.0)
 
 
 def test_missing_files_and_models_are_named():

@@ -49,6 +49,7 @@ class ModelFacts:
 class Facts:
     """What was found. `refusals` are those of the parts themselves: engine, adapter, files, model folder.
 
+    `num_gpus` and `gpu_gib` are 0 where there are none, and where processes run on the machines of a cluster.
     `num_train_prompts` and `longest_answer_tokens` are 0 where they are not known without reading the data.
     `offloads` and `sleeps`: engine and replicas can leave a device to the other while they rest.
     `recomputes`: replicas can compute keys and values of what is under way again.
@@ -83,7 +84,8 @@ def gather_facts(config: RunConfig) -> Facts:
     except (TaskError, OSError, ValueError) as error:
         setting = "task" if isinstance(error, TaskError) else "model.path"
         refusals.append(Refusal(setting, str(error).splitlines()[0], "give a value that can be used"))
-    on_cuda = config.device == "cuda" and torch.cuda.is_available()
+    # GPUs of a cluster are not this machine's: nothing is known of them.
+    on_cuda = config.device == "cuda" and not config.cluster.ray_address and torch.cuda.is_available()
     return Facts(
         num_cores=len(os.sched_getaffinity(0)),
         num_gpus=torch.cuda.device_count() if on_cuda else 0,

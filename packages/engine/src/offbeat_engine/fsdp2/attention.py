@@ -1,19 +1,20 @@
-"""Block-diagonal causal attention over packed rows, without a mask and without a special kernel.
+"""Attention over packed rows: one entry in transformers' registry, and behind it a plan of who sees whom.
 
 All sequences of a micro-batch lie one after the other in one row, so every linear layer, norm and activation
-sees real tokens only. Attention alone is done in padded form: queries, keys and values of sequences of similar
-length are gathered to [B, T], attended causally (right padding lies in no real token's past, so no mask is
-needed) and put back. The cost is linear in the tokens times their own sequence's length; a dense
-[N, N] mask over the packed row would be quadratic in the micro-batch.
+sees real tokens only. Attention alone must know where sequences begin: the row's plan says so. It enters through
+transformers' own registry, whatever the kernel, so no model code is patched and every kernel refuses alike.
+Under sequence parallelism the row is cut among the ranks of a group; attention alone sees all of it, for some of the
+heads (see `fsdp2.ulysses`).
 
-It enters through transformers' own attention registry: no model code is patched. Where flash-attention is
-installed its variable-length kernel is used instead. Under sequence parallelism the row is cut among the ranks of
-a group; attention alone sees all of it, for some of the heads (see `fsdp2.ulysses`).
+`PaddedRows` is the plan for any device and dtype: queries, keys and values of sequences of similar length are
+gathered to [B, T], attended causally (right padding lies in no real token's past, so no mask is needed) and put
+back. The cost is linear in the tokens times their own sequence's length; a dense [N, N] mask over the packed row
+would be quadratic in the micro-batch. `fsdp2.varlen` has the plan for variable-length kernels.
 """
 
-# transformers is typed in part: its registry takes any callable. flash-attn is not typed, and often not installed.
+# transformers is typed in part: its registry takes any callable. torch.autograd.Function is untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportMissingImports=false
+# pyright: reportIncompatibleMethodOverride=false
 
 # ruff: noqa: N815 shapes ride in names, of fields too
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.nn import functional
@@ -37,7 +38,56 @@ if TYPE_CHECKING:
 
 NAME = "offbeat_packed"
 
-# Shapes: N packed tokens, B sequences of one length class, T tokens of its longest, A heads, D head size.
+# Shapes: N packed tokens, B sequences of one length class, T tokens of its longest, S sequences, A query heads,
+# K key-value heads, D head size.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a layer asks of attention: the factor of the scores, the last tokens seen (None: all), dropout."""
+
+    scaling: float
+    window: int | None
+    dropout: float
+
+
+class RowPlan(Protocol):
+    """Who sees whom in a packed row; made once per micro-batch, used in each layer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return N."""
+        ...
+
+    @property
+    def peers(self) -> SubGroup | None:
+        """Return the ranks among which the row is cut, None where it is whole."""
+        ...
+
+    def attend(
+        self, query_NAD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, asked: Asked
+    ) -> torch.Tensor:
+        """Attend within each sequence of the whole row; [N, A, D]."""
+        ...
+
+
+class PlanRows(Protocol):
+    """Plans attention for sequences whose tokens lie anywhere in one packed row."""
+
+    def __call__(
+        self, where_ST: torch.Tensor, own_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
+    ) -> RowPlan:
+        """Return the plan.
+
+        Args:
+            where_ST: int64, the place of each token in the row, for the first `lengths[s]` of sequence s. Sequences may
+                share places where they begin alike.
+            own_ST: bool, each place once: whose query answers there. Of each sequence those are the last ones, and they
+                lie together.
+            lengths: tokens of each sequence, >= 1.
+            device: where the plan is needed.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,49 +99,45 @@ class LengthClass:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
-    """How to go from the packed row to padded classes and back; made once per micro-batch, used in each layer."""
+class PaddedRows:
+    """How to go from the packed row to padded classes and back: a `RowPlan`."""
 
     classes: tuple[LengthClass, ...]
     back_N: torch.Tensor  # int64, where each packed token lies in the concatenated, flattened classes
-    peers: SubGroup | None = None  # the ranks among which the row is cut
+    shared: bool = False  # whether some tokens belong to more than one sequence
+    peers: SubGroup | None = None
 
     @property
     def num_tokens(self) -> int:
         """Return N."""
         return len(self.back_N)
 
+    def attend(
+        self, query_NAD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, asked: Asked
+    ) -> torch.Tensor:
+        """Attend within each sequence, class by class; [N, A, D]."""
+        outputs: list[torch.Tensor] = []
+        for group in self.classes:
+            mask = _window_mask(asked.window, group.source_BT)
+            output_BATD = functional.scaled_dot_product_attention(
+                _spread(query_NAD, group.source_BT),
+                _spread(key_NKD, group.source_BT, self.shared),
+                _spread(value_NKD, group.source_BT, self.shared),
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=asked.dropout,
+                scale=asked.scaling,
+                enable_gqa=query_NAD.shape[1] != key_NKD.shape[1],
+            )
+            outputs.append(output_BATD.transpose(1, 2).flatten(0, 1))
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined.index_select(0, self.back_N)
 
-@dataclass(frozen=True, slots=True)
-class FlashRows:
-    """The same plan for flash-attention's variable-length kernel."""
 
-    ends_S: torch.Tensor  # int32 [sequences + 1], where each sequence starts, and the last one ends
-    longest: int
-    num_tokens: int
-    peers: SubGroup | None = None
-
-
-def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:
-    """Plan attention for sequences of `lengths` (>= 1) that lie in this order in one packed row."""
-    lengths_S = torch.tensor(lengths, dtype=torch.int64)
-    starts_S = lengths_S.cumsum(0) - lengths_S
-    where_ST = starts_S[:, None] + torch.arange(max(lengths))
-    return plan_rows(where_ST, torch.ones_like(where_ST, dtype=torch.bool), lengths, device)
-
-
-def plan_rows(
+def plan_padded(
     where_ST: torch.Tensor, own_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
-) -> PackedRows:
-    """Plan attention for sequences whose tokens lie anywhere in one packed row.
-
-    Args:
-        where_ST: int64, the place of each token in the row, for the first `lengths[s]` of sequence s. Sequences may
-            share places where they begin alike.
-        own_ST: bool, each place once: whose query answers there.
-        lengths: tokens of each sequence, >= 1.
-        device: where the plan is needed.
-    """
+) -> PaddedRows:
+    """Plan `PaddedRows`: a `PlanRows`."""
     lengths_S = torch.tensor(lengths, dtype=torch.int64)
     own_ST = own_ST & (torch.arange(where_ST.shape[1]) < lengths_S[:, None])
     back_N = torch.empty(int(own_ST.sum()), dtype=torch.int64)
@@ -106,7 +152,7 @@ def plan_rows(
         back_N[source_BT[own_BT]] = own_BT.flatten().nonzero().squeeze(1) + offset
         offset += real_BT.numel()
         classes.append(LengthClass(source_BT.to(device), real_BT.to(device)))
-    return PackedRows(tuple(classes), back_N.to(device))
+    return PaddedRows(tuple(classes), back_N.to(device), shared=len(back_N) < sum(lengths))
 
 
 def packed_attention(
@@ -115,7 +161,7 @@ def packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **options: object,
+    **options: Any,  # noqa: ANN401 transformers hands down what the layer was called with
 ) -> tuple[torch.Tensor, None]:
     """Attend inside each sequence of a packed row; the signature is transformers' attention interface.
 
@@ -125,92 +171,59 @@ def packed_attention(
         key: see `query`.
         value: see `query`.
         attention_mask: must be None; the plan in `options["packed"]` says which token sees which.
-        options: `packed` (a `PackedRows`), `scaling`, `dropout`, `sliding_window`; others must be absent.
+        options: `packed` (a `RowPlan`), `scaling`, `dropout`, `sliding_window`; others must be absent.
 
     Returns:
         [1, N, A, D] and None (no attention weights).
     """
-    packed = options.get("packed")
-    if not isinstance(packed, PackedRows | FlashRows) or attention_mask is not None:
+    plan: RowPlan | None = options.get("packed")
+    if plan is None or attention_mask is not None:
         raise ConfigError(
             f"{type(module).__name__} does not hand the packing plan down to attention; set `packing: false`"
         )
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ConfigError(f"packed attention does not know `{name}`; set `packing: false`")
-    query_NAD, key_NAD, value_NAD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    peers = packed.peers
-    if peers is None:
-        return _attend(packed, query_NAD, key_NAD, value_NAD, options)[None], None
-    num_tokens = packed.num_tokens  # without the padding to equal slices
-    query_NaD, key_NaD, value_NaD = heads_of_all_tokens(query_NAD, key_NAD, value_NAD, peers)
-    output_NaD = _attend(
-        packed, query_NaD[:num_tokens], key_NaD[:num_tokens], value_NaD[:num_tokens], options
+    window, scaling = options.get("sliding_window"), options.get("scaling")
+    asked = Asked(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=window if isinstance(window, int) else None,
+        dropout=float(options.get("dropout") or 0.0),
     )
+    query_NAD, key_NKD, value_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if plan.peers is None:
+        return plan.attend(query_NAD, key_NKD, value_NKD, asked)[None], None
+    num_tokens = plan.num_tokens  # without the padding to equal slices
+    query_NaD, key_NkD, value_NkD = heads_of_all_tokens(query_NAD, key_NKD, value_NKD, plan.peers)
+    output_NaD = plan.attend(query_NaD[:num_tokens], key_NkD[:num_tokens], value_NkD[:num_tokens], asked)
     output_NaD = functional.pad(output_NaD, (0, 0, 0, 0, 0, len(query_NaD) - num_tokens))
-    return tokens_of_all_heads(output_NaD, peers)[None], None
+    return tokens_of_all_heads(output_NaD, plan.peers)[None], None
 
 
-def _attend(
-    packed: PackedRows | FlashRows,
-    query_NAD: torch.Tensor,
-    key_NAD: torch.Tensor,
-    value_NAD: torch.Tensor,
-    options: dict[str, object],
-) -> torch.Tensor:
-    """Attend within each sequence of the whole row; [N, A, D]."""
-    window = options.get("sliding_window")
-    window = window if isinstance(window, int) else None
-    dropout = float(options.get("dropout") or 0.0)  # type: ignore[arg-type]
-    scaling = options.get("scaling")
-    if isinstance(packed, FlashRows):
-        return _attend_flash(packed, (query_NAD, key_NAD, value_NAD), dropout, scaling, window)
-    outputs: list[torch.Tensor] = []
-    for group in packed.classes:
-        mask = _window_mask(window, group.source_BT)
-        output_BATD = functional.scaled_dot_product_attention(
-            _spread(query_NAD, group.source_BT),
-            _spread(key_NAD, group.source_BT),
-            _spread(value_NAD, group.source_BT),
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=dropout,
-            scale=scaling,  # type: ignore[arg-type]
-            enable_gqa=query_NAD.shape[1] != key_NAD.shape[1],
-        )
-        outputs.append(output_BATD.transpose(1, 2).flatten(0, 1))
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.index_select(0, packed.back_N)
-
-
-def _attend_flash(
-    packed: FlashRows,
-    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    dropout: float,
-    scaling: object,
-    window: int | None,
-) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(
-        *(tensor.contiguous() for tensor in heads),
-        cu_seqlens_q=packed.ends_S,
-        cu_seqlens_k=packed.ends_S,
-        max_seqlen_q=packed.longest,
-        max_seqlen_k=packed.longest,
-        dropout_p=dropout,
-        softmax_scale=scaling,
-        causal=True,
-        # The kernel counts the tokens left of the own one.
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def _spread(tensor_NAD: torch.Tensor, source_BT: torch.Tensor) -> torch.Tensor:
+def _spread(tensor_NAD: torch.Tensor, source_BT: torch.Tensor, shared: bool = False) -> torch.Tensor:
     """Gather packed tokens into padded rows [B, A, T, D]."""
-    spread = tensor_NAD.index_select(0, source_BT.flatten())
+    index = source_BT.flatten()
+    if shared and tensor_NAD.dtype.itemsize < 4:
+        spread = cast("torch.Tensor", _GatherShared.apply(tensor_NAD, index))
+    else:
+        spread = tensor_NAD.index_select(0, index)
     return spread.view(*source_BT.shape, *tensor_NAD.shape[1:]).transpose(1, 2)
+
+
+class _GatherShared(torch.autograd.Function):
+    """`index_select` of rows that many ask for: their gradients are added up in float32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor_NAD: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        ctx.save_for_backward(index)
+        ctx.shape = tensor_NAD.shape
+        return tensor_NAD.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
 
 
 def _window_mask(window: int | None, source_BT: torch.Tensor) -> torch.Tensor | None:

@@ -14,14 +14,16 @@ from offbeat_engine.config import Schedule
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.compilation import compiler_missing
+from offbeat_engine.fsdp2.kernels import missing_here, refusal
 from offbeat_engine.fsdp2.loading import empty_model
 from offbeat_engine.fsdp2.lora import has_peft
-from offbeat_engine.fsdp2.model import has_flash_attention, wants_flash
+from offbeat_engine.toolkit.collectives import first_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from offbeat_engine.fsdp2.config import Fsdp2Config
+    from offbeat_engine.world import World
 
 _MISSING = {
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
@@ -46,14 +48,17 @@ def capabilities() -> Capabilities:
 
 
 def refusals(config: Fsdp2Config, num_ranks: int) -> list[Refusal]:
-    """Return every reason why `config` cannot run on `num_ranks` ranks, all at once."""
+    """Return every reason why `config` cannot run on `num_ranks` ranks, all at once.
+
+    Who asks may sit on a machine without a GPU: what a rank's own must have is looked at by `refusals_here`.
+    """
     return [
         *_numbers(config, num_ranks),
         *_layout_of_ranks(config, num_ranks),
         *_optimizer(config),
-        *_device(config),
+        *_attention(config),
         *_lora(config),
-        *_kernels(config),
+        *(_compiler(config) if config.device == "cpu" else ()),
         *_family(config),
     ]
 
@@ -157,23 +162,10 @@ def _optimizer(config: Fsdp2Config) -> Iterator[Refusal]:
         )
 
 
-def _device(config: Fsdp2Config) -> Iterator[Refusal]:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        yield Refusal(setting="device", reason="this process sees no CUDA device", remedy="use cpu")
-    if config.packing and config.attention == "eager":
-        yield Refusal(
-            setting="attention",
-            reason="eager attention knows no packed rows",
-            remedy="set `packing: false`, or use auto",
-        )
-    if not wants_flash(config):
-        return
-    if not has_flash_attention() or config.device != "cuda" or config.dtype != "bfloat16":
-        yield Refusal(
-            setting="attention",
-            reason="flash_attention_2 needs the flash-attn package, a CUDA device and bfloat16",
-            remedy="use auto",
-        )
+def _attention(config: Fsdp2Config) -> Iterator[Refusal]:
+    found = refusal(config)
+    if found is not None:
+        yield Refusal("attention", *found)
 
 
 def _lora(config: Fsdp2Config) -> Iterator[Refusal]:
@@ -212,23 +204,60 @@ def _lora(config: Fsdp2Config) -> Iterator[Refusal]:
         )
 
 
-def _kernels(config: Fsdp2Config) -> Iterator[Refusal]:
+def _compiler(config: Fsdp2Config) -> Iterator[Refusal]:
     missing = compiler_missing(config.device) if config.compile else None
     if missing is not None:
         yield Refusal(setting="compile", reason=missing, remedy="install it, or set `compile: false`")
-    if not config.deterministic:
+
+
+def require(config: Fsdp2Config, world: World, refused: list[Refusal]) -> None:
+    """Hold that nothing is `refused`, and that each rank has what `config` needs: their machines may differ. A collective.
+
+    Raises:
+        ConfigError: with all reasons, the same on all ranks; where one lacks something it says which.
+        StateError: there are other ranks, and `World.join` was not called.
+    """
+    if refused:  # on every rank alike
+        raise ConfigError("; ".join(map(str, refused)))
+    if world.size > 1:
+        world.ensure_group(config.collective_timeout_s)
+    lacking = refusals_here(config, world)
+    failure = first_failure(world, ConfigError("; ".join(map(str, lacking))) if lacking else None)
+    if failure is not None:
+        raise ConfigError(failure.replace("ConfigError: ", "", 1))
+
+
+def refusals_here(config: Fsdp2Config, world: World) -> list[Refusal]:
+    """Return why this rank cannot run `config`: what `refusals` cannot know, which may be asked on another machine."""
+    if config.device != world.device:
+        return [
+            Refusal(
+                setting="device",
+                reason=f'the engine is to compute on "{config.device}", its rank is on "{world.device}"',
+                remedy="give `Fsdp2Config.device` and `World.device` the same value",
+            )
+        ]
+    return list(_gpu(config, world)) if config.device == "cuda" else []
+
+
+def _gpu(config: Fsdp2Config, world: World) -> Iterator[Refusal]:
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if world.local_rank >= visible:
+        yield Refusal(
+            setting="device",
+            reason=f"rank {world.rank} computes on cuda:{world.local_rank}, and its process sees {visible} CUDA devices",
+            remedy="use cpu, or run where there are as many GPUs as ranks",
+        )
         return
+    yield from _compiler(config)
+    lack = missing_here(config, torch.cuda.get_device_capability(world.local_rank))
+    if lack is not None:
+        yield Refusal(setting="attention", reason=lack, remedy="set `attention: sdpa`")
     # Only cuBLAS reads it, once, when it starts: whoever launches the process must set it, so it is looked at here.
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")  # noqa: TID251
-    if config.device == "cuda" and workspace not in _WORKSPACES:
+    if config.deterministic and workspace not in _WORKSPACES:
         yield Refusal(
             setting="deterministic",
             reason=f"cuBLAS needs CUBLAS_WORKSPACE_CONFIG to be one of {', '.join(_WORKSPACES)}, got {workspace}",
             remedy="set it in the environment that starts the ranks",
-        )
-    if wants_flash(config) and not config.packing:
-        yield Refusal(
-            setting="deterministic",
-            reason="flash-attention on padded rows does not hear of it",
-            remedy="set `packing: true`, or `attention: sdpa`",
         )

@@ -25,7 +25,7 @@ class Fsdp2Config(EngineConfig):
     sequence_parallel_size: int = bounded(1, at_least=1)
     shard_size: int = bounded(0, at_least=0)
     compile: bool = False
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    attention: Literal["auto", "eager", "sdpa", "varlen", "flash_attention_2"] = "auto"
 
     @property
     def model_parallel_size(self) -> int:

@@ -83,9 +83,7 @@ class Fsdp2Engine(Engine):
         """
         if self._parts is not None:
             raise StateError("`init_model` was called before; make a new engine for another model")
-        refused = self.check(self._config, self.world.size)
-        if refused:
-            raise ConfigError("; ".join(map(str, refused)))
+        checks.require(self._config, self.world, self.check(self._config, self.world.size))
         self._parts = build_parts(self._config, self.world)
         difference = self._difference(self._parts)
         if difference is not None:

@@ -6,26 +6,27 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import attention, compilation, families, freezing, hf_names, loading, lora, weights
-from offbeat_engine.fsdp2.packing import (
-    flash_inputs,
-    flash_rows_inputs,
-    packed_inputs,
-    padded_inputs,
-    shared_inputs,
+from offbeat_engine.fsdp2 import (
+    attention,
+    compilation,
+    families,
+    freezing,
+    hf_names,
+    kernels,
+    loading,
+    lora,
+    weights,
 )
 from offbeat_engine.fsdp2.scorer import Scorer
 
 if TYPE_CHECKING:
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.fsdp2.packing import MakeInputs
 
 
 def build_scorer(config: Fsdp2Config) -> Scorer:
@@ -35,7 +36,7 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
         ConfigError: the folder holds no such model, or the family does not fit the config.
     """
     attention.register()
-    name = attention_name(config)
+    name = kernels.implementation(config)
     hf, unfilled = loading.load(config.model, "sdpa" if name == attention.NAME else name)
     refused = "; ".join(map(str, families.refusals(hf, config)))
     if refused:
@@ -75,42 +76,3 @@ def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | Non
 def compute_dtype(config: Fsdp2Config) -> torch.dtype:
     """Return the dtype in which the model computes and its weights leave."""
     return torch.bfloat16 if config.dtype is Dtype.BFLOAT16 else torch.float32
-
-
-def attention_name(config: Fsdp2Config) -> str:
-    """Return the transformers attention implementation that `config` comes to."""
-    chosen = _kernel(config)
-    # Flash-attention goes through ours where transformers' own knows no cut rows, no determinism, no graph's end.
-    special = config.sequence_parallel_size > 1 or config.deterministic or config.compile
-    ours = chosen == "sdpa" or (chosen == "flash_attention_2" and special)
-    return attention.NAME if ours and config.packing else chosen
-
-
-def wants_flash(config: Fsdp2Config) -> bool:
-    """Return whether attention comes to flash-attention's kernels, through transformers or through ours."""
-    return _kernel(config) == "flash_attention_2"
-
-
-def _kernel(config: Fsdp2Config) -> str:
-    if config.attention != "auto":
-        return config.attention
-    flash = config.device == "cuda" and config.dtype is Dtype.BFLOAT16 and has_flash_attention()
-    return "flash_attention_2" if flash else "sdpa"
-
-
-def inputs_maker(config: Fsdp2Config) -> MakeInputs:
-    """Return the arrangement of tokens that goes with the attention of `config`."""
-    if not config.packing:
-        return padded_inputs
-    if attention_name(config) != attention.NAME:
-        return flash_inputs
-    if wants_flash(config):
-        return flash_rows_inputs
-    # Ranks that share a row cut it where they like, which a shared beginning does not survive.
-    alone = config.sequence_parallel_size == 1
-    return shared_inputs if config.share_prefixes and alone else packed_inputs
-
-
-def has_flash_attention() -> bool:
-    """Return whether the flash-attn package is installed."""
-    return find_spec("flash_attn") is not None

@@ -13,17 +13,17 @@ prompts cost no logits, and what follows the last trained token costs nothing. C
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2.attention import FlashRows, PackedRows, packed_rows, plan_rows
 from offbeat_engine.fsdp2.ulysses import padded_length
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.fsdp2.attention import PlanRows
     from offbeat_engine.world import SubGroup
 
 # Beginnings are shared where that saves at least this part of the tokens.
@@ -71,7 +71,46 @@ def fed_lengths(loss_mask_BT: torch.Tensor) -> torch.Tensor:
     return (loss_mask_BT * position_T).amax(1)
 
 
-def slice_layout(layout: Layout, peers: SubGroup) -> Layout:
+def lay_out(
+    batch: TrainBatch | None, make_inputs: MakeInputs, device: torch.device, peers: SubGroup | None = None
+) -> Layout:
+    """Lay out one micro-batch; None, or one that asks for nothing, gives a dummy. Given `peers`, return this rank's slice.
+
+    All is planned where the batch is, and moved once: nothing is read back from `device`.
+    """
+    asked = None if batch is None or not bool(batch["loss_mask"].any()) else batch
+    layout = _dummy(make_inputs, device) if asked is None else _whole(asked, make_inputs, device)
+    if peers is not None:
+        layout = _slice(layout, peers)
+    temperature_M = layout.temperature_M
+    return replace(
+        layout,
+        select_M=layout.select_M.to(device),
+        targets_M=layout.targets_M.to(device),
+        temperature_M=None if temperature_M is None else temperature_M.to(device),
+        place_M=layout.place_M.to(device),
+    )
+
+
+def _whole(batch: TrainBatch, make_inputs: MakeInputs, device: torch.device) -> Layout:
+    ids_bT, mask_bT = batch["input_ids"], batch["loss_mask"]
+    position_T = torch.arange(ids_bT.shape[1], device=ids_bT.device)
+    fed_bT = position_T[None] < fed_lengths(mask_bT)[:, None]
+    inputs, where_bT = make_inputs(ids_bT, fed_bT, device)
+    row_M, position_M = mask_bT.nonzero(as_tuple=True)
+    # At temperature 1 everywhere the division, and the pass over the logits it costs, is left out: x / 1 is x.
+    cool = "temperature" not in batch or bool((batch["temperature"] == 1.0).all())
+    return Layout(
+        model_inputs=inputs,
+        select_M=where_bT[row_M, position_M - 1],
+        targets_M=ids_bT[row_M, position_M],
+        temperature_M=None if cool else batch["temperature"][row_M],
+        place_M=row_M * ids_bT.shape[1] + position_M,
+        dummy=False,
+    )
+
+
+def _slice(layout: Layout, peers: SubGroup) -> Layout:
     """Cut a packed row among `peers`, padded to equal slices; return this rank's.
 
     Each token keeps its position in its own sequence. The slices' answers, one rank after the other, are in the
@@ -79,7 +118,7 @@ def slice_layout(layout: Layout, peers: SubGroup) -> Layout:
     """
     inputs = dict(layout.model_inputs)
     plan, ids_1N = inputs.get("packed"), inputs["input_ids"]
-    if not isinstance(plan, PackedRows | FlashRows):
+    if plan is None:
         raise ConfigError("sequence parallelism cuts packed rows only; set `packing: true`")
     assert isinstance(ids_1N, torch.Tensor)
     num_tokens = ids_1N.shape[1]
@@ -95,7 +134,7 @@ def slice_layout(layout: Layout, peers: SubGroup) -> Layout:
     temperature_M = layout.temperature_M
     return replace(
         layout,
-        model_inputs={**inputs, "packed": replace(plan, peers=peers)},
+        model_inputs={**inputs, "packed": replace(cast("Any", plan), peers=peers)},
         select_M=layout.select_M[mine_M] - start,
         targets_M=layout.targets_M[mine_M],
         temperature_M=None if temperature_M is None else temperature_M[mine_M],
@@ -103,55 +142,41 @@ def slice_layout(layout: Layout, peers: SubGroup) -> Layout:
     )
 
 
-def lay_out(batch: TrainBatch | None, make_inputs: MakeInputs, device: torch.device) -> Layout:
-    """Lay out one micro-batch; None, or one that asks for nothing, gives a dummy."""
-    if batch is None or not bool(batch["loss_mask"].any()):
-        return _dummy(make_inputs, device)
-    ids_bT, mask_bT = batch["input_ids"], batch["loss_mask"]
-    position_T = torch.arange(ids_bT.shape[1], device=ids_bT.device)
-    fed_bT = position_T[None] < fed_lengths(mask_bT)[:, None]
-    inputs, where_bT = make_inputs(ids_bT, fed_bT, device)
-    row_M, position_M = mask_bT.nonzero(as_tuple=True)
-    # At temperature 1 everywhere the division, and the pass over the logits it costs, is left out: x / 1 is x.
-    cool = "temperature" not in batch or bool((batch["temperature"] == 1.0).all())
-    temperature_M = None if cool else batch["temperature"][row_M].to(device)
-    return Layout(
-        model_inputs=inputs,
-        select_M=where_bT[row_M, position_M - 1].to(device),
-        targets_M=ids_bT[row_M, position_M].to(device),
-        temperature_M=temperature_M,
-        place_M=(row_M * ids_bT.shape[1] + position_M).to(device),
-        dummy=False,
-    )
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """One row of all fed tokens, with a plan of who sees whom: a `MakeInputs`.
 
-
-def packed_inputs(
-    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
-) -> tuple[dict[str, object], torch.Tensor]:
-    """One row of all fed tokens, for `offbeat_packed` attention."""
-    inputs, where_bT, lengths = _one_row(ids_bT, fed_bT, device)
-    return {**inputs, "packed": packed_rows(lengths, device)}, where_bT
-
-
-def shared_inputs(
-    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
-) -> tuple[dict[str, object], torch.Tensor]:
-    """One row, as `packed_inputs`, in which a beginning that several sequences have in common lies once.
-
-    What a causal model makes of a token depends on the tokens before it alone. So the prompt of a group of completions
-    is computed once, its keys and values are looked up by each of them, and its gradient is the sum over all.
+    With `share` a beginning that several sequences have in common lies in it once. What a causal model makes of a token
+    depends on the tokens before it alone. So the prompt of a group of completions is computed once, its keys and values
+    are looked up by each of them, and its gradient is the sum over all.
     """
-    own_bT, owner_bT = _owners(ids_bT, fed_bT)
-    num_fed = int(fed_bT.sum())
-    if int(own_bT.sum()) > (1 - MIN_SHARED) * num_fed:
-        return packed_inputs(ids_bT, fed_bT, device)
-    inputs, where_bT, _ = _one_row(ids_bT, own_bT, device)
-    where_bT = where_bT.gather(0, owner_bT)
-    lengths_b = fed_bT.sum(1)
-    rows_S = lengths_b.nonzero().squeeze(1)
-    lengths = [int(length) for length in lengths_b[rows_S].tolist()]
-    plan = plan_rows(where_bT[rows_S].cpu(), own_bT[rows_S].cpu(), lengths, device)
-    return {**inputs, "packed": plan}, where_bT
+
+    plan: PlanRows
+    share: bool = False
+
+    def __call__(
+        self, ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+    ) -> tuple[dict[str, object], torch.Tensor]:
+        """Lay out the row; see `MakeInputs`."""
+        own_bT, owner_bT = fed_bT, None
+        if self.share:
+            owned_bT, found_bT = _owners(ids_bT, fed_bT)
+            if int(owned_bT.sum()) <= (1 - MIN_SHARED) * int(fed_bT.sum()):
+                own_bT, owner_bT = owned_bT, found_bT
+        row_N, position_N = own_bT.nonzero(as_tuple=True)
+        where_bT = torch.zeros_like(ids_bT)
+        where_bT[row_N, position_N] = torch.arange(len(row_N), device=ids_bT.device)
+        if owner_bT is not None:
+            where_bT = where_bT.gather(0, owner_bT)
+        lengths_b = fed_bT.sum(1)
+        rows_S = lengths_b.nonzero().squeeze(1)
+        lengths = [int(length) for length in lengths_b[rows_S].tolist()]
+        inputs: dict[str, object] = {
+            "input_ids": ids_bT[row_N, position_N][None].to(device),
+            "position_ids": position_N[None].to(device),
+            "packed": self.plan(where_bT[rows_S].cpu(), own_bT[rows_S].cpu(), lengths, device),
+        }
+        return inputs, where_bT
 
 
 def _owners(ids_bT: torch.Tensor, fed_bT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,26 +199,6 @@ def _owners(ids_bT: torch.Tensor, fed_bT: torch.Tensor) -> tuple[torch.Tensor, t
     return own_bT[back_b], owner_bT[back_b]
 
 
-def flash_inputs(
-    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
-) -> tuple[dict[str, object], torch.Tensor]:
-    """One row of all fed tokens, for flash-attention's variable-length kernel."""
-    inputs, where_bT, lengths = _one_row(ids_bT, fed_bT, device)
-    ends_S = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    spans = {"cu_seq_lens_q": ends_S, "cu_seq_lens_k": ends_S}
-    longest = max(lengths)
-    return {**inputs, **spans, "max_length_q": longest, "max_length_k": longest}, where_bT
-
-
-def flash_rows_inputs(
-    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
-) -> tuple[dict[str, object], torch.Tensor]:
-    """One row of all fed tokens, for flash-attention's kernel behind `offbeat_packed` (it can be cut among ranks)."""
-    inputs, where_bT, lengths = _one_row(ids_bT, fed_bT, device)
-    ends_S = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    return {**inputs, "packed": FlashRows(ends_S, max(lengths), sum(lengths))}, where_bT
-
-
 def padded_inputs(
     ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
 ) -> tuple[dict[str, object], torch.Tensor]:
@@ -207,23 +212,10 @@ def padded_inputs(
     return {"input_ids": ids.to(device), "attention_mask": mask_bT.to(device)}, where_bT
 
 
-def _one_row(
-    ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
-) -> tuple[dict[str, object], torch.Tensor, list[int]]:
-    row_N, position_N = fed_bT.nonzero(as_tuple=True)
-    where_bT = torch.zeros_like(ids_bT)
-    where_bT[row_N, position_N] = torch.arange(len(row_N), device=ids_bT.device)
-    inputs: dict[str, object] = {
-        "input_ids": ids_bT[row_N, position_N][None].to(device),
-        "position_ids": position_N[None].to(device),
-    }
-    return inputs, where_bT, [length for length in map(int, fed_bT.sum(1).tolist()) if length]
-
-
 def _dummy(make_inputs: MakeInputs, device: torch.device) -> Layout:
     one = torch.zeros(1, 1, dtype=torch.int64)
     inputs, _ = make_inputs(one, torch.ones(1, 1, dtype=torch.bool), device)
-    first = torch.zeros(1, dtype=torch.int64, device=device)
+    first = torch.zeros(1, dtype=torch.int64)
     return Layout(
         model_inputs=inputs, select_M=first, targets_M=first, temperature_M=None, place_M=first, dummy=True
     )

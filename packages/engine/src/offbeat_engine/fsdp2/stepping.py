@@ -13,8 +13,9 @@ import torch
 
 from offbeat_engine.errors import BatchError
 from offbeat_engine.fsdp2.activations import HostActivations
-from offbeat_engine.fsdp2.model import compute_dtype, inputs_maker
-from offbeat_engine.fsdp2.packing import fed_lengths, lay_out, shared_inputs, slice_layout
+from offbeat_engine.fsdp2.kernels import inputs_maker
+from offbeat_engine.fsdp2.model import compute_dtype
+from offbeat_engine.fsdp2.packing import RowInputs, fed_lengths, lay_out
 from offbeat_engine.fsdp2.ulysses import gather_answers
 from offbeat_engine.toolkit.micro_batches import MicroBatches
 from offbeat_engine.toolkit.planning import plan_micro_batches
@@ -108,7 +109,7 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     _check_lengths(batch, step.scorer.sequence_limit)
     lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
-    together = step.make_inputs is shared_inputs and "group" in batch
+    together = isinstance(step.make_inputs, RowInputs) and step.make_inputs.share and "group" in batch
     groups = [int(group) for group in batch["group"].tolist()] if together else None
     return plan_micro_batches(lengths, max_tokens=step.max_tokens, padded=step.padded, groups=groups)
 
@@ -149,9 +150,7 @@ def _leave(step: Step, anchor: torch.Tensor) -> None:
 def _forward(step: Step, run: MicroBatches, number: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the predictions [b, T] of a micro-batch, and an outcome of the pass that is there on ranks without one."""
     asked, micro = step.asked, run.rows(number)
-    layout = lay_out(micro, step.make_inputs, asked.device)
-    if step.peers is not None:
-        layout = slice_layout(layout, step.peers)
+    layout = lay_out(micro, step.make_inputs, asked.device, step.peers)
     run.on_device(number)
     wants_entropy_gradient = bool(getattr(asked.loss_fn, "entropy_gradient", False))
     with nullcontext() if step.activations is None else step.activations.kept():

@@ -1,0 +1,317 @@
+"""Packed rows by variable-length kernels: sequences are segments of the row, and what they share is attended to once.
+
+Attention to a beginning that several sequences share splits in two: what a token sees of its own sequence's tokens, and
+what it sees of the beginning. Each part gives an output and the log-sum-exp of its scores, and those of both together
+are
+
+    lse = log(exp(lse_1) + exp(lse_2)),   out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2.
+
+FlashAttention's backward pass (arXiv 2307.08691) takes a token's probabilities from its scores and log-sum-exp, so
+given `lse` and `out` of both together it gives for each part that part's share of the gradients, and they add up. All
+sequences with the same beginning ask for it in one segment, so the kernel itself adds up what its keys get.
+
+On a GPU the kernel is FlashAttention 2 as it comes with torch (`torch.nn.attention.varlen`, bfloat16), elsewhere a plain
+one, for any dtype and slow: it is there to be compared with. The GPU's has not been run by the project yet.
+"""
+
+# torch.autograd.Function and torch's own operators are untyped; flash-attn is often not installed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportIncompatibleMethodOverride=false, reportMissingImports=false
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch.nn import functional
+
+from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2.varlen_plain import Heads, Part, plain_backward, plain_forward
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat_engine.fsdp2.attention import Asked
+    from offbeat_engine.world import SubGroup
+
+# Shapes: N packed tokens, S sequences or segments, T tokens of the longest, Q tokens that ask and M that are seen in one
+# part, A query heads, K key-value heads, D head size.
+
+_Share = tuple["torch.Tensor | None", torch.Tensor]
+
+MAX_HEAD_SIZE = 256
+"""What FlashAttention 2 takes at most."""
+
+
+class Shared(NamedTuple):
+    """What sharing adds to a row: attention to beginnings, and for layers with a window, to sequences as a whole."""
+
+    beginnings: Part | None  # None where all that is shared are whole sequences, which nobody else asks
+    whole: Part
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenRows:
+    """A `RowPlan` for variable-length kernels; `flash_attn` asks for that package's."""
+
+    own: Part
+    longest: int  # sequence, with what it shares
+    num_tokens: int
+    shared: Shared | None = None
+    flash_attn: bool = False
+    peers: SubGroup | None = None
+
+    def attend(
+        self, query_NAD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, asked: Asked
+    ) -> torch.Tensor:
+        """Attend within each sequence; [N, A, D]."""
+        window = asked.window if asked.window is not None and asked.window < self.longest else None
+        heads = (query_NAD, key_NKD, value_NKD)
+        heads = _as_flash_takes_them(*heads) if query_NAD.is_cuda else heads
+        if self.flash_attn:
+            output_NAD = _flash_attn(self.own, heads, asked, window)
+        elif asked.dropout:
+            raise ConfigError(
+                f"varlen attention knows no dropout, and the model asks for {asked.dropout:g}; "
+                "set `attention: sdpa`, or train without dropout"
+            )
+        else:
+            output_NAD = cast(
+                "torch.Tensor", _Varlen.apply(*heads, self.parts(window), asked.scaling, window)
+            )
+        return output_NAD[..., : value_NKD.shape[-1]]
+
+    def parts(self, window: int | None) -> tuple[Part, ...]:
+        """Return what attention consists of for a layer that sees the last `window` tokens; None: all."""
+        if self.shared is None:
+            return (self.own,)
+        if (
+            window is not None
+        ):  # it reaches back from a token's own place, which a segment of many sequences has not
+            return (self.shared.whole,)
+        return (self.own,) if self.shared.beginnings is None else (self.own, self.shared.beginnings)
+
+
+def plan_varlen(
+    where_ST: torch.Tensor, own_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
+) -> VarlenRows:
+    """Plan `VarlenRows`: a `PlanRows`."""
+    num_own = (own_ST & (torch.arange(where_ST.shape[1]) < torch.tensor(lengths)[:, None])).sum(1).tolist()
+    where = [places_T[:length] for places_T, length in zip(where_ST, lengths, strict=True)]
+    # A sequence that shares all of its tokens asks for nothing itself.
+    asking = [index for index, own in enumerate(num_own) if own]
+    num_asking = [num_own[index] for index in asking]
+    plan = VarlenRows(
+        own=_part(None, None, num_asking, num_asking, device, causal=True),
+        longest=max(lengths),
+        num_tokens=sum(num_own),
+    )
+    if plan.num_tokens == sum(lengths):
+        return plan
+    sees_M, num_seen = torch.cat([where[index] for index in asking]), [lengths[index] for index in asking]
+    whole = _part(None, sees_M, num_asking, num_seen, device, causal=True)
+    return replace(plan, shared=Shared(_beginnings(where, num_own, device), whole))
+
+
+def plan_flash_attn(
+    where_ST: torch.Tensor, own_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
+) -> VarlenRows:
+    """Plan rows for the flash-attn package, in which nothing is shared: a `PlanRows`."""
+    plan = plan_varlen(where_ST, own_ST, lengths, device)
+    assert plan.shared is None
+    return replace(plan, flash_attn=True)
+
+
+def _beginnings(where: list[torch.Tensor], num_own: list[int], device: torch.device) -> Part | None:
+    """Return the part in which sequences see what they share with others, all that share the same in one segment."""
+    # Both by the place of the last token that is shared: it tells the beginning.
+    asks: dict[int, list[torch.Tensor]] = {}
+    sees: dict[int, torch.Tensor] = {}
+    for places_T, own in zip(where, num_own, strict=True):
+        first = len(places_T) - own
+        if first and own:
+            last = int(places_T[first - 1])
+            asks.setdefault(last, []).append(places_T[first:])
+            sees[last] = places_T[:first]
+    if not asks:
+        return None
+    asks_Q, sees_M = [torch.cat(each) for each in asks.values()], list(sees.values())
+    num_asking, num_seen = ([len(each) for each in side] for side in (asks_Q, sees_M))
+    return _part(torch.cat(asks_Q), torch.cat(sees_M), num_asking, num_seen, device, causal=False)
+
+
+def _part(
+    asks_Q: torch.Tensor | None,
+    sees_M: torch.Tensor | None,
+    lengths_q: Sequence[int],
+    lengths_k: Sequence[int],
+    device: torch.device,
+    *,
+    causal: bool,
+) -> Part:
+    asks_Q, sees_M = (None if each is None else each.to(device) for each in (asks_Q, sees_M))
+    ends_q, ends_k = (
+        torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device)
+        for sizes in (lengths_q, lengths_k)
+    )
+    return Part(asks_Q, sees_M, ends_q, ends_k, max(lengths_q), max(lengths_k), causal)
+
+
+class _Varlen(torch.autograd.Function):
+    """Attention in parts, as on top of this file. The first part asks for every token."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917 torch wants tensors as positional arguments
+        ctx: Any,  # noqa: ANN401
+        query_NAD: torch.Tensor,
+        key_NKD: torch.Tensor,
+        value_NKD: torch.Tensor,
+        parts: tuple[Part, ...],
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        forward = _flash_forward if query_NAD.is_cuda else plain_forward
+        heads = (query_NAD, key_NKD, value_NKD)
+        first, *others = parts
+        output_NAD, lse_AN = forward(_picked(first, heads), first, scaling, window)
+        for part in others:
+            assert part.asks_Q is not None
+            output_QAD, lse_AQ = forward(_picked(part, heads), part, scaling, window)
+            before_AQ, before_QAD = _pick(lse_AN, part.asks_Q, 1), _pick(output_NAD, part.asks_Q)
+            # The weight of the second: exp(lse_2 - lse) is the sigmoid of lse_2 - lse_1.
+            weight_QA1 = (lse_AQ - before_AQ).sigmoid().T[..., None]
+            wide = weight_QA1.dtype
+            both_QAD = torch.lerp(before_QAD.to(wide), output_QAD.to(wide), weight_QA1)
+            output_NAD.index_copy_(0, part.asks_Q, both_QAD.to(output_NAD.dtype))
+            lse_AN.index_copy_(1, part.asks_Q, torch.logaddexp(before_AQ, lse_AQ))
+        ctx.save_for_backward(*heads, output_NAD, lse_AN)
+        ctx.parts, ctx.scaling, ctx.window = parts, scaling, window
+        return output_NAD
+
+    @staticmethod
+    def backward(ctx: Any, grad_NAD: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+        query_NAD, key_NKD, value_NKD, output_NAD, lse_AN = ctx.saved_tensors
+        backward = _flash_backward if query_NAD.is_cuda else plain_backward
+        queries: list[_Share] = []
+        keys: list[_Share] = []
+        values: list[_Share] = []
+        for part in ctx.parts:
+            answer = (
+                _pick(grad_NAD, part.asks_Q).contiguous(),
+                _pick(output_NAD, part.asks_Q),
+                _pick(lse_AN, part.asks_Q, 1),
+            )
+            heads = _picked(part, (query_NAD, key_NKD, value_NKD))
+            of_q, of_k, of_v = backward(answer, heads, part, ctx.scaling, ctx.window)
+            queries.append((part.asks_Q, of_q))
+            keys.append((part.sees_M, of_k))
+            values.append((part.sees_M, of_v))
+        return (
+            _total(queries, query_NAD),
+            _total(keys, key_NKD),
+            _total(values, value_NKD),
+            None,
+            None,
+            None,
+        )
+
+
+def _pick(tensor: torch.Tensor, index: torch.Tensor | None, dim: int = 0) -> torch.Tensor:
+    return tensor if index is None else tensor.index_select(dim, index)
+
+
+def _picked(part: Part, heads: Heads) -> Heads:
+    return _pick(heads[0], part.asks_Q), _pick(heads[1], part.sees_M), _pick(heads[2], part.sees_M)
+
+
+def _total(shares: list[_Share], like: torch.Tensor) -> torch.Tensor:
+    """Add up what each part says of a gradient, in float32: many parts and sequences may speak of one key."""
+    if len(shares) == 1 and shares[0][0] is None:
+        return shares[0][1]
+    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    for index, share in shares:
+        total = total.add_(share) if index is None else total.index_add_(0, index, share.to(total.dtype))
+    return total.to(like.dtype)
+
+
+def _flash_forward(
+    heads: Heads, part: Part, scaling: float, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    output, lse_AQ = varlen_attn(
+        *heads, part.ends_q, part.ends_k, part.longest_q, part.longest_k,
+        return_aux=AuxRequest(lse=True), scale=scaling, window_size=_sides(part, window), **_grouped(),
+    )  # fmt: skip
+    wanted = heads[0].shape[1::-1]
+    if lse_AQ.shape != wanted:  # ROCm builds of torch before 2.13 pad it
+        raise ConfigError(
+            f"varlen attention of torch {torch.__version__} answers a log-sum-exp of shape {list(lse_AQ.shape)}, "
+            f"expected {list(wanted)}; set `attention: sdpa`"
+        )
+    return output, lse_AQ
+
+
+def _flash_backward(answer: Heads, heads: Heads, part: Part, scaling: float, window: int | None) -> Heads:
+    from torch.nn.attention import varlen  # registers the operator
+
+    del varlen
+    grad, output, lse_AQ = answer
+    sides = _sides(part, window)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+    return torch.ops.torch_attn._varlen_attn_backward(  # noqa: SLF001 its public form takes no merged log-sum-exp
+        grad, *heads, output, lse_AQ, part.ends_q, part.ends_k, part.longest_q, part.longest_k, sides == (-1, 0),
+        no_dropout, scaling, list(sides),
+    )  # fmt: skip
+
+
+def _sides(part: Part, window: int | None) -> tuple[int, int]:
+    """Return how many tokens left and right of its own place each sees, -1 for all."""
+    if not part.causal:
+        return -1, -1
+    return (-1 if window is None else window - 1), 0
+
+
+@cache
+def _grouped() -> dict[str, Any]:
+    """Return what varlen attention must be told where key-value heads are fewer; torch 2.11 takes that as it comes."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def _as_flash_takes_them(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Heads:
+    """Return heads in one half precision and of one size, a multiple of 8: zeros change no score and no output."""
+    sizes = (query.shape[-1], value.shape[-1])
+    size = -(-max(sizes) // 8) * 8
+    if size > MAX_HEAD_SIZE or value.dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"varlen attention takes heads of at most {MAX_HEAD_SIZE} in half precision, got {max(sizes)} in "
+            f"{value.dtype}; set `attention: sdpa`"
+        )
+    # Rotary embeddings may have left queries and keys in float32.
+    query, key, value = (
+        functional.pad(each.to(value.dtype), (0, size - each.shape[-1])) for each in (query, key, value)
+    )
+    return query, key, value
+
+
+def _flash_attn(own: Part, heads: Heads, asked: Asked, window: int | None) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        *(each.contiguous() for each in heads),
+        cu_seqlens_q=own.ends_q,
+        cu_seqlens_k=own.ends_k,
+        max_seqlen_q=own.longest_q,
+        max_seqlen_k=own.longest_k,
+        dropout_p=asked.dropout,
+        softmax_scale=asked.scaling,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
