@@ -64,7 +64,8 @@ for line in sys.stdin:
         with torch.no_grad():
             for weight in updater.params.values():
                 weight.fill_(float(step))
-        engine.save_checkpoint(folder, global_step=step, max_ckpt_to_keep=%d)
+        # Every other one goes on in the background, while the next fills the weights anew.
+        engine.save_checkpoint(folder, global_step=step, max_ckpt_to_keep=%d, block=step %% 2 == 0)
 """
 
 
@@ -98,7 +99,8 @@ def test_kills_leave_whole_checkpoints_or_none(saver, deep):
     for kill in range(5 * wanted):
         ask(process, str(newest))
         child, saves, started = 0, 0, 0.0
-        first = 4 if kill == 0 else rng.randint(1, 2)  # the first child also tells how long a save takes here
+        # The first child also tells how long a save takes here: of step 4, which is waited for.
+        first = 5 if kill == 0 else rng.randint(1, 3)
         while not child or saves < first:
             word, number = process.stdout.readline().split()
             if word == "child":

@@ -5,6 +5,7 @@ Each defect lives in a subclass and lasts only as long as a call, so that the ra
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,14 @@ class DroppedShard(Unchecked):
         if self.world.rank == self.world.size - 1:
             shard.copy_(kept)
         return found
+
+
+class SavesLater(Unchecked):
+    """Saves in the background what is there when somebody waits for it."""
+
+    def save_checkpoint(self, *args, block=True, **kwargs):
+        save = super().save_checkpoint
+        return save(*args, **kwargs) if block else SimpleNamespace(wait=lambda: save(*args, **kwargs))
 
 
 class ForgottenMoments(Unchecked):
@@ -235,6 +244,7 @@ PLANTED = [
     (ShiftedLabel, "training_qwen2_two_ranks", "first step: " + TOKEN),
     (PositionsRunOn, "training_llama_two_ranks", "first step: " + TOKEN),
     (NoBoundary, "training_qwen2_two_ranks", "first step: " + TOKEN),
+    (SavesLater, "checkpoint_background_1", "weights on rank . after loading" + TENSOR),
     (DroppedShard, "checkpoint_2_to_2", "weights on rank . after loading" + TENSOR),
     (DroppedShard, "checkpoint_2_to_1", "weights on rank . after loading" + TENSOR),
     (

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from offbeat_engine.interface import Engine
     from offbeat_engine.losses import SftLoss
     from offbeat_engine.registry import engine_class, engine_config_class, engine_names
+    from offbeat_engine.saving import SaveHandle
     from offbeat_engine.schedules import learning_rate
     from offbeat_engine.toolkit.checkpoint_folders import newest_checkpoint
     from offbeat_engine.toolkit.planning import plan_micro_batches, plan_shards
@@ -101,6 +102,7 @@ _HOMES = {
     "engine_class": "registry",
     "engine_config_class": "registry",
     "engine_names": "registry",
+    "SaveHandle": "saving",
     "learning_rate": "schedules",
     "World": "world",
 }
@@ -140,6 +142,7 @@ __all__ = [
     "PreprocessFn",
     "RankLostError",
     "Refusal",
+    "SaveHandle",
     "Schedule",
     "SftLoss",
     "StateError",

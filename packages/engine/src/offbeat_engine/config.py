@@ -105,7 +105,8 @@ class EngineConfig:
     `micro_batch_tokens` is the budget of one micro-batch on one rank, in tokens after packing; a single longer
     sequence gets a micro-batch of its own. Ranks that share sequences put their budgets together. `max_sequence_tokens` is
     the longest sequence to come (0: not known): models that are exact only up to a length refuse more. `collective_timeout_s`
-    bounds every wait for another rank. `offload_parameters` keeps weights and gradients in host memory outside the modes,
+    bounds every wait for another rank, `checkpoint_timeout_s` a whole save (with its copy to a remote path) or load, in which
+    rank 0 may work long alone. `offload_parameters` keeps weights and gradients in host memory outside the modes,
     `offload_optimizer` moments outside `optimizer_step`. `freeze` are patterns (fnmatch) over Hugging Face weight names
     that are not trained. `inference_only` is for a model that is never trained (a reference, a judge): weights in the
     compute dtype, no master weights, optimizer or gradients; training calls are refused.
@@ -127,6 +128,7 @@ class EngineConfig:
     deterministic: bool = False
     on_nonfinite: NonFinite = NonFinite.STOP
     collective_timeout_s: float = 600.0
+    checkpoint_timeout_s: float = 3600.0
 
     @property
     def model_parallel_size(self) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
+    from offbeat_engine.saving import SaveHandle
     from offbeat_engine.values import (
         LossFn,
         PostprocessFn,
@@ -209,33 +210,42 @@ class Engine(ABC):
         remote_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-    ) -> None:
+        block: bool = True,
+    ) -> SaveHandle:
         """Write model, optimizer, schedule and random state as `local_path/step_<global_step>`, atomically.
 
         Whoever finds the folder finds it whole: it is written beside and renamed last. Older checkpoints beyond
-        `max_ckpt_to_keep` are removed after the new one is whole.
+        `max_ckpt_to_keep` are removed after the new one is whole: those written first, whatever their step.
+
+        Without `block` an engine may return as soon as what it saves can change no more (copied to host memory, say), and
+        write it in the background; one that cannot blocks. Two saves never overlap: the next save, a load, an export and
+        `close` wait for the one under way, and raise what went wrong unless `SaveHandle.wait` did.
 
         Args:
-            local_path: folder of all checkpoints of this engine, seen by every rank.
+            local_path: folder of all checkpoints of this engine, shared by all ranks.
             remote_path: any fsspec URL (s3://, hdfs://, file://); the finished folder is copied there too.
             global_step: the number in the folder's name.
-            max_ckpt_to_keep: None keeps all.
+            max_ckpt_to_keep: None keeps all; at least 1.
+            block: return only when the checkpoint is whole, copied, and older ones are pruned.
 
         Raises:
-            CheckpointError: it could not be written; nothing half-written is left under the final name.
+            CheckpointError: it, or the one before, could not be written; nothing half-written is left under the final name.
+            ConfigError: `max_ckpt_to_keep` is less than 1.
         """
 
     @abstractmethod
     def load_checkpoint(
         self, local_path: str, remote_path: str | None = None, global_step: int | None = None
     ) -> int | None:
-        """Load the checkpoint of `global_step`, or the newest whole one, onto any number of ranks.
+        """Load the checkpoint of `global_step`, or the whole one of the highest step, onto any number of ranks.
+
+        Its files are compared with what was written before anything is made of them.
 
         Returns:
             Its step, or None when there is no whole checkpoint and no step was asked for.
 
         Raises:
-            CheckpointError: the step asked for is not there, or what is there does not fit the model.
+            CheckpointError: the step asked for is not there, or what is there is damaged or does not fit the model.
         """
 
     @abstractmethod

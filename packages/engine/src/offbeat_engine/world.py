@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -37,6 +37,7 @@ class World:
     local_rank: int = 0
     device: str = "cpu"
     timeout_s: float = 600.0
+    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)  # see `apart`
 
     @classmethod
     def join(
@@ -107,15 +108,30 @@ class World:
             StateError: `join` was not called.
         """
         global _control
+        if self.group is not None:
+            return self.group
         self.ensure_group(self.timeout_s)
         default = dist.group.WORLD
         assert default is not None
         if _control is None or _control[0] is not default:
-            _control = (default, self.host_group(self.timeout_s))
+            _control = (default, self._new_gloo_group(self.timeout_s))
         return _control[1]
 
-    def host_group(self, timeout_s: float) -> dist.ProcessGroup:
-        """Make another gloo group of all ranks, whatever the default one is; a collective."""
+    def apart(self, timeout_s: float) -> World:
+        """Return this world with control messages in a group of its own, until `rejoin`; a collective.
+
+        For work in another thread, or with waits too long for the deadline of the others.
+        """
+        if self.size == 1:
+            return replace(self, timeout_s=timeout_s)
+        return replace(self, timeout_s=timeout_s, group=self._new_gloo_group(timeout_s))
+
+    def rejoin(self) -> None:
+        """Give up the group that `apart` made."""
+        if self.group is not None and dist.is_initialized():  # `leave` has ended all groups
+            dist.destroy_process_group(self.group)
+
+    def _new_gloo_group(self, timeout_s: float) -> dist.ProcessGroup:
         self.ensure_group(self.timeout_s)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup)

@@ -5,31 +5,36 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable, Generator  # noqa: TC003
+from collections.abc import Generator  # noqa: TC003
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2 import lora
 from offbeat_engine.fsdp2.weights import held
-from offbeat_engine.toolkit import checkpoint_folders
-from offbeat_engine.toolkit.collectives import first_failure, from_rank_zero, gather
+from offbeat_engine.toolkit import checkpoint_folders, random_state, remote_folders
+from offbeat_engine.toolkit.dcp_reader import METADATA, CheckedReader
+from offbeat_engine.toolkit.file_entries import check_entries, entries_of, read_entries
+from offbeat_engine.toolkit.saves import finish, on_rank_zero, together
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from offbeat_engine.fsdp2.optimizers import Moments
     from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.fsdp2.updater import Updater
+    from offbeat_engine.saving import SaveHandle
+    from offbeat_engine.toolkit.file_entries import Entry
+    from offbeat_engine.toolkit.saves import Destination, Saves
     from offbeat_engine.world import World
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,113 +68,135 @@ def target_of(world: World, scorer: Scorer, updater: Updater) -> Target:
     )
 
 
-def save(target: Target, folder: Path, step: int) -> None:
-    """Write `folder` whole or not at all; a collective. Raises `CheckpointError` on all ranks together."""
+def save(saves: Saves, target: Target, where: Destination, block: bool) -> SaveHandle:
+    """Write a checkpoint, whole or not at all; a collective. Raises `CheckpointError` on all ranks together.
+
+    Without `block` it returns as soon as this rank's part is copied to host memory; all else is done in a thread.
+    """
+    saves.settle()
+    world, meta = saves.world, _meta(target, where.global_step)
+    state = _state(target) if block else _copied(_state(target))
+    # Live tensors are written before this returns: a wait that ends at its deadline leaves nobody reading them.
+    written = _write(world, state, where.folder) if block else None
+
+    def job() -> None:
+        files = _write(world, state, where.folder) if written is None else written
+        partial = checkpoint_folders.partial_path(where.folder)
+        named = CheckedReader(partial, None).file_names() if world.rank == 0 else ()
+        finish(world, where, meta, files, named)
+
+    handle = saves.start(where.folder, job)
+    if block:
+        handle.wait()
+    return handle
+
+
+def _meta(target: Target, step: int) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": step,
+        "scheduled_steps": target.updater.num_steps,
+        "num_ranks": target.world.size,
+        "has_moments": bool(target.updater.moments()),
+        "base": target.base,
+        "adapters": target.adapters,
+    }
+
+
+def _write(world: World, state: dict[str, torch.Tensor], folder: Path) -> dict[str, Entry]:
+    """Write tensors below the partial path of `folder`; return the entries of the files this rank has written."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import FileSystemWriter
 
-    world = target.world
     partial = checkpoint_folders.partial_path(folder)
     on_rank_zero(world, lambda: str(checkpoint_folders.start_folder(folder)), f"could not start {partial}")
 
-    def write() -> None:
+    def write() -> dict[str, Entry]:
         writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
         with _quiet():
-            dcp.save(_state(target), storage_writer=writer, no_dist=world.size == 1)
+            dcp.save(state, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
+        mine = [path.name for path in partial.glob(f"__{world.rank}_*.distcp")]
+        return entries_of(partial, [*mine, METADATA] if world.rank == 0 else mine)
 
-    _together(world, write, f"could not write {partial}")
-
-    def finish() -> None:
-        meta = {
-            "format": FORMAT,
-            "step": step,
-            "scheduled_steps": target.updater.num_steps,
-            "num_ranks": world.size,
-            "has_moments": bool(target.updater.moments()),
-            "base": target.base,
-            "adapters": target.adapters,
-        }
-        (partial / checkpoint_folders.META).write_text(json.dumps(meta, indent=2))
-        checkpoint_folders.finish_folder(folder)
-
-    on_rank_zero(world, finish, f"could not finish {folder}")
+    return together(world, write, f"could not write {partial}")
 
 
-def load(target: Target, folder: Path) -> None:
-    """Load `folder` in place, resharding if it was written by another number of ranks; a collective."""
+def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a copy of this rank's part in host memory: training may go on while that is written."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+
+
+def load(saves: Saves, target: Target, folder: Path, verified: bool) -> None:
+    """Load `folder` in place, resharding if it was written by another number of ranks; a collective.
+
+    Its files are compared with their digests first, each by one rank, unless that was done (`verified`).
+    """
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import FileSystemReader
 
-    world, updater = target.world, target.updater
+    world, updater = saves.world, target.updater
 
-    def prepare() -> tuple[dict[str, Any], Moments, dict[str, torch.Tensor]]:
-        meta = json.loads((folder / checkpoint_folders.META).read_text())
-        if meta["format"] != FORMAT:
-            raise CheckpointError(f"{folder} has format {meta['format']}, this version reads {FORMAT}")
+    def verify() -> tuple[dict[str, Any], CheckedReader]:
+        meta = checkpoint_folders.read_meta(folder)
+        if meta.get("format") not in (1, FORMAT):
+            raise CheckpointError(
+                f"{folder} has format {meta.get('format')}, this version reads 1 to {FORMAT}"
+            )
+        if meta["format"] == 1:  # from before there were digests
+            return meta, CheckedReader(folder, None)
+        entries = read_entries(meta["files"], str(folder))
+        names = sorted(entries)[world.rank :: world.size]
+        check_entries(folder, {} if verified else {name: entries[name] for name in names}, str(folder))
+        return meta, CheckedReader(folder, entries.keys())
+
+    # All ranks must agree before anything is unpickled: each has compared a part of the files.
+    meta, reader = together(world, verify, f"could not load {folder}")
+
+    def prepare() -> tuple[Moments, dict[str, torch.Tensor]]:
         # First: an adapted weight of the base has another name than one that is not, which says less.
         _check_adapters(target.adapters, meta.get("adapters", {}), folder)
         _check_base(target.base, meta.get("base", {}), folder)
         moments = updater.empty_moments() if meta["has_moments"] else {}
         state = _tensors(target, moments)
-        if meta["num_ranks"] == world.size:
-            state[_rng_key(world)] = torch.empty_like(_random_state())
-        _check_fit(state, FileSystemReader(folder).read_metadata().state_dict_metadata, folder)
-        return meta, moments, state
+        written = reader.read_metadata().state_dict_metadata
+        _check_fit(state, written, folder)
+        return moments, state | random_state.empty(world, written, meta["num_ranks"])
 
     # All ranks must agree before the first collective inside DCP: one that fails before would leave them waiting.
-    meta, moments, state = _together(world, prepare, f"could not load {folder}")
+    moments, state = together(world, prepare, f"could not load {folder}")
 
     def read() -> None:
         with _quiet():
-            dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=world.size == 1)
+            dcp.load(state, storage_reader=reader, process_group=world.group, no_dist=world.size == 1)
         updater.set_moments(moments)
         updater.set_num_steps(meta["scheduled_steps"])
-        if _rng_key(world) in state:
-            _set_random_state(state[_rng_key(world)])
+        random_state.restore(world, state)
 
-    _together(world, read, f"could not load {folder}")
+    together(world, read, f"could not load {folder}")
 
 
-def find(world: World, local_root: str, remote_root: str | None, step: int | None) -> int | None:
-    """Make sure the wanted checkpoint lies under `local_root`; return its step, the same on all ranks.
+def find(world: World, local_root: str, remote_root: str | None, step: int | None) -> tuple[int | None, bool]:
+    """Make sure the wanted checkpoint lies under `local_root`; a collective.
+
+    Returns:
+        Its step (None when there is no checkpoint), and whether it was downloaded, and so compared with its digests.
 
     Raises:
         CheckpointError: `step` was asked for and is neither local nor remote.
     """
 
-    def look() -> int | None:
+    def look() -> tuple[int | None, bool]:
         local = checkpoint_folders.whole_steps(local_root)
-        remote = [] if remote_root is None else checkpoint_folders.remote_steps(remote_root)
+        remote = [] if remote_root is None else remote_folders.remote_steps(remote_root)
         wanted = max([*local, *remote], default=None) if step is None else step
         if wanted is None or wanted in local:
-            return wanted
+            return wanted, False
         if wanted in remote and remote_root is not None:
-            checkpoint_folders.download(remote_root, wanted, local_root)
-            return wanted
+            remote_folders.download(remote_root, wanted, local_root)
+            return wanted, True
         raise CheckpointError(f"no whole checkpoint of step {wanted}; found {sorted({*local, *remote})}")
 
-    return on_rank_zero(world, look, f"could not find a checkpoint in {local_root}")
-
-
-def on_rank_zero(world: World, act: Callable[[], Any], failed: str) -> Any:  # noqa: ANN401
-    """Run `act` on rank 0 and return its result on every rank; all raise `CheckpointError` if it fails."""
-    result = _together(world, act if world.rank == 0 else lambda: None, failed)
-    return from_rank_zero(world, result)
-
-
-def _together(world: World, act: Callable[[], Any], failed: str) -> Any:  # noqa: ANN401
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    result, error = None, None
-    try:
-        result = act()
-    # Whatever failed on one rank must be raised on all of them. DCP's own exception is not an `Exception`.
-    except (Exception, CheckpointException) as caught:  # noqa: BLE001
-        error = caught
-    failure = first_failure(world, error)
-    if failure is not None:
-        raise CheckpointError(f"{failed}: {failure}") from error
-    return result
+    found, downloaded = on_rank_zero(world, look, f"could not find a checkpoint in {local_root}")
+    return found, downloaded
 
 
 @contextmanager
@@ -182,8 +209,7 @@ def _quiet() -> Generator[None]:
 
 def _state(target: Target) -> dict[str, torch.Tensor]:
     state = _tensors(target, target.updater.moments())
-    state[_rng_key(target.world)] = _random_state()
-    return state
+    return state | random_state.taken(target.world)
 
 
 def _tensors(target: Target, moments: Moments) -> dict[str, torch.Tensor]:
@@ -211,7 +237,7 @@ def _like(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def _check_fit(state: dict[str, torch.Tensor], written: dict[str, Any], folder: Path) -> None:
     for name, tensor in state.items():
         size = getattr(written.get(name), "size", None)
-        if size is None or (tuple(size) != tuple(tensor.shape) and not name.startswith("random.")):
+        if size is None or tuple(size) != tuple(tensor.shape):
             raise CheckpointError(
                 f"{folder} does not fit the model: `{name}` should be {list(tensor.shape)}, "
                 f"got {'nothing' if size is None else list(size)}"
@@ -244,27 +270,3 @@ def _check_adapters(here: dict[str, Any], there: dict[str, Any], folder: Path) -
 
 def _said(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _rng_key(world: World) -> str:
-    return f"random.rank_{world.rank}"
-
-
-def _random_state() -> torch.Tensor:
-    """Return torch's CPU generator state, followed by this rank's CUDA generator state where there is one."""
-    parts = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        parts.append(torch.cuda.get_rng_state())
-    return torch.cat(parts)
-
-
-def _set_random_state(state: torch.Tensor) -> None:
-    num_cpu = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:num_cpu])
-    if torch.cuda.is_available() and state.numel() > num_cpu:
-        torch.cuda.set_rng_state(state[num_cpu:])
-
-
-def barrier(world: World) -> None:
-    """Wait for every rank."""
-    gather(world, None)

@@ -89,12 +89,16 @@ def _numbers(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:
             reason=f"must be at least 1, got {config.micro_batch_tokens}",
             remedy="use a few times the longest sequence",
         )
-    if config.collective_timeout_s <= 0:
-        yield Refusal(
-            setting="collective_timeout_s",
-            reason=f"must be positive, got {config.collective_timeout_s:g}",
-            remedy="use the longest time one rank may wait for another",
-        )
+    for setting, longest in (
+        ("collective_timeout_s", "one rank may wait for another"),
+        ("checkpoint_timeout_s", "a save with its copy, or a load, may take"),
+    ):
+        if getattr(config, setting) <= 0:
+            yield Refusal(
+                setting=setting,
+                reason=f"must be positive, got {getattr(config, setting):g}",
+                remedy=f"use the longest time {longest}",
+            )
 
 
 def _layout_of_ranks(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:

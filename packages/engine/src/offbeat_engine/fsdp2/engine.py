@@ -26,6 +26,7 @@ from offbeat_engine.toolkit.accumulation import Accumulation
 from offbeat_engine.toolkit.batch_shares import gather_shares, take_share
 from offbeat_engine.toolkit.collectives import gather
 from offbeat_engine.toolkit.micro_batches import Asked
+from offbeat_engine.toolkit.saves import Destination, Saves
 from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
+    from offbeat_engine.saving import SaveHandle
     from offbeat_engine.values import LossFn, PostprocessFn, Predictions, PreprocessFn, WeightSpec
     from offbeat_engine.world import World
 
@@ -65,6 +67,7 @@ class Fsdp2Engine(Engine):
         self._mode = _Mode.NONE
         self._accumulation = Accumulation(config.on_nonfinite)
         self._shares: list[list[int]] | None = None
+        self._saves = Saves(world, config.checkpoint_timeout_s)
 
     @classmethod
     def capabilities(cls) -> Capabilities:  # noqa: D102
@@ -242,47 +245,36 @@ class Fsdp2Engine(Engine):
         remote_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        folder = checkpoint_folders.step_path(local_path, global_step)
+        block: bool = True,
+    ) -> SaveHandle:
+        where = Destination(local_path, remote_path, global_step, max_ckpt_to_keep)
         with self._all_held():
-            checkpoint.save(self._target(), folder, global_step)
-
-        def after() -> None:
-            if remote_path is not None:
-                checkpoint_folders.upload(folder, remote_path)
-            if max_ckpt_to_keep is not None:
-                checkpoint_folders.prune(local_path, max_ckpt_to_keep)
-                if remote_path is not None:
-                    checkpoint_folders.prune_remote(remote_path, max_ckpt_to_keep)
-
-        checkpoint.on_rank_zero(self.world, after, f"{folder} is whole, but could not be copied or pruned")
+            return checkpoint.save(self._saves, self._target(), where, block)
 
     def load_checkpoint(  # noqa: D102
         self, local_path: str, remote_path: str | None = None, global_step: int | None = None
     ) -> int | None:
-        step = checkpoint.find(self.world, local_path, remote_path, global_step)
+        self._saves.settle()
+        step, verified = checkpoint.find(self._saves.world, local_path, remote_path, global_step)
         if step is not None:
             with self._all_held():
-                checkpoint.load(self._target(), checkpoint_folders.step_path(local_path, step))
+                folder = checkpoint_folders.step_path(local_path, step)
+                checkpoint.load(self._saves, self._target(), folder, verified)
                 self.optimizer_zero_grad()
         return step
 
     def export_huggingface(self, path: str) -> None:  # noqa: D102
-        parts, final, zero = self._ready(), Path(path), self.world.rank == 0
-        checkpoint.on_rank_zero(
-            self.world, lambda: str(checkpoint_folders.start_folder(final)), f"could not start {path}"
-        )
+        parts = self._ready()
+        self._saves.settle()
         with parts.weights.held():
-            weights.write_folder(
-                checkpoint_folders.partial_path(final) if zero else None,
+            weights.export_folder(
+                self._saves.world,  # flushing tens of gigabytes may outlast the deadline of other calls
+                Path(path),
                 parts.scorer.hf,
                 self._sources(),
                 model.compute_dtype(self._config),
                 self._config.model.path,
             )
-        checkpoint.on_rank_zero(
-            self.world, lambda: checkpoint_folders.finish_folder(final), f"could not finish {path}"
-        )
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight, one whole tensor at a time; it may share memory with the live weight."""
@@ -297,10 +289,17 @@ class Fsdp2Engine(Engine):
         return self._streamed(gradients, torch.float32)
 
     def close(self) -> None:
-        """Forget model and optimizer; a process group stays until `World.leave`."""
-        self._parts = None
-        if self.world.device == "cuda":
-            torch.cuda.empty_cache()
+        """End the save under way, forget model and optimizer; a process group stays until `World.leave`.
+
+        Raises:
+            CheckpointError: an earlier save failed, and nobody was told.
+        """
+        try:
+            self._saves.close()
+        finally:
+            self._parts = None
+            if self.world.device == "cuda":
+                torch.cuda.empty_cache()
 
     def _ready(self) -> Parts:
         if self._parts is None:

@@ -16,10 +16,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from offbeat_engine.fsdp2 import families, hf_names, lora
+from offbeat_engine.toolkit import checkpoint_folders
+from offbeat_engine.toolkit.saves import on_rank_zero, together
 from offbeat_engine.values import WeightKind, WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from offbeat_engine.world import World
 
 MAX_FILE_BYTES = 4 << 30
 # Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
@@ -147,7 +151,7 @@ def plan_files(weights: tuple[WeightSpec, ...], max_bytes: int = MAX_FILE_BYTES)
     files: list[list[str]] = []
     used = 0
     for spec in weights:
-        num_bytes = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        num_bytes = _num_bytes(spec)
         if not files or used + num_bytes > max_bytes:
             files.append([])
             used = 0
@@ -156,7 +160,39 @@ def plan_files(weights: tuple[WeightSpec, ...], max_bytes: int = MAX_FILE_BYTES)
     return files
 
 
-def write_folder(
+def _named_files(planned: tuple[WeightSpec, ...]) -> dict[str, list[str]]:
+    files = plan_files(planned)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {
+        f"model-{number:05}-of-{len(files):05}.safetensors": names for number, names in enumerate(files, 1)
+    }
+
+
+def _num_bytes(spec: WeightSpec) -> int:
+    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
+
+
+def export_folder(
+    world: World,
+    final: Path,
+    hf: Any,  # noqa: ANN401
+    sources: list[Source],
+    dtype: torch.dtype,
+    origin: str,
+) -> None:
+    """Write the Hugging Face folder `final` on rank 0, whole or not at all; a collective.
+
+    Raises:
+        CheckpointError: it could not be written; on all ranks together.
+    """
+    folder = checkpoint_folders.partial_path(final) if world.rank == 0 else None
+    on_rank_zero(world, lambda: str(checkpoint_folders.start_folder(final)), f"could not start {final}")
+    together(world, lambda: _write_folder(folder, hf, sources, dtype, origin), f"could not write {final}")
+    on_rank_zero(world, lambda: checkpoint_folders.finish_folder(final), f"could not finish {final}")
+
+
+def _write_folder(
     folder: Path | None,
     hf: Any,  # noqa: ANN401
     sources: list[Source],
@@ -165,33 +201,37 @@ def write_folder(
 ) -> None:
     """Write a Hugging Face folder; a collective, in which only the rank with a `folder` writes.
 
-    It holds at most one file's tensors in memory at a time. An adapter is one file, as peft wants it.
+    It holds at most one file's tensors in memory at a time. An adapter is one file, as peft wants it. A file that cannot
+    be written is raised when all weights have passed: until then the other ranks wait for this one.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     adapter = any(source.kind is WeightKind.ADAPTER for source in sources)
-    stem = "adapter_model" if adapter else "model"
     planned = specs(sources, dtype)
-    files = [[spec.name for spec in planned]] if adapter else plan_files(planned)
+    files = (
+        {"adapter_model.safetensors": [spec.name for spec in planned]} if adapter else _named_files(planned)
+    )
     weights = stream(sources, dtype)
-    index: dict[str, str] = {}
-    total = 0
-    for number, names in enumerate(files, start=1):
-        file_name = (
-            f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{number:05}-of-{len(files):05}.safetensors"
-        )
+    failed: Exception | None = None
+    for file_name, names in files.items():
         held: dict[str, torch.Tensor] = {}
         for _ in names:
             name, tensor = next(weights)
-            if folder is not None:
+            if folder is not None and failed is None:
                 held[name] = tensor.contiguous().cpu()
-                index[name] = file_name
-                total += tensor.nbytes
-        if folder is not None:
-            save_file(held, folder / file_name, metadata={"format": "pt"})
+        if folder is not None and failed is None:
+            try:
+                save_file(held, folder / file_name, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                failed = error
+    if failed is not None:
+        raise failed
     if folder is None:
         return
     if len(files) > 1:
+        index = {name: file_name for file_name, names in files.items() for name in names}
+        total = sum(map(_num_bytes, planned))
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         (folder / "model.safetensors.index.json").write_text(text)
     if adapter:

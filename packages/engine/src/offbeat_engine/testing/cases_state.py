@@ -71,6 +71,11 @@ def cases(options: Options) -> Iterator[Case]:
     yield Case(name="checkpoint_keep", check=partial(_keep, family=first))
     for num_ranks in (1, 2):
         yield Case(
+            name=f"checkpoint_background_{num_ranks}",
+            check=partial(_background, family=first, num_ranks=num_ranks),
+            num_ranks=num_ranks,
+        )
+        yield Case(
             name=f"move_{num_ranks}",
             check=partial(_move, family=first, num_ranks=num_ranks),
             features=frozenset({Feature.OFFLOAD}),
@@ -125,6 +130,14 @@ def _remote(runner: Runner, family: str) -> None:
     saved = runner.run(probes.save, 1, job, BATCHES[:_SAVED], folder, remote, 1)[0]
     shutil.rmtree(folder)
     answers = runner.run(probes.resume, 1, job, STALE, BATCHES[_SAVED:], runner.folder(), remote)
+    check_resumed(runner, runner.reference(job), answers, saved)
+
+
+def _background(runner: Runner, family: str, num_ranks: int) -> None:
+    """A save that is not waited for is of the weights when it returned, though a step follows at once."""
+    job, folder = runner.job(family), runner.folder()
+    saved = runner.run(probes.save_and_go_on, num_ranks, job, BATCHES[: _SAVED + 1], folder)[0]
+    answers = runner.run(probes.resume, num_ranks, job, STALE, BATCHES[_SAVED:], folder)
     check_resumed(runner, runner.reference(job), answers, saved)
 
 

@@ -192,6 +192,18 @@ def save(
         return _weights(engine)
 
 
+def save_and_go_on(world: World, job: Job, batches: list[TrainBatch], folder: str) -> Named:
+    """Step on all but the last of `batches`, save in the background, step on; return the weights when `save` returned."""
+    with _running(world, job) as engine:
+        for batch in batches[:-1]:
+            _step(engine, batch, Record())
+        handle = engine.save_checkpoint(folder, global_step=len(batches) - 1, block=False)
+        saved = _weights(engine)
+        _step(engine, batches[-1], Record())
+        handle.wait()
+        return saved
+
+
 def resume(
     world: World, job: Job, stale: list[TrainBatch], batches: list[TrainBatch], folder: str, remote: str | None = None
 ) -> tuple[int | None, Named, Record]:  # fmt: skip

@@ -1,8 +1,4 @@
-"""Folders that are whole or absent: written beside, flushed, renamed last; copied through fsspec, marker last."""
-
-# fsspec is untyped: a file system answers with whatever its backend does.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportMissingTypeStubs=false
+"""Folders that are whole or absent: written beside, flushed, renamed last."""
 
 from __future__ import annotations
 
@@ -11,11 +7,10 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from offbeat_engine.errors import CheckpointError
+from offbeat_engine.errors import CheckpointError, ConfigError
 
-MARKER = "COMPLETE"
 META = "engine.json"
 _STEP = re.compile(r"step_(\d+)")
 
@@ -60,12 +55,18 @@ def step_path(root: str | Path, step: int) -> Path:
     return Path(root) / f"step_{step}"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step in a checkpoint folder's name, None if it is no such name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def whole_steps(root: str | Path) -> list[int]:
     """Return the steps of all whole checkpoints in the local folder `root`, ascending; [] when there is none."""
     if not Path(root).is_dir():
         return []
-    found = ((_STEP.fullmatch(path.name), path) for path in Path(root).iterdir())
-    return sorted(int(match[1]) for match, path in found if match and (path / META).is_file())
+    found = ((step_of(path.name), path) for path in Path(root).iterdir())
+    return sorted(step for step, path in found if step is not None and (path / META).is_file())
 
 
 def newest_checkpoint(root: str | Path) -> Path | None:
@@ -74,84 +75,50 @@ def newest_checkpoint(root: str | Path) -> Path | None:
     return step_path(root, steps[-1]) if steps else None
 
 
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Return what `folder` says of itself.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        said = json.loads((folder / META).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / META} cannot be read ({error}); use another checkpoint") from error
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{folder / META} should hold a JSON object, got {said!r}")
+    return cast("dict[str, Any]", said)
+
+
+def next_order(root: str | Path) -> int:
+    """Return the number that says of the next checkpoint in `root` that it is written after all others there."""
+    return 1 + max((_order(root, step) for step in whole_steps(root)), default=0)
+
+
+def _order(root: str | Path, step: int) -> int:
+    return int(read_meta(step_path(root, step)).get("order", 0))  # 0: from before the order was written down
+
+
+def check_keep(keep: int | None) -> None:
+    """Refuse to keep no checkpoint at all.
+
+    Raises:
+        ConfigError: `keep` is less than 1.
+    """
+    if keep is not None and keep < 1:
+        raise ConfigError(f"`max_ckpt_to_keep` must be at least 1, got {keep}; use None to keep all")
+
+
 def prune(root: str | Path, keep: int) -> None:
-    """Remove all but the newest `keep` whole checkpoints in the local folder `root`."""
-    for step in whole_steps(root)[: -keep or None]:
+    """Remove all but the `keep` whole checkpoints in the local folder `root` that were written last.
+
+    Written last, not of the highest step: in a folder that an older run has left, that would be the older run's.
+    """
+    check_keep(keep)
+    for step in sorted(whole_steps(root), key=lambda step: (_order(root, step), step))[:-keep]:
         doomed = step_path(root, step)
         # Renamed first: a crash in the middle of the removal must not leave half a checkpoint under its name.
         hidden = doomed.with_name(f".{doomed.name}.removed")
         shutil.rmtree(hidden, ignore_errors=True)
         doomed.rename(hidden)
         shutil.rmtree(hidden)
-
-
-def _open(url: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs
-
-    file_system, path = url_to_fs(url)
-    return file_system, str(path).rstrip("/")
-
-
-def upload(folder: Path, remote_root: str) -> None:
-    """Copy a whole folder under `remote_root` (an fsspec URL), its marker of completeness last.
-
-    Object stores have no rename, so the marker plays its part: it lists every file with its size, is removed
-    before anything is overwritten, and a folder without it is not a checkpoint.
-    """
-    file_system, root = _open(remote_root)
-    target = f"{root}/{folder.name}"
-    if file_system.exists(target):
-        if file_system.exists(f"{target}/{MARKER}"):
-            file_system.rm_file(f"{target}/{MARKER}")
-        file_system.rm(target, recursive=True)
-    file_system.makedirs(target, exist_ok=True)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    sizes: dict[str, int] = {}
-    for path in files:
-        name = path.relative_to(folder).as_posix()
-        if "/" in name:
-            file_system.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
-        file_system.put_file(str(path), f"{target}/{name}")
-        sizes[name] = path.stat().st_size
-    file_system.pipe_file(f"{target}/{MARKER}", json.dumps(sizes).encode())
-
-
-def remote_steps(remote_root: str) -> list[int]:
-    """Return the steps of all whole checkpoints under the fsspec URL `remote_root`, ascending."""
-    file_system, root = _open(remote_root)
-    if not file_system.exists(root):
-        return []
-    names = [str(path).rstrip("/").rpartition("/")[2] for path in file_system.ls(root, detail=False)]
-    matches = (match for match in map(_STEP.fullmatch, names) if match)
-    return sorted(int(match[1]) for match in matches if file_system.exists(f"{root}/{match[0]}/{MARKER}"))
-
-
-def download(remote_root: str, step: int, local_root: str | Path) -> Path:
-    """Copy checkpoint `step` from `remote_root` to `local_root`, where it appears only when whole.
-
-    Raises:
-        CheckpointError: a file is not as long as the marker says.
-    """
-    file_system, root = _open(remote_root)
-    final = step_path(local_root, step)
-    source = f"{root}/{final.name}"
-    sizes: dict[str, int] = json.loads(file_system.cat_file(f"{source}/{MARKER}"))
-    partial = start_folder(final)
-    for name, num_bytes in sizes.items():
-        (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        file_system.get_file(f"{source}/{name}", str(partial / name))
-        got = (partial / name).stat().st_size
-        if got != num_bytes:
-            raise CheckpointError(
-                f"{source}/{name} should have {num_bytes} bytes, got {got}; upload it again"
-            )
-    finish_folder(final)
-    return final
-
-
-def prune_remote(remote_root: str, keep: int) -> None:
-    """Remove all but the newest `keep` whole checkpoints under `remote_root`, each marker first."""
-    file_system, root = _open(remote_root)
-    for step in remote_steps(remote_root)[: -keep or None]:
-        file_system.rm_file(f"{root}/step_{step}/{MARKER}")
-        file_system.rm(f"{root}/step_{step}", recursive=True)
