@@ -80,7 +80,7 @@ class NoPolicy:
         """Throw the batch away."""
         return await self.update(batch)
 
-    async def save(self, step: int) -> None:
+    async def save(self, step: int, *, block: bool) -> None:
         """Write nothing."""
 
     async def load(self, step: int | None) -> int | None:

@@ -57,8 +57,12 @@ class Policy(Protocol):
         """Train on one supervised batch: token-mean negative log-likelihood."""
         ...
 
-    async def save(self, step: int) -> None:
-        """Write a checkpoint of `step`, atomically."""
+    async def save(self, step: int, *, block: bool) -> None:
+        """Write a checkpoint of `step`, atomically.
+
+        Without `block` it may return once what it saves can change no more, and go on in the background; the next save
+        waits for it and raises what went wrong there.
+        """
         ...
 
     async def load(self, step: int | None) -> int | None:

@@ -49,11 +49,11 @@ class LocalPolicy:
         """See `Policy.supervise`."""
         return await self._call(lambda: self._actor.supervise(batch, SftLoss()))
 
-    async def save(self, step: int) -> None:
+    async def save(self, step: int, *, block: bool) -> None:
         """See `Policy.save`."""
         await self._call(
             lambda: self._engine.save_checkpoint(
-                self._checkpoints, global_step=step, max_ckpt_to_keep=self._keep
+                self._checkpoints, global_step=step, max_ckpt_to_keep=self._keep, block=block
             )
         )
 

@@ -37,10 +37,10 @@ class RunStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, state: RunState) -> None:
-        """Write the state of its step, atomically, and forget the oldest beyond `keep` + 1, and any later ones.
+        """Write the state of its step, atomically, and forget the oldest beyond `keep` + 2, and any later ones.
 
-        One more than the engine keeps: at this moment the checkpoint that belongs to `state` does not exist yet.
-        Later ones are leftovers of a crash before their checkpoint; they must not push out a state that counts.
+        Two more than the engine keeps: at this moment the checkpoint that belongs to `state` does not exist yet, and the
+        one before may still be on its way to disk. Later ones are leftovers of a crash before their checkpoint; they must not push out a state that counts.
         """
         target = self._path(state.step)
         beside = target.with_suffix(".writing")
@@ -51,7 +51,7 @@ class RunStore:
         beside.replace(target)
         states = sorted(self._folder.glob("step_*.json"))
         until = states.index(target) + 1
-        for path in [*states[: max(0, until - self._keep - 1)], *states[until:]]:
+        for path in [*states[: max(0, until - self._keep - 2)], *states[until:]]:
             path.unlink()
 
     def oldest(self) -> int:

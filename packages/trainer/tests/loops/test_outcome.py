@@ -104,14 +104,16 @@ async def complete(requests):
 
 async def walk(folder, loop, *, stop_at=None):
     """Close all steps of a run; return, per step, what was done."""
-    saved = []
+    saved, blocked = [], []
     reporter = Recorder()
 
-    async def save(step):
+    async def save(step, *, block):
         assert json.loads((folder / f"step_{step:08d}.json").read_text())["step"] == step, (
             "the state goes first"
         )
         saved.append(step)
+        if block:
+            blocked.append(step)
 
     parts = Parts(
         task=Yes(),
@@ -140,7 +142,7 @@ async def walk(folder, loop, *, stop_at=None):
     validated = [step for step, some in reporter.steps.items() if "accuracy/validation" in some]
     shown = [(step, title) for step, title, _ in reporter.shown]
     return SimpleNamespace(
-        saved=saved, validated=validated, shown=shown, steps=reporter.steps, outcome=outcome
+        saved=saved, blocked=blocked, validated=validated, shown=shown, steps=reporter.steps, outcome=outcome
     )
 
 
@@ -149,6 +151,7 @@ async def test_what_is_due_is_done_and_the_last_step_validates_and_saves(tmp_pat
     done = await walk(tmp_path, loop)
     assert done.validated == [3, 6, 7]
     assert done.saved == [2, 4, 6, 7]
+    assert done.blocked == [7]  # the others become whole beside the next steps
     assert done.shown == [(4, "sampled"), (7, "after")]
     assert list(done.steps) == [1, 2, 3, 4, 5, 6, 7]
     assert done.outcome.accuracy_after == 1.0
@@ -165,4 +168,4 @@ async def test_never_means_only_at_the_end(tmp_path):
 
 async def test_a_stop_request_saves_the_step_it_met(tmp_path):
     done = await walk(tmp_path, LoopConfig(steps=5, validate_every=0, save_every=0), stop_at=2)
-    assert done.saved == [2, 5]
+    assert done.saved == done.blocked == [2, 5]  # whole when the run ends

@@ -113,9 +113,9 @@ class TrainGroup:
             self.updates += 1
             yield
 
-    async def save(self, step: int) -> None:
+    async def save(self, step: int, *, block: bool) -> None:
         """See `Policy.save`."""
-        await self.call("save", step, what=f"save the checkpoint of step {step}")
+        await self.call("save", step, block, what=f"save the checkpoint of step {step}")
 
     async def load(self, step: int | None) -> int | None:
         """See `Policy.load`."""

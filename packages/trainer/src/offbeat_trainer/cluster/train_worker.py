@@ -86,11 +86,11 @@ class TrainWorker:
         """Make one step of supervised learning."""
         return self._actor.supervise(batch, SftLoss())
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint."""
+    def save(self, step: int, block: bool) -> None:
+        """Write a checkpoint; see `Engine.save_checkpoint`."""
         spec = self._spec
         self._engines[0].save_checkpoint(
-            spec.checkpoint_dir, global_step=step, max_ckpt_to_keep=spec.keep_checkpoints
+            spec.checkpoint_dir, global_step=step, max_ckpt_to_keep=spec.keep_checkpoints, block=block
         )
 
     def load(self, step: int | None) -> int | None:

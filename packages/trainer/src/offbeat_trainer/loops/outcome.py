@@ -90,7 +90,7 @@ async def open_run(parts: Parts, outcome: Outcome, start: int) -> None:
     if outcome.accuracy_before is None:
         outcome.accuracy_before = await validate(parts, clock, start, "before")
     if start == 0:  # the warm-up is not done twice, and a run can be resumed from its first step
-        await save(parts, outcome)
+        await save(parts, outcome, block=False)
     parts.stop.listening = True
 
 
@@ -121,13 +121,16 @@ async def close_step(
     ends = parts.stop.due
     if due(done, parts.loop.save_every) or ends or last:
         with clock.phase("save"):
-            await save(parts, outcome)
+            await save(parts, outcome, block=ends or last)  # nothing follows that would wait for it
     outcome.interrupted = ends and not last
     return ends
 
 
-async def save(parts: Parts, outcome: Outcome) -> None:
-    """Write what `resume=auto` continues from. The state goes first: only a whole checkpoint makes it count."""
+async def save(parts: Parts, outcome: Outcome, *, block: bool) -> None:
+    """Write what `resume=auto` continues from. The state goes first: only a whole checkpoint makes it count.
+
+    Without `block` the checkpoint becomes whole beside the next steps; until then a run goes on from the one before.
+    """
     parts.store.save(
         RunState(
             step=outcome.steps,
@@ -136,5 +139,5 @@ async def save(parts: Parts, outcome: Outcome) -> None:
             warmup_s=outcome.warmup_s,
         )
     )
-    await parts.policy.save(outcome.steps)
+    await parts.policy.save(outcome.steps, block=block)
     parts.journal.forget(parts.store.oldest())

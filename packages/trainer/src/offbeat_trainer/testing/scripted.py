@@ -257,8 +257,9 @@ class ScriptedPolicy:
             f"this policy learns from rewards only, not from {batch.batch_size} examples"
         )
 
-    async def save(self, step: int) -> None:
-        """Write everything, atomically."""
+    async def save(self, step: int, *, block: bool) -> None:
+        """Write everything, atomically; never in the background."""
+        del block
         assert step == self.steps, f"{self.steps} batches were trained, and this is to be step {step}"
         self._folder.mkdir(parents=True, exist_ok=True)
         data = io.BytesIO()
