@@ -237,6 +237,10 @@ def test_activations_are_bounded_by_the_micro_batch_and_shrink_with_checkpointin
     assert one.items[-2][0] == "activations of 40 tokens, at most"
     config = compose_run(["engine.activation_checkpointing=true", "engine.micro_batch_tokens=80"])
     assert rank_memory(config, MODEL, 40, 400).items[-2][1] == 80 * 64 * 2 * (2 * 2 + 34)
+    some = compose_run(
+        ["engine.activation_checkpointing=true", "engine.micro_batch_tokens=80", "engine.checkpoint_every=2"]
+    )
+    assert rank_memory(some, MODEL, 40, 400).items[-2][1] == 80 * 64 * 2 * (2 + 34 + 34)
 
 
 def test_deltas_cost_two_contents_at_the_source_and_one_at_a_replica():

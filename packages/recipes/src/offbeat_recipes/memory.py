@@ -156,6 +156,9 @@ def _sends_deltas(config: RunConfig) -> bool:
 
 def _activations(config: RunConfig, model: ModelFacts, tokens: int) -> int:
     per_layer = tokens * model.hidden_size * bytes_of(config.model.dtype) // 2
-    if config.engine.activation_checkpointing:
-        return per_layer * (_CHECKPOINTED_LAYER_BYTES * model.num_layers + _LAYER_BYTES)
-    return per_layer * _LAYER_BYTES * model.num_layers
+    engine, again = config.engine, 0
+    # Settings that not every engine has; with "products" a layer keeps most of what it would.
+    if engine.activation_checkpointing and getattr(engine, "checkpoint_keeps", "inputs") == "inputs":
+        again = model.num_layers // getattr(engine, "checkpoint_every", 1)
+    whole = model.num_layers - again + (again > 0)  # of those computed again, one at a time
+    return per_layer * (_CHECKPOINTED_LAYER_BYTES * again + _LAYER_BYTES * whole)

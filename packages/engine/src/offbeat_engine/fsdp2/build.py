@@ -55,7 +55,7 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
         ConfigError: the folder holds no model that fits the config.
     """
     scorer = _built_by_all(config, world)
-    gather_once = sharding.is_small(scorer)
+    gather_once = sharding.gathers_once(scorer, config)
     cost = _cost(scorer.hf)
     own_memory(scorer)
     sharded = sharding.shard(scorer, config, world)

@@ -55,6 +55,8 @@ def refusals(config: Fsdp2Config, num_ranks: int) -> list[Refusal]:
     return [
         *_numbers(config, num_ranks),
         *_layout_of_ranks(config, num_ranks),
+        *_reshard(config, num_ranks),
+        *_recomputing(config),
         *_optimizer(config),
         *_attention(config),
         *_lora(config),
@@ -116,6 +118,36 @@ def _layout_of_ranks(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:
             setting="shard_size",
             reason=f"must divide the number of ranks, {num_ranks}, got {config.shard_size}",
             remedy="use 0 for one copy of the weights over all ranks, or a divisor",
+        )
+
+
+def _reshard(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:
+    among = config.shard_ranks(num_ranks)
+    if isinstance(config.reshard, int) and not (1 < config.reshard < among and among % config.reshard == 0):
+        yield Refusal(
+            setting="reshard",
+            reason=f"a number must be a divisor of the {among} ranks of one copy of the weights, other than 1 and all, "
+            f"got {config.reshard}",
+            remedy='use "always" or "never"',
+        )
+
+
+def _recomputing(config: Fsdp2Config) -> Iterator[Refusal]:
+    which = {
+        "checkpoint_every": config.checkpoint_every > 1,
+        "checkpoint_keeps": config.checkpoint_keeps != "inputs",
+    }
+    for setting in (name for name, chosen in which.items() if chosen and not config.activation_checkpointing):
+        yield Refusal(
+            setting=setting,
+            reason="nothing is computed again in backward",
+            remedy="set `activation_checkpointing: true`",
+        )
+    if config.compile and config.checkpoint_keeps == "products":
+        yield Refusal(
+            setting="checkpoint_keeps",
+            reason="a compiled layer does not show its operators one by one",
+            remedy='use "inputs", or set `compile: false`',
         )
 
 

@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from offbeat_engine.config import EngineConfig, bounded
+from offbeat_engine.config import Dtype, EngineConfig, bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,14 @@ class Fsdp2Config(EngineConfig):
     `sequence_parallel_size` ranks share the tokens of each sequence (Ulysses, arXiv 2309.14509). `shard_size` ranks
     hold one copy of the weights among them, the copies are replicas of each other (hybrid sharding); 0 = all ranks.
     `compile` compiles every layer. `attention` picks the kernel.
+
+    `reshard` says when a rank lets go of the weights that it gathered: "always" after each layer, forward and backward;
+    "never" before the mini-batch ends (faster, at the memory of the whole model in the compute dtype); a number keeps
+    them among that many neighbouring ranks between forward and backward; "auto" is "always", but a model of at most
+    256 MiB is gathered once. `reduce_dtype` is the precision in which gradients are added up over ranks.
+
+    With `activation_checkpointing`, `checkpoint_every` n takes every n-th layer only, and `checkpoint_keeps` "products"
+    keeps the results of matrix products and attention, so that backward computes the cheap rest again.
     """
 
     packing: bool = True
@@ -25,6 +33,10 @@ class Fsdp2Config(EngineConfig):
     sequence_parallel_size: int = bounded(1, at_least=1)
     shard_size: int = bounded(0, at_least=0)
     compile: bool = False
+    reshard: Literal["auto", "always", "never"] | int = "auto"
+    reduce_dtype: Dtype = Dtype.FLOAT32
+    checkpoint_every: int = bounded(1, at_least=1)
+    checkpoint_keeps: Literal["inputs", "products"] = "inputs"
     attention: Literal["auto", "eager", "sdpa", "varlen", "flash_attention_2"] = "auto"
 
     @property

@@ -21,6 +21,7 @@ from offbeat_engine.fsdp2 import (
     kernels,
     loading,
     lora,
+    recomputing,
     weights,
 )
 from offbeat_engine.fsdp2.scorer import Scorer
@@ -46,7 +47,7 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
     hf_names.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.held(hf).items()})
     freezing.freeze(hf, config.freeze)
     if config.activation_checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        recomputing.compute_again(hf, config)
     if config.inference_only:
         for param in hf.parameters():
             param.requires_grad_(False)

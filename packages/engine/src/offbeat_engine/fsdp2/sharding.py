@@ -37,20 +37,33 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
     if world.size == 1 and (config.dtype is Dtype.FLOAT32 or config.inference_only):
         _place(scorer, world)
         return False
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     mesh = _mesh(config, world)
     # Inputs are not cast: temperatures must stay float32, and hidden states are in the compute dtype already.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype is Dtype.BFLOAT16 else None,
-        reduce_dtype=torch.float32,
+        reduce_dtype=getattr(torch, config.reduce_dtype),
         cast_forward_inputs=False,
     )
-    small = is_small(scorer)
-    if not small:
+    once = gathers_once(scorer, config)
+    if not once:
+        after_forward = config.reshard if isinstance(config.reshard, int) else config.reshard != "never"
         for layer in layers_of(scorer):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=False if small else None)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
+    # What is outside the layers is needed first in backward: letting go of it in between gains nothing but for "always".
+    fully_shard(
+        scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard == "always" and not once
+    )
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):  # gradients are shares of a global sum: added up, not averaged
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(scorer, "plain")
     _place(scorer, world)
     return True
@@ -97,9 +110,10 @@ def _mesh(config: Fsdp2Config, world: World) -> DeviceMesh:
     return DeviceMesh.from_group(groups, world.device, mesh=ranks, mesh_dim_names=("copies", "shards"))
 
 
-def is_small(scorer: Scorer) -> bool:
-    """Return whether the whole model may stay gathered during a step."""
-    return sum(param.numel() for param in scorer.parameters()) * 4 <= SMALL_MODEL_BYTES
+def gathers_once(scorer: Scorer, config: Fsdp2Config) -> bool:
+    """Return whether the model is one group: gathered once, with gradients scattered once, in a mini-batch."""
+    num_bytes = sum(param.numel() for param in scorer.parameters()) * 4
+    return config.reshard == "auto" and num_bytes <= SMALL_MODEL_BYTES
 
 
 def layers_of(scorer: Scorer) -> Iterator[torch.nn.Module]:

@@ -47,6 +47,7 @@ class Step:
     padded: bool
     sharded: bool
     gather_once: bool
+    keep_gathered: bool
     activations: HostActivations | None
 
     @property
@@ -58,11 +59,9 @@ class Step:
     def gradient_scale(self) -> float:
         """What the loss is multiplied by so that gradients come to their sum over ranks.
 
-        FSDP averages gradients over ranks; a loss that is one share of a global sum wants them added. Peers compute the
-        same share, and the gather of their answers adds theirs up: it counts once.
+        Peers compute the same share of it, and the gather of their answers adds theirs up: it counts once.
         """
-        num_peers = 1 if self.peers is None else self.peers.size
-        return self.asked.world.size / num_peers if self.sharded else 1.0
+        return 1.0 if self.peers is None else 1.0 / self.peers.size
 
 
 def step_of(parts: Parts, config: Fsdp2Config, asked: Asked) -> Step:
@@ -77,6 +76,7 @@ def step_of(parts: Parts, config: Fsdp2Config, asked: Asked) -> Step:
         padded=not config.packing,
         sharded=parts.sharded,
         gather_once=parts.gather_once,
+        keep_gathered=parts.gather_once or config.reshard == "never",
         activations=HostActivations(asked.device) if config.activation_offload else None,
     )
 
@@ -124,7 +124,7 @@ def _check_lengths(batch: TrainBatch, limit: int | None) -> None:
 
 
 def _sync_gradients(step: Step, last: bool) -> None:
-    """Reduce gradients and let go of gathered weights after the last micro-batch only, where memory allows.
+    """Reduce gradients, and let go of gathered weights, after the last micro-batch only, where memory allows either.
 
     Where it does not, gradients are scattered after each, but added up over the copies (if any) after the last.
     """
@@ -136,8 +136,9 @@ def _sync_gradients(step: Step, last: bool) -> None:
     step.scorer.set_requires_all_reduce(last)
     if step.gather_once:
         step.scorer.set_requires_gradient_sync(last)
-        step.scorer.set_reshard_after_backward(last)
         step.scorer.set_is_last_backward(last)
+    if step.keep_gathered:
+        step.scorer.set_reshard_after_backward(last)
 
 
 def _leave(step: Step, anchor: torch.Tensor) -> None:

@@ -1,0 +1,55 @@
+"""Activation checkpointing: which layers compute again in backward, and what of them is kept all the same."""
+
+# transformers' models are untyped, and so are torch's operators.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from offbeat_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from offbeat_engine.fsdp2.config import Fsdp2Config
+
+# Operators of matrix products and of fused attention, by namespace: most of a layer's work, little of its memory.
+_COSTLY = {
+    "aten": (
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    ),
+    "torch_attn": ("_varlen_attn",),
+}  # fmt: skip
+
+
+def compute_again(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
+    """Let every `checkpoint_every`-th layer of `hf` keep its input alone, or its costly results besides.
+
+    Raises:
+        ConfigError: `config` leaves out layers, and the family knows only all or none.
+    """
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if config.checkpoint_keeps == "products":
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    hf.gradient_checkpointing_enable(settings)
+    if config.checkpoint_every == 1:
+        return
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in hf.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"`checkpoint_every`: {type(hf).__name__} checkpoints all of its layers or none; use 1"
+        )
+    for number, layer in enumerate(layers, start=1):
+        layer.gradient_checkpointing = number % config.checkpoint_every == 0
+
+
+def _policy(_ctx: object, operator: Any, *_args: object, **_settings: object) -> CheckpointPolicy:  # noqa: ANN401
+    name = operator._schema.name.partition("::")[2]  # noqa: SLF001 it has no public name
+    keeps = name in _COSTLY.get(operator.namespace, ())
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
