@@ -71,7 +71,6 @@ def test_missing_files_and_models_are_named():
     ("setting", "refused"),
     [
         ("model.path=nowhere", "model.path"),
-        ("rollout.name=unheard", "rollout"),
         ("engine.optimizer.beta1=1.5", "engine.optimizer.beta1"),
         ("task.level=12", "task"),
     ],

@@ -9,6 +9,7 @@ import yaml
 
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
 from offbeat_recipes.errors import RunFolderError, SettingError
+from offbeat_recipes.facts import gather_facts
 from offbeat_recipes.run_folder import open_run_folder
 from offbeat_recipes.settings import parse, to_dict
 
@@ -114,6 +115,10 @@ def test_an_engine_that_nobody_has_is_refused_with_those_that_are_there():
         SettingError, match=r"`engine\.name`: no training engine named 'unheard'; installed: far, fsdp2"
     ):
         compose_run(["engine.name=unheard"])
+    with pytest.raises(
+        SettingError, match=r"`rollout\.name`: no rollout adapter named 'unheard'; installed: hf, vllm"
+    ):
+        compose_run(["rollout.name=unheard"])
 
 
 def test_they_are_printed_and_come_back(tmp_path):
@@ -132,3 +137,82 @@ def test_a_resumed_run_is_compared_in_them(tmp_path):
     open_run_folder(tmp_path / "run", to_dict(far_run("engine.width=5")), resume=False).close()
     with pytest.raises(RunFolderError, match=r"engine\.width: was 5, is 6"):
         open_run_folder(tmp_path / "run", to_dict(far_run("engine.width=6")), resume=True)
+
+
+ADAPTER = """
+from dataclasses import dataclass
+
+from offbeat_rollout import ConfigError, RolloutConfig
+from offbeat_rollout.testing import ScriptedRollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParrotConfig(RolloutConfig):
+    colour: str = "grey"
+    max_num_seqs: int = 7  # the adapter's own opinion of a core setting
+
+
+class Parrot(ScriptedRollout):
+    Config = ParrotConfig
+
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        if config.colour == "invisible":
+            raise ConfigError("parrot: nobody would hear an invisible one; choose a `colour`")
+"""
+
+
+@pytest.fixture
+def parrot(tmp_path, monkeypatch):
+    """Install a package that registers the generation adapter `parrot`."""
+    folder = tmp_path / "birds"
+    about = folder / "parrot-0.1.dist-info"
+    about.mkdir(parents=True)
+    (folder / "parrot_adapter.py").write_text(ADAPTER)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: parrot\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[offbeat.rollouts]\nparrot = parrot_adapter:Parrot\n")
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("parrot_adapter", None)
+
+
+@pytest.mark.usefixtures("parrot")
+def test_an_adapter_of_another_package_has_settings_of_its_own():
+    config = compose_run(["rollout.name=parrot", "rollout.colour=green", "rollout.max_model_len=99"])
+    told = config.rollout_config("m", num_cores=2)
+    assert (type(told).__name__, told.colour, told.max_num_seqs) == ("ParrotConfig", "green", 7)
+    assert (told.model_path, told.max_model_len, told.cpu_threads) == ("m", 99, 1)
+    assert parse(yaml.safe_load(to_yaml(config))) == config
+    for setting, message in (
+        ("rollout.color=red", "did you mean `rollout.colour`?"),
+        ("rollout.enforce_eager=true", "`rollout.enforce_eager` belongs to rollout=vllm; this run has rollout=parrot"),
+        ("rollout.model_path=x", "`rollout.model_path` cannot be set: it follows from model.path"),
+    ):  # fmt: skip
+        with pytest.raises(SettingError) as caught:
+            compose_run(["rollout.name=parrot", setting])
+        assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("parrot")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["rollout.name=parrot", "rollout.colour=invisible"], "parrot: nobody would hear an invisible one"),
+        (["+rollout.engine_args.kv_cach_dtype=fp8"], "did you mean `kv_cache_dtype`"),
+        (["rollout.engine_args.max_model_len=5"], "not taken there: set `max_model_len`"),
+        (["rollout.engine_args={kv_cache_dtype: auto}"], None),
+    ],
+)
+def test_the_plan_refuses_what_the_adapter_does(settings, message):
+    refused = [
+        item.reason for item in gather_facts(compose_run(settings)).refusals if item.setting == "rollout"
+    ]
+    assert len(refused) == (message is not None)
+    assert message is None or message in refused[0]
+
+
+def test_arguments_of_vllm_itself_pass_through():
+    config = compose_run(["rollout.engine_args.compilation_config={level: 3}", "rollout.engine_args.seed=4"])
+    assert config.rollout_config("m").engine_args == {"compilation_config": {"level": 3}, "seed": 4}

@@ -14,7 +14,7 @@ from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_recipes.config import EngineSection, ModelSection, RolloutSection, RunConfig
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.settings import all_settings, known_paths, parse, to_dict
-from offbeat_rollout.config import RolloutConfig
+from offbeat_rollout.vllm.config import VllmConfig
 
 
 def _problems(raw: dict[str, Any]) -> str:
@@ -38,7 +38,7 @@ def test_one_precision_and_one_device_for_all():
     config = parse({"model": {"dtype": "bfloat16", "random_init": True}, "device": "cuda", "seed": 3})
     engine, rollout = config.engine_config("/m"), config.rollout_config("/m")
     assert type(engine) is Fsdp2Config
-    assert type(rollout) is RolloutConfig
+    assert type(rollout) is VllmConfig
     assert (engine.dtype, rollout.dtype) == (Dtype.BFLOAT16, "bfloat16")
     assert (engine.device, rollout.device) == ("cuda", "cuda")
     assert (engine.model.path, engine.model.seed, engine.model.random_init) == ("/m", 3, True)

@@ -31,7 +31,7 @@ from offbeat_engine import (
     engine_class,
 )
 from offbeat_engine.testing import random_batch
-from offbeat_rollout import AdapterConfig, GenerateRequest, RolloutConfig, SamplingParams
+from offbeat_rollout import AdapterConfig, GenerateRequest, SamplingParams
 from offbeat_rollout.registry import adapter_class, adapter_environment
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs
 from offbeat_trainer.bridge import EngineWeights, make_member
@@ -109,7 +109,7 @@ async def house(request, tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("adapter")
     path = make_tiny_model(folder / "base", vocab_size=VOCAB)
-    config = RolloutConfig(
+    config = adapter_class(request.param).Config(
         model_path=path,
         max_model_len=128,
         max_num_seqs=8,

@@ -18,6 +18,7 @@ from offbeat_ckptsync.registry import require_transport
 from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig
 from offbeat_engine.registry import engine_config_class
 from offbeat_rollout.config import AdapterConfig, RolloutConfig
+from offbeat_rollout.registry import rollout_config_class
 from offbeat_trainer.config import (
     AlgorithmConfig,
     AsyncConfig,
@@ -173,7 +174,8 @@ class EngineSection(EngineConfig):
 class RolloutSection(RolloutConfig):
     """The generation engine and how many replicas of it run.
 
-    `cpu_threads` 0: colocated, the cores are shared among the replicas, as they are among the ranks; else one each.
+    `cpu_threads` 0: colocated, the cores are shared among the replicas, as they are among the ranks; else one each. The
+    rest are settings of the adapter itself: `offbeat_recipes.sections` adds those that `name` has of its own.
     """
 
     name: str = "vllm"
@@ -308,7 +310,7 @@ class RunConfig:
         return max(1, num_cores // (rollout.num_replicas * rollout.tensor_parallel_size))
 
     def rollout_config(self, path: str, num_cores: int = 1) -> RolloutConfig:
-        """Return the settings of one generation replica for the model in folder `path`, on `num_cores` for all."""
+        """Return the adapter's settings of one replica for the model in folder `path`, on `num_cores` for all."""
         derived: dict[str, Any] = {
             "model_path": path,
             "dtype": self.model.dtype.value,
@@ -316,7 +318,8 @@ class RunConfig:
             "cpu_threads": self.replica_threads(num_cores),
             "adapter": self._adapter,
         }
-        return RolloutConfig(**{**_as(RolloutConfig, self.rollout), **derived})
+        cls = rollout_config_class(self.rollout.name)
+        return cls(**{**_as(cls, self.rollout), **derived})
 
     @property
     def sends_adapter_alone(self) -> bool:
@@ -341,8 +344,6 @@ class RunConfig:
         return SyncConfig(**{**_as(SyncConfig, self.sync), **derived})
 
 
-def _as(
-    cls: type[ModelConfig | EngineConfig | RolloutConfig | SyncConfig], section: object
-) -> dict[str, Any]:
+def _as(cls: type[Any], section: object) -> dict[str, Any]:
     """Return the fields of `section` that `cls` knows."""
     return {item.name: getattr(section, item.name) for item in fields(cls)}

@@ -19,7 +19,6 @@ from offbeat_recipes.errors import TaskError
 from offbeat_recipes.replay import replay_refusals
 from offbeat_recipes.stops import stop_refusals
 from offbeat_rollout import ConfigError as RolloutConfigError
-from offbeat_rollout.checks import check_config
 from offbeat_rollout.registry import adapter_class
 
 if TYPE_CHECKING:
@@ -137,8 +136,7 @@ def _our_name(setting: str) -> str:
 
 def _rollout(config: RunConfig) -> Iterator[Refusal]:
     try:
-        adapter = adapter_class(config.rollout.name)
-        check_config(config.rollout_config(config.model.path), adapter.capabilities())
+        adapter_class(config.rollout.name).check(config.rollout_config(config.model.path))
     except RolloutConfigError as error:
         yield Refusal("rollout", str(error), "choose what the adapter offers, or another adapter")
     if config.rollout.name == "vllm" and find_spec("vllm") is None:

@@ -13,8 +13,10 @@ from typing import Any, cast, get_type_hints
 
 from offbeat_engine import ConfigError as EngineConfigError
 from offbeat_engine.registry import engine_config_class
-from offbeat_recipes.config import EngineSection, RunConfig
+from offbeat_recipes.config import EngineSection, RolloutSection, RunConfig
 from offbeat_recipes.errors import SettingError
+from offbeat_rollout.errors import ConfigError as RolloutConfigError
+from offbeat_rollout.registry import rollout_config_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,9 @@ PLUG_INS: dict[str, PlugIn] = {
     "engine": PlugIn(
         section=EngineSection, default="fsdp2", find=engine_config_class, refusals=EngineConfigError
     ),
+    "rollout": PlugIn(
+        section=RolloutSection, default="vllm", find=rollout_config_class, refusals=RolloutConfigError
+    ),
 }
 
 
@@ -50,11 +55,7 @@ def run_class(names: Mapping[str, str]) -> type[RunConfig]:
 def _run_class(names: tuple[str, ...]) -> type[RunConfig]:
     sections: list[tuple[str, type, Any]] = []
     for (path, plug_in), name in zip(PLUG_INS.items(), names, strict=True):
-        try:
-            settings = plug_in.find(name)
-        except plug_in.refusals as error:
-            raise SettingError([f"`{path}.name`: {error}"]) from None
-        section = section_class(plug_in.section, settings)
+        section = section_class(plug_in.section, _settings_class(path, name))
         sections.append((path, section, field(default_factory=section)))
     made = make_dataclass(
         "RunConfig",
@@ -66,6 +67,27 @@ def _run_class(names: tuple[str, ...]) -> type[RunConfig]:
         namespace={"__module__": __name__},
     )
     return cast("type[RunConfig]", made)
+
+
+def replaced_fields(path: str, before: str | None, now: str | None) -> set[str]:
+    """Return the settings that the plug-in `before` of a section has of its own and `now` has not; None: the default.
+
+    Raises:
+        SettingError: nothing is registered under a name.
+    """
+    one, other = (
+        {item.name for item in fields(_settings_class(path, name or PLUG_INS[path].default))}
+        for name in (before, now)
+    )
+    return one - other
+
+
+def _settings_class(path: str, name: str) -> type:
+    plug_in = PLUG_INS[path]
+    try:
+        return plug_in.find(name)
+    except plug_in.refusals as error:
+        raise SettingError([f"`{path}.name`: {error}"]) from None
 
 
 def section_class(section: type, settings: type) -> type:

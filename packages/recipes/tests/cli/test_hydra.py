@@ -90,6 +90,12 @@ def written(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_another_adapter_over_written_settings_leaves_those_behind_that_it_has_not(written: str):
+    assert compose_run(["rollout=hf"], written).rollout.name == "hf"
+    with pytest.raises(SettingError, match=r"`rollout\.enforce_eager` belongs to rollout=vllm"):
+        compose_run(["rollout=hf", "rollout.enforce_eager=true"], written)
+
+
 def test_a_choice_over_written_settings_changes_what_it_names_and_nothing_else(written: str):
     before = compose_run([], written)
     after = compose_run(["mode=fully_async"], written)

@@ -2,7 +2,9 @@
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
+
+from offbeat_rollout.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +23,12 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """Everything one generation replica is told.
+    """What every adapter is told of one generation replica; one with settings of its own extends this class.
 
     `model_path` is a local Hugging Face folder. `max_model_len` bounds prompt plus completion, in tokens.
-    `kv_cache_gib` is the memory for keys and values on CPU; on GPU `gpu_memory_fraction` counts instead.
-    `request_timeout_s` bounds the work on one request (queueing and pauses do not count), and every control call.
-    `enforce_eager` (no CUDA graphs) is by default for CPU only, `prefix_caching` for CUDA only: None means by device.
-    `weight_backend` names the weight-transfer engine that vLLM loads through its own factory.
+    `tensor_parallel_size` is the number of devices. `kv_cache_gib` is the memory for keys and values on CPU; on GPU
+    `gpu_memory_fraction` counts instead. `request_timeout_s` bounds the work on one request (queueing and pauses do not
+    count), and every control call.
     """
 
     model_path: str
@@ -38,10 +39,24 @@ class RolloutConfig:
     tensor_parallel_size: int = 1
     kv_cache_gib: float = 1.0
     gpu_memory_fraction: float = 0.85
-    enforce_eager: bool | None = None
-    prefix_caching: bool | None = None
-    weight_backend: str = "offbeat"
     cpu_threads: int = 1
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
+
+
+C = TypeVar("C", bound=RolloutConfig)
+
+
+def require_config(config: RolloutConfig, cls: type[C]) -> C:
+    """Return `config`, which an engine whose settings are a `cls` was given.
+
+    Raises:
+        ConfigError: it is of another class.
+    """
+    if not isinstance(config, cls):
+        raise ConfigError(
+            f"this adapter takes settings of the class {cls.__name__}, got {type(config).__name__}; "
+            "make them with `adapter_class(name).Config(...)`"
+        )
+    return config

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from offbeat_rollout.checks import check_config
+from offbeat_rollout.config import RolloutConfig, require_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,7 +15,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_rollout.config import RolloutConfig
     from offbeat_rollout.types import (
         Completion,
         GenerateRequest,
@@ -92,14 +94,29 @@ class RolloutEngine(ABC):
     All methods are coroutines of one event loop. `generate` may be called concurrently; the engine batches.
     """
 
+    Config: ClassVar[type[RolloutConfig]] = RolloutConfig
+
     def __init__(self, config: RolloutConfig) -> None:
-        """Keep `config`; nothing heavy happens before `start`."""
-        self.config = config
+        """Keep `config`; nothing heavy happens before `start`.
+
+        Raises:
+            ConfigError: `config` is not one of this adapter's.
+        """
+        self.config = require_config(config, self.Config)
 
     @classmethod
     @abstractmethod
     def capabilities(cls) -> RolloutCapabilities:
         """Return what this adapter can do, without importing its library."""
+
+    @classmethod
+    def check(cls, config: RolloutConfig) -> None:
+        """Refuse settings this adapter cannot honour, without importing its library; `start` refuses the same.
+
+        Raises:
+            ConfigError: naming the setting, what came, and what is allowed.
+        """
+        check_config(config, cls.capabilities())
 
     @classmethod
     def environment(cls, config: RolloutConfig, cores: Sequence[int] = ()) -> dict[str, str]:

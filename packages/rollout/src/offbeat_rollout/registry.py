@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "offbeat.rollouts"
 
+CONFIG_GROUP = "offbeat.rollout_configs"
+"""Optional: the config class alone, for an adapter whose module is dear to import."""
+
 # Those of this package need no installed metadata; an entry point of the same name goes first.
 _BUILT_IN = {
     "hf": ("offbeat_rollout.hf", "HfEngine"),
     "vllm": ("offbeat_rollout.vllm", "VllmEngine"),
+}
+_BUILT_IN_CONFIGS = {
+    "hf": ("offbeat_rollout.config", "RolloutConfig"),
+    "vllm": ("offbeat_rollout.vllm.config", "VllmConfig"),
 }
 
 
@@ -44,6 +51,25 @@ def adapter_class(name: str) -> type[RolloutEngine]:
         f"no rollout adapter named {name!r}; installed: {', '.join(adapter_names())}. "
         f"A package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
     )
+
+
+def rollout_config_class(name: str) -> type[RolloutConfig]:
+    """Return the class that the settings of adapter `name` are read by, importing as little as the adapter lets.
+
+    Raises:
+        ConfigError: nothing is registered under that name.
+    """
+    for point in entry_points(group=CONFIG_GROUP):
+        if point.name == name:
+            return cast("type[RolloutConfig]", point.load())
+    replaced = any(
+        point.name == name and point.value != ":".join(_BUILT_IN.get(name, ()))
+        for point in entry_points(group=ENTRY_POINT_GROUP)
+    )
+    if name in _BUILT_IN_CONFIGS and not replaced:
+        module, attribute = _BUILT_IN_CONFIGS[name]
+        return cast("type[RolloutConfig]", getattr(import_module(module), attribute))
+    return adapter_class(name).Config
 
 
 def adapter_environment(name: str, config: RolloutConfig, cores: Sequence[int] = ()) -> dict[str, str]:

@@ -23,7 +23,6 @@ from offbeat_rollout import (
     GenerateRequest,
     PauseMode,
     RequestTimeout,
-    RolloutConfig,
     SamplingParams,
     UpdateRefused,
 )
@@ -35,7 +34,7 @@ from offbeat_rollout.testing import (
     rollout_contract,
     wait_for_tokens,
 )
-from offbeat_rollout.vllm import VllmEngine, vllm_environment
+from offbeat_rollout.vllm import VllmConfig, VllmEngine, vllm_environment
 
 # vLLM leaves a message-queue context to the garbage collector; it is collected in the last tests of this file.
 pytestmark = pytest.mark.vllm
@@ -114,7 +113,7 @@ async def engine(paths, tmp_path_factory):
     (metadata / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nfile_weights = file_weights:register\n"
     )
-    config = RolloutConfig(
+    config = VllmConfig(
         model_path=paths[0],
         max_model_len=512,
         max_num_seqs=256,
@@ -329,4 +328,4 @@ async def test_stop_leaves_no_process(engine):
 async def test_a_head_dimension_vllm_has_no_kernel_for_is_refused_at_start(tmp_path, engine):
     path = make_tiny_model(tmp_path, hidden_size=48)
     with pytest.raises(ConfigError, match="head dimension of 24"):
-        await VllmEngine(RolloutConfig(model_path=path, max_model_len=64, weight_backend="file")).start()
+        await VllmEngine(VllmConfig(model_path=path, max_model_len=64, weight_backend="file")).start()

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from offbeat_rollout import EngineStateError, RolloutConfig
+from offbeat_rollout import EngineStateError
 from offbeat_rollout.testing import make_tiny_model
-from offbeat_rollout.vllm import VllmEngine, vllm_environment
+from offbeat_rollout.vllm import VllmConfig, VllmEngine, vllm_environment
 from offbeat_rollout.vllm.processes import Launched
 
 WAIT_S = 60
@@ -93,7 +93,7 @@ def test_an_engine_whose_turn_does_not_come_says_so():
 
 async def test_a_cancelled_start_leaves_no_engine(tmp_path, monkeypatch):
     begun, go = threading.Event(), threading.Event()
-    config = RolloutConfig(model_path=make_tiny_model(tmp_path), max_model_len=64)
+    config = VllmConfig(model_path=make_tiny_model(tmp_path), max_model_len=64)
     for name, value in vllm_environment(config).items():
         monkeypatch.setenv(name, value)
     built = []

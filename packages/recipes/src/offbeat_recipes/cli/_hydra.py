@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from offbeat_recipes.errors import RecipeError, SettingError
+from offbeat_recipes.sections import PLUG_INS, replaced_fields
 from offbeat_recipes.settings import check_path, parse, suggestion, to_dict
 
 if TYPE_CHECKING:
@@ -79,11 +80,13 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
     """
     overrides = _checked_all(settings)
     folder, name, search = CONF, "train", []
+    held: dict[str, Any] = {}
     if config_file is not None:
         path = Path(config_file).absolute()
         if not path.is_file():
             raise SettingError([f"--config: no file {config_file}"])
-        overrides = _over_file(path, overrides)
+        held = _read(path)
+        overrides = _over_file(path, held, overrides)
         folder, name, search = path.parent, path.name, [f"hydra.searchpath=[file://{CONF}]"]
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
@@ -91,7 +94,7 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
         raw = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError([_first_line(error)]) from None
-    return parse(cast("dict[str, Any]", raw))
+    return parse(_without_replaced(cast("dict[str, Any]", raw), held, overrides))
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -121,14 +124,11 @@ def complain(prog: str, error: Exception) -> None:
         sys.stderr.write(f"{prog}: {line}\n")
 
 
-def _over_file(path: Path, overrides: list[str]) -> list[str]:
-    """Return `overrides` as Hydra takes them over the settings in `path`.
-
-    In a file with all its settings written out, say that of a run, no group is chosen that another choice could
-    replace. There a choice is added; Hydra puts what is added behind the file's own settings.
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a file of settings holds.
 
     Raises:
-        SettingError: the file cannot be used, or a choice cannot be laid over it.
+        SettingError: the file cannot be used.
     """
     try:
         raw = OmegaConf.to_container(OmegaConf.load(path))
@@ -136,13 +136,38 @@ def _over_file(path: Path, overrides: list[str]) -> list[str]:
         raise SettingError([f"--config: {path} is no YAML: {_first_line(error)}"]) from None
     if not isinstance(raw, dict):
         raise SettingError([f"--config: {path} should hold sections of settings, got {_short(raw)}"])
-    held = cast("dict[str, Any]", raw)
+    return cast("dict[str, Any]", raw)
+
+
+def _over_file(path: Path, held: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Return `overrides` as Hydra takes them over the settings `held` in `path`.
+
+    In a file with all its settings written out, say that of a run, no group is chosen that another choice could
+    replace. There a choice is added; Hydra puts what is added behind the file's own settings.
+
+    Raises:
+        SettingError: a choice cannot be laid over it.
+    """
     named = cast("list[object]", held.get("defaults") or [])
     if any(entry != "_self_" for entry in named):
         return overrides
     # A task brings settings for other sections along; naming the file's own task must not undo the file's.
     same = f"task={_task_of(held)}"
     return [_added(item, held, path) for item in overrides if item != same]
+
+
+def _without_replaced(raw: dict[str, Any], held: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return `raw` without what the file said to a plug-in that another now takes the place of, and does not know."""
+    given = [item.lstrip("+").partition("=")[0] for item in overrides]
+    kept = dict(raw)
+    for section in PLUG_INS:
+        before, now = held.get(section), raw.get(section)
+        if isinstance(before, dict) and isinstance(now, dict):
+            ours = cast("dict[str, Any]", now)
+            gone = replaced_fields(section, cast("dict[str, Any]", before).get("name"), ours.get("name"))
+            asked = {key.split(".")[1] for key in given if key.startswith(f"{section}.")}
+            kept[section] = {key: value for key, value in ours.items() if key not in gone - asked}
+    return kept
 
 
 def _added(item: str, raw: dict[str, Any], path: Path) -> str:

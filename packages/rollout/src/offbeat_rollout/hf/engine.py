@@ -15,7 +15,7 @@ import asyncio
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from offbeat_rollout.checks import check_config, check_request
+from offbeat_rollout.checks import check_request
 from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError
 from offbeat_rollout.interface import RolloutEngine, TensorUpdates
@@ -89,7 +89,7 @@ class HfEngine(RolloutEngine, TensorUpdates):
 
     async def start(self) -> None:
         """Load the model in the worker thread."""
-        check_config(self.config, self.capabilities())
+        self.check(self.config)
         if self._worker is not None:
             raise EngineStateError("the engine is running already; `stop` it before another `start`")
         # Transformers takes seconds to import: in the default executor, so that the loop stays responsive.

@@ -28,12 +28,15 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from offbeat_rollout.checks import check_config, check_request, eos_token_ids
+from offbeat_rollout.checks import check_request, eos_token_ids
 from offbeat_rollout.clock import RequestClock
+from offbeat_rollout.config import require_config
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, RolloutError
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.types import Health, RolloutCapabilities, RolloutFeature
+from offbeat_rollout.vllm.arguments import check_arguments
 from offbeat_rollout.vllm.calls import answer_of
+from offbeat_rollout.vllm.config import VllmConfig
 from offbeat_rollout.vllm.environment import check_environment, vllm_environment
 from offbeat_rollout.vllm.lora import serve_nothing_yet, served_adapter
 from offbeat_rollout.vllm.processes import Launched, build_vllm
@@ -56,11 +59,14 @@ if TYPE_CHECKING:
 class VllmEngine(RolloutEngine):
     """One vLLM engine and the processes it starts."""
 
+    Config = VllmConfig
+    config: VllmConfig
+
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         self._llm: AsyncLLM | None = None
         self._launched: Launched[AsyncLLM] | None = None
-        self._updates = VllmUpdates(config, self._running, self._flip)
+        self._updates = VllmUpdates(self.config, self._running, self._flip)
         self._version: int | None = 0
         self._num_flips = 0
         self._vocab_size = 0
@@ -97,6 +103,12 @@ class VllmEngine(RolloutEngine):
         )
 
     @classmethod
+    def check(cls, config: RolloutConfig) -> None:
+        """Refuse what vLLM cannot honour, `engine_args` included; see `arguments`."""
+        super().check(config)
+        check_arguments(require_config(config, VllmConfig))
+
+    @classmethod
     def environment(cls, config: RolloutConfig, cores: Sequence[int] = ()) -> dict[str, str]:
         """See `vllm_environment`."""
         return vllm_environment(config, cores)
@@ -108,7 +120,7 @@ class VllmEngine(RolloutEngine):
 
     async def start(self) -> None:
         """Check the folder and the environment, then start vLLM's processes and wait until they can generate."""
-        check_config(self.config, self.capabilities())
+        self.check(self.config)
         if self._launched is not None:
             raise EngineStateError("the engine is running already; `stop` it before another `start`")
         specs = await self._updates.specs()

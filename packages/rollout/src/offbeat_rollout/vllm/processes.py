@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.vllm.config import VllmConfig
 
 _STOP_TIMEOUT_S = 20.0
 _GRACE_S = 5.0  # for a process that was asked to end
@@ -109,7 +109,7 @@ class Launched(Generic[E]):
             raise EngineStateError("the engine was ended while it came up")
 
 
-def build_vllm(config: RolloutConfig) -> AsyncLLM:
+def build_vllm(config: VllmConfig) -> AsyncLLM:
     """Return a running `AsyncLLM` for `config`; blocks for tens of seconds.
 
     Raises:
@@ -117,13 +117,13 @@ def build_vllm(config: RolloutConfig) -> AsyncLLM:
     """
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from offbeat_rollout.vllm.translate import engine_args
+    from offbeat_rollout.vllm.arguments import engine_args
 
     _check_model(config)
     return AsyncLLM.from_engine_args(engine_args(config))
 
 
-def _check_model(config: RolloutConfig) -> None:
+def _check_model(config: VllmConfig) -> None:
     """Refuse what vLLM would accept now and die of at the first request."""
     if config.device != "cpu":
         return

@@ -12,55 +12,13 @@ import numpy as np
 
 from offbeat_rollout.errors import EngineStateError
 from offbeat_rollout.types import Completion, Finish, version_spans
-from offbeat_rollout.vllm.lora import adapter_args
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm import SamplingParams as VllmSamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from offbeat_rollout.config import RolloutConfig
     from offbeat_rollout.types import GenerateRequest
-
-GIB = 2**30
-_CPU_STEP_TOKENS = 8192  # a batch of short prompts in one step
-
-
-def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
-    """Return the arguments of `AsyncLLM` for `config`."""
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    cpu = config.device == "cpu"
-    return AsyncEngineArgs(
-        model=config.model_path,
-        skip_tokenizer_init=True,  # token in, token out
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        tensor_parallel_size=config.tensor_parallel_size,
-        distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
-        enforce_eager=cpu if config.enforce_eager is None else config.enforce_eager,
-        # On CPU vLLM 0.32 dies of a seeded request whose prompt it computes in two steps (it moves the offset of a
-        # generator that has none), so prompts are computed whole there.
-        enable_chunked_prefill=False if cpu else None,
-        max_num_batched_tokens=max(_CPU_STEP_TOKENS, config.max_model_len, config.max_num_seqs)
-        if cpu
-        else None,
-        # Always safe, see `engine`; off on CPU because a prompt computed in two parts may differ in its last bits.
-        enable_prefix_caching=not cpu if config.prefix_caching is None else config.prefix_caching,
-        kv_cache_memory_bytes=int(config.kv_cache_gib * GIB) if cpu else None,
-        gpu_memory_utilization=config.gpu_memory_fraction,
-        enable_sleep_mode=not cpu,
-        # Log-probs of the distribution that was drawn from; greedy rows are given at temperature 1 there.
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",  # sampling is what the request says, nothing from the model folder
-        weight_transfer_config=WeightTransferConfig(backend=config.weight_backend),
-        disable_log_stats=True,
-        enable_log_requests=False,
-        **adapter_args(config.adapter),
-    )
 
 
 def sampling_params(request: GenerateRequest, eos: Sequence[int]) -> VllmSamplingParams:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from offbeat_rollout.config import RolloutConfig
     from offbeat_rollout.types import WeightSpec
+    from offbeat_rollout.vllm.config import VllmConfig
 
 
 class VllmUpdates(WorkerUpdates):
@@ -34,7 +34,7 @@ class VllmUpdates(WorkerUpdates):
 
     def __init__(
         self,
-        config: RolloutConfig,
+        config: VllmConfig,
         running: Callable[[], AsyncLLM],
         flipped: Callable[[int, bool], Awaitable[None]],
     ) -> None:
@@ -114,7 +114,7 @@ class VllmUpdates(WorkerUpdates):
             raise EngineStateError(f"vLLM's worker failed in `{what}`: {why}") from error
 
 
-def _specs_of(config: RolloutConfig) -> list[WeightSpec]:
+def _specs_of(config: VllmConfig) -> list[WeightSpec]:
     return (
         folder_adapter_specs(config) if config.adapter.rank else folder_specs(config.model_path, config.dtype)
     )

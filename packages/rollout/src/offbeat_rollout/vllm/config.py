@@ -1,0 +1,22 @@
+"""Settings of vLLM."""
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+from dataclasses import dataclass, field
+from typing import Any
+
+from offbeat_rollout.config import RolloutConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig(RolloutConfig):
+    """What a vLLM replica is told.
+
+    `enforce_eager` (no CUDA graphs) is by default for CPU only, `prefix_caching` for CUDA only: None means by device.
+    `weight_backend` names the weight-transfer engine that vLLM loads through its own factory. `engine_args` are further
+    arguments of vLLM's `AsyncEngineArgs`, by vLLM's names; see `arguments` for those that are not taken.
+    """
+
+    enforce_eager: bool | None = None
+    prefix_caching: bool | None = None
+    weight_backend: str = field(default="offbeat", metadata={"derived": "the weight sync of a run"})
+    engine_args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True})

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from offbeat_rollout import ConfigError, RolloutConfig
+from offbeat_rollout.vllm import VllmConfig, VllmEngine
+from offbeat_rollout.vllm.arguments import OURS, OURS_ON_CPU, argument_names
+
+
+def config(device="cpu", **engine_args):
+    return VllmConfig(model_path="m", device=device, engine_args=engine_args)
+
+
+def test_what_vllm_takes_passes():
+    VllmEngine.check(config(seed=3, scheduling_policy="priority"))
+    VllmEngine.check(config(device="cuda", kv_cache_dtype="fp8", max_num_batched_tokens=4096))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_cach_dtype": "fp8"}, "vLLM has no `kv_cach_dtype`; did you mean `kv_cache_dtype`"),
+        ({"zzz": 1}, "vLLM has no `zzz`"),
+        ({"dtype": "float16"}, "`dtype` is not taken there: set `dtype`"),
+        ({"enable_prefix_caching": True}, "`enable_prefix_caching` is not taken there: set `prefix_caching`"),
+        ({"max_num_batched_tokens": 1}, "prompts are computed whole on CPU"),
+        (
+            {"model": "m", "colour": "red"},
+            r"`model` is not taken there: set `model_path`; vLLM has no `colour`",
+        ),
+    ],
+)
+def test_what_it_does_not_is_refused_by_name(given, message):
+    with pytest.raises(ConfigError, match=message):
+        VllmEngine.check(config(**given))
+
+
+def test_graphs_on_a_cpu_are_refused():
+    with pytest.raises(ConfigError, match="a CPU has no CUDA graphs"):
+        VllmEngine.check(VllmConfig(model_path="m", enforce_eager=False))
+    VllmEngine.check(VllmConfig(model_path="m", device="cuda", enforce_eager=False))
+
+
+def test_settings_of_another_adapter_are_refused():
+    with pytest.raises(ConfigError, match="settings of the class VllmConfig, got RolloutConfig"):
+        VllmEngine(RolloutConfig(model_path="m"))
+
+
+@pytest.mark.vllm
+def test_the_names_are_the_fields_of_vllm_s_dataclass():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    names = {field.name for field in fields(AsyncEngineArgs)}
+    assert argument_names() == names
+    assert names >= OURS.keys() | OURS_ON_CPU.keys()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_set_here_cannot_be_given_and_what_is_given_arrives(device):
+    from offbeat_rollout.config import AdapterConfig
+    from offbeat_rollout.vllm.arguments import engine_args
+    from offbeat_rollout.vllm.lora import adapter_args
+
+    made = engine_args(config(device=device, seed=3, kv_cache_dtype="fp8"))
+    assert (made.seed, made.kv_cache_dtype) == (3, "fp8")
+    assert made.enforce_eager == (device == "cpu")
+    assert made.enable_prefix_caching == (device == "cuda")
+    assert adapter_args(AdapterConfig(rank=4)).keys() <= OURS.keys()
