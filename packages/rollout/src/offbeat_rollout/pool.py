@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from offbeat_rollout.errors import EngineStateError, NoReplica, ReplicaGone, RequestTimeout, RolloutError
+from offbeat_rollout.errors import NoReplica, ReplicaGone, RequestTimeout, RolloutError
+from offbeat_rollout.gate import Gate
 from offbeat_rollout.routing import Router
-from offbeat_rollout.seats import Seat
+from offbeat_rollout.seats import GONE, HEALTH_TIMEOUT_S, LOOKS, Seat
+from offbeat_rollout.types import Completion, Finish
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from offbeat_rollout.seats import Replica
-    from offbeat_rollout.types import Completion, GenerateRequest
+    from offbeat_rollout.types import GenerateRequest
 
-# What a replica may raise when it, not the request, is at fault.
-_GONE = (ReplicaGone, EngineStateError, ConnectionError)
 _ABORT_TIMEOUT_S = 10.0
-_HEALTH_TIMEOUT_S = 30.0
 
 
 class ReplicaPool:
@@ -39,19 +37,22 @@ class ReplicaPool:
         *,
         stall_timeout_s: float = 600.0,
         max_attempts: int = 3,
+        max_running: int | None = None,
         slack: float = 0.05,
         on_lost: Callable[[str, str], None] | None = None,
     ) -> None:
         """Hold `replicas`, none admitted. A request is tried on at most `max_attempts` replicas, one after another.
 
+        With `max_running` the pool has so many requests under way per admitted replica, and the rest wait in it: they go
+        to whoever has room first, be it one that joins later. Give more than a replica works on at once.
         `on_lost` is called with the name and the reason whenever a replica is given up.
         """
         self._seats: dict[str, Seat] = {}
         self._router = Router(slack=slack)
         self._stall_timeout_s = stall_timeout_s
-        self._look_s = stall_timeout_s / 4  # while it waits: lost after four looks or five without progress
         self._max_attempts = max_attempts
         self._on_lost = on_lost
+        self._gate = Gate(lambda: None if max_running is None else max_running * len(self.versions))
         for replica in replicas:
             self.add(replica)
 
@@ -107,12 +108,14 @@ class ReplicaPool:
         if seat.lost.is_set():
             seat = self._seats[name] = Seat(seat.replica, generation=seat.generation + 1)
         seat.version, seat.why = version, ""
+        self._gate.look_again()
 
     def fence(self, name: str, why: str) -> None:
         """Give the replica no new traffic; what it is doing it may finish."""
         seat = self._seat(name)
         seat.version, seat.why = None, why
         self._router.forget(name)
+        self._gate.look_again()
 
     def lose(self, name: str, why: str) -> None:
         """Give the replica up for dead: fence it and send what it was doing elsewhere."""
@@ -148,12 +151,13 @@ class ReplicaPool:
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests wherever they are; replicas that do not answer are passed over."""
+        self._gate.abort(request_ids)
         async with asyncio.TaskGroup() as tasks:
             for name, seat in self._seats.items():
                 if not seat.lost.is_set():
                     tasks.create_task(self._quiet_abort(seat, request_ids), name=f"abort at {name}")
 
-    async def watch(self, period_s: float = 5.0, timeout_s: float = _HEALTH_TIMEOUT_S) -> None:
+    async def watch(self, period_s: float = 5.0, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
         """Ask every replica at work for its health, for ever; one that is dead is lost. Run it as a task."""
         while True:
             await asyncio.sleep(period_s)
@@ -195,21 +199,37 @@ class ReplicaPool:
         min_version: int | None,
         attempt: int,
     ) -> None:
+        def aborted(request_id: str) -> None:
+            answers[request_id] = Completion.of(
+                request_id=request_id, token_ids=(), logprobs=(), policy_versions=(), finish=Finish.ABORT
+            )
+
+        async with asyncio.TaskGroup() as tasks:
+            with self._gate.line_up(requests, aborted) as place:
+                while entered := await self._gate.enter(place):
+                    for seat, share in self._placed(entered, min_version):
+                        serve = self._serve(seat, share, answers, min_version, attempt)
+                        task = tasks.create_task(serve, name=f"{len(share)} requests at {seat.replica.name}")
+                        # Not in the task alone: one that is cancelled before its first step never runs.
+                        task.add_done_callback(partial(self._take_back, seat, share))
+
+    def _placed(
+        self, requests: Sequence[GenerateRequest], min_version: int | None
+    ) -> list[tuple[Seat, dict[str, GenerateRequest]]]:
+        """Return who gets which of `requests`, all counted as running there."""
         allowed = [name for name, v in self.versions.items() if min_version is None or v >= min_version]
         if not allowed:
+            self._gate.leave(len(requests))
             wanted = "" if min_version is None else f" at version {min_version} or later"
             raise NoReplica(
                 f"no replica{wanted} to serve {len(requests)} requests: {self.describe() or 'the pool is empty'}"
             )
-        shares = self._router.route(requests, allowed)
-        async with asyncio.TaskGroup() as tasks:
-            for name, indices in shares.items():
-                seat, share = self._seats[name], {requests[i].request_id: requests[i] for i in indices}
-                seat.begin(share)
-                serve = self._serve(seat, share, answers, min_version, attempt)
-                task = tasks.create_task(serve, name=f"{len(share)} requests at {name}")
-                # Not in the task alone: one that is cancelled before its first step never runs.
-                task.add_done_callback(partial(self._take_back, seat, share))
+        placed: list[tuple[Seat, dict[str, GenerateRequest]]] = []
+        for name, indices in self._router.route(requests, allowed).items():
+            seat, share = self._seats[name], {requests[i].request_id: requests[i] for i in indices}
+            seat.begin(share)
+            placed.append((seat, share))
+        return placed
 
     async def _serve(
         self,
@@ -253,20 +273,20 @@ class ReplicaPool:
         try:
             while not (call.done() or lost.done()):
                 done, _ = await asyncio.wait(
-                    (call, lost), timeout=self._look_s, return_when=asyncio.FIRST_COMPLETED
+                    (call, lost), timeout=self._stall_timeout_s / LOOKS, return_when=asyncio.FIRST_COMPLETED
                 )
                 if not done:
-                    await self._check(seat, _HEALTH_TIMEOUT_S)
+                    await self._check(seat, HEALTH_TIMEOUT_S)
             if not call.done():
                 raise ReplicaGone(name, seat.why)
             await call
-        except _GONE as error:
+        except GONE as error:
             why = error.why if isinstance(error, ReplicaGone) else str(error) or type(error).__name__
             self._lose(seat, why)
             raise ReplicaGone(name, why) from error
         except TimeoutError as error:
             # A deadline on the way says nothing about who is at fault; how the replica is does.
-            await self._check(seat, _HEALTH_TIMEOUT_S)
+            await self._check(seat, HEALTH_TIMEOUT_S)
             if seat.lost.is_set():
                 raise ReplicaGone(name, seat.why) from error
             raise RequestTimeout(
@@ -295,6 +315,7 @@ class ReplicaPool:
         return left
 
     def _release(self, seat: Seat, request: GenerateRequest) -> None:
+        self._gate.leave()
         if not seat.lost.is_set():  # of those, the router has forgotten what they had to do
             self._router.release(seat.replica.name, request)
 
@@ -302,31 +323,16 @@ class ReplicaPool:
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
                 await seat.replica.abort(request_ids)
-        except _GONE as error:
+        except GONE as error:
             self._lose(seat, f"did not take an abort: {error!r}")
         except TimeoutError:
             return  # slow; whether it is dead, its progress decides
 
     async def _check(self, seat: Seat, timeout_s: float) -> None:
         """Lose the replica of `seat` if it is dead."""
-        asked_s = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):
-                health = await seat.replica.health()
-        except (*_GONE, TimeoutError) as error:
-            if isinstance(error, TimeoutError) and seat.moved_s > asked_s:
-                return  # completions came from it meanwhile
-            late = isinstance(error, TimeoutError) and not str(error)
-            self._lose(seat, f"no answer to a health check within {timeout_s:g} s" if late else str(error))
-            return
-        seat.saw(health, self._look_s)
-        if not health.ok:
-            self._lose(seat, health.detail or "said it is not well")
-        elif not seat.idle.is_set() and seat.silent_s >= self._stall_timeout_s:
-            self._lose(
-                seat,
-                f"made no token in {seat.silent_s:.1f} s with {len(seat.running_ids)} requests to answer",
-            )
+        why = await seat.why_dead(timeout_s, self._stall_timeout_s)
+        if why:
+            self._lose(seat, why)
 
 
 async def _first_error(work: Awaitable[None]) -> None:

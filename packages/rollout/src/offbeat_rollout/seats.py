@@ -7,11 +7,19 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from offbeat_rollout.errors import EngineStateError, ReplicaGone
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from offbeat_rollout.interface import RolloutEngine
     from offbeat_rollout.types import Completion, GenerateRequest, Health
+
+# What a replica may raise when it, not the request, is at fault.
+GONE = (ReplicaGone, EngineStateError, ConnectionError)
+HEALTH_TIMEOUT_S = 30.0
+LOOKS = 4
+"""Into how many looks a pool that waits divides the time in which a replica must make a token."""
 
 
 class Replica(Protocol):
@@ -115,7 +123,26 @@ class Seat:
         """Take note of progress."""
         self.silent_s, self.moved_s = 0.0, time.monotonic()
 
-    def saw(self, health: Health, most_s: float) -> None:
+    async def why_dead(self, timeout_s: float, stall_timeout_s: float) -> str:
+        """Ask the replica how it is, within `timeout_s`, and say why it must be given up; nothing if it lives."""
+        asked_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                health = await self.replica.health()
+        except GONE as error:
+            return str(error) or type(error).__name__
+        except TimeoutError as error:
+            if self.moved_s > asked_s:
+                return ""  # completions came from it meanwhile
+            return str(error) or f"no answer to a health check within {timeout_s:g} s"
+        self._saw(health, stall_timeout_s / LOOKS)
+        if not health.ok:
+            return health.detail or "said it is not well"
+        if self._shares and self.silent_s >= stall_timeout_s:
+            return f"made no token in {self.silent_s:.1f} s with {len(self.running_ids)} requests to answer"
+        return ""
+
+    def _saw(self, health: Health, most_s: float) -> None:
         """Take note of the progress that `health` tells; a pause is nobody's fault.
 
         A gap between two looks counts as silence for `most_s` at most: it may be the one who looks that stood still.

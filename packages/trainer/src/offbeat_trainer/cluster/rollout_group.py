@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 20.0
+FULL_HOUSES = 2
+"""A replica is given so many times the requests it works on at once; the rest wait for whoever has room first."""
 MAX_STARTS = 3
 """How often one loss is answered with a new process; who cannot even start is given up, with the reason."""
 
@@ -80,7 +82,10 @@ class RolloutGroup:
             for name, handle in self.handles.items()
         }
         self._pool = ReplicaPool(
-            list(self._replicas.values()), stall_timeout_s=spec.step_timeout_s, on_lost=self._on_lost
+            list(self._replicas.values()),
+            stall_timeout_s=spec.step_timeout_s,
+            max_running=FULL_HOUSES * spec.rollout.rollout.max_num_seqs,
+            on_lost=self._on_lost,
         )
         self._spawn("watch replicas", self._watch(self._pool))
 
