@@ -93,14 +93,18 @@ def test_the_turns_of_a_session_stay_on_one_replica_while_its_prompt_grows(other
     rng = random.Random(0)
     names = [f"r{i}" for i in range(4)]
     router = Router(names)
-    for i in range(others):
-        router.route([request(f"o{i}", (i,), rng.randrange(1, 100))], names)
-    homes = {session: set() for session in range(20)}
+    homes = {session: set() for session in range(21)}
+    running = []
     for turn in range(1, 6):
+        while running:
+            router.release(*running.pop())
+        for i in range(others):  # others come and go: the least loaded is another one each time
+            other = request(f"o{turn}/{i}", (turn, i), rng.randrange(1, 100))
+            [(name, _)] = router.route([other], [rng.choice(names)]).items()
+            running.append((name, other))
         for session, seen in homes.items():
-            asked = request(
-                f"{session}/{turn}", tuple(range(session, session + 200 * turn)), session=f"s{session}"
-            )
+            prompt = tuple(range(session, session + 1000 * turn))
+            asked = request(f"{session}/{turn}", prompt, session=f"s{session}")
             [(name, _)] = router.route([asked], names).items()
             seen.add(name)
             router.release(name, asked)
