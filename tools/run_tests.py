@@ -63,7 +63,7 @@ FULL = (
     Pass(name="parallel", markers=ORDINARY, options=PARALLEL, niceness=15),
     Pass(name="chains", markers="vllm or ray or gpu", options=() if GPU_DRIVER.exists() else BY_FILE),
 )
-FAST = Pass(name="fast", markers=f"{ORDINARY} and not slow", options=PARALLEL)
+FAST = Pass(name="fast", markers=f"{ORDINARY} and not (slow or spawns)", options=PARALLEL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     chosen = parser.add_mutually_exclusive_group()
     for name, text in (
-        ("fast", "leave out tests marked vllm, ray, gpu or slow"),
+        ("fast", "leave out tests marked vllm, ray, gpu, slow or spawns"),
         ("deep", "tests marked deep too, and full counts in all others"),
     ):
         chosen.add_argument(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.spawns
+
 TOOLS = Path(__file__).resolve().parents[1]
 INIT = "packages/small/src/offbeat_small/__init__.py"
 PLANTED = "packages/engine/src/offbeat_engine/planted.py"

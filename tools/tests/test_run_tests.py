@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.spawns
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TESTS = ROOT / "tools" / "run_tests.py"
 TIERED = """
@@ -22,6 +24,8 @@ def test_ordinary(number): note(f"ordinary: {settings().max_examples} examples, 
 def test_that_repeats(deep): note("many" if deep else "few")
 @pytest.mark.slow
 def test_slow(): note("slow")
+@pytest.mark.spawns
+def test_spawns(): note("spawns")
 @pytest.mark.ray
 def test_chain(): note("chain")
 @pytest.mark.deep
@@ -91,7 +95,7 @@ def run(small_checkout, *arguments: str):
 
 
 def write_suite(small_checkout, **files: str) -> None:
-    markers = "".join(f"    {name}\n" for name in ("ray", "vllm", "gpu", "slow", "deep"))
+    markers = "".join(f"    {name}\n" for name in ("ray", "vllm", "gpu", "slow", "spawns", "deep"))
     small_checkout.write("suite/pytest.ini", f"[pytest]\naddopts = --strict-markers\nmarkers =\n{markers}")
     shutil.copy(ROOT / "conftest.py", small_checkout.root / "suite" / "conftest.py")
     for name, text in files.items():
@@ -99,9 +103,9 @@ def write_suite(small_checkout, **files: str) -> None:
 
 
 FEW = {"ordinary: 50 examples, deadline None", "few", "once"}
-USUAL = {*FEW, "slow", "chain"}
+USUAL = {*FEW, "slow", "spawns", "chain"}
 MANY = {"ordinary: 500 examples, deadline None", "many", "once", "often"}
-DEEP = {*MANY, "slow", "chain", "deep", "deep chain"}
+DEEP = {*MANY, "slow", "spawns", "chain", "deep", "deep chain"}
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, awkward_weights, serve_worker, sums_of
 from offbeat_ckptsync.threads import in_thread
 
+pytestmark = pytest.mark.spawns
+
 CONFIG = SyncConfig(
     bucket_mib=4096 / (1 << 20),
     delta="auto",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.spawns
+
 TEXT = (Path(__file__).parents[1] / "README.md").read_text()
 
 

@@ -18,6 +18,8 @@ from offbeat_ckptsync.slices import assemble
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.types import SyncOffer
 
+pytestmark = pytest.mark.spawns
+
 
 def make_module():
     module = torch.nn.Module()

@@ -6,6 +6,13 @@ import torch
 from offbeat_engine.testing import RankPool, make_tiny_model
 
 
+@pytest.hookimpl(tryfirst=True)  # before markers are asked for
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.spawns)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)

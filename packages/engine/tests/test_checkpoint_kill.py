@@ -27,6 +27,8 @@ from offbeat_engine import (
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_engine.toolkit.checkpoint_folders import META, whole_steps
 
+pytestmark = pytest.mark.spawns
+
 KEEP = 2
 
 CHILD = """

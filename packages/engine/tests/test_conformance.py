@@ -9,6 +9,8 @@ from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import Tolerances
 from offbeat_engine.testing.suite import cases
 
+pytestmark = pytest.mark.spawns
+
 TestFsdp2 = conformance("fsdp2", slow=pytest.mark.slow, deep=pytest.mark.deep)
 
 # The same reference, on a device that adds up in another order; the bfloat16 cases are held against a plain bfloat16

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.spawns
+
 PAGE = Path(__file__).parents[3] / "docs" / "writing-an-engine.md"
 
 

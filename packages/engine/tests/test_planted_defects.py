@@ -16,6 +16,8 @@ from offbeat_engine.testing import RanksError
 from offbeat_engine.testing.runner import Options, Ranks, Runner
 from offbeat_engine.testing.suite import cases, check_declaration, reason_to_skip
 
+pytestmark = pytest.mark.spawns
+
 
 @contextmanager
 def patched(module, name, value):

@@ -18,6 +18,8 @@ from offbeat_engine import (
 from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
 from offbeat_engine.testing import random_batch
 
+pytestmark = pytest.mark.spawns
+
 
 @dataclass(frozen=True)
 class FailingLoss:

@@ -11,6 +11,8 @@ from offbeat_ckptsync.bench.workload import Weights
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import TransferError
 
+pytestmark = pytest.mark.spawns
+
 
 def test_weights_have_the_size_and_number_asked_for_and_change_everywhere():
     weights = Weights(4 << 20, 40)

@@ -12,6 +12,8 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.testing.hurt import content_of, weights_of
 from offbeat_ckptsync.testing.troupe import Troupe
 
+pytestmark = pytest.mark.spawns
+
 PHASES = ("begin", "transfer", "verify", "flip", "commit")
 KINDS = ("killed", "hung", "slow", "corrupting")
 ROLES = ("sender", "receiver", "manager")

@@ -30,6 +30,8 @@ from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_ckptsync.transports import make_transport
 from offbeat_ckptsync.types import Seat
 
+pytestmark = pytest.mark.spawns
+
 CONFIG = SyncConfig(transport="loopback", bucket_mib=0.001)
 IDS = [1, 2, 3]
 

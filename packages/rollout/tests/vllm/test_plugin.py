@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.spawns
+
 PROGRAM = """
 import multiprocessing, os, sys, time
 from offbeat_rollout.vllm.plugin import die_with_parent

@@ -15,6 +15,8 @@ from offbeat_rollout.testing import make_tiny_model
 from offbeat_rollout.vllm import VllmConfig, VllmEngine, vllm_environment
 from offbeat_rollout.vllm.processes import Launched
 
+pytestmark = pytest.mark.spawns
+
 WAIT_S = 60
 spawn = multiprocessing.get_context("spawn")
 

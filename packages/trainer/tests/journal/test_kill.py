@@ -15,6 +15,8 @@ from offbeat_trainer.journal.segments import SegmentJournal
 from offbeat_trainer.journal.sqlite import SqliteJournal
 from offbeat_trainer.loops import stream
 
+pytestmark = pytest.mark.spawns
+
 JOURNALS = {
     "sqlite": lambda folder: SqliteJournal(folder / "journal.sqlite"),
     "segments": lambda folder: SegmentJournal(folder / "journal"),
