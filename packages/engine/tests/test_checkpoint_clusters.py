@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from offbeat_engine import CheckpointError, ModelConfig, SftLoss, World
-from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
-from offbeat_engine.testing import RankPool, random_batch
+from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine, checkpoint
+from offbeat_engine.testing import RankPool, RanksError, random_batch
 from offbeat_engine.testing.reference import load_reference
 from offbeat_engine.toolkit import remote_folders, saves
 from offbeat_engine.toolkit.checkpoint_folders import whole_steps
@@ -79,6 +79,28 @@ def test_folders_that_are_not_shared_are_refused_before_a_checkpoint_counts(tiny
     exported = dict(load_reference(str(tmp_path / "host0" / "export")).named_parameters())
     assert same(exported, answers[0][1])
     assert not (tmp_path / "host1" / "export").exists()
+
+
+def sees_late(world, path, root):
+    """Rank 1's file is on disk, but the file system shows it to rank 0 a little later."""
+    engine, asked = make_engine(path, world), []
+    real = saves._size
+
+    def late(path):
+        asked.append(path.name)
+        return None if asked.count("__1_0.distcp") in (1, 2) and path.name == "__1_0.distcp" else real(path)
+
+    saves._size = late
+    try:
+        engine.save_checkpoint(root, global_step=1)
+    finally:
+        saves._size = real
+    return whole_steps(root), asked.count("__1_0.distcp")
+
+
+def test_a_file_system_may_show_files_of_other_hosts_late(tiny, tmp_path, two_ranks):
+    saved = two_ranks.run(sees_late, tiny, str(tmp_path))
+    assert saved == [([1], 3), ([1], 0)]
 
 
 class Slow:
@@ -171,6 +193,26 @@ def test_two_saves_never_overlap(tiny, tmp_path, monkeypatch):
     assert handles[2].done
     assert most == [1, 1, 1]
     assert whole_steps(tmp_path) == [0, 1, 2]
+
+
+def dies_while_it_saves(world, path, root):
+    """Rank 1 dies with its tensors half on disk; rank 0 hears of it from its handle, long before the deadline."""
+    engine = make_engine(path, world)
+    engine.save_checkpoint(root, global_step=1)
+    if world.rank:
+        checkpoint.entries_of = lambda *_: os._exit(7)
+    handle = engine.save_checkpoint(root, global_step=2, block=False)
+    with pytest.raises(CheckpointError, match="rank 0 of 2 waited for a message of the others"):
+        handle.wait()
+
+
+def test_a_rank_that_dies_while_it_saves_leaves_the_checkpoint_before(tiny, tmp_path):
+    with RankPool(2, WAIT_S) as ranks:
+        with pytest.raises(RanksError) as died:
+            ranks.run(dies_while_it_saves, tiny, str(tmp_path))
+        assert str(died.value) == "rank 1: died with exit code 7"
+    assert whole_steps(tmp_path) == [1]
+    assert make_engine(tiny, World()).load_checkpoint(str(tmp_path)) == 1
 
 
 def fails_on_rank_zero(world, path, root, ending):

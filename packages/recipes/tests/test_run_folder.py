@@ -132,6 +132,7 @@ def test_settings_that_change_nothing_may_differ(tmp_path):
         **SETTINGS,
         "trainer": {"steps": 9, "group_size": 4},
         "report": {"wandb": True},
+        "engine": {"collective_timeout_s": 1200.0, "checkpoint_timeout_s": 7200.0},
         "resume": "auto",
     }
     assert open_and_close(tmp_path, other, resume=True).resumed

@@ -33,6 +33,8 @@ MAY_CHANGE = (
     "trainer.keep_checkpoints",
     "trainer.sample_every",
     "trainer.step_timeout_s",
+    "engine.collective_timeout_s",
+    "engine.checkpoint_timeout_s",
     "sync.",
 )
 _SCHEDULE = "engine.optimizer.schedule"
