@@ -146,7 +146,7 @@ class PacedTask:
     def score(self, prompt: Prompt, completion: Completion) -> Score:
         """Return the share of odd tokens."""
         del prompt
-        odd = int((completion.token_ids & 1).sum()) / completion.num_tokens
+        odd = int(np.count_nonzero(completion.token_ids & 1)) / completion.num_tokens
         return Score(reward=odd, correct=odd > 0.5)
 
     def decode(self, token_ids: Sequence[int]) -> str:
