@@ -18,12 +18,18 @@ def cost_tokens(request: GenerateRequest) -> int:
     return len(request.prompt_ids) + request.sampling.max_tokens
 
 
-def stickiness(request: GenerateRequest) -> str | int:
-    """Return what requests that belong on one replica have in common: their session, else a digest of the prompt.
+def stickiness(requests: Sequence[GenerateRequest]) -> list[str | int]:
+    """Return what those that belong on one replica have in common: their session, else a digest of the prompt.
 
     Prompts with one digest by chance share a replica, which harms nobody.
     """
-    return hash(request.prompt_ids) if request.session is None else request.session
+    # A tuple's hash is computed anew each time, and the samples of a prompt hold the same long tuple.
+    prompts = {id(request.prompt_ids): request.prompt_ids for request in requests if request.session is None}
+    digests = {key: hash(prompt) for key, prompt in prompts.items()}
+    return [
+        digests[id(request.prompt_ids)] if request.session is None else request.session
+        for request in requests
+    ]
 
 
 class Router:
@@ -62,7 +68,7 @@ class Router:
         open_names = [name for name in self.loads if name in wanted]
         assert open_names, "routing needs a replica"
         costs = [cost_tokens(request) for request in requests]
-        sticky = [stickiness(request) for request in requests]
+        sticky = stickiness(requests)
         total = sum(self.loads[name] for name in open_names) + sum(costs)
         slack = self._slack * total / len(open_names)
         # Requests of one session in a row, dear ones first: what is placed last should be small.
