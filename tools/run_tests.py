@@ -6,7 +6,8 @@ what the others have once (the marker `deep`, and the counts that the root conft
 Ordinary tests have three worker processes; they keep two cores busy, some of them with waiting for a deadline. Those that
 start Ray or vLLM spend their time in chains of processes that wait for one another to come up: they have two worker
 processes, each file its own, and where there is a GPU, which none would share, one. On four cores or more the passes run
-side by side: the chains go first, and ordinary tests, at low priority, take what is left. The first pass is seen as it
+side by side: the chains go first, and ordinary tests, at a lower priority, take what is left. One after the other they have
+the priority of anyone: whatever else runs on the machine would starve them. The first pass is seen as it
 goes, the other when it is over. Each writes a JUnit file; the closing line is computed from those files and from pytest's
 exit codes, so that a pass that crashed, ran out of time or found no test counts as an error and is not lost.
 """
@@ -60,7 +61,7 @@ PARALLEL = ("-n", "3", "--dist", "worksteal")
 BY_FILE = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
 ORDINARY = "not (vllm or ray or gpu)"
 FULL = (
-    Pass(name="parallel", markers=ORDINARY, options=PARALLEL, niceness=15),
+    Pass(name="parallel", markers=ORDINARY, options=PARALLEL, niceness=5),
     Pass(name="chains", markers="vllm or ray or gpu", options=() if GPU_DRIVER.exists() else BY_FILE),
 )
 FAST = Pass(name="fast", markers=f"{ORDINARY} and not (slow or spawns)", options=PARALLEL)
@@ -143,9 +144,11 @@ async def run_passes(tier: Tier, arguments: list[str], folder: Path, at_once: in
     turns = asyncio.Semaphore(at_once)
 
     async def take_turn(chosen: Pass) -> Outcome:
+        if at_once == 1:
+            chosen = replace(chosen, niceness=0)
         async with turns:
             report = folder / f"{chosen.name}.xml"
-            if chosen is tier.passes[0]:
+            if chosen.name == tier.passes[0].name:
                 print(title(chosen), flush=True)
                 exit_code = await run_pass(chosen, arguments, report, tier.pass_deadline_s)
             else:
