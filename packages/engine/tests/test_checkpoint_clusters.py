@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat_engine import CheckpointError, ModelConfig, SftLoss, World
+from offbeat_engine import CheckpointError, Dtype, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine, checkpoint
 from offbeat_engine.testing import RankPool, RanksError, random_batch
 from offbeat_engine.testing.reference import load_reference
@@ -173,6 +173,33 @@ def weights_of_engine(world, path, root):
 
 def test_a_save_in_the_background_is_of_its_moment(tiny, tmp_path, two_ranks):
     assert two_ranks.run(in_the_background, tiny, str(tmp_path)) == [([1], 1, [1, 2], True)] * 2
+
+
+def from_a_device(world, path, root, dtype):
+    """Save in the background, step on at once, and find the weights of the moment; in bfloat16 they are DTensors."""
+
+    def make():
+        config = Fsdp2Config(model=ModelConfig(path=path), device=world.device, dtype=dtype)
+        engine = Fsdp2Engine(config, world)
+        engine.init_model()
+        engine.set_loss_fn(SftLoss())
+        return engine
+
+    engine, other = make(), make()
+    step(engine)
+    expected = weights_of(engine)
+    handle = engine.save_checkpoint(root, global_step=1, block=False)
+    step(engine, seed=1)
+    handle.wait()
+    assert other.load_checkpoint(root) == 1
+    return same(expected, weights_of(engine)), same(expected, weights_of(other))
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))])
+def test_a_save_in_the_background_is_a_copy_on_every_device(tiny, tmp_path, device, dtype):
+    with RankPool(1, WAIT_S, device) as ranks:
+        assert ranks.run(from_a_device, tiny, str(tmp_path), dtype) == [(False, True)]
 
 
 def test_two_saves_never_overlap(tiny, tmp_path, monkeypatch):

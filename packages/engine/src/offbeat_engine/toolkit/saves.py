@@ -9,10 +9,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.saving import SaveHandle
 from offbeat_engine.toolkit import checkpoint_folders, remote_folders
-from offbeat_engine.toolkit.collectives import first_failure, from_rank_zero, gather
+from offbeat_engine.toolkit.collectives import compute_device, first_failure, from_rank_zero, gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -77,6 +79,9 @@ class Saves:
         def run() -> None:
             error: BaseException | None = None
             try:
+                if self._shared.device == "cuda":
+                    # A new thread's device is the first one: copies through it would take memory there on every rank.
+                    torch.cuda.set_device(compute_device(self._shared))
                 job()
             except Exception as caught:  # noqa: BLE001 raised by `SaveHandle.wait` or the engine's next call
                 error = caught
