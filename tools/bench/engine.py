@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the entrypoints do; read when torch is imported
 
 import torch
-from engine_gpu import measure
 from engine_load import loading
 from engine_loops import BareShards, Plain, Size, Turns, batch_of, engine_on, make_model, take_turns
 
@@ -43,14 +41,7 @@ AIMS = {
     "packing_speedup": (2.5, "at least"),
     "logprob_peak_ratio": (0.4, "at most"),
     "load_peak_ratio": (1.5, "at most"),
-    "mfu": (0.5, "at least"),
 }
-
-
-LARGE = Size(
-    hidden=1536, layers=28, intermediate=8960, heads=12, vocab=151_936, micro_batch_tokens=4096, dtype="bfloat16",
-    device="cuda",
-)  # fmt: skip
 
 
 def overhead(size: Size, model: str) -> dict[str, Any]:
@@ -114,16 +105,6 @@ def long_tail(number: int, longest: int) -> list[int]:
     return [max(4, int(longest * float(x))) for x in (draws / draws.max()).pow(power)]
 
 
-def on_gpu(size: Size, _model: str) -> dict[str, Any]:
-    """About 1.5 B parameters in bfloat16 at 4 k packed tokens, one GPU; where there is none, says so."""
-    if not torch.cuda.is_available():
-        return {
-            "mfu": None,
-            "gpu": "there is none here: mfu and the memory of a large model were not measured",
-        }
-    return measure(replace(LARGE, rounds=size.rounds))
-
-
 def peaks(size: Size, model: str) -> dict[str, Any]:
     """Peaks of memory, each in a process of its own."""
     plain, chunked = _part("logprobs", "plain", size, model), _part("logprobs", "chunked", size, model)
@@ -161,7 +142,6 @@ PARTS: dict[str, Callable[[Size, str], dict[str, Any]]] = {
     "packing": packing,
     "peaks": peaks,
     "load": load,
-    "gpu": on_gpu,
 }
 
 

@@ -19,9 +19,9 @@ from offbeat_engine import (
     OptimizerConfig,
     SftLoss,
     World,
-    engine_class,
     train_batch,
 )
+from offbeat_engine.fsdp2 import Fsdp2Engine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +78,7 @@ def take_turns(ours: Side, theirs: Side, batch: TrainBatch, rounds: int) -> Turn
     pairs: list[tuple[float, float]] = []
     for number in range(rounds + 2):
         sides = (ours, theirs) if number % 2 else (theirs, ours)  # neither is always the second
-        took = {side: _seconds(side, batch) for side in sides}
+        took = {side: seconds_of(side, batch) for side in sides}
         pairs.append((took[ours], took[theirs]))
     pairs = pairs[2:]
     return Turns(
@@ -88,7 +88,8 @@ def take_turns(ours: Side, theirs: Side, batch: TrainBatch, rounds: int) -> Turn
     )
 
 
-def _seconds(side: Side, batch: TrainBatch) -> float:
+def seconds_of(side: Side, batch: TrainBatch) -> float:
+    """Return what a step of `side` takes, to its end on the device."""
     started = time.perf_counter()
     side.step(batch)
     if torch.cuda.is_available():
@@ -153,7 +154,7 @@ def engine_on(world: World, model: str, size: Size, **settings: Any) -> EngineSi
         micro_batch_tokens=size.micro_batch_tokens,
         **settings,
     )
-    engine = engine_class("fsdp2")(config, world)
+    engine = Fsdp2Engine(config, world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     return EngineSide(engine)

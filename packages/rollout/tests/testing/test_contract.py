@@ -21,7 +21,10 @@ from offbeat_rollout.testing import (
 VOCAB = 96
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["scripted", "hf"])
+SUBJECTS = ["scripted", "hf", pytest.param("hf-cuda", marks=pytest.mark.gpu(1))]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=SUBJECTS)
 async def subject(request, tmp_path_factory):
     if request.param == "scripted":
         engine = ScriptedRollout(RolloutConfig(model_path="", max_model_len=128), vocab_size=VOCAB)
@@ -33,7 +36,8 @@ async def subject(request, tmp_path_factory):
         )
     else:
         path = make_tiny_model(tmp_path_factory.mktemp("model"))
-        engine = HfEngine(RolloutConfig(model_path=path, max_model_len=256, max_num_seqs=64))
+        device = "cuda" if request.param == "hf-cuda" else "cpu"
+        engine = HfEngine(RolloutConfig(model_path=path, device=device, max_model_len=256, max_num_seqs=64))
         await engine.start()
         model = AutoModelForCausalLM.from_pretrained(path).eval()
         yield Subject(

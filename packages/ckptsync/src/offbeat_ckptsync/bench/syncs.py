@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Load:
     """What is synced, how often, and to how many processes. `num_threads` load in each of them.
 
-    With `adopts` they serve weights from where they lie, where the transport lets them.
+    Weights are on `device` on all sides. With `adopts` they serve weights from where they lie, where the transport lets
+    them.
     """
 
     num_bytes: int
@@ -39,6 +40,7 @@ class Load:
     num_threads: int = 1
     digests: bool = True
     adopts: bool = False
+    device: str = "cpu"
 
 
 def measure(load: Load, config: SyncConfig) -> list[SyncReport]:
@@ -98,10 +100,17 @@ async def _measure(load: Load, config: SyncConfig) -> list[SyncReport]:
     threads = torch.get_num_threads()
     torch.set_num_threads(load.num_threads)
     replicas = [
-        Replica(load.num_bytes, load.num_tensors, load.num_threads, digests=load.digests, adopts=load.adopts)
+        Replica(
+            load.num_bytes,
+            load.num_tensors,
+            load.num_threads,
+            digests=load.digests,
+            adopts=load.adopts,
+            device=load.device,
+        )
         for _ in range(load.num_receivers)
     ]
-    weights = Weights(load.num_bytes, load.num_tensors)
+    weights = Weights(load.num_bytes, load.num_tensors, load.device)
     publisher = Publisher(ModuleSourceOf(weights), config)
     manager = CheckpointEngineManager(LocalSource(publisher), config)
     mailbox = Mailbox()

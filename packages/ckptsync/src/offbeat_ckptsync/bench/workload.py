@@ -33,16 +33,16 @@ _START_S = 180.0
 
 
 class Weights(torch.nn.Module):
-    """`num_tensors` parameters of together about `num_bytes`, bfloat16."""
+    """`num_tensors` parameters of together about `num_bytes`, bfloat16, on `device`."""
 
-    def __init__(self, num_bytes: int, num_tensors: int) -> None:
+    def __init__(self, num_bytes: int, num_tensors: int, device: str = "cpu") -> None:
         """Make them, with random bits."""
         super().__init__()
         shares = [_SHARES[i % len(_SHARES)] for i in range(num_tensors)]
         rows_of_share = num_bytes / (2 * _WIDTH * sum(shares))
         for index, share in enumerate(shares):
             rows = max(1, round(share * rows_of_share))
-            bits = torch.randint(-(1 << 15), 1 << 15, (rows, _WIDTH), dtype=torch.int16)
+            bits = torch.randint(-(1 << 15), 1 << 15, (rows, _WIDTH), dtype=torch.int16, device=device)
             self.register_parameter(
                 f"t{index}", torch.nn.Parameter(bits.view(torch.bfloat16), requires_grad=False)
             )
@@ -56,7 +56,7 @@ class Weights(torch.nn.Module):
         """Return a digest of all bytes."""
         hasher = xxhash.xxh3_128()
         for parameter in self.parameters():
-            hasher.update(bytes_of(parameter).numpy().data)
+            hasher.update(bytes_of(parameter).cpu().numpy().data)
         return hasher.hexdigest()
 
 
@@ -91,6 +91,7 @@ class Replica:
         *,
         digests: bool = True,
         adopts: bool = False,
+        device: str = "cpu",
     ) -> None:
         """Start it; it loads with `num_threads` threads, and checks no bytes where `digests` is off.
 
@@ -99,7 +100,9 @@ class Replica:
         context = mp.get_context("spawn")
         self._pipe, far = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(far, num_bytes, num_tensors, num_threads, digests, adopts), daemon=True
+            target=_serve,
+            args=(far, (num_bytes, num_tensors, device), num_threads, digests, adopts),
+            daemon=True,
         )
         self._process.start()
 
@@ -153,12 +156,12 @@ class _NoDigest(RunningDigest):
 
 
 def _serve(
-    pipe: Connection, num_bytes: int, num_tensors: int, num_threads: int, digests: bool, adopts: bool
+    pipe: Connection, size: tuple[int, int, str], num_threads: int, digests: bool, adopts: bool
 ) -> None:
     if not digests:
         switch_off_digests()
     torch.set_num_threads(num_threads)
-    weights = Weights(num_bytes, num_tensors)
+    weights = Weights(*size)
     worker = Worker(AdoptingModuleSink(weights) if adopts else ModuleSink(weights))
     pipe.send_bytes(b"ready")
     while (request := pipe.recv_bytes()) != b"end":

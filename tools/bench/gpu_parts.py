@@ -1,0 +1,203 @@
+"""What `gpu.py` measures, one function a part, each called in a process of its own; answers are JSON's values."""
+
+# transformers is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from engine_loops import EngineSide, Plain, Size, batch_of, engine_on, seconds_of, take_turns
+
+from offbeat_engine import LoraConfig, World
+from offbeat_engine.toolkit.throughput import peak_flops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SEQUENCE_TOKENS = 1024  # of each sequence: four share a packed row
+MICRO_BATCHES = 4  # of a step, so that the optimizer's step weighs as in training
+WARM_UP = 2
+GIB = 1 << 30
+LORA_RANK = 16
+
+SMALL = Size(
+    hidden=1536, layers=28, intermediate=8960, heads=12, vocab=151_936, micro_batch_tokens=4096, dtype="bfloat16",
+    device="cuda", rounds=5,
+)  # fmt: skip
+LARGE = replace(SMALL, hidden=3584, layers=28, intermediate=18_944, heads=28, vocab=152_064)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the arithmetic of a step depends on. `multiplied` are the weights that tokens pass through, lookups left out."""
+
+    multiplied: int
+    layers: int
+    attention_width: int
+
+    @classmethod
+    def of(cls, model: Any) -> Shape:  # noqa: ANN401
+        """Read it off a Hugging Face model."""
+        looked_up = model.get_input_embeddings().weight.numel()
+        config = model.config
+        return cls(
+            multiplied=sum(each.numel() for each in model.parameters()) - looked_up,
+            layers=config.num_hidden_layers,
+            attention_width=config.num_attention_heads * (config.hidden_size // config.num_attention_heads),
+        )
+
+    def flops_per_token(self, tokens: int, *, frozen: bool = False) -> float:
+        """Return the operations of forward and backward for one token of a causal sequence of `tokens`.
+
+        6 per weight, and 12 per layer, unit of width and position attended to, of which a causal mask leaves half (Chowdhery
+        et al. 2022, arXiv 2204.02311, appendix B). Frozen weights get no gradient: 4 per weight. What is computed twice
+        counts once, what adapters add does not count.
+        """
+        return (4.0 if frozen else 6.0) * self.multiplied + 6.0 * self.layers * self.attention_width * tokens
+
+
+def train_small(size: Size = SMALL) -> dict[str, Any]:
+    """Train everything of about 1.5 B parameters with AdamW, float32 master weights, beside a plain loop."""
+    lengths = [SEQUENCE_TOKENS] * (MICRO_BATCHES * size.micro_batch_tokens // SEQUENCE_TOKENS)
+    batch = batch_of(size, lengths)
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder) / "model", size)
+        engine, ours_gib = _with_peak(lambda: engine_on(World(device=size.device), model, size), batch)
+        plain, theirs_gib = _with_peak(lambda: Plain(model, size), batch)
+    turns = take_turns(engine, plain, batch, size.rounds)
+    flops = Shape.of(plain.model).flops_per_token(SEQUENCE_TOKENS)
+    peak = peak_flops(torch.device(size.device), torch.bfloat16)
+    return {
+        "trained": "all weights, AdamW, float32 master weights and moments",
+        "parameters": sum(each.numel() for each in plain.model.parameters()),
+        "mfu": None if peak is None else turns.ours * flops / peak,
+        "mfu_plain": None if peak is None else turns.theirs * flops / peak,
+        "tokens_per_s": turns.ours,
+        "plain_tokens_per_s": turns.theirs,
+        "ratio": turns.ratio,
+        "peak_gib": ours_gib,
+        "plain_peak_gib": theirs_gib,
+    }
+
+
+def train_large(size: Size = LARGE) -> dict[str, Any]:
+    """Train adapters on about 7 B frozen parameters: all of it, at 16 bytes a parameter, takes more than one GPU."""
+    batch = batch_of(size, [SEQUENCE_TOKENS] * (MICRO_BATCHES * size.micro_batch_tokens // SEQUENCE_TOKENS))
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder) / "model", size)
+        lora = LoraConfig(rank=LORA_RANK, alpha=2.0 * LORA_RANK)
+        settings = {"lora": lora, "activation_checkpointing": True}
+        engine, peak_gib = _with_peak(
+            lambda: engine_on(World(device=size.device), model, size, **settings), batch
+        )
+    shape = _shape_on_meta(size)
+    took = median(seconds_of(engine, batch) for _ in range(size.rounds))
+    tokens_per_s = int(batch["lengths"].sum()) / took
+    peak = peak_flops(torch.device(size.device), torch.bfloat16)
+    flops = shape.flops_per_token(SEQUENCE_TOKENS, frozen=True)
+    return {
+        "trained": f"adapters of rank {LORA_RANK} on frozen bfloat16 weights, with activation checkpointing",
+        "parameters": shape.multiplied + size.vocab * size.hidden,
+        "mfu": None if peak is None else tokens_per_s * flops / peak,
+        "tokens_per_s": tokens_per_s,
+        "peak_gib": peak_gib,
+    }
+
+
+def random_model(folder: Path, size: Size) -> str:
+    """Write a random model of `size`, drawn where it is trained and in the dtype in which it computes."""
+    from transformers import Qwen2ForCausalLM
+
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(getattr(torch, size.dtype))
+    try:
+        with torch.device(size.device):
+            model = Qwen2ForCausalLM(_config(size))
+    finally:
+        torch.set_default_dtype(dtype)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    return str(folder)
+
+
+def _config(size: Size) -> Any:  # noqa: ANN401
+    from transformers import Qwen2Config
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return Qwen2Config(
+        hidden_size=size.hidden, num_hidden_layers=size.layers, intermediate_size=size.intermediate,
+        num_attention_heads=size.heads, num_key_value_heads=max(1, size.heads // 6), vocab_size=size.vocab,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def _shape_on_meta(size: Size) -> Shape:
+    from transformers import Qwen2ForCausalLM
+
+    with torch.device("meta"):
+        return Shape.of(Qwen2ForCausalLM(_config(size)))
+
+
+def _with_peak(make: Callable[[], Any], batch: Any) -> tuple[Any, float | None]:  # noqa: ANN401
+    """Return a side after `WARM_UP` steps, and the GiB of the device that it took at most, from its making on."""
+    on_gpu = torch.cuda.is_available()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    side: EngineSide | Plain = make()
+    for _ in range(WARM_UP):
+        side.step(batch)
+    if not on_gpu:
+        return side, None
+    torch.cuda.synchronize()
+    return side, (torch.cuda.max_memory_allocated() - before) / GIB
+
+
+def sync_cuda_ipc(num_bytes: int = 2 * GIB, num_tensors: int = 400, device: str = "cuda") -> dict[str, Any]:
+    """Sync changed weights from one process to another on the same GPU, every byte compared at the end."""
+    from offbeat_ckptsync.bench.syncs import Load, measure
+    from offbeat_ckptsync.config import SyncConfig
+
+    transport = "cuda_ipc" if device == "cuda" else "shm"
+    load = Load(num_bytes=num_bytes, num_tensors=num_tensors, num_receivers=1, num_syncs=5, device=device)
+    reports = measure(load, SyncConfig(transport=transport, bucket_mib=64.0))
+    took = median(report.total_s for report in reports[1:])
+    return {
+        "transport": transport,
+        "num_bytes": reports[0].num_bytes,
+        "seconds": took,
+        "first_s": reports[0].total_s,
+        "gb_per_s": reports[0].num_bytes / took / 1e9,
+    }
+
+
+def grpo(size: Size | None = None, steps: int = 3) -> dict[str, Any]:
+    """Make GRPO steps in one process: the Transformers adapter generates, the engine trains, weights are synced."""
+    from grpo_local import GrpoRun
+
+    size = replace(SMALL, hidden=768, layers=12, intermediate=3072, vocab=32_000) if size is None else size
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        asyncio.run(
+            GrpoRun(model=random_model(folder / "model", size), size=size, steps=steps).run(folder / "run")
+        )
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = {key: value for line in lines for key, value in line.items() if isinstance(value, int | float)}
+    return {"steps": steps, "dtype": size.dtype, "metrics": last}
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "train_1_5b": train_small,
+    "train_7b": train_large,
+    "cuda_ipc": sync_cuda_ipc,
+    "grpo": grpo,
+}

@@ -1,0 +1,127 @@
+"""A few GRPO steps in one process, without Ray: engine, Transformers adapter, manager and transport are the real ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+from offbeat_ckptsync import SyncConfig
+from offbeat_engine import Dtype, Fsdp2Config, ModelConfig, OptimizerConfig, World
+from offbeat_engine.fsdp2 import Fsdp2Engine
+from offbeat_rollout import RolloutConfig
+from offbeat_rollout.hf import HfEngine
+from offbeat_trainer import AlgorithmConfig, LoopConfig, Prompt, SamplingConfig, Score
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.local import LocalPolicy, LocalPublisher
+from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.loops.parts import Parts, StopRequest
+from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.reporters.jsonl import JsonlReporter
+from offbeat_trainer.roles import Actor
+from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from engine_loops import Size
+
+    from offbeat_rollout import Completion
+
+PROMPT_TOKENS = 64
+MAX_TOKENS = 64
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowTokens:
+    """A task: completions earn the share of their tokens in the lower half of the vocabulary. Satisfies `Task`."""
+
+    vocab: int
+
+    def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
+        """See `Task.prompts`."""
+        return [self._prompt(derive_seed("train", step, index)) for index in range(num_prompts)]
+
+    def validation_prompts(self, num_prompts: int) -> list[Prompt]:
+        """See `Task.validation_prompts`."""
+        return [self._prompt(derive_seed("held out", index)) for index in range(num_prompts)]
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """See `Task.score`."""
+        del prompt
+        low = float((completion.token_ids < self.vocab // 2).mean())
+        return Score(reward=low, correct=low == 1)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See `Task.decode`."""
+        return " ".join(map(str, token_ids))
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Nothing ends a completion early."""
+        return ()
+
+    def _prompt(self, seed: int) -> Prompt:
+        ids = tuple(1 + (seed + 7919 * place) % (self.vocab - 1) for place in range(PROMPT_TOKENS))
+        return Prompt(uid=str(seed), text=str(ids[:4]), token_ids=ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoRun:
+    """`steps` steps of 8 prompts with 8 completions each, on the device and in the dtype of `size`."""
+
+    model: str
+    size: Size
+    steps: int
+
+    async def run(self, folder: Path) -> None:
+        """Run; metrics go to `folder`."""
+        device = cast("Literal['cpu', 'cuda']", self.size.device)
+        config = Fsdp2Config(
+            model=ModelConfig(path=self.model),
+            optimizer=OptimizerConfig(lr=1e-5),
+            dtype=Dtype(self.size.dtype),
+            device=device,
+        )
+        engine = Fsdp2Engine(config, World(device=device))
+        engine.init_model()
+        algorithm = AlgorithmConfig()
+        actor = Actor(engine, PolicyLoss(config=algorithm, max_completion_tokens=MAX_TOKENS))
+        replica = HfEngine(
+            RolloutConfig(
+                model_path=self.model,
+                device=device,
+                dtype=cast("Literal['float32', 'bfloat16']", self.size.dtype),
+                max_model_len=PROMPT_TOKENS + MAX_TOKENS,
+            )
+        )
+        await replica.start()
+        policy = LocalPolicy(engine, actor, folder / "policy", keep=1, timeout_s=TIMEOUT_S)
+        parts = Parts(
+            task=LowTokens(vocab=self.size.vocab),
+            policy=policy,
+            generator=GroupGenerator(replica.generate_many, replica.abort),
+            publisher=await LocalPublisher.between(engine, replica, SyncConfig(transport="loopback")),
+            reporter=JsonlReporter(folder),
+            store=RunStore(folder / "state", keep=1),
+            seed=0,
+            loop=LoopConfig(
+                steps=self.steps,
+                prompts_per_step=8,
+                group_size=8,
+                validate_every=0,
+                save_every=0,
+                sample_every=0,
+            ),
+            algorithm=algorithm,
+            sampling=SamplingConfig(max_tokens=MAX_TOKENS),
+            stop=StopRequest(),
+        )
+        try:
+            await run_sync(parts, Outcome(), 0)
+        finally:
+            await replica.stop()
+            parts.reporter.close()
+            engine.close()

@@ -1,0 +1,130 @@
+"""`tools/bench/gpu.py` where there is no GPU: its arithmetic, its schedule, and each of its parts on a CPU and a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import gpu  # noqa: E402 a script beside others, not a package
+import gpu_parts  # noqa: E402
+from engine_loops import Size  # noqa: E402
+
+TINY = Size(hidden=48, layers=2, intermediate=64, heads=4, vocab=64, micro_batch_tokens=1024, rounds=1)
+HALF = replace(TINY, dtype="bfloat16")
+
+
+def test_operations_per_token_are_those_of_the_formula():
+    shape = gpu_parts.Shape(multiplied=1000, layers=3, attention_width=8)
+    assert shape.flops_per_token(10) == 6 * 1000 + 12 * 3 * 8 * 10 / 2
+    assert shape.flops_per_token(10, frozen=True) == 4 * 1000 + 12 * 3 * 8 * 10 / 2
+
+
+def test_the_shapes_are_of_the_sizes_they_are_named_for():
+    for size, low, high in ((gpu_parts.SMALL, 1.5e9, 1.8e9), (gpu_parts.LARGE, 7.0e9, 7.7e9)):
+        shape = gpu_parts._shape_on_meta(size)
+        assert low < shape.multiplied + size.vocab * size.hidden < high
+        assert (shape.layers, shape.attention_width) == (size.layers, size.hidden)
+
+
+def test_all_budgets_together_are_more_than_the_limit_by_little_and_every_part_is_known():
+    """What takes less than its budget leaves time to the others."""
+    assert gpu.LIMIT_S < sum(part.budget_s for part in gpu.PARTS) < 1.3 * gpu.LIMIT_S
+    assert gpu.LIMIT_S < 9 * 60
+    measured = {part.name for part in gpu.PARTS if not part.tests}
+    assert measured == gpu_parts.PARTS.keys()
+
+
+def test_a_part_is_skipped_with_the_reason():
+    part = gpu.Part(name="x", budget_s=50.0, needs=("torch", "no_such_module"))
+    assert gpu.reason_to_skip(part, 50.0, None) == "no GPU here"
+    assert gpu.reason_to_skip(part, 50.0, "H100") == "not installed: no_such_module"
+    part = replace(part, needs=("torch",))
+    assert "3 s are left" in gpu.reason_to_skip(part, 3.0, "H100")
+    assert gpu.reason_to_skip(part, 50.0, "H100") is None
+
+
+def test_outcomes_are_counted_also_of_a_run_that_was_cut_short():
+    output = (
+        "a/test_b.py::test_c PASSED   [ 10%]\n"
+        "a/test_b.py::test_d[x y] FAILED\n"
+        "a/test_b.py::test_e SKIPPED (needs 2 GPUs)\n"
+        "a/test_b.py::test_f ERROR\n"
+        "a/test_b.py::test_g "
+    )
+    counts, failed = gpu.outcomes(output)
+    assert counts == {"passed": 1, "failed": 1, "skipped": 1, "error": 1}
+    assert failed == ["a/test_b.py::test_d[x y]", "a/test_b.py::test_f"]
+
+
+def test_figures_that_json_cannot_say_are_null():
+    assert gpu.rounded({"a": [1.23456789, float("nan")], "b": "c", "d": 7}) == {
+        "a": [1.2346, None],
+        "b": "c",
+        "d": 7,
+    }
+
+
+def test_a_process_that_takes_too_long_is_ended_and_one_that_fails_says_why():
+    slow = [sys.executable, "-c", "print('so far', flush=True); import time; time.sleep(600)"]
+    output, failure = gpu._run(slow, 3.0)
+    assert output == "so far\n"
+    assert failure == "took longer than 3 s"
+    _, failure = gpu._run([sys.executable, "-c", "print('why'); raise SystemExit(3)"], 60.0)
+    assert failure == "ended with code 3: why"
+
+
+def test_without_a_gpu_one_json_object_says_so():
+    without = {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "gpu.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=without,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    answer = json.loads(line)
+    assert answer["device"] is None
+    assert answer["parts"] == answer["failed"] == {}
+    assert set(answer["skipped"].values()) == {"no GPU here"}
+    assert answer["versions"]["torch"]
+
+
+def test_tests_marked_gpu_are_found_with_settings_of_its_own():
+    """Collected in a process that sees this checkout's sources, as on a machine that has nothing of it installed."""
+    part = gpu.Part(name="x", budget_s=240.0, tests="rollout")
+    found, failure = gpu.run_tests(part, part.budget_s)
+    assert found["skipped"] >= 1, failure  # no GPU here
+    assert "failed_tests" not in found
+
+
+@pytest.mark.slow
+def test_the_training_parts_run():
+    for size in (TINY, HALF):
+        small = gpu_parts.train_small(size)
+        assert small["parameters"] > 0
+        assert small["ratio"] > 0
+        assert small["mfu"] is None  # the peak of a CPU is not known
+    large = gpu_parts.train_large(HALF)
+    assert large["tokens_per_s"] > 0
+    assert large["parameters"] == small["parameters"]
+
+
+@pytest.mark.slow
+def test_a_sync_and_a_run_of_grpo_answer_with_figures():
+    synced = gpu_parts.sync_cuda_ipc(1 << 20, 16, "cpu")
+    assert synced["num_bytes"] >= 1 << 20
+    assert synced["gb_per_s"] > 0
+    answer = gpu_parts.grpo(TINY, steps=2)
+    assert answer["metrics"]["step"] == 2
+    assert answer["metrics"]["mismatch/max_abs_logprob_diff"] < 1e-4
