@@ -189,7 +189,7 @@ async def test_an_agent_that_lost_its_manager_registers_with_the_next_one():
         manager = CheckpointEngineManager(LocalSource(Publisher(party.source, CONFIG)), CONFIG)
         await second.start()
         second.attach(manager)
-        await second.wait_for(["one"], 10)
+        await second.wait_for(["one"], 120)
         party.source.weights = awkward_weights(2)
         await manager.sync(2)
         assert_same(one.sink.weights, awkward_weights(2))

@@ -18,7 +18,7 @@ WAIT_S = 120.0
 
 
 def make_engine(path, world):
-    engine = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path), collective_timeout_s=60.0), world)
+    engine = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path)), world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     return engine

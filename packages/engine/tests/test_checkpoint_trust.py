@@ -19,7 +19,7 @@ from offbeat_engine.toolkit.file_entries import entry_of
 
 def make_engine(path, world=None):
     world = World() if world is None else world
-    engine = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path), collective_timeout_s=60.0), world)
+    engine = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path)), world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     with engine.train_mode():

@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 def make_engine(path, world, changes):
     """Return an engine whose layers are groups of their own, several micro-batches to a batch."""
     config = Fsdp2Config(
-        model=ModelConfig(path=path), optimizer=OptimizerConfig(lr=1e-2), micro_batch_tokens=60, collective_timeout_s=60.0
+        model=ModelConfig(path=path), optimizer=OptimizerConfig(lr=1e-2), micro_batch_tokens=60
     )  # fmt: skip
     small, sharding.SMALL_MODEL_BYTES = sharding.SMALL_MODEL_BYTES, 0
     try:

@@ -69,7 +69,7 @@ def test_ranks_split_into_neighbours_and_into_counterparts(four_ranks):
 
 
 def waits_for_nobody(world):
-    group = world.split(2, 2.0).group
+    group = world.split(2, 5.0).group
     if world.rank == 0:
         with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout"):
             dist.all_reduce(torch.zeros(1), group=group)

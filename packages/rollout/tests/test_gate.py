@@ -22,7 +22,7 @@ from offbeat_rollout import (
 from offbeat_rollout.gate import Gate
 from offbeat_rollout.testing import ScriptedRollout
 
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 
 
 class Local(EngineReplica):

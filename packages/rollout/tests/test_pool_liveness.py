@@ -22,7 +22,7 @@ from offbeat_rollout import (
 )
 from offbeat_rollout.testing import ScriptedRollout
 
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 LONG = 4000
 
 
@@ -132,7 +132,7 @@ async def test_a_replica_that_makes_tokens_is_never_dead(house, watched, watchin
 @pytest.mark.parametrize("watching", [True, False])
 async def test_one_that_makes_none_is_lost_and_its_requests_move(house, watched, watching):
     a, b = await house("ab")
-    pool = open_pool([a, b], stall_timeout_s=0.3)
+    pool = open_pool([a, b], stall_timeout_s=1.0)
     if watching:
         watched(pool, period_s=0.02)
     a.hung = asyncio.Event()  # its health goes on saying that all is well

@@ -20,7 +20,7 @@ from offbeat_rollout import (
 from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.testing import make_tiny_model
 
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 
 
 def request(name, max_tokens=8):
