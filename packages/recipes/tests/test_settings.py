@@ -139,6 +139,7 @@ def test_every_number_has_some_bound_or_a_reason():
     assert {path.rsplit(".", 1)[-1] for path in loose} <= anything
 
 
+@pytest.mark.spawns
 def test_reading_settings_imports_nothing_heavy():
     code = (
         "import sys; import offbeat_recipes.config, offbeat_recipes.settings; from offbeat_recipes.cli import train;"

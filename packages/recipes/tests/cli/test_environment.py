@@ -95,6 +95,7 @@ def test_every_command_prepares_before_a_heavy_library_is_imported(command):
     assert modules == []
 
 
+@pytest.mark.spawns
 def test_the_libraries_that_planning_imports_find_it_set():
     # huggingface_hub reads its variables once, when it is imported, and looking at a model's config does that.
     assert seen_by(
