@@ -14,7 +14,7 @@ from offbeat_engine.testing.reference import load_reference
 from offbeat_engine.toolkit import remote_folders, saves
 from offbeat_engine.toolkit.checkpoint_folders import whole_steps
 
-WAIT_S = 120.0
+WAIT_S = 600.0
 
 
 def make_engine(path, world):

@@ -217,7 +217,7 @@ def test_a_caller_without_the_secret_or_of_another_sync_gets_no_segment(wire):
             "rank": 0,
             "num_ranks": 1,
         }
-        line.send({**hello, "has": [], **change}, time.monotonic() + 2)
+        line.send({**hello, "has": [], **change}, time.monotonic() + 60)
         answer, fd = line.receive(time.monotonic() + 60, lambda: False, "t")
         assert "is not open here" in answer["error"]
         assert fd is None

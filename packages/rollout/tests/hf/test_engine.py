@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 import pytest_asyncio
@@ -215,6 +214,4 @@ async def test_more_requests_than_rows_wait_their_turn(paths):
     await engine.start()
     done = await engine.generate_many([request(str(i), 1 + i % 4, seed=i) for i in range(23)])
     assert [c.num_tokens for c in done] == [1 + i % 4 for i in range(23)]
-    mark = time.monotonic()
     await engine.stop()
-    assert time.monotonic() - mark < 20
