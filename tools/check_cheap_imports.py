@@ -26,6 +26,7 @@ HEAVY = (
     "megatron",
     "tensordict",
     "peft",
+    "torchao",
 )
 DEADLINE_S = 300
 PROBE = """

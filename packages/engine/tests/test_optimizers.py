@@ -111,7 +111,7 @@ def run_rule(world):
         str(n): torch.nn.Parameter(distribute_tensor(draw(shape, n), mesh, [Shard(0)]))
         for n, shape in enumerate(SHAPES)
     }
-    rule = optimizers.make_rule(ADAFACTOR, params)
+    rule = optimizers.Adafactor(ADAFACTOR, params)
     for step in range(3):
         for n, shape in enumerate(SHAPES):
             params[str(n)].grad = distribute_tensor(draw(shape, 10 * step + n), mesh, [Shard(0)])

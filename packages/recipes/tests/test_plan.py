@@ -224,6 +224,12 @@ def test_memory_of_a_rank_by_hand():
     assert (memory.num, memory.certain, memory.total) == (2, 18 * half, sum(items))
 
 
+def test_moments_of_eight_bits_take_two_bytes_and_their_scales():
+    held, names = states_of(["engine.optimizer.name=adamw_8bit"])
+    assert held == 8 * MODEL.num_params + 2 * MODEL.num_params + 8 * MODEL.num_params // 256
+    assert "Adam's two moments, eight bits, sharded" in names
+
+
 def test_a_policy_with_adapters_needs_no_memory_for_its_reference():
     held = states_of(["engine.lora.rank=4", "algorithm.kl_coef=0.1"])
     assert held == states_of(["engine.lora.rank=4"])

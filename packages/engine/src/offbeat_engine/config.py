@@ -31,9 +31,10 @@ class NonFinite(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """Which optimizer: `adafactor` keeps no second moment per weight, only per row and column."""
+    """Which optimizer: `adamw_8bit` (by torchao) keeps its moments in eight bits, `adafactor` only per row and column."""
 
     ADAMW = "adamw"
+    ADAMW_8BIT = "adamw_8bit"
     ADAFACTOR = "adafactor"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat_engine.config import Dtype
+from offbeat_engine.config import Dtype, OptimizerName
 from offbeat_recipes.abilities import Reference, infers_alone, reference_of
 
 if TYPE_CHECKING:
@@ -96,8 +96,13 @@ def _states(config: RunConfig, model: ModelFacts, shard: int) -> tuple[Items, It
         adapter = engine.lora.rank * model.num_layers * _ADAPTED_WIDTHS * model.hidden_size * width
         return (base,), (("adapter with gradients and moments, about", adapter),)
     weights = ("master weights, float32, sharded", shard * _FP32)
-    factored = engine.optimizer.name == "adafactor"  # its moments are a row and a column of each matrix
-    moments = () if factored else (("Adam's two moments, float32, sharded", shard * 2 * _FP32),)
+    match engine.optimizer.name:
+        case OptimizerName.ADAMW:
+            moments = (("Adam's two moments, float32, sharded", shard * 2 * _FP32),)
+        case OptimizerName.ADAMW_8BIT:  # and a scale for each block of 256
+            moments = (("Adam's two moments, eight bits, sharded", shard * 2 + shard * 2 * _FP32 // 256),)
+        case OptimizerName.ADAFACTOR:  # a row and a column of each matrix
+            moments = ()
     rest = (("gradients, float32, sharded", shard * _FP32), *moments)
     if engine.freeze:
         return (weights,), tuple((f"{name}, at most", num_bytes) for name, num_bytes in rest)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from offbeat_engine.errors import CheckpointError
@@ -23,8 +24,6 @@ from offbeat_engine.toolkit.saves import finish, on_rank_zero, together
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import torch
 
     from offbeat_engine.fsdp2.optimizers import Moments
     from offbeat_engine.fsdp2.scorer import Scorer
@@ -226,11 +225,13 @@ def _tensors(target: Target, moments: Moments) -> dict[str, torch.Tensor]:
 
 
 def _like(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Wrap this rank's shard of a moment as its parameter is sharded, sharing memory."""
+    """Wrap this rank's shard of a moment, which has the rows of its parameter, as that is sharded, sharing memory."""
     if not isinstance(param, DTensor):
         return shard
+    shape = torch.Size((param.shape[0], *shard.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        shard, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
     )
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
-from offbeat_engine.config import Schedule
+from offbeat_engine.config import OptimizerName, Schedule
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.compilation import compiler_missing
+from offbeat_engine.fsdp2.eight_bits import has_torchao
 from offbeat_engine.fsdp2.kernels import missing_here, refusal
 from offbeat_engine.fsdp2.loading import empty_model
 from offbeat_engine.fsdp2.lora import has_peft
@@ -182,6 +183,12 @@ def _optimizer(config: Fsdp2Config) -> Iterator[Refusal]:
     if optimizer.lr < 0:
         yield Refusal(
             setting="optimizer.lr", reason=f"must not be negative, got {optimizer.lr:g}", remedy="use >= 0"
+        )
+    if optimizer.name is OptimizerName.ADAMW_8BIT and not has_torchao():
+        yield Refusal(
+            setting="optimizer.name",
+            reason="adamw_8bit needs the torchao package",
+            remedy="install offbeat-engine[torchao], or use adamw",
         )
     for name in ("beta1", "beta2"):
         beta = getattr(optimizer, name)

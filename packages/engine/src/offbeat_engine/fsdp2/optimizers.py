@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from offbeat_engine.config import OptimizerName
-
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig
 
@@ -40,11 +38,6 @@ class Rule(Protocol):
     def empty_moments(self) -> Moments:
         """Return state of the right shapes to load into."""
         ...
-
-
-def make_rule(config: OptimizerConfig, params: Params) -> Rule:
-    """Return the rule that `config` names, with no state yet."""
-    return Adafactor(config, params) if config.name is OptimizerName.ADAFACTOR else AdamW(config, params)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

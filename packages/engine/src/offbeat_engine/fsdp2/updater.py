@@ -10,14 +10,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import StateError
-from offbeat_engine.fsdp2.optimizers import Moments, local, make_rule
+from offbeat_engine.fsdp2.eight_bits import AdamW8bit
+from offbeat_engine.fsdp2.optimizers import Adafactor, AdamW, Moments, Params, Rule, local
 from offbeat_engine.schedules import learning_rate
 from offbeat_engine.toolkit.collectives import sum_tensor
 
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig
     from offbeat_engine.world import World
+
+
+def _make_rule(config: OptimizerConfig, params: Params) -> Rule:
+    match config.name:
+        case OptimizerName.ADAMW:
+            return AdamW(config, params)
+        case OptimizerName.ADAMW_8BIT:
+            return AdamW8bit(config, params)
+        case OptimizerName.ADAFACTOR:
+            return Adafactor(config, params)
 
 
 class Updater:
@@ -39,7 +51,7 @@ class Updater:
     def rebind(self, params: dict[str, torch.nn.Parameter]) -> None:
         """Start afresh on those of `params` that are trained: no moments, the learning rate of `num_steps`."""
         self.params = {name: param for name, param in params.items() if param.requires_grad}
-        self._rule = make_rule(self._config, self.params)
+        self._rule = _make_rule(self._config, self.params)
 
     @property
     def sharded_moments(self) -> bool:
