@@ -7,8 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
-from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
-from offbeat_engine.fsdp2 import engine as engine_module
+from offbeat_engine.fsdp2 import Fsdp2Engine, activations, sharding, stepping
 from offbeat_engine.fsdp2.activations import HostActivations
 from offbeat_engine.testing import make_tiny_model, random_batch
 
@@ -53,8 +52,13 @@ def made(monkeypatch):
             super().__init__(device)
             instances.append(self)
 
-    monkeypatch.setattr(engine_module, "HostActivations", Counted)
+    monkeypatch.setattr(stepping, "HostActivations", Counted)
     return instances
+
+
+def sent_by(made):
+    """Return the bytes sent by each call that sent some: forward alone, as the self-check goes, sends none."""
+    return [kept.num_bytes for kept in made if kept.num_bytes]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,7 @@ def test_one_rank_computes_the_same_bits(tiny, made, changes):
     assert not made
     got = run(World(), config_of(tiny, **changes, activation_offload=True))
     assert same(got, expected)
-    assert all(kept.num_bytes > 0 for kept in made)
+    assert len(sent_by(made)) == len(BATCHES)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,8 @@ def test_two_ranks_compute_the_same_bits(tiny, two_ranks, changes):
 def test_with_checkpointing_only_the_inputs_of_layers_travel(tiny, made):
     run(World(), config_of(tiny, activation_offload=True))
     run(World(), config_of(tiny, activation_offload=True, activation_checkpointing=True))
-    assert made[-1].num_bytes * 3 < made[0].num_bytes
+    sent = sent_by(made)
+    assert sent[-1] * 3 < sent[0]
 
 
 def test_what_is_saved_leaves_and_comes_back():
@@ -114,6 +119,67 @@ def test_what_is_saved_leaves_and_comes_back():
     assert not alive.expired()
     total.backward()
     assert same(got, (start.grad, weight.grad))
+
+
+class Logged(HostActivations):
+    """Remembers what was fetched and what was taken, by number of sending, and the most that lay ahead."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.sent, self.log, self.most_ahead = [], [], 0
+
+    def _send(self, tensor, before):
+        self.sent.append(super()._send(tensor, before))
+        return self.sent[-1]
+
+    def _fetch(self, kept):
+        super()._fetch(kept)
+        self.log.append(("fetch", self.sent.index(kept)))
+
+    def _taken(self, kept):
+        self.log.append(("take", self.sent.index(kept)))
+        self.most_ahead = max(self.most_ahead, sum(each.ahead is not None for each in self.sent))
+        return super()._taken(kept)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 100])
+def test_what_backward_will_ask_for_comes_before_it_asks(monkeypatch, ahead):
+    start = torch.randn(16, requires_grad=True)
+    monkeypatch.setattr(activations, "_MAX_AHEAD_BYTES", ahead * 64)
+
+    def forward():
+        value = start * 1.0
+        for _ in range(6):
+            value = value.sin()
+        return value.sum()
+
+    kept = Logged()
+    with kept.kept():
+        total = forward()
+    total.backward()
+    got, start.grad = start.grad, None
+    forward().backward()
+    assert torch.equal(got, start.grad)
+    order = list(reversed(range(6)))
+    assert [number for what, number in kept.log if what == "take"] == order
+    assert [number for what, number in kept.log if what == "fetch"] == order
+    assert kept.most_ahead == max(1, min(ahead, 5))
+    if ahead:
+        assert all(
+            kept.log.index(("fetch", n - 1)) < kept.log.index(("take", n - 1)) - (ahead > 1) for n in (2, 3)
+        )
+    assert not any(each.ahead is not None for each in kept.sent)
+
+
+def test_what_is_never_asked_for_does_not_keep_the_rest_from_coming():
+    first, second = (torch.randn(16, requires_grad=True) for _ in range(2))
+    kept = HostActivations(CPU)
+    with kept.kept():
+        one, other = (first * 1.0).sin().sum(), (second * 1.0).sin().sum()
+    one.backward()
+    other.backward()
+    assert torch.equal(first.grad, first.detach().cos())
+    assert torch.equal(second.grad, second.detach().cos())
 
 
 def test_a_change_in_place_between_two_uses_is_seen():
