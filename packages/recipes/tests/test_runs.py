@@ -31,8 +31,9 @@ SMALL = (
 )
 RUN_TIMEOUT_S = 600.0
 ORPHAN_TIMEOUT_S = 300.0
-# What depends on the clock; how much is queued at the end of a step does, in the modes that generate ahead.
+# What depends on the clock and the machine; how much is queued at the end of a step does, in the modes that generate ahead.
 CLOCKS = (
+    "memory/",
     "time",
     "idle/",
     "buffer/",
