@@ -40,6 +40,7 @@ MEANINGS: dict[Feature, str] = {
     Feature.SEQUENCE_PARALLEL: "ranks share the tokens of a sequence: `sequence_parallel_size`",
     Feature.TENSOR_PARALLEL: "ranks share each layer",
     Feature.PIPELINE_PARALLEL: "ranks hold layers one after the other",
+    Feature.NAMED_GRADIENTS: "gradients handed out by name: `named_gradients`",
 }
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
 from offbeat_engine.testing import conformance
-from offbeat_engine.testing.cases_training import VARIANTS
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import Tolerances
 from offbeat_engine.testing.suite import cases
+from offbeat_engine.testing.variants import VARIANTS
 
 pytestmark = pytest.mark.spawns
 

@@ -128,7 +128,7 @@ async def run(
 def history(folder):
     """Return the metrics of each step without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "sync/", "buffer/", "idle/")
+    clocks = ("time", "sync/", "buffer/", "idle/", "memory/")
     return [{key: value for key, value in line.items() if not key.startswith(clocks)} for line in lines]
 
 

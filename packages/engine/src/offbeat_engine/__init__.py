@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         StepContext,
         StepStats,
         WeightKind,
+        WeightShard,
         WeightSpec,
     )
     from offbeat_engine.world import World
@@ -95,6 +96,7 @@ _HOMES = {
     "StepContext": "values",
     "StepStats": "values",
     "WeightKind": "values",
+    "WeightShard": "values",
     "WeightSpec": "values",
     "SftLoss": "losses",
     "plan_micro_batches": "toolkit.planning",
@@ -151,6 +153,7 @@ __all__ = [
     "StepStats",
     "TrainBatch",
     "WeightKind",
+    "WeightShard",
     "WeightSpec",
     "World",
     "bounded",

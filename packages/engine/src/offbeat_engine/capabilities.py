@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Feature(StrEnum):
-    """Things an engine may or may not support; the closed list every engine answers."""
+    """Things an engine may or may not support; the list that every engine answers. It may have others of its own."""
 
     PACKING = "packing"
     DYNAMIC_MICRO_BATCHES = "dynamic_micro_batches"
@@ -29,6 +33,7 @@ class Feature(StrEnum):
     SEQUENCE_PARALLEL = "sequence_parallel"
     TENSOR_PARALLEL = "tensor_parallel"
     PIPELINE_PARALLEL = "pipeline_parallel"
+    NAMED_GRADIENTS = "named_gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +52,14 @@ class Refusal:
 class Capabilities:
     """The declaration of one engine, checked when the config is read.
 
-    `features` are supported and exercised by the conformance suite; `missing` names each absent feature with
-    the reason, so that a refusal can be printed before anything starts.
+    `features` are supported and exercised by the conformance suite, those of the engine's own by the variants it brings
+    along (`conformance(extra_variants=...)`). `missing` names each absent `Feature` with the reason, so that a refusal can be
+    printed before anything starts. A feature that has a setting is asked for by the field of that name in the engine's
+    `Config`.
     """
 
     engine: str
     devices: frozenset[str]
-    features: frozenset[Feature]
-    missing: dict[Feature, str]
+    features: frozenset[str]
+    missing: Mapping[str, str]
     max_ranks: int | None = None

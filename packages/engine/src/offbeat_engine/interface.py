@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 from offbeat_engine.config import EngineConfig, require_config
 from offbeat_engine.errors import StateError
+from offbeat_engine.toolkit.batch_shares import gather_shares, take_share
+from offbeat_engine.values import WeightShard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from contextlib import AbstractContextManager
 
     import torch
@@ -52,6 +54,7 @@ class Engine(ABC):
         """
         self.config = require_config(config, self.Config)
         self.world = world
+        self._shares: list[list[int]] | None = None  # of the last `shard_data`: the rows of each share
 
     @property
     def data_size(self) -> int:
@@ -182,19 +185,26 @@ class Engine(ABC):
         optimizer's own moments count.
         """
 
-    @abstractmethod
     def shard_data(self, data: TrainBatch) -> TrainBatch:
         """Return this rank's share of `data` (the same on all ranks), balanced by tokens, no communication.
 
-        Ranks that share the tokens of their sequences get the same share, and must be given it whole.
+        Ranks that work on the same sequences get the same share, and must be given it whole.
 
         Raises:
             BatchError: `data` lacks a required key of the schema.
         """
+        share, self._shares = take_share(data, self.data_rank, self.data_size)
+        return share
 
-    @abstractmethod
     def unshard_data(self, data: TensorDict) -> TensorDict:
-        """Gather the speakers' rows back into the order `shard_data` was given, on the CPU; the same on all ranks."""
+        """Gather the speakers' rows back into the order of the last `shard_data`, on the CPU; the same on all ranks.
+
+        Raises:
+            StateError: `shard_data` was not called, or a speaker's `data` has not as many rows as that gave it.
+        """
+        if self._shares is None:
+            raise StateError("`unshard_data` before `shard_data`: there is no order to go back to")
+        return gather_shares(data, self._shares, self.world, self.data_rank, speaks=self.is_speaker)
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
@@ -268,21 +278,44 @@ class Engine(ABC):
         later one is gathered in.
         """
 
-    @abstractmethod
-    def weight_manifest(self) -> tuple[WeightSpec, ...]:
-        """Return names, shapes and dtypes of `named_weights`, moving nothing."""
+    def named_weights_on(self, ranks: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """As `named_weights`, for those of `ranks` alone: the others take part, and get None in place of each tensor.
+
+        Here, for engines that know no better, tensors come to every rank and are let go of at once.
+        """
+        here = self.world.rank in ranks
+        return ((name, tensor if here else None) for name, tensor in self.named_weights())
+
+    def named_shards(self) -> Iterator[WeightShard]:
+        """Yield the pieces of weights that this rank holds, so that none is gathered whole where that can be spared.
+
+        A collective, in the order of `weight_manifest`, though a rank may hold nothing of a weight. All ranks together
+        yield every element of every weight, some of them perhaps more than once. What was yielded stays as `named_weights`
+        says. Here, for engines that know no better, rank 0 yields whole weights.
+        """
+        for name, tensor in self.named_weights_on({0}):
+            if tensor is not None:
+                shape = tuple(tensor.shape)
+                yield WeightShard(name=name, shape=shape, offsets=(0,) * len(shape), tensor=tensor)
 
     @abstractmethod
+    def weight_manifest(self) -> tuple[WeightSpec, ...]:
+        """Return names, shapes and dtypes of `named_weights`, the same on all ranks, moving nothing.
+
+        Where no rank knows them all, the ranks tell each other in `init_model`, once.
+        """
+
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the accumulated gradient of every trained parameter: its name, full tensor, float32.
 
-        A collective: every rank iterates to the end. The sum over all ranks and micro-batches since
-        `optimizer_zero_grad`, before clipping; names as in `named_weights` where a parameter is exported, peft's
-        for adapters. For debugging and for the conformance suite, not for training.
+        Where `Feature.NAMED_GRADIENTS` is declared. A collective: every rank iterates to the end. The sum over all ranks and
+        micro-batches since `optimizer_zero_grad`, before clipping; names as in `named_weights` where a parameter is
+        exported, peft's for adapters. For debugging and for the conformance suite, not for training.
 
         Raises:
-            StateError: nothing has been accumulated.
+            StateError: nothing has been accumulated, or the engine does not have them.
         """
+        raise StateError(f"{type(self).__name__} does not hand out gradients (`Feature.NAMED_GRADIENTS`)")
 
     @abstractmethod
     def close(self) -> None:

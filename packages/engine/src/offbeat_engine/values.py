@@ -121,6 +121,16 @@ class WeightSpec:
     kind: WeightKind = WeightKind.FULL
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightShard:
+    """A piece of an exported weight: `tensor` begins at `offsets` of the whole, which has `shape`; compute dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
 PreprocessFn = Callable[[TrainBatch, StepContext], TrainBatch]
 """Called once per micro-batch on every rank that holds its inputs; returns the micro-batch to use, the same rows and
 tokens. It may change the mask and add keys of the schema (`register_field`). All micro-batches of a call go through it,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.world import World
 
-_MISSING = {
+_MISSING: dict[str, str] = {
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
     Feature.PIPELINE_PARALLEL: "every rank runs all layers",
 }

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -23,7 +24,6 @@ from offbeat_engine.fsdp2.stepping import names_of, run_step, step_of
 from offbeat_engine.interface import Engine
 from offbeat_engine.toolkit import checkpoint_folders
 from offbeat_engine.toolkit.accumulation import Accumulation
-from offbeat_engine.toolkit.batch_shares import gather_shares, take_share
 from offbeat_engine.toolkit.collectives import gather
 from offbeat_engine.toolkit.micro_batches import Asked
 from offbeat_engine.toolkit.saves import Destination, Saves
@@ -34,13 +34,18 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Literal
 
-    from tensordict import TensorDict
-
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.saving import SaveHandle
-    from offbeat_engine.values import LossFn, PostprocessFn, Predictions, PreprocessFn, WeightSpec
+    from offbeat_engine.values import (
+        LossFn,
+        PostprocessFn,
+        Predictions,
+        PreprocessFn,
+        WeightShard,
+        WeightSpec,
+    )
     from offbeat_engine.world import World
 
 
@@ -66,7 +71,6 @@ class Fsdp2Engine(Engine):
         self._loss_fn: LossFn | None = None
         self._mode = _Mode.NONE
         self._accumulation = Accumulation(config.on_nonfinite)
-        self._shares: list[list[int]] | None = None
         self._saves = Saves(world, config.checkpoint_timeout_s)
 
     @classmethod
@@ -211,20 +215,6 @@ class Fsdp2Engine(Engine):
         updater = self._ready().updater
         return updater.advance() if self._accumulation.advances else updater.set_num_steps(updater.num_steps)
 
-    def shard_data(self, data: TrainBatch) -> TrainBatch:  # noqa: D102
-        share, self._shares = take_share(data, self.data_rank, self.data_size)
-        return share
-
-    def unshard_data(self, data: TensorDict) -> TensorDict:
-        """Gather shares back into the order of the last `shard_data`.
-
-        Raises:
-            StateError: `shard_data` was not called, or `data` does not have as many rows as it gave this rank.
-        """
-        if self._shares is None:
-            raise StateError("`unshard_data` before `shard_data`: there is no order to go back to")
-        return gather_shares(data, self._shares, self.world, self.data_rank, speaks=self.is_speaker)
-
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move what waits between the modes; inside one, this takes effect when it ends.
 
@@ -278,7 +268,15 @@ class Fsdp2Engine(Engine):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight, one whole tensor at a time; it may share memory with the live weight."""
-        return self._streamed(self._sources(), model.compute_dtype(self._config))
+        dtype = model.compute_dtype(self._config)
+        return weights.handed_out(self._ready().weights, weights.stream(self._sources(), dtype))
+
+    def named_shards(self) -> Iterator[WeightShard]:  # noqa: D102
+        shards = weights.shards(
+            self._sources(), model.compute_dtype(self._config), first=self.world.rank == 0
+        )
+        pieces = weights.handed_out(self._ready().weights, ((shard, shard.tensor) for shard in shards))
+        return (replace(shard, tensor=tensor) for shard, tensor in pieces)
 
     def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
         return weights.specs(self._sources(), model.compute_dtype(self._config))
@@ -286,7 +284,7 @@ class Fsdp2Engine(Engine):
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
         self._accumulation.check_gradients()
         gradients = weights.gradients(self._ready().scorer.hf, lora.kind_of(self._config.lora))
-        return self._streamed(gradients, torch.float32)
+        return weights.handed_out(self._ready().weights, weights.stream(gradients, torch.float32))
 
     def close(self) -> None:
         """End the save under way, forget model and optimizer; a process group stays until `World.leave`.
@@ -335,12 +333,3 @@ class Fsdp2Engine(Engine):
         parts = self._ready()
         with parts.weights.held(), parts.moments.held():
             yield
-
-    def _streamed(
-        self, sources: list[weights.Source], dtype: torch.dtype
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream while the weights are on the device; what they share memory with must not outlive that."""
-        held = self._ready().weights
-        with held.held():
-            for name, tensor in weights.stream(sources, dtype):
-                yield name, tensor.clone() if held.waits_in_host and held.owns(tensor) else tensor

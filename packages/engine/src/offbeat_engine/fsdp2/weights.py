@@ -10,20 +10,26 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset,  # what torch's own checkpoints use
+)
 
 from offbeat_engine.fsdp2 import families, hf_names, lora
 from offbeat_engine.toolkit import checkpoint_folders
 from offbeat_engine.toolkit.saves import on_rank_zero, together
-from offbeat_engine.values import WeightKind, WeightSpec
+from offbeat_engine.values import WeightKind, WeightShard, WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from offbeat_engine.fsdp2.offload import Offloadable
     from offbeat_engine.world import World
+
+T = TypeVar("T")
 
 MAX_FILE_BYTES = 4 << 30
 # Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
@@ -127,6 +133,35 @@ def stream(sources: list[Source], dtype: torch.dtype) -> Iterator[tuple[str, tor
         converted = None if source.convert is None else source.convert(whole)
         for name, _ in source.parts:
             yield name, whole if converted is None else converted[name]
+
+
+def handed_out(
+    held: Offloadable, named: Iterable[tuple[T, torch.Tensor]]
+) -> Iterator[tuple[T, torch.Tensor]]:
+    """Yield `named` while the weights `held` are on the device; what they share memory with must not outlive that."""
+    with held.held():
+        for name, tensor in named:
+            yield name, tensor.clone() if held.waits_in_host and held.owns(tensor) else tensor
+
+
+def shards(sources: list[Source], dtype: torch.dtype, *, first: bool) -> Iterator[WeightShard]:
+    """Yield this rank's pieces in `dtype`: its rows of what is sharded; the whole, where `first`, of what is not.
+
+    A collective all the same: what is merged with an adapter, or leaves under other names, is made of whole tensors.
+    """
+    for source in sources:
+        tensor = source.tensor.detach()
+        if source.convert is None and source.adapter is None and isinstance(tensor, DTensor):
+            local = tensor.to_local().to(_compute(tensor, dtype))
+            shape = tuple(tensor.shape)
+            _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+            if local.numel():
+                yield WeightShard(name=source.parts[0][0], shape=shape, offsets=tuple(offsets), tensor=local)
+            continue
+        for name, whole in stream([source], dtype):
+            if first:
+                shape = tuple(whole.shape)
+                yield WeightShard(name=name, shape=shape, offsets=(0,) * len(shape), tensor=whole)
 
 
 def _merged(source: Source, dtype: torch.dtype) -> torch.Tensor:

@@ -8,6 +8,7 @@ from offbeat_engine.testing.ranks import RankPool, RanksError, run_ranks
 from offbeat_engine.testing.reference import Reference, reference_logprobs, reference_step, relative_error
 from offbeat_engine.testing.runner import Tolerances
 from offbeat_engine.testing.suite import conformance
+from offbeat_engine.testing.variants import Variant
 
 __all__ = [
     "FAMILIES",
@@ -17,6 +18,7 @@ __all__ = [
     "RanksError",
     "Reference",
     "Tolerances",
+    "Variant",
     "conformance",
     "make_tiny_model",
     "pretend_on_cuda",

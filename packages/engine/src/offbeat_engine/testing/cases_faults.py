@@ -13,7 +13,7 @@ import torch
 
 from offbeat_engine.config import NonFinite
 from offbeat_engine.testing import probes
-from offbeat_engine.testing.compare import check_number, check_tensors, check_tokens
+from offbeat_engine.testing.compare import check_gradients, check_number, check_tensors, check_tokens
 from offbeat_engine.testing.losses import POISON, PoisonedLoss
 from offbeat_engine.testing.runner import BATCHES, Case
 
@@ -57,7 +57,7 @@ def _idle(runner: Runner, family: str, kind: Idle) -> None:
     limits = runner.tolerances
     for rank, (loss, predictions, grads, norm) in enumerate(answers):
         check_number(f"loss on rank {rank}", loss, expected.losses[0], limits.loss)
-        check_tensors(f"gradient on rank {rank}", grads, expected.first_grads, limits.gradient)
+        check_gradients(f"gradient on rank {rank}", grads, expected.first_grads, limits.gradient)
         check_number(f"gradient norm on rank {rank}", norm, expected.grad_norms[0], limits.norm)
         if len(predictions["logprobs"]) != len(shares[rank]["lengths"]):
             raise AssertionError(

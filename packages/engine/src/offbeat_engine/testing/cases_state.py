@@ -16,10 +16,11 @@ import torch
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.testing import probes
 from offbeat_engine.testing.cases_features import LORA
-from offbeat_engine.testing.cases_training import VARIANTS, Variant, check_weights
+from offbeat_engine.testing.cases_training import check_weights
 from offbeat_engine.testing.compare import check_number, check_tensors, check_tokens
 from offbeat_engine.testing.reference import load_reference, reference_logprobs
 from offbeat_engine.testing.runner import BATCHES, KEPT, STALE, STEPS, Case
+from offbeat_engine.testing.variants import VARIANTS, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from offbeat_engine.testing.reference import Reference
     from offbeat_engine.testing.runner import Options, Runner
 
-_VARIANTS = frozenset({"adafactor", "frozen", "values", "offloaded", "replicated", "sequence_2"})
+_NAMES = {"adafactor", "frozen", "values", "offloaded", "replicated", "sequence_2"}
+_VARIANTS = tuple(variant for variant in VARIANTS if variant.name in _NAMES)
 _SAVED = 2  # steps before the checkpoint; the rest of BATCHES follow after it
 
 
@@ -50,7 +52,7 @@ def cases(options: Options) -> Iterator[Case]:
             num_ranks=max(written, read),
             slow=slow,
         )
-    for variant in (variant for variant in VARIANTS if variant.name in _VARIANTS):
+    for variant in (*_VARIANTS, *options.extra_variants):
         written = variant.num_ranks if variant.exact else options.fit(variant.num_ranks)
         read = written if variant.exact else 1
         moved = {Feature.RESHARDING} if written != read else set[Feature]()

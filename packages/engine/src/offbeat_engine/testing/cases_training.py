@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import OptimizerName
 from offbeat_engine.testing import probes
-from offbeat_engine.testing.compare import Named, check_names, check_number, check_tensors, check_tokens
-from offbeat_engine.testing.models import FAMILIES
-from offbeat_engine.testing.runner import BATCHES, KEPT, OPTIMIZER, STEPS, Case
+from offbeat_engine.testing.compare import (
+    Named,
+    check_gradients,
+    check_names,
+    check_number,
+    check_tensors,
+    check_tokens,
+)
+from offbeat_engine.testing.runner import BATCHES, KEPT, STEPS, Case
+from offbeat_engine.testing.variants import VARIANTS, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,88 +28,6 @@ if TYPE_CHECKING:
     from offbeat_engine.testing.probes import Job, Record
     from offbeat_engine.testing.reference import Reference
     from offbeat_engine.testing.runner import Options, Runner
-
-FROZEN = ("model.embed_tokens.weight", "model.layers.0.*", "*norm.weight")
-"""The patterns of the case `frozen`: a weight that may be tied, a whole layer, and all norms."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One way to run the same training: changed settings, the features they exercise, the ranks they need.
-
-    Fewer than `num_ranks` will do unless `exact`.
-    """
-
-    name: str
-    changes: dict[str, Any] = field(default_factory=dict[str, Any])
-    features: frozenset[Feature] = frozenset()
-    num_ranks: int = 2
-    exact: bool = False
-    slow: bool = False
-    head: str = "lm"
-    families: tuple[str, ...] | None = None  # None: all
-
-
-def _variant(name: str, *features: Feature, **rest: Any) -> Variant:  # noqa: ANN401
-    return Variant(name=name, features=frozenset(features), **rest)
-
-
-VARIANTS = (
-    _variant("one_rank", num_ranks=1),
-    _variant("two_ranks", exact=True),
-    _variant("four_ranks", num_ranks=4, exact=True, slow=True),
-    _variant("unpacked", Feature.PACKING, changes={"packing": False}),
-    _variant("one_at_a_time", Feature.DYNAMIC_MICRO_BATCHES, changes={"micro_batch_tokens": 1}),
-    _variant("all_at_once", Feature.DYNAMIC_MICRO_BATCHES, changes={"micro_batch_tokens": 1 << 20}),
-    _variant("checkpointed", Feature.ACTIVATION_CHECKPOINTING, changes={"activation_checkpointing": True}),
-    _variant("activations_away", Feature.ACTIVATION_OFFLOAD, changes={"activation_offload": True}),
-    _variant(
-        "activations_away_checkpointed",
-        Feature.ACTIVATION_OFFLOAD,
-        Feature.ACTIVATION_CHECKPOINTING,
-        changes={"activation_offload": True, "activation_checkpointing": True},
-        families=("qwen2",),
-    ),
-    _variant("offloaded", Feature.OFFLOAD, changes={"offload_parameters": True, "offload_optimizer": True}),
-    _variant("replicated", Feature.HYBRID_SHARDING, changes={"shard_size": 1}, exact=True),
-    _variant(
-        "two_copies_of_two",
-        Feature.HYBRID_SHARDING,
-        changes={"shard_size": 2},
-        exact=True,
-        num_ranks=4,
-        slow=True,
-    ),
-    _variant("sequence_2", Feature.SEQUENCE_PARALLEL, changes={"sequence_parallel_size": 2}, exact=True),
-    _variant(
-        "sequence_2_of_4",
-        Feature.SEQUENCE_PARALLEL,
-        changes={"sequence_parallel_size": 2},
-        exact=True,
-        num_ranks=4,
-        slow=True,
-    ),
-    # The tiny models have four heads on two key-value heads: fewer than the ranks of a sequence here.
-    _variant(
-        "sequence_4",
-        Feature.SEQUENCE_PARALLEL,
-        changes={"sequence_parallel_size": 4},
-        exact=True,
-        num_ranks=4,
-        slow=True,
-    ),
-    _variant("frozen", Feature.FREEZING, changes={"freeze": FROZEN}),
-    _variant(
-        "adafactor",
-        Feature.ADAFACTOR,
-        changes={"optimizer": replace(OPTIMIZER, name=OptimizerName.ADAFACTOR)},
-    ),
-    _variant("values", Feature.VALUE_HEAD, head="value"),
-    _variant(
-        "compiled", Feature.COMPILE, changes={"compile": True}, num_ranks=1, families=("qwen2",), slow=True
-    ),
-    _variant("deterministic", Feature.DETERMINISTIC, changes={"deterministic": True}, families=("qwen2",)),
-)
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -158,7 +80,7 @@ def check_training(runner: Runner, record: Record, reference: Reference) -> None
     assert record.predictions is not None
     check_tokens("first step", record.predictions, reference.predictions, BATCHES[0], limits.logprob)
     check_number("loss of step 1", record.losses[0], reference.losses[0], limits.loss)
-    check_tensors("gradient of step 1", record.grads, reference.first_grads, limits.gradient)
+    check_gradients("gradient of step 1", record.grads, reference.first_grads, limits.gradient)
     check_number("gradient norm of step 1", record.norms[0], reference.grad_norms[0], limits.norm)
     for step, (rate, expected) in enumerate(zip(record.rates, reference.rates[1:], strict=False), start=1):
         check_number(f"learning rate after step {step}", rate, expected, 1e-6)
@@ -218,7 +140,9 @@ def _accumulation(runner: Runner, family: str, num_ranks: int) -> None:
     reference = runner.reference(job)
     limits = runner.tolerances
     check_number("summed loss of two calls", record.losses[0], reference.losses[0], limits.loss)
-    check_tensors("gradient accumulated over two calls", record.grads, reference.first_grads, limits.gradient)
+    check_gradients(
+        "gradient accumulated over two calls", record.grads, reference.first_grads, limits.gradient
+    )
     check_weights(runner, record.weights_after, reference)
 
 
@@ -228,6 +152,3 @@ def _scoring(runner: Runner, family: str, num_ranks: int) -> None:
     expected = runner.reference(job).predictions
     for predictions in runner.run(probes.score, num_ranks, job, BATCHES[0]):
         check_tokens("forward only", predictions, expected, BATCHES[0], runner.tolerances.logprob)
-
-
-assert all(name in FAMILIES for variant in VARIANTS for name in variant.families or ())

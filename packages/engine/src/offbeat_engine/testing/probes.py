@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_engine.capabilities import Feature
 from offbeat_engine.errors import NonFiniteError, StateError
 from offbeat_engine.values import LossScale, StepContext, StepStats, WeightSpec
 
@@ -43,7 +44,7 @@ class Record:
     rates: list[float] = field(default_factory=list[float])
     stats: list[StepStats] = field(default_factory=list[StepStats])
     predictions: Predictions | None = None
-    grads: Named = field(default_factory=dict[str, torch.Tensor])
+    grads: Named | None = None
     weights_after: dict[int, Named] = field(default_factory=dict[int, "Named"])
 
 
@@ -60,7 +61,8 @@ class Fault:
 
 
 @contextmanager
-def _running(world: World, job: Job) -> Generator[Engine]:
+def running(world: World, job: Job) -> Generator[Engine]:
+    """Give a built engine with the job's loss, and close it after."""
     torch.set_num_threads(1)
     engine = job.engine(job.config, world)
     try:
@@ -71,22 +73,27 @@ def _running(world: World, job: Job) -> Generator[Engine]:
         engine.close()
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """An own copy on the CPU, in the tensor's dtype: what an engine streams may be the live weight."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return _copy(tensor).reshape(-1).view(torch.uint8)
+    return copy_of(tensor).reshape(-1).view(torch.uint8)
 
 
-def _weights(engine: Engine) -> Named:
+def weights_of(engine: Engine) -> Named:
+    """Return copies of all weights.
+
+    Raises:
+        AssertionError: a name comes twice, or a tensor changed after it was yielded.
+    """
     named: Named = {}
     yielded: list[tuple[str, torch.Tensor]] = []
     for name, tensor in engine.named_weights():
         if name in named:
             raise AssertionError(f"`named_weights` yields `{name}` twice; each name must come once")
-        named[name] = _copy(tensor)
+        named[name] = copy_of(tensor)
         yielded.append((name, tensor))
     for name, tensor in yielded:
         if not torch.equal(_bits(tensor), _bits(named[name])):
@@ -95,6 +102,13 @@ def _weights(engine: Engine) -> Named:
                 "as it is until weights change"
             )
     return named
+
+
+def _gradients(engine: Engine) -> Named | None:
+    """Return what has been accumulated, None from an engine that does not hand it out."""
+    if Feature.NAMED_GRADIENTS not in engine.capabilities().features:
+        return None
+    return {name: copy_of(grad) for name, grad in engine.named_gradients()}
 
 
 def _step(engine: Engine, batch: TrainBatch, record: Record, parts: int = 1) -> None:
@@ -115,7 +129,7 @@ def _step(engine: Engine, batch: TrainBatch, record: Record, parts: int = 1) -> 
             record.stats.append(ctx.stats)
         record.losses.append(sum(losses))
         if is_first:
-            record.grads = {name: _copy(grad) for name, grad in engine.named_gradients()}
+            record.grads = _gradients(engine)
         record.norms.append(engine.optimizer_step())
         record.rates.append(engine.lr_scheduler_step())
 
@@ -124,20 +138,20 @@ def train(
     world: World, job: Job, batches: list[TrainBatch], keep_after: tuple[int, ...] = (), parts: int = 1
 ) -> Record:
     """Take one step on each of `batches`; `parts` > 1 spreads each over that many calls of fixed scale."""
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         record = Record()
         if 0 in keep_after:
-            record.weights_after[0] = _weights(engine)
+            record.weights_after[0] = weights_of(engine)
         for number, batch in enumerate(batches, start=1):
             _step(engine, batch, record, parts)
             if number in keep_after:
-                record.weights_after[number] = _weights(engine)
+                record.weights_after[number] = weights_of(engine)
         return record
 
 
 def score(world: World, job: Job, batch: TrainBatch) -> Predictions:
     """Return the predictions of a forward-only call in `eval_mode`, whole and in the order of `batch`."""
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         with engine.eval_mode():
             share = engine.shard_data(batch)
             predictions, _ = engine.forward_backward_step(share, forward_only=True)
@@ -146,7 +160,7 @@ def score(world: World, job: Job, batch: TrainBatch) -> Predictions:
 
 def refuse_training(world: World, job: Job) -> str:
     """Return what the engine says when it is to be trained, "" where it lets itself be."""
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         try:
             with engine.train_mode():
                 return ""
@@ -158,7 +172,7 @@ def score_base(
     world: World, job: Job, batches: list[TrainBatch], batch: TrainBatch
 ) -> tuple[Predictions, Predictions, Predictions]:
     """Step on `batches`; return predictions of `batch` as trained, of the base (`base_mode`), and as trained again."""
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         for one in batches:
             _step(engine, one, Record())
         answers: list[Predictions] = []
@@ -171,7 +185,7 @@ def score_base(
 
 def describe(world: World, job: Job) -> tuple[tuple[WeightSpec, ...], tuple[WeightSpec, ...]]:
     """Return the manifest, and what `named_weights` really yields in the same words."""
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         manifest = engine.weight_manifest()
         kind = manifest[0].kind  # not to be seen in a tensor
         seen = tuple(
@@ -185,20 +199,20 @@ def save(
     world: World, job: Job, batches: list[TrainBatch], folder: str, remote: str | None = None, keep: int | None = None
 ) -> Named:  # fmt: skip
     """Step on each of `batches`, writing a checkpoint after each; return the last one's weights."""
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         for number, batch in enumerate(batches, start=1):
             _step(engine, batch, Record())
             engine.save_checkpoint(folder, remote, global_step=number, max_ckpt_to_keep=keep)
-        return _weights(engine)
+        return weights_of(engine)
 
 
 def save_and_go_on(world: World, job: Job, batches: list[TrainBatch], folder: str) -> Named:
     """Step on all but the last of `batches`, save in the background, step on; return the weights when `save` returned."""
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         for batch in batches[:-1]:
             _step(engine, batch, Record())
         handle = engine.save_checkpoint(folder, global_step=len(batches) - 1, block=False)
-        saved = _weights(engine)
+        saved = weights_of(engine)
         _step(engine, batches[-1], Record())
         handle.wait()
         return saved
@@ -212,24 +226,24 @@ def resume(
     Returns:
         The step found, the weights right after loading, and the record of the steps with the last weights.
     """
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         for batch in stale:
             _step(engine, batch, Record())
         found = engine.load_checkpoint(folder, remote)
-        loaded, record = _weights(engine), Record()
+        loaded, record = weights_of(engine), Record()
         for batch in batches:
             _step(engine, batch, record)
-        record.weights_after[len(batches)] = _weights(engine)
+        record.weights_after[len(batches)] = weights_of(engine)
         return found, loaded, record
 
 
 def export(world: World, job: Job, batches: list[TrainBatch], folder: str) -> Named:
     """Step on each of `batches`, write a Hugging Face folder, return the weights as streamed."""
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         for batch in batches:
             _step(engine, batch, Record())
         engine.export_huggingface(folder)
-        return _weights(engine)
+        return weights_of(engine)
 
 
 def move(
@@ -237,43 +251,43 @@ def move(
 ) -> tuple[Record, bool]:
     """Train as `train` does, but send everything away and back around each step; say whether weights stayed."""
     moves = ({}, {"model": False}, {"optimizer": False})
-    with _running(world, job) as engine:
+    with running(world, job) as engine:
         record, same = Record(), True
         for number, batch in enumerate(batches, start=1):
             _step(engine, batch, record)
-            before = _weights(engine)
+            before = weights_of(engine)
             which = moves[number % len(moves)]
             engine.to("cpu", **which)
-            same = same and _equal(before, _weights(engine))
+            same = same and _equal(before, weights_of(engine))
             engine.to(world.device, **which)
-            same = same and _equal(before, _weights(engine))
+            same = same and _equal(before, weights_of(engine))
             if number in keep_after:
                 record.weights_after[number] = before
         return record, same
 
 
-def share(world: World, job: Job, shares: list[TrainBatch]) -> tuple[float, Predictions, Named, float]:
-    """Train on `shares[rank]`, as it is; return loss, this rank's predictions, gradients and their norm."""
-    with _running(world, job) as engine, engine.train_mode():
+def share(world: World, job: Job, shares: list[TrainBatch]) -> tuple[float, Predictions, Named | None, float]:
+    """Train on the share of this rank's `data_rank`, as it is; return loss, this rank's predictions, gradients and their norm."""
+    with running(world, job) as engine, engine.train_mode():
         engine.optimizer_zero_grad()
-        predictions, loss, _ = engine.forward_backward_step(shares[world.rank])
-        grads = {name: _copy(grad) for name, grad in engine.named_gradients()}
+        predictions, loss, _ = engine.forward_backward_step(shares[engine.data_rank])
+        grads = _gradients(engine)
         return loss, predictions.to("cpu"), grads, engine.optimizer_step()
 
 
 def meet_fault(world: World, job: Job, shares: list[TrainBatch], good: list[TrainBatch]) -> Fault:
     """Train on poisoned `shares[rank]`, then take one step on `good[rank]`."""
-    with _running(world, job) as engine:
-        before, raised, norm = _weights(engine), "", None
+    with running(world, job) as engine:
+        before, raised, norm = weights_of(engine), "", None
         with engine.train_mode():
             try:
-                engine.forward_backward_step(shares[world.rank])
+                engine.forward_backward_step(shares[engine.data_rank])
                 norm = engine.optimizer_step()
             except NonFiniteError as error:
                 raised = str(error)
-            after = _weights(engine)
+            after = weights_of(engine)
             engine.optimizer_zero_grad()
-            _, loss, _ = engine.forward_backward_step(good[world.rank])
+            _, loss, _ = engine.forward_backward_step(good[engine.data_rank])
             return Fault(
                 raised=raised, norm=norm, before=before, after=after, next_loss=loss, next_norm=engine.optimizer_step()
             )  # fmt: skip

@@ -9,34 +9,24 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import ModelConfig, OptimizerConfig, Schedule
+from offbeat_engine.config import ModelConfig
 from offbeat_engine.testing.losses import ValueLoss, WeightedLoss
 from offbeat_engine.testing.models import FAMILIES, make_tiny_model, scored_batch
 from offbeat_engine.testing.probes import Job
 from offbeat_engine.testing.ranks import RankPool
 from offbeat_engine.testing.reference import Reference, Setup, reference_run
+from offbeat_engine.testing.variants import OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat_engine.interface import Engine
+    from offbeat_engine.testing.variants import Variant
 
 STEPS = 5
 KEPT = (0, 1, STEPS)
 BATCHES = [scored_batch(seed) for seed in range(STEPS)]
 STALE = [scored_batch(100)]
-
-# Every setting matters within five steps: warm-up, decay, clipping, weight decay. `eps` is large so that Adam's
-# first step, g / (|g| + eps), does not turn the rounding of a zero gradient into a full step.
-OPTIMIZER = OptimizerConfig(
-    lr=1e-3,
-    eps=1e-4,
-    weight_decay=0.1,
-    max_grad_norm=0.5,
-    warmup_steps=2,
-    schedule=Schedule.LINEAR,
-    total_steps=8,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +57,7 @@ class Options:
     device: str = "cpu"
     timeout_s: float = 600.0
     tolerances: Tolerances = field(default_factory=Tolerances)
+    extra_variants: tuple[Variant, ...] = ()
 
     def fit(self, wanted: int) -> int:
         """Return how many ranks a case gets that would like `wanted` of them and can do with fewer."""
@@ -83,7 +74,7 @@ class Case:
 
     name: str
     check: Callable[[Runner], None]
-    features: frozenset[Feature] = frozenset()
+    features: frozenset[str] = frozenset()
     num_ranks: int = 1
     slow: bool = False
     deep: bool = False

@@ -8,7 +8,14 @@ from unittest import SkipTest
 
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.registry import engine_class
-from offbeat_engine.testing import cases_faults, cases_features, cases_inference, cases_state, cases_training
+from offbeat_engine.testing import (
+    cases_calls,
+    cases_faults,
+    cases_features,
+    cases_inference,
+    cases_state,
+    cases_training,
+)
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import Case, Options, Runner, Tolerances
 
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
 
     from offbeat_engine.capabilities import Capabilities
     from offbeat_engine.interface import Engine
+    from offbeat_engine.testing.variants import Variant
 
 
 def conformance(  # noqa: PLR0913 all but the engine have defaults
@@ -29,6 +37,7 @@ def conformance(  # noqa: PLR0913 all but the engine have defaults
     deep: Callable[[Any], Any] | None = None,
     timeout_s: float = 600.0,
     tolerances: Tolerances | None = None,
+    extra_variants: Iterable[Variant] = (),
 ) -> type:
     """Return a test class that puts `engine` through every case; give it a name that starts with `Test`.
 
@@ -44,28 +53,29 @@ def conformance(  # noqa: PLR0913 all but the engine have defaults
         deep: a decorator for cases that cross families with features; the others have each of both once.
         timeout_s: deadline of every call to the ranks.
         tolerances: other limits than the stated ones, for devices with other arithmetic.
+        extra_variants: ways to train that only this engine has; each goes through training and checkpoints, exactly as ours.
 
     Raises:
         ConfigError: no engine of that name is installed.
         ValueError: a family is not known.
     """
-    chosen = engine_class(engine) if isinstance(engine, str) else engine
     options = Options(
-        engine=chosen,
+        engine=engine_class(engine) if isinstance(engine, str) else engine,
         families=tuple(families),
         num_ranks=num_ranks,
         device=device,
         timeout_s=timeout_s,
         tolerances=Tolerances() if tolerances is None else tolerances,
+        extra_variants=tuple(extra_variants),
     )
-    body: dict[str, Any] = {"__doc__": f"The conformance suite on {chosen.__name__}."}
+    body: dict[str, Any] = {"__doc__": f"The conformance suite on {options.engine.__name__}."}
     body |= {"setup_class": classmethod(_setup), "teardown_class": classmethod(_teardown), "options": options}
     for case in cases(options):
         method = _method(case)
         for applies, mark in ((case.slow, slow), (case.deep, deep)):
             method = mark(method) if applies and mark is not None else method
         body[f"test_{case.name}"] = method
-    return type(f"Conformance{chosen.__name__}", (), body)
+    return type(f"Conformance{options.engine.__name__}", (), body)
 
 
 def cases(options: Options) -> list[Case]:
@@ -78,7 +88,7 @@ def cases(options: Options) -> list[Case]:
     if unknown or not options.families:
         raise ValueError(f"`families` must be some of {', '.join(FAMILIES)}; got {options.families}")
     declared = Case(name="declaration", check=check_declaration)
-    sources = (cases_training, cases_features, cases_inference, cases_state, cases_faults)
+    sources = (cases_training, cases_features, cases_inference, cases_state, cases_calls, cases_faults)
     return [declared, *chain.from_iterable(source.cases(options) for source in sources)]
 
 

@@ -18,7 +18,7 @@ An engine runs the model over micro-batch after micro-batch, in whatever order i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
 import torch
 from tensordict import TensorDict
@@ -35,12 +35,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.interface import Engine
     from offbeat_engine.toolkit.answers import Described
     from offbeat_engine.toolkit.throughput import ModelCost
     from offbeat_engine.toolkit.totals import Read
     from offbeat_engine.values import LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
     from offbeat_engine.world import World
+
+
+class Placed(Protocol):
+    """What an engine says of its ranks, see `Engine`."""
+
+    world: World
+
+    @property
+    def data_rank(self) -> int: ...  # noqa: D102
+
+    @property
+    def data_size(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_speaker(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +80,7 @@ class Asked:
     peak_flops: float | None = None
 
     @classmethod
-    def of(cls, engine: Engine, **call: Any) -> Asked:  # noqa: ANN401 the fields above
+    def of(cls, engine: Placed, **call: Any) -> Asked:  # noqa: ANN401 the fields above
         """Return what was asked of `engine`, whose ranks are as it says."""
         ranks = {"data_rank": engine.data_rank, "data_size": engine.data_size, "speaks": engine.is_speaker}
         return cls(world=engine.world, device=compute_device(engine.world), **ranks, **call)
