@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_rollout import Completion, CompletionError, Finish, VersionSpan, version_spans
+from offbeat_rollout import Completion, CompletionError, Finish, TopLogprobs, VersionSpan, version_spans
 
 runs_of = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6)
 
@@ -154,3 +154,29 @@ def test_a_token_beyond_int32_is_no_token():
         Completion.of(
             request_id="r", token_ids=(1 << 31,), logprobs=(0.0,), policy_versions=(1,), finish=Finish.STOP
         )
+
+
+def tops(first, count):
+    ids = np.arange(first, first + 2 * count, dtype=np.int32).reshape(count, 2)
+    return TopLogprobs(token_ids=ids, logprobs=-ids.astype(np.float32))
+
+
+def test_the_likeliest_tokens_are_cut_joined_compared_and_sent_with_their_completion():
+    whole = replace(completion([(1, 4)]), top_logprobs=tops(0, 4))
+    begun = whole.cut(1, Finish.ABORT)
+    rest = replace(completion([(1, 3)], first=6), top_logprobs=tops(2, 3))
+    assert begun.top_logprobs == tops(0, 1)
+    assert begun.followed_by(rest) == whole
+    assert begun.followed_by(replace(rest, top_logprobs=None)).top_logprobs is None
+    assert whole != replace(whole, top_logprobs=tops(1, 4))
+    back = pickle.loads(pickle.dumps(whole))
+    assert back == whole
+    with pytest.raises(ValueError, match="read-only"):
+        back.top_logprobs.logprobs[0, 0] = 1
+
+
+def test_likeliest_tokens_that_do_not_fit_are_refused():
+    with pytest.raises(CompletionError, match="4 tokens, `top_logprobs` of 3"):
+        replace(completion([(1, 4)]), top_logprobs=tops(0, 3))
+    with pytest.raises(CompletionError, match=r"got int32 \[2, 2\] and float32 \[3, 2\]"):
+        TopLogprobs(token_ids=tops(0, 2).token_ids, logprobs=tops(0, 3).logprobs)

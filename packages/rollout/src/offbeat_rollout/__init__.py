@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from offbeat_rollout.pool import ReplicaPool
     from offbeat_rollout.registry import adapter_class, adapter_environment, adapter_names
     from offbeat_rollout.seats import EngineReplica, Replica
+    from offbeat_rollout.top_logprobs import TopLogprobs
     from offbeat_rollout.types import (
         Completion,
         Finish,
@@ -54,6 +55,7 @@ _HOMES = {
     "EngineReplica": "seats",
     "Replica": "seats",
     "ReplicaPool": "pool",
+    "TopLogprobs": "top_logprobs",
     "adapter_class": "registry",
     "adapter_environment": "registry",
     "adapter_names": "registry",
@@ -100,6 +102,7 @@ __all__ = [
     "RolloutFeature",
     "SamplingParams",
     "TensorUpdates",
+    "TopLogprobs",
     "UpdateRefused",
     "VersionSpan",
     "WorkerUpdates",

@@ -84,6 +84,8 @@ def _check_sampling(who: str, sampling: SamplingParams, vocab_size: int) -> None
         raise RequestError(f"{who}: `temperature` must be >= 0 and finite, got {sampling.temperature}")
     if not 0 < sampling.top_p <= 1:
         raise RequestError(f"{who}: `top_p` must be in (0, 1], got {sampling.top_p}")
+    if not 0 <= sampling.top_logprobs <= vocab_size:
+        raise RequestError(f"{who}: `top_logprobs` must be in [0, {vocab_size}], got {sampling.top_logprobs}")
     if sampling.top_k != -1 and sampling.top_k < 1:
         raise RequestError(f"{who}: `top_k` must be >= 1, or -1 for off, got {sampling.top_k}")
 

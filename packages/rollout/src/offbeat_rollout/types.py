@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from offbeat_rollout.top_logprobs import TopLogprobs
+
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 WeightSpec: TypeAlias = tuple[str, tuple[int, ...], str]
@@ -45,7 +47,8 @@ class PauseMode(StrEnum):
 class SamplingParams:
     """How to sample. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off.
 
-    `seed` makes one request reproducible, whatever else is in the batch.
+    `seed` makes one request reproducible, whatever else is in the batch. `top_logprobs` asks for the log-probs of so many
+    most likely tokens at each position, beside the drawn token's own.
     """
 
     max_tokens: int
@@ -54,6 +57,7 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +120,16 @@ class Completion:
     finish: Finish
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
+    top_logprobs: TopLogprobs | None = None  # where the request asked for them
 
     def __post_init__(self) -> None:
         _close(self.request_id, "token_ids", self.token_ids, INT32)
         _close(self.request_id, "logprobs", self.logprobs, FLOAT32)
         self._check_spans()
+        if self.top_logprobs is not None and len(self.top_logprobs.token_ids) != self.num_tokens:
+            raise CompletionError(
+                f"{self.request_id!r}: {self.num_tokens} tokens, `top_logprobs` of {len(self.top_logprobs.token_ids)}"
+            )
 
     @classmethod
     def of(
@@ -131,6 +140,7 @@ class Completion:
         logprobs: Sequence[float],
         policy_versions: Sequence[int],
         finish: Finish,
+        top_logprobs: TopLogprobs | None = None,
     ) -> Completion:
         """Return a completion from plain sequences, one entry a token; log-probs are rounded to float32.
 
@@ -147,6 +157,7 @@ class Completion:
             logprobs=np.array(logprobs, FLOAT32),
             spans=version_spans((int(version), len(list(run))) for version, run in groupby(policy_versions)),
             finish=finish,
+            top_logprobs=top_logprobs,
         )
 
     @property
@@ -170,16 +181,19 @@ class Completion:
             spans=version_spans(kept),
             finish=finish,
             stop_reason=self.stop_reason if finish is self.finish else None,
+            top_logprobs=None if self.top_logprobs is None else self.top_logprobs.cut(count),
         )
 
     def followed_by(self, more: Completion) -> Completion:
         """Return `more`, the answer to a request that went on after these tokens, with these in front."""
         runs = ((span.version, span.end - span.start) for one in (self, more) for span in one.spans)
+        tops, more_tops = self.top_logprobs, more.top_logprobs
         return replace(
             more,
             token_ids=np.concatenate((self.token_ids, more.token_ids)),
             logprobs=np.concatenate((self.logprobs, more.logprobs)),
             spans=version_spans(runs),
+            top_logprobs=None if tops is None or more_tops is None else tops.followed_by(more_tops),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -190,6 +204,7 @@ class Completion:
             mine == (other.request_id, other.spans, other.finish, other.stop_reason)
             and np.array_equal(self.token_ids, other.token_ids)
             and np.array_equal(self.logprobs, other.logprobs)
+            and self.top_logprobs == other.top_logprobs
         )
 
     def __hash__(self) -> int:
@@ -200,7 +215,8 @@ class Completion:
         # of them cannot be written to, and nothing of the message is kept alive.
         spans = tuple(map(tuple, self.spans))
         data = (self.token_ids.tobytes(), self.logprobs.tobytes())
-        return _read, (self.request_id, *data, spans, self.finish, self.stop_reason, self.num_cached_tokens)
+        more = (self.stop_reason, self.num_cached_tokens, self.top_logprobs)
+        return _read, (self.request_id, *data, spans, self.finish, *more)
 
     def _check_spans(self) -> None:
         end, before = 0, None
@@ -223,10 +239,9 @@ def _read(
     logprobs: bytes,
     spans: Iterable[tuple[int, int, int]],
     finish: Finish,
-    *more: int | str | None,
+    *more: Any,  # noqa: ANN401 the three fields below
 ) -> Completion:
-    stop_reason, num_cached_tokens = more
-    assert not isinstance(num_cached_tokens, str)
+    stop_reason, num_cached_tokens, top_logprobs = more
     return Completion(
         request_id=request_id,
         token_ids=np.frombuffer(token_ids, INT32),
@@ -235,6 +250,7 @@ def _read(
         finish=finish,
         stop_reason=stop_reason,
         num_cached_tokens=num_cached_tokens,
+        top_logprobs=top_logprobs,
     )
 
 
@@ -281,6 +297,7 @@ class RolloutFeature(StrEnum):
     CONTINUOUS_BATCHING = "continuous_batching"
     PREFIX_CACHING = "prefix_caching"
     TENSOR_PARALLEL = "tensor_parallel"
+    TOP_LOGPROBS = "top_logprobs"
     LORA = "lora"  # low-rank matrices alone can be served and updated
 
 

@@ -63,7 +63,7 @@ def test_frequencies_are_the_distribution_and_log_probs_are_its_own():
     params = SamplingParams(max_tokens=1, temperature=0.7, top_k=4)
     table = sampling_table([params] * rows, 5, CPU)
     uniform = torch.tensor(uniform_stream(7, rows), dtype=torch.float32)
-    tokens, logprobs = sample(logits.expand(rows, 5).clone(), table, uniform)
+    tokens, logprobs, _ = sample(logits.expand(rows, 5).clone(), table, uniform)
     expected = (
         (logits[0] / 0.7).masked_fill(torch.tensor([False, False, False, True, False]), -torch.inf).softmax(0)
     )
@@ -81,7 +81,7 @@ def test_greedy_takes_the_top_and_is_told_at_temperature_one():
         SamplingParams(max_tokens=1, temperature=2.0),
     ]
     table = sampling_table(params * 3, 30, CPU)
-    tokens, logprobs = sample(logits, table, torch.full((6,), 0.5))
+    tokens, logprobs, _ = sample(logits, table, torch.full((6,), 0.5))
     assert torch.equal(tokens[::2], logits[::2].argmax(-1))
     expected = logits[::2].log_softmax(-1).gather(1, tokens[::2, None])[:, 0]
     torch.testing.assert_close(logprobs[::2], expected)
@@ -91,7 +91,7 @@ def test_greedy_takes_the_top_and_is_told_at_temperature_one():
 def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(value):
     logits = torch.randn(200, 1000) * 5
     table = sampling_table([SamplingParams(max_tokens=1, top_k=7)] * 200, 1000, CPU)
-    tokens, logprobs = sample(logits, table, torch.full((200,), value))
+    tokens, logprobs, _ = sample(logits, table, torch.full((200,), value))
     assert tokens.max() < 1000
     assert torch.isfinite(logprobs).all()
 

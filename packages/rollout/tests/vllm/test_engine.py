@@ -1,7 +1,6 @@
 """One real vLLM engine on CPU, through the contract and a weight update.
 
-The update comes through a weight-transfer backend made here for the test: a plugin in a folder of its own, found by
-vLLM's processes the way every plugin is.
+The update comes through the backend of conftest.py.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import sys
-import textwrap
 
 import pytest
 import pytest_asyncio
@@ -41,59 +38,6 @@ pytestmark = pytest.mark.vllm
 
 VOCAB = 96
 
-PLUGIN = """
-from dataclasses import dataclass
-import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-@dataclass
-class Init(WeightTransferInitInfo):
-    pass
-
-@dataclass
-class Update(WeightTransferUpdateInfo):
-    path: str
-    expected: list
-
-class FileEngine(WeightTransferEngine):
-    init_info_cls = Init
-    update_info_cls = Update
-
-    def init_transfer_engine(self, init_info):
-        pass
-
-    def start_weight_update(self):
-        pass
-
-    def update_weights(self, update_info):
-        self.receive_weights(Update(**update_info))
-
-    def receive_weights(self, info):
-        from safetensors.torch import load_file
-        from offbeat_rollout import UpdateRefused
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-        tensors = load_file(info.path)
-        if not info.expected:
-            raise ConnectionError("Connection refused")
-        if sorted(tensors) != sorted(info.expected):
-            raise UpdateRefused(f"unknown or missing: {sorted(set(tensors) ^ set(info.expected))}")
-        with torch.no_grad():
-            initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(tensors.items()))
-            finalize_layerwise_reload(self.model, self.vllm_config.model_config)
-
-    def finish_weight_update(self):
-        pass
-
-    def shutdown(self):
-        pass
-
-def register():
-    WeightTransferEngineFactory.register_engine("file", FileEngine)
-"""
-
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
@@ -104,31 +48,21 @@ def paths(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engine(paths, tmp_path_factory):
-    plugin = tmp_path_factory.mktemp("plugin")
-    (plugin / "file_weights.py").write_text(textwrap.dedent(PLUGIN))
-    metadata = plugin / "file_weights-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: file-weights\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nfile_weights = file_weights:register\n"
-    )
+async def engine(paths, file_backend):
     config = VllmConfig(
         model_path=paths[0],
         max_model_len=512,
         max_num_seqs=256,
         kv_cache_gib=0.25,
         prefix_caching=True,
-        weight_backend="file",
+        weight_backend=file_backend,
     )
     saved = dict(os.environ)
     os.environ.update(vllm_environment(config))
-    sys.path.insert(0, str(plugin))  # spawned processes search where this one does
     engine = VllmEngine(config)
     await engine.start()
     yield engine
     await engine.stop()
-    sys.path.remove(str(plugin))
     os.environ.clear()
     os.environ.update(saved)
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from offbeat_rollout.hf.cache import POSITION_STEP, ROW_STEP, SlotCache, round_positions, round_up
 from offbeat_rollout.hf.sampling import SamplingTable, sample, sampling_table, uniform_stream
+from offbeat_rollout.top_logprobs import TopLogprobs
 from offbeat_rollout.types import Completion, Finish
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Row:
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    tops: list[tuple[list[float], list[int]]] = field(default_factory=list[tuple[list[float], list[int]]])
 
     @property
     def known_ids(self) -> tuple[int, ...]:
@@ -55,6 +58,18 @@ class Row:
             logprobs=self.logprobs,
             policy_versions=self.versions,
             finish=finish,
+            top_logprobs=self._top_logprobs(),
+        )
+
+    def _top_logprobs(self) -> TopLogprobs | None:
+        num_top = self.request.sampling.top_logprobs
+        if not num_top:
+            return None
+        values, ids = ([top[part] for top in self.tops] for part in (0, 1))
+        shape = (len(self.tops), num_top)
+        return TopLogprobs(
+            token_ids=np.array(ids, np.int32).reshape(shape),
+            logprobs=np.array(values, np.float32).reshape(shape),
         )
 
 
@@ -138,7 +153,8 @@ class RunningBatch:
         logits = self._forward(self._token_R.unsqueeze(1), self._position_R.unsqueeze(1), mask)
         uniforms = [row.uniforms[len(row.token_ids)] for row in self.rows] + [0.0] * (rows - live)
         uniform_R = torch.tensor(uniforms, dtype=torch.float32, device=self._device)
-        token_R, logprob_R = sample(logits[:, -1].float(), self._table, uniform_R)
+        num_top = max(row.request.sampling.top_logprobs for row in self.rows)
+        token_R, logprob_R, top = sample(logits[:, -1].float(), self._table, uniform_R, num_top)
         self._token_R = token_R
         self._position_R = self._position_R + 1
         self._position_R[live:] = 0
@@ -147,6 +163,10 @@ class RunningBatch:
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
+        if top is not None:
+            for row, values, ids in zip(self.rows, top[0].tolist(), top[1].tolist(), strict=False):
+                asked = row.request.sampling.top_logprobs
+                row.tops.append((values[:asked], ids[:asked]))
 
     def finished(self) -> list[tuple[Row, Finish]]:
         """Take out the rows that ended at a stop token or their limit, with the reason."""

@@ -59,6 +59,7 @@ class HfEngine(RolloutEngine, TensorUpdates):
                     RolloutFeature.PAUSE,
                     RolloutFeature.ABORT,
                     RolloutFeature.LORA,
+                    RolloutFeature.TOP_LOGPROBS,
                     RolloutFeature.RECOMPUTE_KV,
                     RolloutFeature.SLEEP_1,
                     RolloutFeature.CONTINUOUS_BATCHING,

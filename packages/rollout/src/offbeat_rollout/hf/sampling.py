@@ -85,9 +85,11 @@ def truncate(
 
 
 def sample(
-    logits_RV: torch.Tensor, table: SamplingTable, uniform_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (token ids [R] int64, log-probs [R] float32) drawn from float32 `logits_RV`.
+    logits_RV: torch.Tensor, table: SamplingTable, uniform_R: torch.Tensor, num_top: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Return (token ids [R] int64, log-probs [R] float32) drawn from float32 `logits_RV`, and the likeliest tokens.
+
+    Those are (log-probs [R, K], token ids [R, K]), likeliest first, where K = `num_top` is not 0.
 
     Log-probs are those of the distribution drawn from, after temperature and truncation; greedy rows are given at
     temperature 1 without truncation.
@@ -102,4 +104,5 @@ def sample(
     token_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
     if table.greedy is not None:
         token_R = torch.where(table.greedy, logits_RV.argmax(dim=-1), token_R)
-    return token_R, logprob_RV.gather(1, token_R.unsqueeze(1)).squeeze(1)
+    top = logprob_RV.topk(num_top, dim=-1) if num_top else None
+    return token_R, logprob_RV.gather(1, token_R.unsqueeze(1)).squeeze(1), top

@@ -81,6 +81,35 @@ async def _logprobs(subject: Subject) -> None:
         assert worst <= subject.tolerance, f"log-probs differ by {worst} for {request.sampling}"
 
 
+async def _top_logprobs(subject: Subject) -> None:
+    num_top = 5
+    variants: list[dict[str, object]] = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 3},
+    ]
+    requests = [
+        subject.request((5, 6, 7), max_tokens=4, seed=i, top_logprobs=num_top, **variant)
+        for i, variant in enumerate(variants)
+    ]
+    plain, *done = await subject.engine.generate_many([subject.request(max_tokens=9, seed=7), *requests])
+    assert plain.top_logprobs is None, "nobody asked for them"
+    for request, completion in zip(requests, done, strict=True):
+        top = completion.top_logprobs
+        assert top is not None
+        assert top.token_ids.shape == (4, num_top)
+        for position in range(4):
+            values, ids = top.logprobs[position].tolist(), top.token_ids[position].tolist()
+            assert values == sorted(values, reverse=True), "likeliest first"
+            so_far = (*request.prompt_ids, *completion.token_ids[:position].tolist())
+            expected = [subject.logprobs(so_far, (token,), request.sampling)[0] for token in ids]
+            assert all(
+                a == b or abs(a - b) <= subject.tolerance for a, b in zip(values, expected, strict=True)
+            ), f"{ids} at {position} of {request.sampling}: {values}, expected {expected}"
+            drawn = int(completion.token_ids[position])
+            assert drawn not in ids or values[ids.index(drawn)] == float(completion.logprobs[position])
+
+
 async def _greedy(subject: Subject) -> None:
     request = subject.request(max_tokens=3, temperature=0.0)
     completion = await subject.engine.generate(request)
@@ -143,6 +172,7 @@ async def _refusals(subject: Subject) -> None:
         subject.request(temperature=-1.0),
         subject.request(top_p=0.0),
         subject.request(top_k=0),
+        subject.request(top_logprobs=subject.vocab_size + 1),
         subject.request(stop_token_ids=(1, subject.vocab_size)),
     ]
     for request in bad:
@@ -277,6 +307,7 @@ async def _progress(subject: Subject) -> None:
 rollout_contract: dict[str, Callable[[Subject], Awaitable[None]]] = {
     "lengths": _lengths,
     "logprobs": _logprobs,
+    "top_logprobs": _top_logprobs,
     "greedy": _greedy,
     "stop_tokens": _stop_tokens,
     "seeds": _seeds,

@@ -13,6 +13,7 @@ from offbeat_rollout.checks import check_request
 from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.errors import EngineStateError, RequestError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine, TensorUpdates
+from offbeat_rollout.top_logprobs import TopLogprobs
 from offbeat_rollout.types import Completion, Finish, Health, PauseMode, RolloutCapabilities, RolloutFeature
 
 if TYPE_CHECKING:
@@ -41,8 +42,17 @@ class _Running:
                 logprobs=(logprob,) * len(tokens),
                 policy_versions=self.versions,
                 finish=finish,
+                top_logprobs=self._tops(len(tokens), logprob),
             )
             self.done.set_result(completion)
+
+    def _tops(self, count: int, logprob: float) -> TopLogprobs | None:
+        """Return the first K tokens: all are as likely."""
+        num_top = self.request.sampling.top_logprobs
+        if not num_top:
+            return None
+        ids = np.tile(np.arange(num_top, dtype=np.int32), (count, 1))
+        return TopLogprobs(token_ids=ids, logprobs=np.full_like(ids, logprob, np.float32))
 
 
 class ScriptedRollout(RolloutEngine, TensorUpdates):
@@ -81,7 +91,9 @@ class ScriptedRollout(RolloutEngine, TensorUpdates):
             adapter="scripted",
             devices=frozenset({"cpu"}),
             dtypes=frozenset({"float32"}),
-            features=frozenset({RolloutFeature.SEED, RolloutFeature.PAUSE, RolloutFeature.ABORT}),
+            features=frozenset(
+                {RolloutFeature.SEED, RolloutFeature.PAUSE, RolloutFeature.ABORT, RolloutFeature.TOP_LOGPROBS}
+            ),
             missing={"model": "tokens come from a script"},
         )
 

@@ -54,6 +54,7 @@ OURS: dict[str, str] = {
     "enable_sleep_mode": "it follows from `device`",
     "skip_tokenizer_init": "requests are tokens",
     "logprobs_mode": "log-probs are those of the distribution that was drawn from",
+    "max_logprobs": "a request says how many it wants",
     "generation_config": "sampling is what the request says",
 }
 """Arguments that are not taken in `engine_args`, each with what to do or why."""
@@ -125,6 +126,7 @@ def engine_args(config: VllmConfig) -> AsyncEngineArgs:
         "enable_sleep_mode": not cpu,
         # Log-probs of the distribution that was drawn from; greedy rows are given at temperature 1 there.
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # a request may ask for as many as there are
         "generation_config": "vllm",  # sampling is what the request says, nothing from the model folder
         "weight_transfer_config": WeightTransferConfig(backend=config.weight_backend),
         "disable_log_stats": True,

@@ -90,6 +90,7 @@ class VllmEngine(RolloutEngine):
                     RolloutFeature.PAUSE,
                     RolloutFeature.ABORT,
                     RolloutFeature.LORA,
+                    RolloutFeature.TOP_LOGPROBS,
                     RolloutFeature.RECOMPUTE_KV,
                     RolloutFeature.SLEEP_1,
                     RolloutFeature.SLEEP_2,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offbeat_rollout.errors import EngineStateError
+from offbeat_rollout.top_logprobs import TopLogprobs
 from offbeat_rollout.types import Completion, Finish, version_spans
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def sampling_params(request: GenerateRequest, eos: Sequence[int]) -> VllmSamplin
         seed=None if sampling.seed is None else sampling.seed % 2**63,
         stop_token_ids=sorted({*sampling.stop_token_ids, *eos}),
         ignore_eos=True,  # end-of-sequence tokens are in `stop_token_ids`, the same for every adapter
-        logprobs=0,  # the sampled token's own
+        logprobs=sampling.top_logprobs,  # beside the sampled token's own
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -69,13 +70,20 @@ def completion(request: GenerateRequest, output: Any) -> Completion:  # noqa: AN
             finish = Finish(reason)
         case other:
             raise EngineStateError(f"vLLM ended request {request.request_id!r} with {other!r}; see its log")
+    # An entry per position for the sampled token, then those of the most likely ones.
+    num_top, flat = request.sampling.top_logprobs, answer.logprobs
+    logprobs = np.array(() if flat is None else flat.logprobs, np.float32).reshape(count, 1 + num_top)
+    top = None
+    if num_top:
+        ids = np.array(() if flat is None else flat.token_ids, np.int32).reshape(count, 1 + num_top)
+        top = TopLogprobs(token_ids=ids[:, 1:].copy(), logprobs=logprobs[:, 1:].copy())
     return Completion(
         request_id=request.request_id,
         token_ids=np.array(answer.token_ids, np.int32),
-        # With logprobs=0 there is one entry per position: the sampled token's.
-        logprobs=np.array(() if answer.logprobs is None else answer.logprobs.logprobs, np.float32),
+        logprobs=logprobs[:, 0].copy(),
         spans=version_spans(runs),
         finish=finish,
         stop_reason=answer.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
+        top_logprobs=top,
     )
