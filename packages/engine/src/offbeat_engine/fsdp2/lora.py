@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ ADAPTER = "default"
 
 _PEFT_PREFIX = "base_model.model."  # as `adapter_model.safetensors` has it
 _BASE_LAYER = ".base_layer."
+_HELD = "hf"
 _HEADS = frozenset({"lm_head", "score"})
 
 
@@ -58,23 +59,32 @@ def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
     """Freeze `hf` and give it adapters, drawn from the model's seed; a value head goes on being trained.
 
     Raises:
-        ConfigError: a target is no linear layer of the base model.
+        ConfigError: a target is no linear layer of the base model, or peft could not load the adapter that is to leave.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
     lora, value = config.lora, config.model.head == "value"
+    targets = _targets(hf, lora.targets)
     description = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] annotated int, but a factor like any
         lora_dropout=lora.dropout,
-        target_modules=_targets(hf, lora.targets),
+        target_modules=[f"{_HELD}.{name}" for name in targets.modules],
         task_type="TOKEN_CLS" if value else "CAUSAL_LM",
         base_model_name_or_path=config.model.path,
     )
     with torch.random.fork_rng(devices=[]), _stand_ins(hf):
         torch.manual_seed(config.model.seed)
-        inject_adapter_in_model(description, hf, adapter_name=ADAPTER)
+        # In a holder that is no transformers model: in one, peft takes `gate_proj` and its like in families that have
+        # experts for the experts' fused weights, and leaves dense layers of that name without an adapter.
+        holder = torch.nn.Module()
+        holder.add_module(_HELD, hf)
+        inject_adapter_in_model(description, holder, adapter_name=ADAPTER)
+    description.target_modules = set(targets.names)
+    hf.peft_config = {ADAPTER: description}
+    if lora.export is LoraExport.ADAPTER:
+        _check_loadable(hf, description)
     if value:
         families.head_of(hf).requires_grad_(True)  # pyright: ignore[reportOptionalMemberAccess] refused where it is missing
 
@@ -183,8 +193,33 @@ def fingerprint(tensor: torch.Tensor, first_row: int = 0) -> int:
     return int((rows_R * torch.arange(first_row + 1, first_row + len(rows_R) + 1)).sum())
 
 
-def _targets(hf: Any, endings: tuple[str, ...]) -> list[str]:  # noqa: ANN401
-    """Return what peft shall look for: last parts of names where these mean the same, whole names otherwise."""
+def _check_loadable(hf: Any, description: Any) -> None:  # noqa: ANN401
+    """Refuse an adapter that peft would lay over other weights than those it was trained on."""
+    from copy import deepcopy
+
+    from peft.utils import transformers_weight_conversion as conversion
+
+    seen = deepcopy(description)
+    convert = getattr(conversion, "convert_peft_config_for_transformers", None)
+    if convert is not None:
+        convert(seen, model=hf, conversions=None)
+    if getattr(seen, "target_parameters", None):
+        raise ConfigError(
+            f"`lora.export: adapter`: peft lays adapters of {', '.join(sorted(description.target_modules))} over the fused "
+            f"experts of {type(hf).__name__} ({', '.join(sorted(seen.target_parameters))}), which are not trained here; use "
+            "`lora.export: merged`, or name other layers in `lora.targets`"
+        )
+
+
+class _Targets(NamedTuple):
+    """Which layers get an adapter: by `modules`, their whole names, and by `names` as peft's file shall have them."""
+
+    modules: list[str]
+    names: list[str]
+
+
+def _targets(hf: Any, endings: tuple[str, ...]) -> _Targets:  # noqa: ANN401
+    """Return the targets; by last parts of names where these mean the same."""
     modules = dict(hf.named_modules())
     inside = {id(module) for module in hf.base_model.modules()}
     linear = {
@@ -203,7 +238,7 @@ def _targets(hf: Any, endings: tuple[str, ...]) -> list[str]:  # noqa: ANN401
         raise ConfigError(f"`lora.targets`: {type(hf).__name__} has no linear layer to adapt")
     last = {name.rpartition(".")[2] for name in chosen}
     same = {name for name in modules if name.rpartition(".")[2] in last} == chosen
-    return sorted(last if same else chosen)
+    return _Targets(modules=sorted(chosen), names=sorted(last if same else chosen))
 
 
 def _check_target(ending: str, found: set[str], linear: set[str]) -> None:
