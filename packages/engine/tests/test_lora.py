@@ -376,6 +376,7 @@ MIXED = {
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
+        "num_key_value_heads": 4,
     },
 }
 

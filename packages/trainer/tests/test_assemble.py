@@ -228,7 +228,7 @@ def test_what_cannot_be_assembled_is_refused(groups, temperature, words):
         assemble(groups, temperature=temperature)
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39, -1e200, 1.7e308])
 def test_a_reward_that_is_no_number_is_refused_by_name(reward):
     with pytest.raises(TrainerError, match="completion 1 of prompt 'bad'"):
         with_advantages([group((1,), [completion((2,))] * 2, (0.0, reward), uid="bad")], Advantage.GRPO)
@@ -242,3 +242,25 @@ def test_missing_scores_are_refused():
 def test_no_examples_are_refused():
     with pytest.raises(TrainerError, match="at least one example"):
         assemble_examples([])
+
+
+@pytest.mark.parametrize("kind", Advantage)
+def test_advantages_of_the_largest_rewards_are_float32_numbers(kind):
+    """As they were not beyond 1e38: Dr. GRPO's became infinite, GRPO's 0 or NaN."""
+    groups = [group((4,), [completion((3,)), completion((3,))], (1e38, -1e38))]
+    [scored] = with_advantages(groups, kind)
+    assert np.isfinite(np.array(scored.advantages, np.float32)).all()
+    assert scored.advantages[0] > 0 > scored.advantages[1]
+
+
+def test_a_nan_of_the_sampler_is_named_before_it_is_trained_on():
+    bad = Completion.of(
+        request_id="r",
+        token_ids=(7, 8),
+        logprobs=(-0.5, math.nan),
+        policy_versions=(3, 3),
+        finish=Finish.STOP,
+    )
+    scored = with_advantages([group((4,), [completion((3,)), bad], (1.0, 0.0), uid="odd")], Advantage.GRPO)
+    with pytest.raises(TrainerError, match="NaN as a log-probability in a completion of prompt 'odd'"):
+        assemble(scored, temperature=1.0)

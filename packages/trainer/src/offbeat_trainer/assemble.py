@@ -33,6 +33,8 @@ Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
 
 NO_VERSION = -1
 """`policy_version` of tokens that no policy sampled: prompt and padding."""
+MAX_REWARD = 1e38
+"""The largest reward, up or down: differences of two of them are float32 numbers still, and advantages are no more."""
 
 
 def with_advantages(groups: Sequence[Group], kind: Advantage) -> list[Group]:
@@ -95,6 +97,7 @@ def assemble(groups: Sequence[Group], *, temperature: float) -> TrainBatch:
     if completions:
         logprobs_BT[mask_BT] = np.concatenate([completion.logprobs for completion in completions])
         versions_BT[mask_BT] = _versions(completions)
+        _check_logprobs(groups, logprobs_BT)
     sizes_N = torch.tensor([len(group.completions) for group in groups])
     return train_batch(
         **frame,
@@ -181,11 +184,22 @@ def _check_scores(group: Group) -> None:
             "score every completion before advantages are computed"
         )
     for index, score in enumerate(group.scores):
-        if not math.isfinite(score.reward):
+        if not abs(score.reward) <= MAX_REWARD:  # NaN, too
             raise TrainerError(
                 f"completion {index} of prompt {group.prompt.uid!r} has reward {score.reward}; "
-                "a reward must be a finite number"
+                f"a reward must be a finite number of at most {MAX_REWARD:g} either way, or advantages leave float32"
             )
+
+
+def _check_logprobs(groups: Sequence[Group], logprobs_BT: npt.NDArray[np.float32]) -> None:
+    bad = np.flatnonzero(np.isnan(logprobs_BT).any(1))
+    if len(bad):
+        row = int(bad[0])
+        uids = [group.prompt.uid for group in groups for _ in group.completions]
+        raise TrainerError(
+            f"the sampler gave NaN as a log-probability in a completion of prompt {uids[row]!r} (row {row} of the batch, "
+            f"{len(bad)} of {len(uids)} completions); look at the replica's weights and dtype: the loss would be NaN too"
+        )
 
 
 def _versions(completions: Sequence[Completion]) -> npt.NDArray[np.int64]:

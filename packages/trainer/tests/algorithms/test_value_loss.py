@@ -129,3 +129,24 @@ def test_explained_variance():
     )
     assert explained_variance(*moments) == pytest.approx(expected, rel=1e-5)
     assert math.isnan(explained_variance(1.0, 2.0, 4.0))
+
+
+def test_what_was_not_clipped_does_not_count_as_clipped():
+    """`old + (value - old)` differs from the value by rounding, and its error may be the larger one."""
+    draw = torch.Generator().manual_seed(0)
+    values, old, returns = (0.05 * torch.randn(8, 64, generator=draw) for _ in range(3))
+    mask = torch.ones(8, 64, dtype=torch.bool)
+    mask[:, 0] = False
+    batch = train_batch(
+        input_ids=torch.zeros(8, 64, dtype=torch.int64),
+        lengths=torch.full((8,), 64),
+        loss_mask=mask,
+        values=old,
+        returns=returns,
+    )
+    scale = LossScale(num_tokens=int(mask.sum()), num_sequences=8)
+    near = (values - old).abs()[mask]
+    quiet = ValueLoss(clip=float(near.max()) + 0.01)({"values": values}, batch, scale)
+    assert quiet.sums["value/clip_fraction"] == 0
+    half = ValueLoss(clip=float(near.median()))({"values": values}, batch, scale)
+    assert 0 < half.sums["value/clip_fraction"] < 0.5

@@ -51,7 +51,8 @@ class ValueLoss:
             old_BT = inside(_wanted(batch, "values"), mask_BT)
             near_BT = old_BT + (values_BT - old_BT).clamp(-self.clip, self.clip)
             near_error_BT = (near_BT - returns_BT).square()
-            clipped_BT = near_error_BT > error_BT
+            # Where nothing was clamped, `near_BT` differs from the value by the rounding of a sum.
+            clipped_BT = (near_error_BT > error_BT) & ((values_BT - old_BT).abs() > self.clip)
             worst_BT = torch.maximum(error_BT, near_error_BT)
         num_tokens = max(scale.num_tokens, 1)
         sums = {
