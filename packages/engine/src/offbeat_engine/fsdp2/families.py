@@ -166,25 +166,56 @@ def sequence_limit(config: Any) -> int | None:  # noqa: ANN401
     return min(map(int, limits), default=None)
 
 
-def silence(config: Any) -> dict[str, float]:  # noqa: ANN401
-    """Set every dropout and router jitter in `config` and the configs in it to 0; return what there was, by name."""
-    silenced: dict[str, float] = {}
-    for name, value in list(vars(config).items()):
+class Noise:
+    """What a model brings along that answers at random in training: dropout, router jitter. Adapters' own is not among it."""
+
+    def __init__(self, hf: Any) -> None:  # noqa: ANN401
+        self._found: list[tuple[Any, str, float]] = []
+        for holder in [
+            *_configs(hf.config),
+            *(each for name, each in hf.named_modules() if "lora_" not in name),
+        ]:
+            names = (
+                ["p"]
+                if isinstance(holder, torch.nn.Dropout)
+                else [name for name in vars(holder) if _RANDOM.search(name)]
+            )
+            values = ((name, getattr(holder, name)) for name in names)
+            self._found += [
+                (holder, name, float(value))
+                for name, value in values
+                if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            ]
+
+    def __str__(self) -> str:
+        values = {
+            name: value for holder, name, value in self._found if not isinstance(holder, torch.nn.Module)
+        }
+        return ", ".join(f"{name}={value:g}" for name, value in sorted(values.items())) or "dropout"
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def off(self) -> None:
+        """Set everything found to 0."""
+        for holder, name, _ in self._found:
+            setattr(holder, name, 0.0)
+
+    def on(self) -> None:
+        """Set everything back."""
+        for holder, name, value in self._found:
+            setattr(holder, name, value)
+
+
+def _configs(config: Any) -> Iterator[Any]:  # noqa: ANN401
+    yield config
+    for value in vars(config).values():
         if hasattr(value, "get_text_config"):
-            silenced |= {f"{name}.{inner}": was for inner, was in silence(value).items()}
-        elif (
-            _RANDOM.search(name)
-            and isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and value > 0
-        ):
-            setattr(config, name, 0.0)
-            silenced[name] = float(value)
-    return silenced
+            yield from _configs(value)
 
 
 def restore(written: dict[str, Any], source: dict[str, Any]) -> bool:
-    """Give the config.json `written` back what `silence` took from `source`; return whether that changed anything."""
+    """Give the config.json `written` back what `Noise.off` took, as `source` has it; return whether that changed anything."""
     changed = False
     for name, was in source.items():
         if isinstance(was, dict) and isinstance(written.get(name), dict):

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.load_plan import Plan, make_plan
 from offbeat_engine.fsdp2.weight_files import WeightFiles
 
@@ -61,7 +60,6 @@ def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
     try:
         with _no_bars():
             shape = AutoConfig.from_pretrained(config.path, local_files_only=True, **remote, **extra)
-            _silence(shape, config)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.seed)  # also decides a value head that the folder does not hold
                 if config.random_init:
@@ -92,15 +90,6 @@ def empty_model(config: ModelConfig) -> Any:  # noqa: ANN401
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ConfigError(f"no model for a {config.head} head in {config.path!r} ({said})") from error
-
-
-def _silence(shape: Any, config: ModelConfig) -> None:  # noqa: ANN401
-    """Turn dropout and router jitter off unless they are asked for: with them the same weights answer differently."""
-    silenced = {} if config.dropout else families.silence(shape)
-    if silenced:
-        said = ", ".join(f"{name}={value:g}" for name, value in sorted(silenced.items()))
-        advice = "`model.dropout: true` trains with it"
-        _log.warning("dropout of %s is off (its config has %s); %s", config.path, said, advice)
 
 
 def _from_files(

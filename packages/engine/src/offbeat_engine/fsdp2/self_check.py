@@ -9,6 +9,7 @@ frequencies that follow the longest position, noise in training) shows here, who
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.interface import Engine
 
+_log = logging.getLogger(__name__)
 # The longer of the two sequences, the shorter, and the beginning that they share: with `share_prefixes` it is computed once.
 _LENGTHS = (20, 14)
 _SHARED = 6
@@ -52,6 +54,8 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
         try:
             with engine.eval_mode():
                 plain = _plain(scorer, batch, device)
+                if not dropout:
+                    _quieten(scorer, plain, batch, device)
                 own = _own(engine, batch, name)
                 found = judge.compare(plain, own) or _mixing(engine, scorer, batch, name)
                 if found is not None:
@@ -113,6 +117,25 @@ class _Judge:
             f"a probe token has {float(plain_M[worst]):.6g} by {left} and {float(own_M[worst]):.6g} by {right} "
             f"({float(gap_M[worst]):.2g} apart, {float(gap_M.mean()):.2g} on average; rounding explains {largest:.2g} and {mean:.2g})"
         )
+
+
+def _quieten(scorer: Scorer, plain_BT: torch.Tensor, batch: TrainBatch, device: torch.device) -> None:
+    """Turn off what answers at random in training, and say so: with it the same weights would not repeat themselves.
+
+    Where evaluation would change as well (a router's threshold may be called its jitter), it stays as it is.
+    """
+    noise = families.Noise(scorer.hf)
+    if not noise:
+        return
+    said = str(noise)
+    noise.off()
+    if not torch.equal(_plain(scorer, batch, device), plain_BT):
+        noise.on()
+        return
+    family = type(scorer.hf).__name__
+    _log.warning(
+        "dropout of %s is off (it comes with %s); `model.dropout: true` trains with it", family, said
+    )
 
 
 def _probe(hf: Any) -> TrainBatch:  # noqa: ANN401

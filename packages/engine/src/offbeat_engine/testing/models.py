@@ -110,11 +110,20 @@ def make_tiny_model(
     auto: Any = AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), without_bars():
         torch.manual_seed(seed)
+        config_class = type(AutoConfig.for_model(family))
+        # What a family computes from other settings cannot be set.
+        shape = {key: value for key, value in shape.items() if not is_computed(config_class, key)}
         model: Any = auto.from_config(AutoConfig.for_model(family, **shape), dtype=torch.float32)
         for param in model.parameters():
             _exaggerate(param.data)
         model.save_pretrained(Path(path))
     return str(path)
+
+
+def is_computed(config_class: Any, key: str) -> bool:  # noqa: ANN401
+    """Return whether the family computes `key` from other settings, so that it cannot be set."""
+    place = getattr(config_class, config_class.attribute_map.get(key, key), None)
+    return isinstance(place, property) and place.fset is None
 
 
 def _exaggerate(weight: torch.Tensor) -> None:
