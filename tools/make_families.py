@@ -73,7 +73,9 @@ SIZES: dict[str, Any] = {
 _LATENT = {"num_key_value_heads": 4}  # attention with a latent has as many heads of keys as of queries
 # What single families need beyond that, or what is tried of them beside their defaults (name: family and settings).
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "mamba": {"use_associative_scan": False},  # whose order of sums follows the length of the row
+    "mamba": {
+        "initializer_range": 0.02
+    },  # drawn as wide as by default, log-probs lie below -17, and rounding shows
     "mamba2": {"head_dim": 16, "expand": 2},
     "dbrx": {"tie_word_embeddings": False},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},

@@ -81,7 +81,7 @@ def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
         holder = torch.nn.Module()
         holder.add_module(_HELD, hf)
         inject_adapter_in_model(description, holder, adapter_name=ADAPTER)
-    description.target_modules = set(targets.names)
+    description.target_modules = set(targets.names)  # pyright: ignore[reportAttributeAccessIssue] a list before, a set after: as peft itself has it
     hf.peft_config = {ADAPTER: description}
     if lora.export is LoraExport.ADAPTER:
         _check_loadable(hf, description)
