@@ -77,17 +77,16 @@ def make_tiny_model(
     seed: int = 0,
     **config: Any,  # noqa: ANN401 whatever the family's config takes
 ) -> str:
-    """Write a Hugging Face folder with random weights (config and safetensors, no tokenizer); return its path.
+    """Write a Hugging Face folder `path` with random weights (config and safetensors, no tokenizer); return its path.
 
     Args:
-        path: the folder to make.
+        path: where.
         family: a transformers model type with a causal language model, such as "qwen2", "llama" or "qwen3".
         head: "lm", or "value" for a token classifier with one label.
         vocab_size: tokens.
         hidden: hidden size, a multiple of 4; there are 4 heads on 2 key-value heads.
         seed: of the weights.
-        config: further settings of the family's config, which win over the above; `layers` (2) is short for
-            its number of layers.
+        config: further settings of the family's config, which win over the above; `layers` (2) are its layers.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -110,9 +109,8 @@ def make_tiny_model(
     auto: Any = AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), without_bars():
         torch.manual_seed(seed)
-        config_class = type(AutoConfig.for_model(family))
-        # What a family computes from other settings cannot be set.
-        shape = {key: value for key, value in shape.items() if not is_computed(config_class, key)}
+        own = type(AutoConfig.for_model(family))
+        shape = {key: value for key, value in shape.items() if not is_computed(own, key)}
         model: Any = auto.from_config(AutoConfig.for_model(family, **shape), dtype=torch.float32)
         for param in model.parameters():
             _exaggerate(param.data)
