@@ -111,7 +111,7 @@ class RolloutEngine(ABC):
 
     @classmethod
     def check(cls, config: RolloutConfig) -> None:
-        """Refuse settings this adapter cannot honour, without importing its library; `start` refuses the same.
+        """Refuse settings and models this adapter cannot honour, without loading weights; `start` refuses the same.
 
         Raises:
             ConfigError: naming the setting, what came, and what is allowed.

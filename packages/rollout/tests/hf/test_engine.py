@@ -203,6 +203,14 @@ async def test_settings_it_cannot_honour_are_refused_at_start(paths, changes, me
     assert not (await engine.health()).ok
 
 
+def test_a_model_it_cannot_serve_is_refused_by_its_config_alone(tmp_path):
+    from transformers import Lfm2Config
+
+    Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"does not do \['conv'\]; use vllm"):
+        HfEngine.check(HfEngine.Config(model_path=str(tmp_path)))
+
+
 async def test_a_sliding_window_is_refused(tmp_path):
     path = make_tiny_model(tmp_path, use_sliding_window=True, sliding_window=16, max_window_layers=0)
     with pytest.raises(ConfigError, match="window of 16 tokens"):

@@ -47,6 +47,13 @@ class HfEngine(RolloutEngine, TensorUpdates):
         self._clock = RequestClock(config.request_timeout_s, self._work)
 
     @classmethod
+    def check(cls, config: RolloutConfig) -> None:  # noqa: D102
+        super().check(config)
+        from offbeat_rollout.hf.model import check_model
+
+        check_model(config)
+
+    @classmethod
     def capabilities(cls) -> RolloutCapabilities:
         """Say what this adapter does."""
         return RolloutCapabilities(
@@ -90,10 +97,10 @@ class HfEngine(RolloutEngine, TensorUpdates):
 
     async def start(self) -> None:
         """Load the model in the worker thread."""
-        self.check(self.config)
         if self._worker is not None:
             raise EngineStateError("the engine is running already; `stop` it before another `start`")
         # Transformers takes seconds to import: in the default executor, so that the loop stays responsive.
+        await asyncio.to_thread(self.check, self.config)
         make_worker = await asyncio.to_thread(_worker_class)
         loop = asyncio.get_running_loop()
         self._failure = None

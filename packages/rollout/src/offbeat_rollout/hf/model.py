@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -48,6 +49,23 @@ def load_model(config: RolloutConfig) -> PreTrainedModel:
             f"cannot load a causal language model from {config.model_path!r}: {error}"
         ) from error
     return cast("PreTrainedModel", model).to(config.device).eval()  # pyright: ignore[reportArgumentType] # a device name
+
+
+def check_model(config: RolloutConfig) -> None:
+    """Refuse a model that this adapter cannot serve, by its config.json alone; a folder without one is not looked at.
+
+    Raises:
+        ConfigError: the model uses attention this adapter does not do, or has fewer positions than are asked for.
+    """
+    if not (Path(config.model_path) / "config.json").is_file():
+        return
+    from transformers import AutoConfig
+
+    try:
+        shape = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read the config.json in {config.model_path!r}: {error}") from error
+    _check_attention(shape.get_text_config(), config.max_model_len)
 
 
 def _check_attention(config: PretrainedConfig, max_model_len: int) -> None:
