@@ -132,7 +132,7 @@ def test_a_killed_run_resumes_bit_for_bit_on_two_ranks_and_two_replicas(
     tmp_path: Path, undisturbed: Path, shared_ray: str
 ):
     folder = tmp_path / "run"
-    kill_after(folder, 3, *SYNC)  # with a Ray of its own, which must not outlive it
+    kill_after(folder, 3, *SYNC, shared_ray)
     assert "from the checkpoint of step" in run(folder, *SYNC, shared_ray, "resume=auto")
     check_same(folder, undisturbed)
 
@@ -237,7 +237,7 @@ def with_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.vllm
 @pytest.mark.deep
 def test_a_killed_run_resumes_bit_for_bit_with_vllm(tmp_path: Path, with_vllm: Path, shared_ray: str):
-    kill_after(tmp_path / "killed", 3)
+    kill_after(tmp_path / "killed", 3)  # with a Ray of its own, which must not outlive it
     assert "from the checkpoint of step" in run(tmp_path / "killed", shared_ray, "resume=auto")
     check_same(tmp_path / "killed", with_vllm)
 
