@@ -31,7 +31,8 @@ from offbeat_engine import (
     engine_class,
 )
 from offbeat_engine.testing import random_batch
-from offbeat_rollout import AdapterConfig, GenerateRequest, SamplingParams
+from offbeat_rollout import GenerateRequest, SamplingParams
+from offbeat_rollout import LoraConfig as ReplicaLora
 from offbeat_rollout.registry import adapter_class, adapter_environment
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs
 from offbeat_trainer.bridge import EngineWeights, make_member
@@ -114,7 +115,7 @@ async def house(request, tmp_path_factory):
         max_model_len=128,
         max_num_seqs=8,
         kv_cache_gib=0.25,
-        adapter=AdapterConfig(rank=LORA.rank, alpha=LORA.alpha),
+        lora=ReplicaLora(rank=LORA.rank, alpha=LORA.alpha),
     )
     saved = dict(os.environ)
     os.environ.update(adapter_environment(request.param, config))

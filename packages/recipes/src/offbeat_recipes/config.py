@@ -17,7 +17,7 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.registry import require_transport
 from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig
 from offbeat_engine.registry import engine_config_class
-from offbeat_rollout.config import AdapterConfig, RolloutConfig
+from offbeat_rollout.config import LoraConfig, RolloutConfig
 from offbeat_rollout.registry import rollout_config_class
 from offbeat_trainer.config import (
     AlgorithmConfig,
@@ -184,7 +184,7 @@ class RolloutSection(RolloutConfig):
     model_path: str = field(default="", metadata={"derived": "model.path"})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
-    adapter: AdapterConfig = field(default_factory=AdapterConfig, metadata={"derived": "engine.lora"})
+    lora: LoraConfig = field(default_factory=LoraConfig, metadata={"derived": "engine.lora"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,7 @@ class RunConfig:
             "dtype": self.model.dtype.value,
             "device": self.device,
             "cpu_threads": self.replica_threads(num_cores),
-            "adapter": self._adapter,
+            "lora": self._lora,
         }
         cls = rollout_config_class(self.rollout.name)
         return cls(**{**_as(cls, self.rollout), **derived})
@@ -327,11 +327,11 @@ class RunConfig:
         return bool(self.engine.lora.rank) and self.engine.lora.export is LoraExport.ADAPTER
 
     @property
-    def _adapter(self) -> AdapterConfig:
+    def _lora(self) -> LoraConfig:
         lora = self.engine.lora
         if not self.sends_adapter_alone:
-            return AdapterConfig()
-        return AdapterConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+            return LoraConfig()
+        return LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
 
     def sync_config(self) -> SyncConfig:
         """Return the settings of the weight sync; without `disk_path`, files go to the run folder."""

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_rollout.config import AdapterConfig, RolloutConfig
+    from offbeat_rollout.config import LoraConfig, RolloutConfig
     from offbeat_rollout.errors import (
         CompletionError,
         ConfigError,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 _HOMES = {
-    "AdapterConfig": "config",
+    "LoraConfig": "config",
     "RolloutConfig": "config",
     "CompletionError": "errors",
     "ConfigError": "errors",
@@ -79,7 +79,6 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
-    "AdapterConfig",
     "Completion",
     "CompletionError",
     "ConfigError",
@@ -88,6 +87,7 @@ __all__ = [
     "Finish",
     "GenerateRequest",
     "Health",
+    "LoraConfig",
     "NoReplica",
     "PauseMode",
     "Replica",

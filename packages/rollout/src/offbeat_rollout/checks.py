@@ -36,18 +36,18 @@ def check_config(config: RolloutConfig, capabilities: RolloutCapabilities) -> No
         raise ConfigError(
             f"{who}: `tensor_parallel_size` is {config.tensor_parallel_size}; this adapter has no more than 1"
         )
-    _check_adapter(config, capabilities)
+    _check_lora(config, capabilities)
 
 
-def _check_adapter(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
-    who, rank = capabilities.adapter, config.adapter.rank
-    if rank < 0 or config.adapter.alpha <= 0:
+def _check_lora(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
+    who, rank = capabilities.adapter, config.lora.rank
+    if rank < 0 or config.lora.alpha <= 0:
         raise ConfigError(
-            f"{who}: `adapter.rank` must be >= 0 and `adapter.alpha` > 0, got {rank} and {config.adapter.alpha}"
+            f"{who}: `lora.rank` must be >= 0 and `lora.alpha` > 0, got {rank} and {config.lora.alpha}"
         )
     if rank and RolloutFeature.LORA not in capabilities.features:
         why = capabilities.missing.get(RolloutFeature.LORA, "it holds whole weights")
-        raise ConfigError(f"{who}: `adapter.rank` is {rank}; no adapter can be served alone here: {why}")
+        raise ConfigError(f"{who}: `lora.rank` is {rank}; low-rank matrices cannot be served here: {why}")
 
 
 def check_request(request: GenerateRequest, max_model_len: int, vocab_size: int) -> None:

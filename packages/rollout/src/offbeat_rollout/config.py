@@ -8,11 +8,11 @@ from offbeat_rollout.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterConfig:
-    """A low-rank adapter (arXiv 2106.09685) over the weights in `model_path`; `rank` 0 means none.
+class LoraConfig:
+    """Low-rank matrices (LoRA, arXiv 2106.09685) over the weights in `model_path`; `rank` 0 means none.
 
-    It adds alpha / rank * B [out, rank] @ A [rank, in] to a weight [out, in]: nothing until the first update. With an
-    adapter, updates bring its A and B alone. `targets` are endings of module names; empty means every linear layer but
+    They add alpha / rank * B [out, rank] @ A [rank, in] to a weight [out, in]: nothing until the first update, and updates
+    bring A and B alone. `targets` are endings of module names; empty means every linear layer but
     the head.
     """
 
@@ -40,7 +40,7 @@ class RolloutConfig:
     kv_cache_gib: float = 1.0
     gpu_memory_fraction: float = 0.85
     cpu_threads: int = 1
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0
 

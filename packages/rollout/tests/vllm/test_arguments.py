@@ -60,12 +60,12 @@ def test_the_names_are_the_fields_of_vllm_s_dataclass():
 @pytest.mark.vllm
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_set_here_cannot_be_given_and_what_is_given_arrives(device):
-    from offbeat_rollout.config import AdapterConfig
+    from offbeat_rollout.config import LoraConfig
     from offbeat_rollout.vllm.arguments import engine_args
-    from offbeat_rollout.vllm.lora import adapter_args
+    from offbeat_rollout.vllm.lora import lora_args
 
     made = engine_args(config(device=device, seed=3, kv_cache_dtype="fp8"))
     assert (made.seed, made.kv_cache_dtype) == (3, "fp8")
     assert made.enforce_eager == (device == "cpu")
     assert made.enable_prefix_caching == (device == "cuda")
-    assert adapter_args(AdapterConfig(rank=4)).keys() <= OURS.keys()
+    assert lora_args(LoraConfig(rank=4)).keys() <= OURS.keys()

@@ -12,8 +12,8 @@ import torch
 from offbeat_rollout.checks import eos_token_ids
 from offbeat_rollout.clock import Work
 from offbeat_rollout.errors import EngineStateError
-from offbeat_rollout.hf.adapter import MergedAdapter
 from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
+from offbeat_rollout.hf.lora import MergedLora
 from offbeat_rollout.hf.model import WholeWeights, load_model
 from offbeat_rollout.types import Finish, PauseMode
 
@@ -161,8 +161,8 @@ class Worker:
         torch.set_num_threads(self._config.cpu_threads)
         self._eos = eos_token_ids(self._config.model_path)
         self._model: PreTrainedModel = load_model(self._config)
-        adapter = self._config.adapter
-        self._weights = MergedAdapter(self._model, adapter) if adapter.rank else WholeWeights(self._model)
+        lora = self._config.lora
+        self._weights = MergedLora(self._model, lora) if lora.rank else WholeWeights(self._model)
         self._batch = RunningBatch(self._model, self._config.cpu_threads)
         self.vocab_size = self._batch.vocab_size
 

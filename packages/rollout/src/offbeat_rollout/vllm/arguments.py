@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout.errors import ConfigError
-from offbeat_rollout.vllm.lora import adapter_args
+from offbeat_rollout.vllm.lora import lora_args
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -30,7 +30,7 @@ _CPU_STEP_TOKENS = 8192  # a batch of short prompts in one step
 
 _DEVICES = "a replica has the devices of `tensor_parallel_size`, and there may be more replicas"
 _UPDATES = "weight updates rest on it"
-_LORA = "`adapter` decides it"
+_LORA = "`lora` decides it"
 
 OURS: dict[str, str] = {
     "model": "set `model_path`",
@@ -138,4 +138,4 @@ def engine_args(config: VllmConfig) -> AsyncEngineArgs:
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(_CPU_STEP_TOKENS, config.max_model_len, config.max_num_seqs)
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
-    return AsyncEngineArgs(**{**arguments, **adapter_args(config.adapter), **config.engine_args})
+    return AsyncEngineArgs(**{**arguments, **lora_args(config.lora), **config.engine_args})

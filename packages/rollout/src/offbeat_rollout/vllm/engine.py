@@ -38,7 +38,7 @@ from offbeat_rollout.vllm.arguments import check_arguments
 from offbeat_rollout.vllm.calls import answer_of
 from offbeat_rollout.vllm.config import VllmConfig
 from offbeat_rollout.vllm.environment import check_environment, vllm_environment
-from offbeat_rollout.vllm.lora import serve_nothing_yet, served_adapter
+from offbeat_rollout.vllm.lora import serve_nothing_yet, served_lora
 from offbeat_rollout.vllm.processes import Launched, build_vllm
 from offbeat_rollout.vllm.progress import Progress
 from offbeat_rollout.vllm.updates import VllmUpdates
@@ -73,7 +73,7 @@ class VllmEngine(RolloutEngine):
         self._eos: tuple[int, ...] = ()
         self._running_ids: set[str] = set()
         self._begin_anew: set[str] = set()  # ended by us without a token, because the weights changed
-        self._adapter: LoRARequest | None = None
+        self._lora: LoRARequest | None = None
         self._progress = Progress()
         self._clock = RequestClock(config.request_timeout_s, self._progress.work)
 
@@ -135,8 +135,8 @@ class VllmEngine(RolloutEngine):
             async with asyncio.timeout(timeout_s):
                 llm = await asyncio.to_thread(launched.run, timeout_s)
                 await llm.get_supported_tasks()  # it remembers them: no request waits for it later
-                if self.config.adapter.rank:
-                    await serve_nothing_yet(llm, self.config.adapter, specs)
+                if self.config.lora.rank:
+                    await serve_nothing_yet(llm, self.config.lora, specs)
         except BaseException as error:  # also cancelled: nobody would end what the thread has begun
             self._launched = None
             await asyncio.to_thread(launched.end)
@@ -152,7 +152,7 @@ class VllmEngine(RolloutEngine):
         self._vocab_size = int(llm.model_config.get_vocab_size())
         self._version, self._num_flips = 0, 0
         self._updates.reset()
-        self._adapter = served_adapter() if self.config.adapter.rank else None
+        self._lora = served_lora() if self.config.lora.rank else None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the completion of one request."""
@@ -203,7 +203,7 @@ class VllmEngine(RolloutEngine):
         """Release device memory; running requests are aborted."""
         if level not in (1, 2):
             raise ConfigError(f"vllm sleeps at level 1 or 2, got {level}")
-        if level == 2 and self._adapter:
+        if level == 2 and self._lora:
             raise ConfigError(
                 "vllm: updates bring low-rank matrices alone, so discarded base weights would not come back; sleep at level 1"
             )
@@ -292,7 +292,7 @@ class VllmEngine(RolloutEngine):
         }
         params = sampling_params(request, self._eos)
         try:
-            async for output in llm.generate(prompt, params, request.request_id, lora_request=self._adapter):
+            async for output in llm.generate(prompt, params, request.request_id, lora_request=self._lora):
                 if output.finished:
                     return output
         except (EngineDeadError, EngineGenerateError) as error:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from offbeat_rollout.adapted import folder_adapter_specs
 from offbeat_rollout.errors import EngineStateError, UpdateRefused
 from offbeat_rollout.interface import WorkerUpdates
+from offbeat_rollout.lora import folder_lora_specs
 from offbeat_rollout.vllm.calls import answer_of
 from offbeat_rollout.weight_files import folder_specs
 
@@ -100,7 +100,7 @@ class VllmUpdates(WorkerUpdates):
 
     @property
     def _is_lora(self) -> bool:
-        return bool(self._config.adapter.rank)
+        return bool(self._config.lora.rank)
 
     async def _call(self, call: Coroutine[Any, Any, None], what: str) -> None:
         try:
@@ -115,6 +115,4 @@ class VllmUpdates(WorkerUpdates):
 
 
 def _specs_of(config: VllmConfig) -> list[WeightSpec]:
-    return (
-        folder_adapter_specs(config) if config.adapter.rank else folder_specs(config.model_path, config.dtype)
-    )
+    return folder_lora_specs(config) if config.lora.rank else folder_specs(config.model_path, config.dtype)

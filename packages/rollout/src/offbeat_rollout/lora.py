@@ -1,4 +1,4 @@
-"""Which weights a low-rank adapter lies over, and what its own are called.
+"""Which weights low-rank matrices lie over, and what they are called.
 
 Names are those of peft's `adapter_model.safetensors` (huggingface.co/docs/peft, "Checkpoint format").
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from offbeat_rollout.config import AdapterConfig, RolloutConfig
+    from offbeat_rollout.config import LoraConfig, RolloutConfig
 
 _PREFIX = "base_model.model."
 
@@ -26,8 +26,8 @@ def names_of(module: str) -> tuple[str, str]:
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
-def adapted_layers(model: PreTrainedModel, adapter: AdapterConfig) -> dict[str, torch.nn.Linear]:
-    """Return the linear layers of the base model that `adapter` lies over, by module name, in the model's order.
+def lora_layers(model: PreTrainedModel, lora: LoraConfig) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers of the base model that `lora` lies over, by module name, in the model's order.
 
     Raises:
         ConfigError: a target is no linear layer there, or there is none at all.
@@ -40,21 +40,21 @@ def adapted_layers(model: PreTrainedModel, adapter: AdapterConfig) -> dict[str, 
         for name, module in model.named_modules()
         if isinstance(module, Linear) and id(module) in inside
     }
-    for target in adapter.targets:
+    for target in lora.targets:
         if not any(_ends(name, target) for name in linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ConfigError(f"`adapter.targets`: no linear layer is called {target!r}; there are {known}")
+            raise ConfigError(f"`lora.targets`: no linear layer is called {target!r}; there are {known}")
     chosen = {
         name: module
         for name, module in linear.items()
-        if not adapter.targets or any(_ends(name, target) for target in adapter.targets)
+        if not lora.targets or any(_ends(name, target) for target in lora.targets)
     }
     if not chosen:
-        raise ConfigError(f"{type(model).__name__} has no linear layer that an adapter could lie over")
+        raise ConfigError(f"{type(model).__name__} has no linear layer that low-rank matrices could lie over")
     return chosen
 
 
-def adapter_specs(
+def lora_specs(
     layers: dict[str, torch.nn.Linear], rank: int, dtype: str
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Return (name, shape, dtype name) of A [rank, in] and B [out, rank] of every layer."""
@@ -65,8 +65,8 @@ def adapter_specs(
     return specs
 
 
-def folder_adapter_specs(config: RolloutConfig) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return `adapter_specs` for the model folder and the adapter of `config`; loads no weights.
+def folder_lora_specs(config: RolloutConfig) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return `lora_specs` for the model folder and the `lora` of `config`; loads no weights.
 
     Raises:
         ConfigError: the folder is no causal language model, or a target is no linear layer of it.
@@ -80,7 +80,7 @@ def folder_adapter_specs(config: RolloutConfig) -> list[tuple[str, tuple[int, ..
             model = AutoModelForCausalLM.from_config(shape)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the model in {config.model_path!r}: {error}") from error
-    return adapter_specs(adapted_layers(model, config.adapter), config.adapter.rank, config.dtype)
+    return lora_specs(lora_layers(model, config.lora), config.lora.rank, config.dtype)
 
 
 def _ends(name: str, target: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which layers an adapter lies over, and what is refused."""
+"""Which layers low-rank matrices lie over, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from offbeat_rollout import (
-    AdapterConfig,
     ConfigError,
     GenerateRequest,
+    LoraConfig,
     RolloutCapabilities,
     RolloutConfig,
     SamplingParams,
     UpdateRefused,
 )
-from offbeat_rollout.adapted import folder_adapter_specs
 from offbeat_rollout.checks import check_config
 from offbeat_rollout.hf import HfEngine
+from offbeat_rollout.lora import folder_lora_specs
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, reference_logprobs
 
-ADAPTER = AdapterConfig(rank=3, alpha=6.0)
+LORA = LoraConfig(rank=3, alpha=6.0)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def path(tmp_path_factory):
 
 
 def names(path, **changes):
-    config = RolloutConfig(model_path=path, adapter=replace(ADAPTER, **changes))
-    return [name for name, _, _ in folder_adapter_specs(config)]
+    config = RolloutConfig(model_path=path, lora=replace(LORA, **changes))
+    return [name for name, _, _ in folder_lora_specs(config)]
 
 
 def test_the_names_and_shapes_are_peft_s_own(path):
@@ -44,7 +44,7 @@ def test_the_names_and_shapes_are_peft_s_own(path):
     }
     config = peft.LoraConfig(r=3, target_modules=sorted(linear), task_type="CAUSAL_LM")
     saved = peft.get_peft_model_state_dict(peft.get_peft_model(model, config))
-    ours = folder_adapter_specs(RolloutConfig(model_path=path, adapter=ADAPTER))
+    ours = folder_lora_specs(RolloutConfig(model_path=path, lora=LORA))
     assert {name: shape for name, shape, _ in ours} == {name: tuple(t.shape) for name, t in saved.items()}
 
 
@@ -61,7 +61,7 @@ def test_targets_are_endings_of_whole_parts_of_names(path):
         names(path, targets=("lm_head",))
 
 
-def test_an_engine_without_adapters_refuses_one_with_its_reason():
+def test_an_engine_without_lora_refuses_it_with_its_reason():
     capabilities = RolloutCapabilities(
         adapter="other",
         devices=frozenset({"cpu"}),
@@ -69,18 +69,16 @@ def test_an_engine_without_adapters_refuses_one_with_its_reason():
         features=frozenset(),
         missing={"lora": "it was made before there were any"},
     )
-    with pytest.raises(ConfigError, match=r"`adapter.rank` is 3; .*: it was made before there were any"):
-        check_config(RolloutConfig(model_path="m", adapter=ADAPTER), capabilities)
+    with pytest.raises(ConfigError, match=r"`lora.rank` is 3; .*: it was made before there were any"):
+        check_config(RolloutConfig(model_path="m", lora=LORA), capabilities)
     assert "lora" not in ScriptedRollout.capabilities().features
-    with pytest.raises(ConfigError, match=r"`adapter.alpha` > 0, got 3 and 0"):
-        check_config(
-            RolloutConfig(model_path="m", adapter=replace(ADAPTER, alpha=0)), HfEngine.capabilities()
-        )
+    with pytest.raises(ConfigError, match=r"`lora.alpha` > 0, got 3 and 0"):
+        check_config(RolloutConfig(model_path="m", lora=replace(LORA, alpha=0)), HfEngine.capabilities())
 
 
 async def test_every_update_starts_from_the_base_again_and_a_wrong_one_changes_nothing(path):
     torch.set_num_threads(1)
-    engine = HfEngine(RolloutConfig(model_path=path, max_model_len=64, adapter=ADAPTER))
+    engine = HfEngine(RolloutConfig(model_path=path, max_model_len=64, lora=LORA))
     await engine.start()
     try:
         base = AutoModelForCausalLM.from_pretrained(path).eval()
