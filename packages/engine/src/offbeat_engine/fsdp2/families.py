@@ -196,12 +196,12 @@ class Noise:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def off(self) -> None:
-        """Set everything found to 0."""
+    def set(self, value: float) -> None:
+        """Set everything found to `value`."""
         for holder, name, _ in self._found:
-            setattr(holder, name, 0.0)
+            setattr(holder, name, value)
 
-    def on(self) -> None:
+    def restore(self) -> None:
         """Set everything back."""
         for holder, name, value in self._found:
             setattr(holder, name, value)
@@ -215,7 +215,7 @@ def _configs(config: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def restore(written: dict[str, Any], source: dict[str, Any]) -> bool:
-    """Give the config.json `written` back what `Noise.off` took, as `source` has it; return whether that changed anything."""
+    """Give the config.json `written` back what was silenced, as `source` has it; return whether that changed anything."""
     changed = False
     for name, was in source.items():
         if isinstance(was, dict) and isinstance(written.get(name), dict):

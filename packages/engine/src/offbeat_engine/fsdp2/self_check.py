@@ -54,8 +54,9 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
         try:
             with engine.eval_mode():
                 plain = _plain(scorer, batch, device)
-                if not dropout:
-                    _quieten(scorer, plain, batch, device)
+                found = None if dropout else _quieten(engine, scorer, plain, batch, device)
+                if found is not None:
+                    return found
                 own = _own(engine, batch, name)
                 found = judge.compare(plain, own) or _mixing(engine, scorer, batch, name)
                 if found is not None:
@@ -119,23 +120,29 @@ class _Judge:
         )
 
 
-def _quieten(scorer: Scorer, plain_BT: torch.Tensor, batch: TrainBatch, device: torch.device) -> None:
+def _quieten(
+    engine: Engine, scorer: Scorer, plain_BT: torch.Tensor, batch: TrainBatch, device: torch.device
+) -> str | None:
     """Turn off what answers at random in training, and say so: with it the same weights would not repeat themselves.
 
-    Where evaluation would change as well (a router's threshold may be called its jitter), it stays as it is.
+    Returns why it cannot be turned off (a router may call a threshold its jitter), or None.
     """
-    noise = families.Noise(scorer.hf)
+    noise, family = families.Noise(scorer.hf), type(scorer.hf).__name__
     if not noise:
-        return
-    said = str(noise)
-    noise.off()
-    if not torch.equal(_plain(scorer, batch, device), plain_BT):
-        noise.on()
-        return
-    family = type(scorer.hf).__name__
+        return None
+    said, judge = str(noise), _Judge(engine.config.dtype, batch["loss_mask"], strict=True)
+    for value in (0.5, 0.0):  # the first is large enough that evaluation shows it wherever it looks at it
+        noise.set(value)
+        if judge.compare(plain_BT, _plain(scorer, batch, device)) is not None:
+            noise.restore()
+            return (
+                f"{family}: evaluation depends on what makes training random ({said}), so that cannot be turned off, and the "
+                "same weights would answer differently in training; set `model.dropout: true` if that is wanted"
+            )
     _log.warning(
         "dropout of %s is off (it comes with %s); `model.dropout: true` trains with it", family, said
     )
+    return None
 
 
 def _probe(hf: Any) -> TrainBatch:  # noqa: ANN401
