@@ -2,7 +2,9 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from offbeat_engine import World
 from offbeat_engine.testing import RankPool, make_tiny_model
 
 
@@ -16,6 +18,15 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_group():
+    """An engine of one rank may make a default process group in this process; the next test begins without."""
+    was_there = dist.is_initialized()
+    yield
+    if not was_there:
+        World().leave()
 
 
 @pytest.fixture(scope="session")

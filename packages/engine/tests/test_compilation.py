@@ -85,11 +85,12 @@ def test_compiled_layers_are_sharded_and_checkpointed_like_others(tiny):
     check(got, train(make_engine(tiny), BATCHES[:2]))
 
 
-def test_without_a_compiler_compiling_is_refused(monkeypatch):
+def test_without_a_compiler_compiling_is_refused():
     from torch._inductor import config as inductor
 
-    monkeypatch.setattr(inductor.cpp, "cxx", (None, "no-such-compiler"))
-    refused = Fsdp2Engine.check(Fsdp2Config(model=ModelConfig(path="nowhere"), compile=True), 1)
+    # By torch's own means: what was set from outside and set back is gone from its settings.
+    with inductor.patch("cpp.cxx", (None, "no-such-compiler")):
+        refused = Fsdp2Engine.check(Fsdp2Config(model=ModelConfig(path="nowhere"), compile=True), 1)
     assert [refusal.setting for refusal in refused] == ["compile"]
     assert "no-such-compiler" in refused[0].reason
 

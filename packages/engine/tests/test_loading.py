@@ -18,6 +18,8 @@ pytest.importorskip("transformers.core_model_loading", reason="transformers befo
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {
+    "num_key_value_heads": 4,  # as many as of queries: the latent is what is small
+    "head_dim": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 4,

@@ -30,8 +30,12 @@ def test_defaults_validate_and_come_back_the_same():
     assert parse(to_dict(config)) == config
 
 
-def test_fewer_than_150_settings():
-    assert 60 < len(known_paths()) < 150
+@pytest.mark.parametrize("task", ["arithmetic", "file", "gsm8k"])
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+@pytest.mark.parametrize("rollout", ["vllm", "hf"])
+def test_a_run_has_fewer_than_150_settings(task, mode, rollout):
+    chosen = {"task": task, "mode": mode, "engine": "fsdp2", "rollout": rollout}
+    assert 60 < len(known_paths(chosen)) < 150
 
 
 def test_one_precision_and_one_device_for_all():

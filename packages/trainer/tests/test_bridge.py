@@ -15,8 +15,16 @@ from offbeat_ckptsync import (
     Publisher,
     SyncConfig,
 )
-from offbeat_rollout import EngineStateError, GenerateRequest, PauseMode, RolloutConfig, SamplingParams
+from offbeat_rollout import (
+    EngineStateError,
+    GenerateRequest,
+    PauseMode,
+    RolloutConfig,
+    RolloutFeature,
+    SamplingParams,
+)
 from offbeat_rollout.hf import HfEngine
+from offbeat_rollout.interface import WorkerUpdates
 from offbeat_rollout.registry import adapter_class
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, wait_for_tokens
 from offbeat_trainer.bridge import EngineCanary, SharedGate, make_member
@@ -118,35 +126,66 @@ async def test_on_shared_devices_an_engine_sleeps_from_its_rest_to_the_next_flip
         await engine.stop()
 
 
-class Controlled(ScriptedRollout):
-    """An engine that takes weights in workers of its own; it writes its control calls down."""
+class InWorkers(WorkerUpdates):
+    """Updates of an engine that loads weights in workers of its own; written down."""
 
-    features = frozenset({"pause", "recompute_kv"})
+    def __init__(self):
+        self.calls = []
+
+    async def specs(self):
+        return []
+
+    async def init(self, info):
+        self.calls.append(("init", dict(info)))
+
+    async def begin(self):
+        self.calls.append(("begin",))
+
+    async def update(self, request):
+        self.calls.append(("update", dict(request)))
+
+    async def finish(self, version=None, *, recompute_kv=False):
+        self.calls.append(("finish", version, recompute_kv))
+
+    async def close(self):
+        self.calls.append(("close",))
+
+
+class Controlled(ScriptedRollout):
+    """An engine whose workers take the weights."""
+
+    features = frozenset({RolloutFeature.PAUSE, RolloutFeature.RECOMPUTE_KV})
 
     def __init__(self):
         super().__init__(RolloutConfig(model_path=""))
-        self.calls = []
+        self.updates = InWorkers()
 
     @classmethod
     def capabilities(cls):
         return dataclasses.replace(super().capabilities(), features=cls.features)
 
-    async def control(self, op, payload):
-        self.calls.append((op, dict(payload)))
-        return {}
+    def weight_updates(self):
+        return self.updates
 
 
 class Forgetful(Controlled):
-    features = frozenset({"pause"})
+    features = frozenset({RolloutFeature.PAUSE})
 
 
-async def test_an_engine_with_workers_is_told_with_the_version():
-    for recompute_kv, told in ((False, {"version": 3}), (True, {"version": 3, "recompute_kv": True})):
-        engine = Controlled()
-        member = await make_member("r", engine, SyncConfig(), recompute_kv=recompute_kv)
-        for payload in ({"version": 3}, {}):
-            await member._control("finish", payload)
-        assert engine.calls == [("finish", told), ("finish", {})]
+@pytest.mark.parametrize("recompute_kv", [False, True])
+async def test_an_engine_with_workers_is_told_with_the_version(recompute_kv):
+    engine = Controlled()
+    member = await make_member("r", engine, SyncConfig(), recompute_kv=recompute_kv)
+    await member._control("start", {})
+    await member._control("update", {"bucket": 0})
+    await member._control("finish", {"version": 3})
+    await member._control("finish", {})
+    assert engine.updates.calls == [
+        ("begin",),
+        ("update", {"bucket": 0}),
+        ("finish", 3, recompute_kv),
+        ("finish", None, recompute_kv),
+    ]
 
 
 async def test_who_cannot_compute_keys_and_values_again_is_refused():
