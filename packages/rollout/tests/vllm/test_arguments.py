@@ -9,8 +9,8 @@ from offbeat_rollout.vllm import VllmConfig, VllmEngine
 from offbeat_rollout.vllm.arguments import OURS, OURS_ON_CPU, argument_names
 
 
-def config(device="cpu", **engine_args):
-    return VllmConfig(model_path="m", device=device, engine_args=engine_args)
+def config(device="cpu", model_path="m", **engine_args):
+    return VllmConfig(model_path=model_path, device=device, engine_args=engine_args)
 
 
 def test_what_vllm_takes_passes():
@@ -59,12 +59,13 @@ def test_the_names_are_the_fields_of_vllm_s_dataclass():
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_set_here_cannot_be_given_and_what_is_given_arrives(device):
+def test_what_is_set_here_cannot_be_given_and_what_is_given_arrives(device, tmp_path):
     from offbeat_rollout.config import LoraConfig
     from offbeat_rollout.vllm.arguments import engine_args
     from offbeat_rollout.vllm.lora import lora_args
 
-    made = engine_args(config(device=device, seed=3, kv_cache_dtype="fp8"))
+    # A folder that is there: without a network vLLM looks for others in its cache.
+    made = engine_args(config(device=device, model_path=str(tmp_path), seed=3, kv_cache_dtype="fp8"))
     assert (made.seed, made.kv_cache_dtype) == (3, "fp8")
     assert made.enforce_eager == (device == "cpu")
     assert made.enable_prefix_caching == (device == "cuda")
