@@ -26,10 +26,11 @@ _LORA = LoraConfig(rank=4, alpha=8.0)
 def cases(options: Options) -> Iterator[Case]:
     """Yield the cases of this file."""
     alone = frozenset({Feature.INFERENCE_ONLY})
+    first = options.families[0]
     for family in options.families:
         check = partial(_inference_only, family=family, dtype=Dtype.FLOAT32, num_ranks=options.fit(2))
-        yield Case(name=f"inference_only_{family}", check=check, features=alone, num_ranks=options.fit(2))
-    first = options.families[0]
+        name, again = f"inference_only_{family}", family != first
+        yield Case(name=name, check=check, features=alone, num_ranks=options.fit(2), deep=again)
     for num_ranks in (1, 2):
         check = partial(_inference_only, family=first, dtype=Dtype.BFLOAT16, num_ranks=num_ranks)
         both = alone | {Feature.BFLOAT16}
