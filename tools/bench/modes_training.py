@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from modes_paced import VOCAB, Lengths, PacedReplica, PacedTask, StepLog, TimedJournal
 
 from offbeat_ckptsync import LocalMember, Receiver, Seat, SyncConfig, SyncReport
-from offbeat_ckptsync.manager import CheckpointEngineManager
-from offbeat_ckptsync.source import LocalSource, Publisher
-from offbeat_ckptsync.transports import make_transport
+from offbeat_ckptsync.config import make_transport
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
 from offbeat_trainer import AlgorithmConfig, AsyncConfig, LoopConfig, SamplingConfig, SqliteJournal

@@ -30,7 +30,7 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import SyncError
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync.types import SyncReport
+    from offbeat_ckptsync.values import SyncReport
 
 RECEIVERS = {"shm": (1, 2, 4), "shm_copied": (1, 2, 4), "broadcast": (1,), "disk": (1,)}
 VLLM_LIMIT_S = 420.0

@@ -16,6 +16,7 @@ TYPE_ONLY = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import {
 
 FLOORS = "Packages depend only downward, and the three on the ground are strangers"
 CYCLES = "No cycles inside a package"
+CKPTSYNC = "ckptsync: plan < source, member < transports < control < network, adapters"
 RAY = "Ray only in offbeat_trainer.cluster"
 HYDRA = "Hydra and omegaconf only in offbeat_recipes"
 VLLM = "vLLM only in its adapters"
@@ -23,10 +24,12 @@ SGLANG = "SGLang only in its adapters"
 MEGATRON = "Megatron only in its engine"
 
 VIOLATIONS = [
-    (FLOORS, "engine", "planted", "offbeat_ckptsync.types", TYPE_ONLY),
+    (FLOORS, "engine", "planted", "offbeat_ckptsync.values", TYPE_ONLY),
     (FLOORS, "rollout", "planted", "offbeat_engine.config", IN_FUNCTION),
     (FLOORS, "ckptsync", "planted", "offbeat_trainer.config", PLAIN),
     (FLOORS, "trainer", "planted", "offbeat_recipes", IN_FUNCTION),
+    (CKPTSYNC, "ckptsync", "plan.planted", "offbeat_ckptsync.control.manager", TYPE_ONLY),
+    (CKPTSYNC, "ckptsync", "member.planted", "offbeat_ckptsync.transports.shm", IN_FUNCTION),
     (RAY, "engine", "planted", "ray", IN_FUNCTION),
     (RAY, "recipes", "planted", "ray", TYPE_ONLY),
     (RAY, "trainer", "planted", "ray.actor", IN_FUNCTION),
@@ -43,7 +46,7 @@ ALLOWED = [
     ("recipes", "planted", "hydra"),
     ("recipes", "planted_too", "omegaconf"),
     ("rollout", "vllm.planted", "vllm"),
-    ("ckptsync", "vllm_plugin", "vllm"),
+    ("ckptsync", "adapters.vllm.planted", "vllm"),
     ("rollout", "sglang.planted", "sglang"),
     ("engine", "megatron.planted", "megatron.core"),
     ("trainer", "planted", "offbeat_engine.config"),

@@ -6,9 +6,10 @@ import dataclasses
 import re
 from pathlib import Path
 
-from offbeat_ckptsync import errors, types
-from offbeat_ckptsync.agent import Agent
-from offbeat_ckptsync.receiver import TRANSITIONS, State
+from offbeat_ckptsync import errors
+from offbeat_ckptsync import values as types
+from offbeat_ckptsync.member.receiver import TRANSITIONS, State
+from offbeat_ckptsync.network.agent import Agent
 from offbeat_ckptsync.testing.fakes import DictSource, awkward_weights
 
 PAGE = (Path(__file__).parents[3] / "docs" / "sync-protocol.md").read_text()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import ManifestError, SyncError, WireError
-from offbeat_ckptsync.manifest import make_manifest
-from offbeat_ckptsync.types import Bucket, Echo, Flip, Piece, Sent, SyncOffer, SyncReport, TensorSpec
+from offbeat_ckptsync.plan.manifest import make_manifest
+from offbeat_ckptsync.values import Bucket, Echo, Flip, Piece, Sent, SyncOffer, SyncReport, TensorSpec
 from offbeat_ckptsync.wire import decode, decode_error, dumps, encode, encode_error, loads
 
 OFFER = SyncOffer(

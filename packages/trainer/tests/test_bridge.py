@@ -8,13 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from offbeat_ckptsync import (
-    CheckpointEngineManager,
-    LocalSource,
-    ModuleSource,
-    Publisher,
-    SyncConfig,
-)
+from offbeat_ckptsync import CheckpointEngineManager, LocalSource, ModuleSource, Publisher, SyncConfig
 from offbeat_rollout import (
     EngineStateError,
     GenerateRequest,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from offbeat_ckptsync import SyncConfig, SyncFailed
-from offbeat_ckptsync.manager import CheckpointEngineManager
-from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World, engine_class
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_rollout import RolloutConfig

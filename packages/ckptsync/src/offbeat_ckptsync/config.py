@@ -1,10 +1,35 @@
-"""Settings of a weight sync."""
+"""Settings of a weight sync, and the transports that can be set. Imports nothing heavy."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 from dataclasses import dataclass
-from typing import Literal
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Literal, cast
 
-from offbeat_ckptsync.registry import require_transport
+from offbeat_ckptsync.errors import SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat_ckptsync.seams import Transport
+
+GROUP = "offbeat.transports"
+"""Entry-point group: name = "module:factory", where the factory takes a `SyncConfig` and returns a `Transport`."""
+
+_OURS = "offbeat_ckptsync.transports"
+BUILT_IN = {
+    "auto": f"{_OURS}.auto:AutoTransport.from_config",
+    "broadcast": f"{_OURS}.broadcast:BroadcastTransport.from_config",
+    "cuda_ipc": f"{_OURS}.cuda_ipc:CudaIpcTransport.from_config",
+    "disk": f"{_OURS}.disk:DiskTransport.from_config",
+    "loopback": f"{_OURS}.loopback:LoopbackTransport.from_config",
+    "shm": f"{_OURS}.shm:ShmTransport.from_config",
+}
+"""The transports of this package, in the form of entry points."""
+
+
+def transport_names() -> list[str]:
+    """Return the names that `make_transport` knows."""
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +72,24 @@ class SyncConfig:
             raise ValueError(
                 f"`delta_max_fraction` is a part of the elements, 0 to 1, got {self.delta_max_fraction}"
             )
+
+
+def require_transport(name: str) -> None:
+    """Raise `ValueError` unless a transport has this name."""
+    if name not in BUILT_IN and name not in (names := transport_names()):
+        raise ValueError(f"no transport is called {name!r}; there are {', '.join(names)}")
+
+
+def make_transport(name: str, config: SyncConfig) -> "Transport":
+    """Make the transport called `name`; both sides of a sync make the same one.
+
+    Raises:
+        SyncError: no transport has this name.
+    """
+    if name in BUILT_IN:
+        found = [EntryPoint(name=name, value=BUILT_IN[name], group=GROUP)]
+    else:
+        found = [*entry_points(group=GROUP, name=name)]
+    if not found:
+        raise SyncError(f"no transport is called {name!r}; there are {', '.join(transport_names())}")
+    return cast("Callable[[SyncConfig], Transport]", found[0].load())(config)

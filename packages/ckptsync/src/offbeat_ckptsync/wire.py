@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from offbeat_ckptsync import errors
 from offbeat_ckptsync.errors import SyncError, WireError
-from offbeat_ckptsync.types import Manifest
+from offbeat_ckptsync.values import Manifest
 
 _Value = TypeVar("_Value")
 Json = dict[str, object]
@@ -33,7 +33,7 @@ def _encode_manifest(manifest: Manifest) -> Json:
 
 def _encode(value: object) -> Json:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        raise WireError(f"only values of offbeat_ckptsync.types travel, got {type(value).__name__}")
+        raise WireError(f"only values of offbeat_ckptsync.values travel, got {type(value).__name__}")
     return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
 
 

@@ -5,13 +5,13 @@ import itertools
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.sinks import DictSink
-from offbeat_ckptsync.source import Publisher
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.testing import DictSource, House, assert_same, awkward_weights
-from offbeat_ckptsync.topology import here
-from offbeat_ckptsync.transports import auto, make_transport
+from offbeat_ckptsync.transports import auto
+from offbeat_ckptsync.transports.topology import here
 
 CONFIG = SyncConfig(transport="auto", bucket_mib=4096 / (1 << 20))
 

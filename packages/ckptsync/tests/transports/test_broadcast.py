@@ -10,13 +10,13 @@ import torch
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan import plan_buckets
-from offbeat_ckptsync.source import Publisher
+from offbeat_ckptsync.plan.buckets import plan_buckets
+from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
 from offbeat_ckptsync.transports.roll import answer
-from offbeat_ckptsync.types import Seat
+from offbeat_ckptsync.values import Seat
 
 CONFIG = SyncConfig(bucket_mib=4096 / (1 << 20))
 

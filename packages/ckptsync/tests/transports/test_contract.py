@@ -8,12 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.config import SyncConfig, make_transport, transport_names
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.sinks import DictSink
+from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.testing import DictSource, House, assert_same, check_case, transport_contract
 from offbeat_ckptsync.testing.contract import CASES
-from offbeat_ckptsync.transports import make_transport, transport_names
 
 test_loopback = transport_contract("loopback")
 test_shm = transport_contract("shm")

@@ -9,16 +9,15 @@ import threading
 
 import pytest
 
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.manager import CheckpointEngineManager
-from offbeat_ckptsync.members import LocalMember
-from offbeat_ckptsync.receiver import Receiver
-from offbeat_ckptsync.sinks import DictSink
-from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.testing import DictSource, awkward_weights
-from offbeat_ckptsync.transports import make_transport
-from offbeat_ckptsync.types import Seat
+from offbeat_ckptsync.values import Seat
 
 
 class Proxy:

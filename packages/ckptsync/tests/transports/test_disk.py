@@ -7,11 +7,11 @@ import safetensors.torch
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import SyncError, SyncFailed
-from offbeat_ckptsync.manifest import manifest_of
-from offbeat_ckptsync.sinks import DictSink
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, House, assert_same, awkward_weights
 from offbeat_ckptsync.transports.disk import DiskTransport
-from offbeat_ckptsync.weight_files import folder_specs
+from offbeat_ckptsync.transports.weight_files import folder_specs
 
 
 def house_in(folder, fault=None):

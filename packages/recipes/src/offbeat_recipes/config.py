@@ -13,8 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
-from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.registry import require_transport
+from offbeat_ckptsync.config import SyncConfig, require_transport
 from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig
 from offbeat_engine.registry import engine_config_class
 from offbeat_rollout.config import LoraConfig, RolloutConfig

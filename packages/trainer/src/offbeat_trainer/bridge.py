@@ -6,13 +6,13 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, cast
 
-from offbeat_ckptsync.hybrid import CACHE, HybridMember
-from offbeat_ckptsync.mailbox import Mailbox
-from offbeat_ckptsync.members import ControlMember, LocalMember
-from offbeat_ckptsync.receiver import Receiver
-from offbeat_ckptsync.sinks import specs_of
-from offbeat_ckptsync.transports import make_transport
-from offbeat_ckptsync.types import Seat
+from offbeat_ckptsync.config import make_transport
+from offbeat_ckptsync.control.hybrid import CACHE, HybridMember
+from offbeat_ckptsync.control.mailbox import Mailbox
+from offbeat_ckptsync.control.members import ControlMember, LocalMember
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import specs_of
+from offbeat_ckptsync.values import Seat
 from offbeat_rollout import GenerateRequest, PauseMode, RolloutFeature, SamplingParams
 from offbeat_rollout.interface import TensorUpdates, WorkerUpdates
 from offbeat_trainer.errors import PlanRefused
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync import Manifest, SyncConfig
-    from offbeat_ckptsync.members import Control
+    from offbeat_ckptsync.control.members import Control
     from offbeat_engine import Engine
     from offbeat_rollout import RolloutEngine
 

@@ -9,8 +9,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from offbeat_ckptsync.manager import CheckpointEngineManager
-from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_engine.losses import SftLoss
 from offbeat_trainer.bridge import EngineWeights, make_member
 

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from offbeat_ckptsync import SupervisedMember, SyncConfig
+from offbeat_ckptsync import SyncConfig
+from offbeat_ckptsync.seams import SupervisedMember
 from offbeat_engine import BatchError
 from offbeat_engine.testing import random_batch
 from offbeat_rollout import NoReplica, RequestTimeout

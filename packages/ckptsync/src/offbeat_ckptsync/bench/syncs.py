@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.bench.workload import ModuleSourceOf, Replica, Weights, switch_off_digests
+from offbeat_ckptsync.control.mailbox import Mailbox
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.errors import DigestError, TransferError
-from offbeat_ckptsync.mailbox import Mailbox
-from offbeat_ckptsync.manager import CheckpointEngineManager
-from offbeat_ckptsync.members import ControlMember
-from offbeat_ckptsync.source import LocalSource, Publisher
-from offbeat_ckptsync.types import SyncReport
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.values import SyncReport
 from offbeat_ckptsync.wire import decode, encode
 
 if TYPE_CHECKING:

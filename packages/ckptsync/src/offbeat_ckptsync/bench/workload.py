@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from offbeat_ckptsync.digest import RunningDigest
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan import bytes_of
-from offbeat_ckptsync.sinks import AdoptingModuleSink, ModuleSink
+from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink
+from offbeat_ckptsync.plan.buckets import bytes_of
+from offbeat_ckptsync.plan.digest import RunningDigest
 from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from offbeat_ckptsync.types import Manifest
+    from offbeat_ckptsync.values import Manifest
 
 _WIDTH = 256  # elements in a row
 _SHARES = (16, 4, 4, 16, 44, 44, 44, 1)
@@ -71,7 +71,7 @@ class ModuleSourceOf:
 
     def manifest(self) -> Manifest:
         """Return what `tensors` will yield."""
-        from offbeat_ckptsync.manifest import manifest_of
+        from offbeat_ckptsync.plan.manifest import manifest_of
 
         return manifest_of(self.tensors())
 
@@ -136,7 +136,8 @@ class Replica:
 
 def switch_off_digests() -> None:
     """Take digests out of this process, to measure what they cost. Nothing but a measurement may do that."""
-    from offbeat_ckptsync import packing, staging
+    from offbeat_ckptsync.member import staging
+    from offbeat_ckptsync.source import buffers as packing
 
     packing.digest = staging.digest = _no_digest
     packing.RunningDigest = _NoDigest

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_ckptsync.agent import Agent
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.manager import CheckpointEngineManager
-from offbeat_ckptsync.membership import Membership
-from offbeat_ckptsync.peer import StagedCopy
-from offbeat_ckptsync.receiver import Receiver
-from offbeat_ckptsync.remote import Peer
-from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.network.agent import Agent
+from offbeat_ckptsync.network.membership import Membership
+from offbeat_ckptsync.network.peer import StagedCopy
+from offbeat_ckptsync.network.remote import Peer
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing.hurt import (
     SLOW_S,
@@ -37,7 +37,7 @@ from offbeat_ckptsync.testing.hurt import (
     weights_of,
 )
 from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.types import Seat
+from offbeat_ckptsync.values import Seat
 from offbeat_ckptsync.wire import decode
 
 if TYPE_CHECKING:

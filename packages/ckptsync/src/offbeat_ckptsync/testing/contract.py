@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.manifest import manifest_of
-from offbeat_ckptsync.sinks import DictSink
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing.delta_contract import check_deltas
 from offbeat_ckptsync.testing.fakes import (
     DictSource,
@@ -21,13 +21,12 @@ from offbeat_ckptsync.testing.fakes import (
     assert_same,
     awkward_weights,
 )
-from offbeat_ckptsync.transports import make_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from offbeat_ckptsync.interface import Transport
+    from offbeat_ckptsync.seams import Transport
 
     Tensors = dict[str, torch.Tensor]
 

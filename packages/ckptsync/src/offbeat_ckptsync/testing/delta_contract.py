@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.interface import DeltaTransport
-from offbeat_ckptsync.manifest import manifest_of
-from offbeat_ckptsync.members import LocalMember
-from offbeat_ckptsync.receiver import Receiver
-from offbeat_ckptsync.sinks import DictSink
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.seams import DeltaTransport
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport, House, assert_same
-from offbeat_ckptsync.types import Seat, SyncReport
+from offbeat_ckptsync.values import Seat, SyncReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.interface import Transport
+    from offbeat_ckptsync.seams import Transport
 
     Tensors = dict[str, torch.Tensor]
 

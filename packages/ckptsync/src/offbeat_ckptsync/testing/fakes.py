@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.interface import DeltaReceiver, DeltaSender, DeltaTransport, PickingReceiver
-from offbeat_ckptsync.manager import CheckpointEngineManager
-from offbeat_ckptsync.manifest import manifest_of
-from offbeat_ckptsync.members import LocalMember
-from offbeat_ckptsync.receiver import Receiver
-from offbeat_ckptsync.sinks import DictSink
-from offbeat_ckptsync.source import LocalSource, Publisher
-from offbeat_ckptsync.types import Manifest, Seat
-from offbeat_ckptsync.worker import Worker
+from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.seams import DeltaReceiver, DeltaSender, DeltaTransport, PickingReceiver
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.values import Manifest, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.connection import Connection
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.interface import BucketReceiver, BucketSender, Transport, WeightSink
-    from offbeat_ckptsync.types import Bucket, SyncOffer
+    from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport, WeightSink
+    from offbeat_ckptsync.values import Bucket, SyncOffer
 
 
 class DictSource:

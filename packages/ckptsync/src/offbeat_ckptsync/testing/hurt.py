@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from offbeat_ckptsync.manifest import manifest_of
-from offbeat_ckptsync.members import LocalMember
-from offbeat_ckptsync.plan import bytes_of
-from offbeat_ckptsync.source import LocalSource, Publisher
+from offbeat_ckptsync.config import make_transport
+from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.plan.buckets import bytes_of
+from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport
-from offbeat_ckptsync.transports import make_transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.types import Label, Manifest, Sent, SyncOffer
+    from offbeat_ckptsync.values import Label, Manifest, Sent, SyncOffer
 
 SLOW_S = 0.2
 

@@ -14,11 +14,12 @@ import json
 import threading
 from typing import TYPE_CHECKING, cast
 
+from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.interface import DeltaTransport
+from offbeat_ckptsync.seams import DeltaTransport
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.topology import Place, choose, here
 from offbeat_ckptsync.transports.roll import answer, call_roll, forget
+from offbeat_ckptsync.transports.topology import Place, choose, here
 from offbeat_ckptsync.wire import decode, encode
 
 if TYPE_CHECKING:
@@ -26,12 +27,18 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.interface import BucketReceiver, BucketSender, Transport
-    from offbeat_ckptsync.types import Seat, SyncOffer
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
+    from offbeat_ckptsync.values import Seat, SyncOffer
 
 
 class AutoTransport:
     """Satisfies `Transport` and `Chooser`; `make(name)` makes the transports it picks from."""
+
+    @classmethod
+    def from_config(cls, config: SyncConfig) -> AutoTransport:
+        """Make the one that a sync of these settings uses."""
+        return cls(lambda name: make_transport(name, config), host=config.host, device=config.device)
 
     def __init__(
         self, make: Callable[[str], Transport], *, host: str = "127.0.0.1", device: str = "cpu"

@@ -26,14 +26,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.slices import parts_of
+from offbeat_ckptsync.plan.slices import parts_of
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.transports.group import Group, Seats
 from offbeat_ckptsync.transports.roll import Word, answer, call_roll, forget
-from offbeat_ckptsync.types import Seat
+from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync.types import Bucket, SyncOffer
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.values import Bucket, SyncOffer
 
 _WHOLE = -1
 """Announced in place of a delta's length: the bucket comes whole."""
@@ -43,6 +44,11 @@ class BroadcastTransport:
     """Satisfies `Transport` over a process group; rank 0 is the source."""
 
     carries_deltas = True
+
+    @classmethod
+    def from_config(cls, config: SyncConfig) -> BroadcastTransport:
+        """Make the one that a sync of these settings uses."""
+        return cls(host=config.host, device=config.device)
 
     def __init__(self, *, host: str = "127.0.0.1", device: str = "cpu") -> None:
         """Listen, as a source, and bind gloo's sockets on `host`; payloads live on `device`."""

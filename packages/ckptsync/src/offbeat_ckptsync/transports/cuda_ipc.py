@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan import plan_buckets
-from offbeat_ckptsync.topology import gpu_uuid
+from offbeat_ckptsync.plan.buckets import plan_buckets
 from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, call
+from offbeat_ckptsync.transports.topology import gpu_uuid
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 _NUM_SLOTS = 2
 
@@ -38,6 +39,11 @@ class CudaIpcTransport:
     """Satisfies `Transport` between processes of one machine and user, payloads on GPUs."""
 
     device = "cuda"
+
+    @classmethod
+    def from_config(cls, _config: SyncConfig) -> CudaIpcTransport:
+        """Make the one that a sync of these settings uses."""
+        return cls()
 
     def __init__(self) -> None:
         """Hold nothing yet.

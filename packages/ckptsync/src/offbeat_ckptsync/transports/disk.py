@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from offbeat_ckptsync.digest import digest
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan import gaps
-from offbeat_ckptsync.weight_files import write_header
+from offbeat_ckptsync.plan.buckets import gaps
+from offbeat_ckptsync.plan.digest import digest
+from offbeat_ckptsync.transports.weight_files import write_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 _POLL_S = 0.005
 _CHANGES = "changes.bin"
@@ -38,6 +39,11 @@ class DiskTransport:
 
     device = "cpu"
     carries_deltas = True
+
+    @classmethod
+    def from_config(cls, config: SyncConfig) -> DiskTransport:
+        """Make the one that a sync of these settings uses."""
+        return cls(config.disk_path)
 
     def __init__(self, folder: str) -> None:
         """Keep syncs under `folder`, which is made where it is missing."""

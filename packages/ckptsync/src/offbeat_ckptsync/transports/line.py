@@ -24,12 +24,12 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.types import Seat
+from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from offbeat_ckptsync.types import SyncOffer
+    from offbeat_ckptsync.values import SyncOffer
 
 Packet = dict[str, Any]
 

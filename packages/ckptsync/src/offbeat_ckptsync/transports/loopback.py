@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.slices import parts_of
-from offbeat_ckptsync.types import Seat
+from offbeat_ckptsync.plan.slices import parts_of
+from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from offbeat_ckptsync.types import Bucket, SyncOffer
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.values import Bucket, SyncOffer
 
 _DEPTH = 2  # buckets in flight to one receiver
 
@@ -47,6 +48,11 @@ class LoopbackTransport:
 
     device = "cpu"
     carries_deltas = True
+
+    @classmethod
+    def from_config(cls, _config: SyncConfig) -> LoopbackTransport:
+        """Make the one that a sync of these settings uses."""
+        return cls()
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Open a channel."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat_ckptsync.store import Store
-    from offbeat_ckptsync.types import Seat
+    from offbeat_ckptsync.values import Seat
 
 Word = dict[str, Any]
 """What a rank says: "num_ranks" of its member, and what the transport wants to know."""

@@ -22,21 +22,27 @@ import time
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan import bucket_starts, plan_buckets
-from offbeat_ckptsync.slices import own_buckets
+from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets
+from offbeat_ckptsync.plan.slices import own_buckets
 from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, call
 from offbeat_ckptsync.transports.segments import Mapping, Segment
 
 if TYPE_CHECKING:
     import torch
 
-    from offbeat_ckptsync.types import Bucket, Seat, SyncOffer
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 
 class ShmTransport:
     """Satisfies `Transport` between processes of one machine and user (and within one process)."""
 
     device = "cpu"
+
+    @classmethod
+    def from_config(cls, _config: SyncConfig) -> ShmTransport:
+        """Make the one that a sync of these settings uses."""
+        return cls()
 
     def __init__(self) -> None:
         """Hold nothing yet."""

@@ -12,7 +12,8 @@ from offbeat_trainer.cluster.process import redirect_output
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Sequence
 
-    from offbeat_ckptsync import Echo, Flip, Label, Sent, Status, SyncConfig, SyncOffer
+    from offbeat_ckptsync import SyncConfig
+    from offbeat_ckptsync.values import Echo, Flip, Label, Sent, Status, SyncOffer
     from offbeat_rollout import Completion, GenerateRequest, Health, RolloutEngine
     from offbeat_trainer.cluster.spec import RolloutSpec
 

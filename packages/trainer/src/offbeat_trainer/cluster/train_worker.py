@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import ray
 import torch
 
-from offbeat_ckptsync.sender import walk
-from offbeat_ckptsync.source import Publisher
+from offbeat_ckptsync.source.pipeline import walk
+from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_engine import World, engine_class
 from offbeat_engine.losses import SftLoss
 from offbeat_trainer.bridge import EngineWeights
@@ -17,7 +17,7 @@ from offbeat_trainer.cluster.process import redirect_output
 from offbeat_trainer.roles import Actor, Reference
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync import Sent, SyncOffer
+    from offbeat_ckptsync.values import Sent, SyncOffer
     from offbeat_engine import Engine, EngineConfig, TrainBatch
     from offbeat_trainer.cluster.spec import TrainSpec
     from offbeat_trainer.metrics import Metric

@@ -7,12 +7,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync import SyncError, SyncFailed
-from offbeat_ckptsync.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_trainer.cluster.waits import answer
 from offbeat_trainer.errors import WorkerGone
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync import Echo, Flip, Label, Sent, Status, SyncConfig, SyncOffer, SyncReport
+    from offbeat_ckptsync import SyncConfig, SyncReport
+    from offbeat_ckptsync.values import Echo, Flip, Label, Sent, Status, SyncOffer
     from offbeat_trainer.cluster.rollout_group import RolloutGroup
     from offbeat_trainer.cluster.train_group import TrainGroup
 

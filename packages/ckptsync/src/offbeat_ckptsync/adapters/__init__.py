@@ -1,0 +1,1 @@
+"""Engines that take weights through their own update calls."""

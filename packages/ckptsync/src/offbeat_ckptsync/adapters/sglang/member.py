@@ -1,0 +1,197 @@
+"""The member: a receiver in this process, and a sink behind it that lets the server load; see the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.adapters.sglang.folder import keep_only, write_verified
+from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.errors import TransferError, VersionError
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.plan.manifest import make_manifest
+from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.transports.weight_files import folder_specs
+from offbeat_ckptsync.values import Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from offbeat_ckptsync.adapters.sglang.server import SglangServer
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.control.members import AskCanary
+    from offbeat_ckptsync.seams import Transport
+    from offbeat_ckptsync.values import Echo, Flip, Label, Manifest, Sent, Status, SyncOffer
+
+
+class PauseMode(StrEnum):
+    """What SGLang does with requests in flight: computes their keys and values anew, keeps them, or ends the requests."""
+
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How the server gets its weights: through files in `folder`, the same path here and there, this member's own.
+
+    Two versions lie there at a time; a folder in memory (/dev/shm) is best. Without `expected`, tensors are checked
+    against the model folder that the server names, if it can be read here.
+    """
+
+    folder: Path
+    pause_mode: PauseMode = PauseMode.RETRACT
+    expected: Manifest | None = None
+
+
+class SglangMember:
+    """Satisfies all that members may do but for peers. Runs where the server sees the same files."""
+
+    def __init__(
+        self,
+        name: str,
+        server: SglangServer,
+        transport: Transport,
+        config: SyncConfig,
+        loading: Loading,
+        *,
+        canary: AskCanary | None = None,
+    ) -> None:
+        """Drive `server`, which serves what it was started with; bytes come by `transport`."""
+        self._server = server
+        self._config = config
+        self._sink = _ServerSink(server, config, loading)
+        receiver = Receiver(Seat(member=name), self._sink, allow_cast=config.allow_cast)
+        self._inner = LocalMember(receiver, transport, canary=canary)
+        self._served = ""  # the weight version that the server has said back; "" before the first flip
+
+    @property
+    def name(self) -> str:
+        """A name for messages, unique among the members."""
+        return self._inner.name
+
+    async def begin(self, offer: SyncOffer) -> str | None:
+        """Make sure that the server is the one that was synced last, and check the offer."""
+        limit_s = self._config.begin_timeout_s
+        await self._require_same(limit_s)
+        await in_thread(lambda: self._sink.find_expected(limit_s), name="read specs")
+        return await self._inner.begin(offer)
+
+    async def transfer(self, offer: SyncOffer) -> list[Echo]:
+        """Stage in this process."""
+        return await self._inner.transfer(offer)
+
+    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
+        """Compare digests."""
+        await self._inner.verify(offer, sent)
+
+    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
+        """Write and compare the folder, pause, load, hear the version back, go on; after a torn load it stays paused."""
+        flip = await self._inner.flip(offer, sent)
+        self._served = str(sent.version)
+        sink = self._sink
+        return dataclasses.replace(flip, pause_s=sink.pause_s, load_s=sink.load_s, drain_s=sink.drain_s)
+
+    async def commit(self, label: Label) -> Label:
+        """Hear the version from the server once more, then let `label` stand."""
+        await self._require_same(self._config.commit_timeout_s)
+        return await self._inner.commit(label)
+
+    async def canary(self) -> list[float]:
+        """Ask the canary, where there is one."""
+        return await self._inner.canary()
+
+    async def status(self) -> Status:
+        """Say what is served; nobody vouches for it where the server names another version than it was told."""
+        status = await self._inner.status()
+        if await self._version_there(self._config.begin_timeout_s) == self._served or not self._served:
+            return status
+        return dataclasses.replace(status, label=None, committed=False)
+
+    async def fence(self, reason: str) -> None:
+        """Take back the label, and stop the server's generation until the next flip."""
+        await self._inner.fence(reason)
+        limit_s = self._config.begin_timeout_s
+        await in_thread(lambda: self._server.pause(PauseMode.ABORT, limit_s), name="fence")
+
+    async def abort(self, sync_id: str) -> int:
+        """Drop what was staged and return the version served."""
+        return await self._inner.abort(sync_id)
+
+    async def _version_there(self, limit_s: float) -> str:
+        return (await in_thread(lambda: self._server.model_info(limit_s), name="model info"))[0]
+
+    async def _require_same(self, limit_s: float) -> None:
+        there = await self._version_there(limit_s)
+        if self._served and there != self._served:
+            raise VersionError(
+                f"{self.name}: {self._server.url} serves weight version {there!r}, and {self._served!r} was put there; "
+                "it was started anew or updated by others: make a new member for it and `catch_up`"
+            )
+
+
+class _ServerSink:
+    """Lets the server load. A `SyncError` means that it was not asked to; anything else, that its weights may be torn."""
+
+    def __init__(self, server: SglangServer, config: SyncConfig, loading: Loading) -> None:
+        self._server = server
+        self._config = config
+        self._loading = loading
+        self._expected = loading.expected
+        self._looked = loading.expected is not None
+        self.pause_s = self.load_s = self.drain_s = 0.0
+
+    def find_expected(self, limit_s: float) -> None:
+        """Read names and shapes from the server's model folder, once, if it can be seen from here."""
+        if self._looked:
+            return
+        place = Path(self._server.model_info(limit_s)[1])
+        specs = folder_specs(place) if place.is_dir() else ()
+        self._expected = make_manifest(specs) if specs else None
+        self._looked = True
+
+    def expected(self) -> Manifest | None:
+        return self._expected
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        folder = self._loading.folder / f"version-{version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        write_verified(folder, tensors)
+        mark = time.perf_counter()
+        try:
+            self._server.pause(self._loading.pause_mode, self._config.flip_timeout_s)
+        except TransferError:
+            self._resume_quietly()  # it may have paused; nothing was loaded
+            raise
+        self.drain_s = time.perf_counter() - mark
+        try:
+            self._load(folder, str(version))
+        except TransferError as error:
+            raise RuntimeError(f"after the server was asked to load: {error}") from error
+        self.pause_s = time.perf_counter() - mark
+        keep_only(folder, self._loading.folder)
+
+    def _load(self, folder: Path, version: str) -> None:
+        mark, limit_s = time.perf_counter(), self._config.flip_timeout_s
+        # Requests that keep their keys and values hold the cache: SGLang cannot flush it then.
+        flush = self._loading.pause_mode is not PauseMode.IN_PLACE
+        self._server.load(str(folder), version, flush_cache=flush, timeout_s=limit_s)
+        self.load_s = time.perf_counter() - mark
+        there = self._server.model_info(limit_s)[0]
+        if there != version:
+            raise TransferError(f"it was given weight version {version!r} and says {there!r}")
+        self._server.resume(limit_s)
+
+    def _resume_quietly(self) -> None:
+        try:
+            self._server.resume(self._config.begin_timeout_s)
+        except TransferError:
+            return  # the pause failed for the same reason; that error is the one to tell

@@ -1,0 +1,60 @@
+"""Which tensors a vLLM model takes: from its checkpoint's headers, else from an empty transformers model."""
+
+# vLLM and transformers type their interfaces in part.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from offbeat_ckptsync.member.sinks import distinct_tensors
+from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest, manifest_of
+from offbeat_ckptsync.transports.weight_files import folder_specs
+from offbeat_ckptsync.values import TensorSpec
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+    from offbeat_ckptsync.values import Manifest
+
+
+def expected_manifest(model_config: ModelConfig) -> Manifest | None:
+    """Return names and shapes of the checkpoint, floating tensors in the dtype that vLLM serves.
+
+    None for a quantized model: what its checkpoint holds is not what a trainer has. A tied output embedding is
+    expected under the input embedding's name only, as `save_pretrained` writes it.
+    """
+    if model_config.quantization is not None:
+        return None
+    served = dtype_name(model_config.dtype)
+    specs = _from_folder(Path(model_config.model)) or _from_empty_model(model_config)
+    tied = bool(getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
+    return make_manifest(
+        TensorSpec(name=spec.name, shape=spec.shape, dtype=served if _is_floating(spec.dtype) else spec.dtype)
+        for spec in specs
+        if not (tied and spec.name == "lm_head.weight")
+    )
+
+
+def _from_folder(folder: Path) -> tuple[TensorSpec, ...]:
+    return folder_specs(folder) if folder.is_dir() else ()
+
+
+def empty_model(model_config: ModelConfig) -> torch.nn.Module:
+    """Return the transformers model of this configuration, without weights."""
+    import transformers
+
+    architecture = getattr(transformers, next(iter(model_config.hf_config.architectures or ())))
+    with torch.device("meta"):
+        return cast("torch.nn.Module", architecture(model_config.hf_config))
+
+
+def _from_empty_model(model_config: ModelConfig) -> tuple[TensorSpec, ...]:
+    return manifest_of(distinct_tensors(empty_model(model_config))).specs
+
+
+def _is_floating(dtype: str) -> bool:
+    return getattr(torch, dtype).is_floating_point

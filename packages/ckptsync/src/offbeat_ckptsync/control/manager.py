@@ -1,0 +1,258 @@
+"""The manager: brings every member to a version, or says which one did not, where, and what each serves now."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from offbeat_ckptsync.control.report import make_report
+from offbeat_ckptsync.control.sync import Aim, Run
+from offbeat_ckptsync.errors import DigestError, SyncError, SyncFailed, VersionError
+from offbeat_ckptsync.plan.buckets import plan_buckets
+from offbeat_ckptsync.plan.labels import LabelBook, told
+from offbeat_ckptsync.seams import CommittingMember, PeerMember, SupervisedMember
+from offbeat_ckptsync.values import Echo, Label, Phase, Sent, SyncOffer, SyncReport
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.seams import Member, Source
+
+_Result = TypeVar("_Result")
+
+OnFence = Callable[[str, str], Awaitable[None]]
+"""Called with a member's name and the reason when it is fenced off: give it no more traffic, start it anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verified:
+    offer: SyncOffer
+    sent: Sent
+    echoes: dict[str, list[Echo]]
+    label: Label
+
+
+class CheckpointEngineManager:
+    """Knows a membership list, not how replicas are built. One sync at a time; membership may change at any moment.
+
+    Before the flip a failure leaves every member on its old version. A member that fails in the flip or after it is
+    fenced off: it is no member any more, the others go on with the new version. `catch_up` brings it back.
+    """
+
+    def __init__(self, source: Source, config: SyncConfig, *, on_fence: OnFence | None = None) -> None:
+        """Send what `source` holds, within the deadlines of `config`."""
+        self._source = source
+        self._config = config
+        self._on_fence = on_fence
+        self._members: dict[str, Member] = {}
+        self._fenced: dict[str, str] = {}
+        self._label: Label | None = None
+        self._like: SyncOffer | None = None  # the offer last committed, for its cut
+        self._book = LabelBook()
+        self._turn = asyncio.Lock()
+        self._doubt = (
+            False  # a sync found bytes that were not what was sent: what deltas stand on may be such
+        )
+
+    @property
+    def members(self) -> list[str]:
+        """Names of the members, in the order they came."""
+        return list(self._members)
+
+    @property
+    def fenced(self) -> dict[str, str]:
+        """Those fenced off that did not come back, and why."""
+        return dict(self._fenced)
+
+    @property
+    def version(self) -> int | None:
+        """The version last committed here, or None before the first."""
+        return None if self._label is None else self._label.version
+
+    @property
+    def label(self) -> Label | None:
+        """The label last committed here, or None before the first."""
+        return self._label
+
+    def add(self, member: Member) -> None:
+        """Add a member that already serves what the others serve (say, all were started from one checkpoint).
+
+        Raises:
+            SyncError: the name is taken, or a version was committed: a late joiner comes through `catch_up`.
+        """
+        if self._label is not None:
+            raise SyncError(
+                f"version {self._label.version} is committed; `await catch_up({member.name!r})` brings a late "
+                "joiner to it before it may serve"
+            )
+        self._require_new(member.name)
+        self._members[member.name] = member
+
+    def enlist(self, member: Member) -> None:
+        """Add a member that may not serve yet: the next sync brings it to what the others then serve.
+
+        For a late joiner that `catch_up` could not help, because nobody holds the committed weights any more.
+
+        Raises:
+            SyncError: the name is taken.
+        """
+        self._require_new(member.name)
+        self._members[member.name] = member
+
+    def remove(self, name: str) -> None:
+        """Forget a member; harmless when it is not one. A sync that fails because it went is run again without it."""
+        self._members.pop(name, None)
+
+    async def sync(self, version: int) -> SyncReport:
+        """Bring every member to the source's current weights as `version`.
+
+        Raises:
+            VersionError: `version` is not above the committed one.
+            SyncFailed: not one member changed over; names member, phase and cause, and what each serves now.
+        """
+        async with self._turn:
+            if self._label is not None and version <= self._label.version:
+                raise VersionError(
+                    f"version {version} after {self._label.version} was committed; versions must rise"
+                )
+            left: dict[str, str] = {}
+            while True:
+                members = dict(self._members)
+                if not members:
+                    raise SyncFailed(f"version {version} has nobody to go to; `add` a member first")
+                try:
+                    self._label, report = await self._run(
+                        self._source, members, Aim(version=version, check=self._book.check)
+                    )
+                except SyncFailed as failed:
+                    gone = [name for name, member in members.items() if self._members.get(name) is not member]
+                    if not gone or not self._members:
+                        raise
+                    left |= dict.fromkeys(gone, str(failed))
+                else:
+                    self._doubt = False
+                    return dataclasses.replace(report, left=left)
+
+    async def catch_up(self, member: Member) -> SyncReport | None:
+        """Bring a late joiner to the committed version and make it a member; waits for a sync that runs.
+
+        The weights come from the source, or from a member that kept a copy of them. None where nothing had to move:
+        nothing is committed yet, or it serves the committed content already.
+
+        Raises:
+            VersionError: it serves, under a version that is in use, another content than the others.
+            SyncFailed: as `sync`; the joiner is not a member then. Where nobody holds the committed weights any more,
+                `sync` the next version (`enlist` lets the joiner take part).
+        """
+        async with self._turn:
+            self._require_new(member.name)
+            report = None
+            if self._label is not None:
+                report = await self._bring(member, self._label)
+            elif isinstance(member, SupervisedMember):
+                status = await self._asked(member.status(), member.name)
+                if status.label is not None and status.committed:
+                    self._book.bind(status.label)
+            self._fenced.pop(member.name, None)
+            self._members[member.name] = member
+            return report
+
+    async def _bring(self, member: Member, label: Label) -> SyncReport | None:
+        reload = False
+        if isinstance(member, SupervisedMember) and isinstance(member, CommittingMember):
+            status = await self._asked(member.status(), member.name)
+            if status.label == label and member.name not in self._fenced:
+                await self._asked(member.commit(label), member.name)
+                return None
+            reload = status.version >= label.version
+            if reload or member.name in self._fenced:
+                why = self._fenced.get(member.name, "its content is not the committed one")
+                await self._asked(member.fence(why), member.name)
+
+        def check(other: Label) -> None:
+            if other != label:
+                raise VersionError(
+                    f"these weights are no longer those committed as {told(label, label.version)}; sync the next "
+                    "version first"
+                )
+
+        aim = Aim(version=label.version, check=check, reload=reload, like=self._like)
+        sources = [self._source]
+        sources += [peer.peer() for peer in self._members.values() if isinstance(peer, PeerMember)]
+        failures: list[SyncFailed] = []
+        for source in sources:
+            try:
+                return (await self._run(source, {member.name: member}, aim))[1]
+            except SyncFailed as failed:
+                failures.append(failed)
+        raise failures[0]
+
+    def _require_new(self, name: str) -> None:
+        if name in self._members:
+            raise SyncError(
+                f"a member is called {name!r} already; names are unique, `remove` the other one first"
+            )
+
+    async def _asked(self, answer: Awaitable[_Result], name: str) -> _Result:
+        limit_s = self._config.begin_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer
+        except TimeoutError:
+            raise SyncFailed(f"{name}: {Phase.BEGIN}: no answer within {limit_s:g} s") from None
+
+    async def _run(self, source: Source, members: dict[str, Member], aim: Aim) -> tuple[Label, SyncReport]:
+        run = Run(source, self._config, members, dataclasses.replace(aim, whole=self._doubt))
+        done = await self._until_verified(run)
+        await run.flip(done.offer, done.sent)
+        if run.flips or run.fenced.keys() - run.refused.keys():
+            self._book.bind(done.label)  # from here on it may be served somewhere
+        else:
+            served = await run.abort()
+            raise SyncFailed(f"version {aim.version}: {run.reasons}. {_served_text(served)}", served=served)
+        await run.commit(done.label)
+        await self._fence(run, members)
+        if not run.flips:
+            raise SyncFailed(f"version {aim.version}: no member changed over: {run.reasons}")
+        self._like = done.offer
+        limit = self._config.limit_gb_per_s
+        report = make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips, limit_gb_per_s=limit)
+        return done.label, dataclasses.replace(
+            report,
+            fenced=run.fenced,
+            content_digest=done.label.content_digest,
+            delta_why=run.why_whole or done.sent.delta_why,
+        )
+
+    async def _until_verified(self, run: Run) -> _Verified:
+        try:
+            offer = await run.begin()
+            buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+            sent, echoes = await run.transfer(offer)
+            label = await run.verify(offer, buckets, sent, echoes)
+        except (Exception, asyncio.CancelledError) as error:
+            self._doubt = self._doubt or isinstance(error, DigestError)
+            served = await run.abort()
+            if not isinstance(error, SyncError):
+                raise
+            raise SyncFailed(f"{error}. {_served_text(served)}", served=served) from error
+        return _Verified(offer=offer, sent=sent, echoes=echoes, label=label)
+
+    async def _fence(self, run: Run, members: dict[str, Member]) -> None:
+        await run.tell_fenced()
+        for name, reason in run.fenced.items():
+            self._fenced[name] = reason
+            if self._members.get(name) is members[name]:
+                del self._members[name]
+            if self._on_fence is not None:
+                await self._on_fence(name, reason)
+
+
+def _served_text(served: dict[str, int]) -> str:
+    if not served:
+        return "Nothing was changed"
+    return "Nothing was changed; served now: " + ", ".join(
+        f"{name} version {v}" for name, v in served.items()
+    )

@@ -1,0 +1,314 @@
+"""One sync, from begin to commit: its phases in order, each with a deadline, its clock, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from offbeat_ckptsync.control.canary import odd_ones
+from offbeat_ckptsync.errors import (
+    DigestError,
+    LoadError,
+    ManifestError,
+    SyncError,
+    TransferError,
+    VersionError,
+)
+from offbeat_ckptsync.plan.deltas import common_base
+from offbeat_ckptsync.plan.digest import check_echo
+from offbeat_ckptsync.plan.labels import label_of, told
+from offbeat_ckptsync.plan.slices import cut_offer, own_buckets
+from offbeat_ckptsync.seams import CanaryMember, CommittingMember, SlicedMember, SupervisedMember
+from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Seat, Sent, SyncOffer
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
+
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.seams import Member, Source
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """What one sync is to reach: `check` refuses a label that may not be used; `reload` repairs what is served."""
+
+    version: int
+    check: Callable[[Label], None]
+    reload: bool = False
+    whole: bool = False  # no deltas: what they stand on may be spoilt
+    like: SyncOffer | None = None  # cut the tensors as this offer did, so that the same label is reached
+
+
+class Run:
+    """The manager's side of the state machine. Every method is one phase and raises before the next may start.
+
+    `flip` and `commit` do not raise for members: whoever fails there is in `fenced`, with the reason.
+    """
+
+    def __init__(self, source: Source, config: SyncConfig, members: Mapping[str, Member], aim: Aim) -> None:
+        """Bring `members` to what `source` holds."""
+        self._source = source
+        self._config = config
+        self._members = members
+        self._aim = aim
+        self._offer: SyncOffer | None = None
+        self._marks: dict[Phase, float] = {}
+        self.flips: dict[str, Flip] = {}
+        self.fenced: dict[str, str] = {}
+        self._silent: set[str] = set()  # who missed a deadline
+        self.why_whole = ""  # why no bucket may go as a delta, where the source could send some
+        self.refused: dict[str, str] = {}  # of `fenced`: those that still serve the old version, whole
+
+    async def begin(self) -> SyncOffer:
+        """Get the source's offer, then every member's yes."""
+        self._mark(Phase.BEGIN)
+        limit_s = self._config.begin_timeout_s
+        offers = await self._all(
+            Phase.BEGIN, limit_s, {SOURCE: self._source.offer(self._aim.version, [*self._members])}
+        )
+        self._offer = offer = dataclasses.replace(offers[SOURCE], reload=self._aim.reload)
+        self._offer = offer = await self._cut(offer, limit_s)
+        held = await self._all(
+            Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
+        )
+        if not self._aim.whole:
+            base, self.why_whole = common_base(offer.bases, held)
+            self._offer = offer = dataclasses.replace(offer, base=base)
+        elif offer.bases:
+            self.why_whole = "a sync before found bytes that were not what was sent"
+        return offer
+
+    async def _cut(self, offer: SyncOffer, limit_s: float) -> SyncOffer:
+        """Ask ranks what they need and cut the offer for them."""
+        asked = {
+            name: member.layouts()
+            for name, member in self._members.items()
+            if isinstance(member, SlicedMember)
+        }
+        layouts = await self._all(Phase.BEGIN, limit_s, asked)
+        try:
+            return cut_offer(offer, {name: ranks for name, ranks in layouts.items() if ranks}, self._aim.like)
+        except ManifestError as error:
+            raise ManifestError(f"version {self._aim.version}: {Phase.BEGIN}: {error}") from error
+
+    async def transfer(self, offer: SyncOffer) -> tuple[Sent, dict[str, list[Echo]]]:
+        """Let the source send and the members stage."""
+        self._mark(Phase.TRANSFER)
+        work: dict[str, Coroutine[object, object, Sent | list[Echo]]] = {
+            SOURCE: self._source.send(offer),  # type: ignore[dict-item]
+            **{name: member.transfer(offer) for name, member in self._members.items()},  # type: ignore[dict-item]
+        }
+        done = await self._all(Phase.TRANSFER, self._config.transfer_timeout_s, work)
+        sent = done.pop(SOURCE)
+        assert isinstance(sent, Sent)
+        return sent, {name: echoes for name, echoes in done.items() if isinstance(echoes, list)}
+
+    async def verify(
+        self, offer: SyncOffer, buckets: tuple[Bucket, ...], sent: Sent, echoes: dict[str, list[Echo]]
+    ) -> Label:
+        """Compare every rank's echo here, let every member compare too, and return the label of the content."""
+        self._mark(Phase.VERIFY)
+        where = f"version {self._aim.version}: {Phase.VERIFY}"
+        label = label_of(sent, offer.bucket_bytes)
+        try:
+            for of_member in echoes.values():
+                for echo in of_member:
+                    own = own_buckets(offer, Seat(member=echo.member, rank=echo.rank), buckets)
+                    check_echo(echo, sent, offer.manifest, buckets, own)
+            if (sent.version, sent.manifest_digest) != (self._aim.version, offer.manifest.digest):
+                raise VersionError(
+                    f"the source says it sent {told(label, sent.version)}; that is not its offer"
+                )
+            self._aim.check(label)
+        except SyncError as error:
+            raise type(error)(f"{where}: {error}") from error
+        work = {
+            name: member.verify(offer, sent)
+            for name, member in self._members.items()
+            if isinstance(member, CommittingMember)
+        }
+        await self._all(Phase.VERIFY, self._config.verify_timeout_s, work)
+        return label
+
+    async def flip(self, offer: SyncOffer, sent: Sent) -> None:
+        """Let every member change over; fills `flips`, `fenced` and `refused`."""
+        self._mark(Phase.FLIP)
+
+        async def one(name: str, member: Member) -> None:
+            try:
+                self.flips[name] = await member.flip(offer, sent)
+            except SyncError as error:
+                if not isinstance(error, (LoadError, TransferError)):
+                    self.refused[name] = str(error)
+                raise
+
+        await self._each(Phase.FLIP, self._config.flip_timeout_s, one, [*self._members])
+
+    async def commit(self, label: Label) -> None:
+        """Ask the canaries, then let `label` stand at every member that changed over."""
+        self._mark(Phase.COMMIT)
+        await self._compare_canaries()
+
+        async def one(name: str, member: Member) -> None:
+            if isinstance(member, CommittingMember) and (stands := await member.commit(label)) != label:
+                raise VersionError(
+                    f"{name} committed {told(stands, stands.version)} instead of {told(label, label.version)}"
+                )
+
+        await self._each(Phase.COMMIT, self._config.commit_timeout_s, one, [*self.flips])
+
+    async def abort(self) -> dict[str, int]:
+        """Give up everywhere; return what each member that answers serves."""
+        served: dict[str, int] = {}
+        if self._offer is None:
+            return served
+        sync_id = self._offer.sync_id
+
+        async def one(name: str, abort: Awaitable[int | None]) -> None:
+            # Who has missed a deadline just now is given a moment, not a second deadline.
+            limit_s = min(self._config.begin_timeout_s, _SILENT_S if name in self._silent else math.inf)
+            try:
+                async with asyncio.timeout(limit_s):
+                    version = await abort
+            except Exception:  # noqa: BLE001 -- who does not answer is missing in `served`; the sync's own error counts
+                return
+            if version is not None:
+                served[name] = version
+
+        async with asyncio.TaskGroup() as tasks:
+            # The source first: it frees receivers that wait for bytes. But a hung one holds up nobody.
+            tasks.create_task(one(SOURCE, self._source.abort(sync_id)), name="abort source")
+            await asyncio.sleep(0)
+            for name, member in self._members.items():
+                tasks.create_task(one(name, member.abort(sync_id)), name=f"abort {name}")
+        return served
+
+    async def tell_fenced(self) -> None:
+        """Tell those fenced off, where they can be told; who does not hear it is told when it comes back."""
+
+        async def one(member: SupervisedMember, reason: str) -> None:
+            try:
+                async with asyncio.timeout(_FENCE_S):
+                    await member.fence(reason)
+            except Exception:  # noqa: BLE001 -- most likely it is dead, which is why it is fenced off
+                return
+
+        async with asyncio.TaskGroup() as tasks:
+            for name, reason in self.fenced.items():
+                if isinstance(member := self._members[name], SupervisedMember):
+                    tasks.create_task(one(member, reason), name=f"fence {name}")
+
+    @property
+    def reasons(self) -> str:
+        """Why members were fenced off, each with its name, in the order of the members."""
+        return "; ".join(f"{name}: {self.fenced[name]}" for name in self._members if name in self.fenced)
+
+    def walls(self) -> dict[Phase, float]:
+        """Return how long each phase took until now."""
+        marks = [*(self._marks[phase] for phase in Phase), time.perf_counter()]
+        return {phase: after - before for phase, before, after in zip(Phase, marks, marks[1:], strict=False)}
+
+    def _mark(self, phase: Phase) -> None:
+        self._marks[phase] = time.perf_counter()
+
+    async def _compare_canaries(self) -> None:
+        answers: dict[str, list[float]] = {}
+
+        async def one(name: str, member: Member | Source) -> None:
+            if isinstance(member, CanaryMember):
+                answers[name] = await member.canary()
+
+        limit_s = self._config.commit_timeout_s
+        await self._each(Phase.COMMIT, limit_s, one, [*self.flips])
+        reference = await self._of_source(limit_s)
+        odd = odd_ones(answers, tolerance=self._config.canary_tolerance, reference=reference)
+        for name, why in odd.items():
+            self._fence(Phase.COMMIT, name, f"canary: {why}")
+
+    async def _of_source(self, limit_s: float) -> list[float]:
+        """Return the source's own answer; the transfer is over, so a source that is gone is no failure."""
+        if not isinstance(self._source, CanaryMember):
+            return []
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._source.canary()
+        except (SyncError, TimeoutError):
+            return []
+
+    def _fence(self, phase: Phase, name: str, why: str) -> None:
+        self.fenced[name] = f"{phase}: {why}"
+        self.flips.pop(name, None)
+
+    async def _each(
+        self, phase: Phase, limit_s: float, work: Callable[[str, Member], Awaitable[None]], names: list[str]
+    ) -> None:
+        """Run `work` for every name within `limit_s`; who fails is fenced off and holds up nobody."""
+
+        async def one(name: str) -> None:
+            try:
+                async with asyncio.timeout(limit_s):
+                    await work(name, self._members[name])
+            except TimeoutError:
+                self._fence(phase, name, f"took longer than {limit_s:g} s")
+            except Exception as error:  # noqa: BLE001 -- becomes the reason why this member is fenced off
+                self._fence(phase, name, str(error))
+
+        async with asyncio.TaskGroup() as tasks:
+            for name in names:
+                tasks.create_task(one(name), name=f"{phase} {name}")
+
+    async def _all(
+        self, phase: Phase, limit_s: float, work: Mapping[str, Coroutine[object, object, _Result]]
+    ) -> dict[str, _Result]:
+        """Await all of `work` within `limit_s`; the first failure ends the waiting.
+
+        The error names everyone that failed within a moment of the first: when one side dies its peers fail too, and
+        which of them noticed first says nothing about who is to blame.
+        """
+        if not work:
+            return {}
+        tasks = {name: asyncio.create_task(one, name=f"{phase} {name}") for name, one in work.items()}
+        try:
+            _, waiting = await asyncio.wait(
+                tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+            failed = any(task.done() and task.exception() is not None for task in tasks.values())
+            if failed and waiting:
+                await asyncio.wait(waiting, timeout=_SETTLE_S)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        return self._collect(phase, limit_s, tasks)
+
+    def _collect(
+        self, phase: Phase, limit_s: float, tasks: dict[str, asyncio.Task[_Result]]
+    ) -> dict[str, _Result]:
+        errors = {name: task.exception() for name, task in tasks.items() if task.done()}
+        causes = {name: error for name, error in errors.items() if error is not None}
+        slow = [name for name in tasks if name not in errors]
+        self._silent.update(slow)
+        where = f"version {self._aim.version}: {phase}"
+        if causes:
+            # Who found wrong bytes says more than who then lost a line.
+            first = min(causes.values(), key=lambda error: not isinstance(error, DigestError))
+            kind = type(first) if isinstance(first, SyncError) else SyncError
+            silent = f"; no word from {', '.join(slow)}" if slow else ""
+            raise kind(
+                f"{where}: " + "; ".join(f"{name}: {error}" for name, error in causes.items()) + silent
+            ) from first
+        if slow:
+            raise SyncError(f"{where}: {', '.join(slow)} took longer than {limit_s:g} s")
+        return {name: task.result() for name, task in tasks.items()}
+
+
+SOURCE = "source"
+"""How messages call the sending side."""
+
+_SETTLE_S = 0.25
+_FENCE_S = _SILENT_S = 1.0

@@ -1,0 +1,90 @@
+"""The memory of one rank that weights are staged in, kept from sync to sync: fresh pages cost more than copying."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING
+
+import torch
+
+from offbeat_ckptsync.member.pages import Pages
+from offbeat_ckptsync.plan.buckets import tensor_views
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.values import Bucket, Manifest
+
+
+class Memory:
+    """Bytes on one device; in host memory it is known whether a tensor over them is still in use."""
+
+    def __init__(self, num_bytes: int, device: str) -> None:
+        """Take `num_bytes` of zeros on a torch device type such as "cpu"."""
+        self.num_bytes = num_bytes
+        self.device = device
+        self._bytes: Pages | torch.Tensor
+        if device == "cpu":
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._bytes = Pages(mmap.mmap(-1, max(num_bytes, 1), flags=private), num_bytes)
+        else:
+            self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+    def lend(self) -> torch.Tensor:
+        """Return all bytes, uint8 [num_bytes], as they were left; ask `is_lent` before writing to them."""
+        return torch.from_numpy(self._bytes.lend()) if isinstance(self._bytes, Pages) else self._bytes
+
+    def is_lent(self) -> bool:
+        """Say whether a tensor over these bytes lives; of a device's memory nobody knows, and it says no."""
+        return isinstance(self._bytes, Pages) and self._bytes.is_lent()
+
+
+class Shelf:
+    """Staging memory that is not in use, and a copy of what is served, where there is one.
+
+    After a load the memory that was staged in holds such a copy, which joiners may be given and deltas stand on. While
+    a sync keeps it as its base it is staged in memory of its own, so there are two of the kind from then on. A sink that
+    serves weights from where they were staged has no copy beside them; two memories take turns then, too.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._copy: Memory | None = None
+        self._plan: tuple[Manifest, tuple[Bucket, ...]] | None = None  # how to read it
+        self._others: list[Memory] = []
+
+    def holds(self, manifest: Manifest, buckets: tuple[Bucket, ...]) -> bool:
+        """Say whether there is a copy of what is served, laid out like this."""
+        plan = self._plan
+        return plan is not None and (plan[0].digest, plan[1]) == (manifest.digest, buckets)
+
+    def base(self) -> torch.Tensor | None:
+        """Return the copy's bytes."""
+        return None if self._copy is None else self._copy.lend()
+
+    def take(self, *, keep: bool) -> Memory | None:
+        """Return memory to stage in that nobody looks at, if there is some; without `keep` the copy is given up for it."""
+        if not keep:
+            self.forget()
+        free = [memory for memory in self._others if not memory.is_lent()]
+        self._others = [memory for memory in self._others if memory not in free]
+        return free[-1] if free else None
+
+    def put_back(self, memory: Memory | None) -> None:
+        """Take memory back whose content is not to be read from here; None where it was the transport's."""
+        if memory is not None:
+            self._others.append(memory)
+
+    def keep(self, memory: Memory | None, manifest: Manifest, buckets: tuple[Bucket, ...]) -> None:
+        """Take memory back that holds what is served now; None where it was the transport's."""
+        self.forget()
+        self._copy, self._plan = memory, None if memory is None else (manifest, buckets)
+
+    def forget(self) -> None:
+        """Trust the copy no longer; its memory can be staged in."""
+        self.put_back(self._copy)
+        self._copy = self._plan = None
+
+    def read(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]] | None:
+        """Return the copy as views of its memory, or None where there is none."""
+        if self._plan is None or self._copy is None:
+            return None
+        return self._plan[0], list(tensor_views(*self._plan, self._copy.lend()))

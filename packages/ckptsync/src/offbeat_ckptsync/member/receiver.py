@@ -1,0 +1,349 @@
+"""The receiving side of a sync, for one rank: a written state machine around staging, verifying and loading."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
+from offbeat_ckptsync.member.memory import Shelf
+from offbeat_ckptsync.member.staging import Staged, give, stage
+from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
+from offbeat_ckptsync.plan.digest import check_echo
+from offbeat_ckptsync.plan.labels import label_of, told
+from offbeat_ckptsync.plan.manifest import check_digest, require_match
+from offbeat_ckptsync.plan.slices import assemble, check_cut, own_buckets
+from offbeat_ckptsync.seams import SlicedSink
+from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
+
+if TYPE_CHECKING:
+    import torch
+
+    from offbeat_ckptsync.seams import Transport, WeightSink
+    from offbeat_ckptsync.values import Layout
+
+
+class State(StrEnum):
+    """Where a receiver stands."""
+
+    IDLE = "idle"  # serves a version, no sync open
+    AGREED = "agreed"  # said yes to an offer
+    STAGING = "staging"  # bytes arrive beside the live weights
+    STAGED = "staged"  # all bytes are here and digested
+    VERIFIED = "verified"  # and they are what was sent
+    FLIPPING = "flipping"  # live weights are being written
+    FLIPPED = "flipped"  # the new version is served, its label does not stand yet
+    BROKEN = "broken"  # a load failed half-way; serve nothing
+
+
+class Step(StrEnum):
+    """What moves a receiver on."""
+
+    BEGIN = "begin"
+    TRANSFER = "transfer"
+    ARRIVED = "arrived"
+    VERIFY = "verify"
+    FLIP = "flip"
+    REFUSE = "refuse"
+    LOADED = "loaded"
+    COMMIT = "commit"
+    BREAK = "break"
+    ABORT = "abort"
+
+
+TRANSITIONS: dict[tuple[State, Step], State] = {
+    (State.IDLE, Step.BEGIN): State.AGREED,
+    (State.AGREED, Step.TRANSFER): State.STAGING,
+    (State.STAGING, Step.ARRIVED): State.STAGED,
+    (State.STAGED, Step.VERIFY): State.VERIFIED,
+    (State.VERIFIED, Step.VERIFY): State.VERIFIED,
+    (State.VERIFIED, Step.FLIP): State.FLIPPING,
+    (State.FLIPPING, Step.REFUSE): State.VERIFIED,  # the sink said no before it wrote anything
+    (State.FLIPPING, Step.LOADED): State.FLIPPED,
+    (State.FLIPPED, Step.COMMIT): State.IDLE,
+    (State.IDLE, Step.COMMIT): State.IDLE,  # said once more, or by the manager after the one that died
+    (State.FLIPPING, Step.BREAK): State.BROKEN,
+    (State.IDLE, Step.ABORT): State.IDLE,
+    (State.AGREED, Step.ABORT): State.IDLE,
+    (State.STAGING, Step.ABORT): State.IDLE,
+    (State.STAGED, Step.ABORT): State.IDLE,
+    (State.VERIFIED, Step.ABORT): State.IDLE,
+    (State.FLIPPING, Step.ABORT): State.FLIPPING,  # too late: the load ends or breaks by itself
+    (State.FLIPPED, Step.ABORT): State.IDLE,  # too late: the new version is served, uncommitted
+    (State.BROKEN, Step.ABORT): State.BROKEN,
+}
+"""The whole state machine; a pair that is not here is refused with `PhaseError`."""
+
+
+@dataclass(slots=True)
+class _Session:
+    offer: SyncOffer
+    buckets: tuple[Bucket, ...]
+    staged: Staged | None = None
+    echo: Echo | None = None
+
+
+class Receiver:
+    """One rank that takes weights: `begin`, `transfer`, `verify`, `flip`, or `abort` at any moment.
+
+    `transfer` blocks and may run in another thread than the rest; live weights are touched only inside `flip`.
+    """
+
+    def __init__(self, seat: Seat, sink: WeightSink, *, version: int = 0, allow_cast: bool = False) -> None:
+        """Serve `version` (what `sink` holds now) as `seat`; `allow_cast` accepts other floating dtypes."""
+        self.seat = seat
+        self._sink = sink
+        self._version = version
+        self._allow_cast = allow_cast
+        self._label: Label | None = None  # of the content that is live, once one was loaded here
+        self._committed = False
+        self._state = State.IDLE
+        self._session: _Session | None = None
+        self._shelf = Shelf()
+        self._lock = threading.RLock()
+
+    @property
+    def version(self) -> int:
+        """The version being served."""
+        return self._version
+
+    @property
+    def state(self) -> State:
+        """Where this receiver stands."""
+        return self._state
+
+    def status(self) -> Status:
+        """Return what is served, and whether its label stands."""
+        with self._lock:
+            whole = self._state not in (State.FLIPPING, State.BROKEN)  # else half of it is another version's
+            return Status(
+                version=self._version,
+                label=self._label if whole else None,
+                committed=self._committed and whole,
+                state=str(self._state),
+            )
+
+    def layout(self) -> Layout:
+        """Return what this rank needs of which tensor; nothing where it needs all."""
+        return self._sink.layout() if isinstance(self._sink, SlicedSink) else {}
+
+    def begin(self, offer: SyncOffer) -> str:
+        """Agree to `offer`; one that is still open is given up first.
+
+        Return the content digest of the committed bytes kept here, "" where there are none laid out as the offer's.
+
+        Raises:
+            VersionError: `offer.version` is not above the served one (or below it, with `offer.reload`).
+            ManifestError: the offered tensors do not fit the sink; names each that differs.
+            PhaseError: this receiver is broken or flipping.
+        """
+        with self._lock:
+            if self._session is not None:
+                self.abort(self._session.offer.sync_id)
+            if offer.version < self._version + (0 if offer.reload else 1):
+                raise VersionError(
+                    f"{self._who()} serves version {self._version} and was offered {offer.version}; versions must "
+                    "rise, publish the next one"
+                )
+            check_digest(offer.manifest)
+            check_cut(offer, self.seat, self.layout())
+            whole = offer.manifest if offer.whole is None else offer.whole
+            expected = self._sink.expected()
+            if expected is not None:
+                require_match(expected, whole, who=self._who(), allow_cast=self._allow_cast)
+            buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+            self._move(Step.BEGIN)
+            self._session = _Session(offer, buckets)
+            return self._held(self._session)
+
+    def transfer(self, transport: Transport, sync_id: str = "") -> Echo:
+        """Stage every bucket beside the live weights and return the digests of what arrived. Blocks.
+
+        `sync_id` is the sync that is meant, where the caller knows it.
+
+        Raises:
+            TransferError: the bytes did not arrive; names the bucket. The sync stays open until `abort`.
+            DigestError: a delta arrived that is none.
+            PhaseError: no sync was agreed to, or it was aborted meanwhile.
+        """
+        with self._lock:
+            session = self._open(sync_id)
+            self._move(Step.TRANSFER)
+            held = self._held(session)
+            keeps = held != "" and held in session.offer.bases
+            base = self._shelf.base() if keeps else None
+            spare = self._shelf.take(keep=keeps)
+        mark = time.perf_counter()
+        try:
+            staged = stage(transport, session.offer, self.seat, session.buckets, spare, base)
+        except SyncError:
+            raise
+        except Exception as error:
+            raise TransferError(
+                f"{self._who()}: transfer of version {session.offer.version}: {error!r}"
+            ) from error
+        echo = Echo(
+            member=self.seat.member,
+            rank=self.seat.rank,
+            version=session.offer.version,
+            manifest_digest=session.offer.manifest.digest,
+            bucket_digests=staged.digests,
+            transfer_s=time.perf_counter() - mark,
+            digest_s=staged.digest_s,
+            num_bytes=sum(bucket.num_bytes for bucket in staged.buckets),
+        )
+        with self._lock:
+            if self._session is not session:
+                self._shelf.put_back(staged.close())  # nobody else holds it: its own thread is here
+                raise PhaseError(
+                    f"{self._who()}: sync {session.offer.sync_id} was aborted while its bytes arrived"
+                )
+            self._move(Step.ARRIVED)
+            session.staged, session.echo = staged, echo
+        return echo
+
+    def verify(self, sync_id: str, sent: Sent) -> None:
+        """Make sure that what is staged is what `sent` says; harmless to repeat.
+
+        Raises:
+            VersionError, DigestError: it is not; names the bucket and its tensors. Nothing was changed.
+            PhaseError: nothing is staged for this sync.
+        """
+        with self._lock:
+            session = self._open(sync_id)
+            if session.echo is None:
+                raise PhaseError(f"{self._who()} is {self._state} and has nothing staged to verify")
+            own = own_buckets(session.offer, self.seat, session.buckets)
+            check_echo(session.echo, sent, session.offer.manifest, session.buckets, own)
+            self._check_label(sent, session)
+            self._move(Step.VERIFY)
+
+    def flip(self, sync_id: str, sent: Sent) -> Flip:
+        """Verify again (cheap: stored digests are compared), load, and serve the new version.
+
+        Raises:
+            VersionError, DigestError, PhaseError: as `verify`; the old version is still served.
+            SyncError: the sink refused before it wrote anything; the old version is still served.
+            LoadError: the sink failed half-way; this receiver is broken.
+        """
+        with self._lock:
+            self.verify(sync_id, sent)
+            session = self._open(sync_id)
+            staged = session.staged
+            assert staged is not None
+            self._move(Step.FLIP)
+        mark = time.perf_counter()
+        try:
+            left_a_copy = self._load(session.offer, staged, sent.version)
+        except SyncError:
+            with self._lock:
+                self._move(Step.REFUSE)
+            raise
+        except BaseException as error:
+            with self._lock:
+                self._move(Step.BREAK)
+            raise LoadError(
+                f"{self._who()}: loading version {sent.version} failed half-way: {error!r}; its weights are torn, "
+                "take it out of service and start it anew"
+            ) from error
+        load_s = time.perf_counter() - mark
+        with self._lock:
+            self._move(Step.LOADED)
+            self._version = sent.version
+            self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
+            kept, session.staged = staged.close(), None
+            self._shelf.keep(kept, session.offer.manifest, session.buckets)
+            if not left_a_copy or session.offer.whole is not None:
+                self._shelf.forget()  # nor is a part of a version a copy that a joiner could be given
+        return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
+
+    def commit(self, label: Label) -> Label:
+        """Let `label` stand for what is served, and return it; harmless to repeat.
+
+        Raises:
+            VersionError: what is served is not what `label` says; nothing was changed.
+            PhaseError: a sync is open that did not flip yet.
+        """
+        with self._lock:
+            if self._label != label:
+                raise VersionError(
+                    f"{self._who()} serves {told(self._label, self._version)} and was asked to commit "
+                    f"{told(label, label.version)}"
+                )
+            self._move(Step.COMMIT)
+            self._committed, self._session = True, None
+            return label
+
+    def distrust(self) -> None:
+        """Let no label stand: what is served was found wrong. The next offer may bring the same version again."""
+        with self._lock:
+            self._label, self._committed = None, False
+            self._shelf.forget()
+
+    def copy(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]]:
+        """Return what is served, as it lies in the memory it was staged in; nothing is copied, and it stays as it is.
+
+        Raises:
+            TransferError: there is no such copy, or its label does not stand.
+        """
+        with self._lock:
+            copy = self._shelf.read() if self._committed else None
+            if copy is None:
+                raise TransferError(f"{self._who()} keeps no copy of a committed version")
+            return copy
+
+    def abort(self, sync_id: str) -> int:
+        """Give up `sync_id` (any open one when empty) and return the version served.
+
+        Raises:
+            LoadError: this receiver is broken and serves no version.
+        """
+        with self._lock:
+            if self._state is State.BROKEN:
+                raise LoadError(f"{self._who()} is broken and serves no version; start it anew")
+            session = self._session
+            if session is not None and sync_id in ("", session.offer.sync_id):
+                self._move(Step.ABORT)
+                if self._state is State.IDLE:
+                    self._session = None
+                    if session.staged is not None:
+                        self._shelf.put_back(session.staged.close())
+            return self._version
+
+    def _load(self, offer: SyncOffer, staged: Staged, version: int) -> bool:
+        views = tensor_views(offer.manifest, staged.buckets, staged.memory, staged.starts)
+        return give(self._sink, staged, assemble(offer, self.layout(), views), version)
+
+    def _held(self, session: _Session) -> str:
+        """Return which content the copy on the shelf is, where the buckets of `session` can be compared with it."""
+        if self._label is None or not self._committed:
+            return ""
+        return (
+            self._label.content_digest if self._shelf.holds(session.offer.manifest, session.buckets) else ""
+        )
+
+    def _check_label(self, sent: Sent, session: _Session) -> None:
+        """A version that is served may come once more, with the same content only."""
+        label = label_of(sent, session.offer.bucket_bytes)
+        if self._label is not None and self._label.version == label.version and self._label != label:
+            raise VersionError(
+                f"{self._who()} serves {told(self._label, self._version)} and was sent {told(label, label.version)}; "
+                "publish it under the next version"
+            )
+
+    def _open(self, sync_id: str = "") -> _Session:
+        if self._session is None or sync_id not in ("", self._session.offer.sync_id):
+            raise PhaseError(f"{self._who()} has no open sync {sync_id or '(any)'}; it is {self._state}")
+        return self._session
+
+    def _move(self, step: Step) -> None:
+        after = TRANSITIONS.get((self._state, step))
+        if after is None:
+            raise PhaseError(f"{self._who()} is {self._state}: {step} is not possible here")
+        self._state = after
+
+    def _who(self) -> str:
+        return f"rank {self.seat.rank} of {self.seat.member}"

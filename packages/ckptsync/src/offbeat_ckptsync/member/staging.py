@@ -1,0 +1,181 @@
+"""Receiving buckets into one buffer, digesting bucket k while bucket k+1 arrives."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
+from offbeat_ckptsync.member.memory import Memory
+from offbeat_ckptsync.plan.buckets import bucket_starts
+from offbeat_ckptsync.plan.deltas import apply_delta, runs_of
+from offbeat_ckptsync.plan.digest import digest
+from offbeat_ckptsync.plan.slices import own_buckets
+from offbeat_ckptsync.seams import AdoptingSink, DeltaReceiver, PickingReceiver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+    from offbeat_ckptsync.seams import BucketReceiver, Transport, WeightSink
+    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+
+
+@dataclass(slots=True)
+class Staged:
+    """What one rank received: its bytes, their digests, and the transport's end that may own the memory."""
+
+    memory: torch.Tensor  # uint8, buckets end to end
+    kept: Memory | None  # whose bytes these are, for later syncs; None where they are the transport's
+    digests: tuple[str, ...]
+    digest_s: float  # seconds of digesting, in a thread beside the receiving one
+    buckets: tuple[Bucket, ...]  # those that this rank gets
+    starts: list[int]  # where each of them lies
+    end: BucketReceiver
+
+    def close(self) -> Memory | None:
+        """Let go of everything; return the memory if a later sync may receive into it."""
+        self.memory = self.memory.new_empty(0)  # first: whoever fills it next looks who else holds it
+        self.end.close()
+        return self.kept
+
+
+def give(sink: WeightSink, staged: Staged, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
+    """Give `sink` views of what is staged, to keep if it can and they are in host memory; say whether it left a copy."""
+    if staged.memory.device.type == "cpu" and isinstance(sink, AdoptingSink):
+        sink.adopt(tensors, version)
+        return False  # what it writes into its weights later would be seen in them, and is not counted
+    written = writes_to(staged.memory)
+    sink.load(tensors, version)
+    return writes_to(staged.memory) == written
+
+
+def writes_to(memory: torch.Tensor) -> int:
+    """Return a number that grows with each write of torch's into `memory` or any view of it."""
+    return 0 if memory.is_inference() else memory._version  # noqa: SLF001 -- torch has no public name for it
+
+
+def stage(
+    transport: Transport,
+    offer: SyncOffer,
+    seat: Seat,
+    buckets: tuple[Bucket, ...],
+    spare: Memory | None = None,
+    base: torch.Tensor | None = None,
+) -> Staged:
+    """Receive all buckets, into the transport's own memory where it lends some, else into `spare` or a fresh buffer.
+
+    Bucket k is digested where it lies while bucket k + 1 arrives. One that comes as a delta is made from its copy in
+    `base`, laid out as what is staged and left as it is.
+
+    Raises:
+        TransferError: a bucket did not arrive; names seat, bucket and cause.
+        DigestError: what arrived for a bucket is no delta of it.
+    """
+    own = own_buckets(offer, seat, buckets)
+    all_starts, num_bytes = bucket_starts(buckets)
+    timer = _Timer()
+    end = transport.receiver(offer, seat)
+    try:
+        lent = end.lend(num_bytes)
+        if lent is None:
+            starts, num_bytes = bucket_starts(own)
+            kept = _fitting(spare, num_bytes, transport.device)
+            memory = kept.lend()
+        else:
+            kept, starts, memory = None, [all_starts[bucket.index] for bucket in own], lent
+        desk = _Desk(offer, seat, memory, base)
+        places = dict(zip((bucket.index for bucket in own), starts, strict=True))
+        digests = desk.take(end, buckets, places, timer)
+    except BaseException:
+        end.close()
+        raise
+    return Staged(
+        buckets=own,
+        starts=starts,
+        memory=memory,
+        kept=kept,
+        digests=digests,
+        digest_s=timer.seconds,
+        end=end,
+    )
+
+
+def _fitting(spare: Memory | None, num_bytes: int, device: str) -> Memory:
+    if spare is not None and (spare.num_bytes, spare.device) == (num_bytes, device):
+        return spare
+    return Memory(num_bytes, device)
+
+
+class _Desk:
+    """Where one rank puts buckets as they come."""
+
+    def __init__(self, offer: SyncOffer, seat: Seat, memory: torch.Tensor, base: torch.Tensor | None) -> None:
+        self._offer = offer
+        self._who = f"rank {seat.rank} of {seat.member}"
+        self._memory = memory
+        self._base = base
+        self._scratch: torch.Tensor | None = None
+
+    def take(
+        self, end: BucketReceiver, buckets: tuple[Bucket, ...], places: dict[int, int], timer: _Timer
+    ) -> tuple[str, ...]:
+        """Receive the buckets that have a place, by index, and return their digests."""
+        picks = isinstance(end, PickingReceiver) and end.picks
+        with ThreadPoolExecutor(1, thread_name_prefix=f"digest for {self._who}") as pool:
+            waiting = [
+                pool.submit(timer.digest, self.receive(end, bucket, places[bucket.index]))
+                if bucket.index in places
+                else self.pass_over(end, bucket)
+                for bucket in buckets
+                if bucket.index in places or not picks
+            ]
+            return tuple(future.result() for future in waiting if future is not None)
+
+    def receive(self, end: BucketReceiver, bucket: Bucket, start: int) -> Callable[[], torch.Tensor]:
+        """Wait for a bucket; return what is left to do for it: a call that completes it and returns its bytes."""
+        into = self._memory[start : start + bucket.num_bytes]
+        try:
+            if self._offer.bases and isinstance(end, DeltaReceiver):
+                delta = end.receive_delta(bucket)
+                if delta is not None:
+                    return lambda: self._apply(bucket, start, delta, into)
+            end.receive(bucket, into)
+        except SyncError:
+            raise
+        except Exception as error:
+            raise TransferError(f"{self._who}: bucket {bucket.index}: {error!r}") from error
+        return lambda: into
+
+    def pass_over(self, end: BucketReceiver, bucket: Bucket) -> None:
+        """Take a bucket that is not for this rank, from a transport that sends every rank everything."""
+        if self._scratch is None or self._scratch.numel() < bucket.num_bytes:
+            self._scratch = self._memory.new_empty(bucket.num_bytes)
+        end.receive(bucket, self._scratch[: bucket.num_bytes])
+
+    def _apply(self, bucket: Bucket, start: int, delta: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        if self._base is None:
+            raise TransferError(
+                f"{self._who}: bucket {bucket.index} came as a delta, and there is no content here that it stands on"
+            )
+        into.copy_(self._base[start : start + bucket.num_bytes])
+        try:
+            apply_delta(runs_of(self._offer.manifest, bucket), delta, into)
+        except DigestError as error:
+            raise DigestError(f"{self._who}: bucket {bucket.index}: {error}") from error
+        return into
+
+
+class _Timer:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def digest(self, complete: Callable[[], torch.Tensor]) -> str:
+        payload = complete()
+        mark = time.perf_counter()
+        result = digest(payload)
+        self.seconds += time.perf_counter() - mark
+        return result

@@ -1,0 +1,1 @@
+"""Members and sources over sockets, for who has no Ray."""

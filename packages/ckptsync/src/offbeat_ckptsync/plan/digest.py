@@ -1,0 +1,125 @@
+"""Digests of bytes, fast enough to check everything that is sent: xxh3-128 on the host, `sum64` on a GPU.
+
+`sum64` is a hash that every word contributes to on its own, so that a device computes it in parallel and in any order.
+With all arithmetic modulo 2**64, w[0..m-1] the payload's bytes as little-endian 64-bit words (the last filled up with
+zeros), n the number of bytes:
+
+    z[i] = w[i] + (i + 1) * 0x9E3779B97F4A7C15
+    z[i] = (z[i] ^ (z[i] >> 32)) * 0xD6E8FEB86659FD93
+    z[i] = (z[i] ^ (z[i] >> 29)) * 0xA0761D6478BD642F
+    z[i] =  z[i] ^ (z[i] >> 32)
+    digest = "sum64-" and 16 hex digits of  z[0] + .. + z[m-1] + n * 0x9E3779B97F4A7C15
+
+Each step maps words one to one, so any change of a single word changes the sum; other changes go unseen with a
+probability of about 2**-64. It guards against defects and broken hardware, not against forgers: nor does xxh3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from offbeat_ckptsync.errors import DigestError, VersionError
+from offbeat_ckptsync.plan.buckets import tensors_in
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from offbeat_ckptsync.values import Bucket, Echo, Manifest, Sent
+
+
+def digest(payload: torch.Tensor) -> str:
+    """Return the digest of a contiguous uint8 tensor: xxh3-128 in hex, or `sum64` where it is on a GPU."""
+    if payload.device.type != "cpu":
+        return sum64(payload)
+    return xxhash.xxh3_128_hexdigest(payload.numpy().data)
+
+
+class RunningDigest:
+    """The digest of bytes in host memory that come one piece after the other: that of `digest` of them all."""
+
+    def __init__(self) -> None:
+        """Have seen nothing."""
+        self._hasher = xxhash.xxh3_128()
+
+    def update(self, payload: NDArray[np.uint8]) -> None:
+        """Go on with these bytes."""
+        self._hasher.update(payload.data)
+
+    def result(self) -> str:
+        """Return the digest of everything so far."""
+        return self._hasher.hexdigest()
+
+
+def sum64(payload: torch.Tensor) -> str:
+    """Return the `sum64` digest of a contiguous uint8 tensor, computed where it lies; waits for the result."""
+    num_bytes = payload.numel()
+    total = torch.zeros((), dtype=torch.int64, device=payload.device)
+    for start in range(0, num_bytes, _SPAN_BYTES):
+        words = _words(payload[start : start + _SPAN_BYTES])
+        first = start // 8 + 1
+        z = torch.arange(first, first + words.numel(), dtype=torch.int64, device=payload.device)
+        z.mul_(_signed(_K1)).add_(words)
+        z.bitwise_xor_(_shifted(z, 32)).mul_(_signed(_K2))
+        z.bitwise_xor_(_shifted(z, 29)).mul_(_signed(_K3))
+        z.bitwise_xor_(_shifted(z, 32))
+        total += z.sum()
+    return f"sum64-{(int(total.item()) + num_bytes * _K1) % (1 << 64):016x}"
+
+
+_K1, _K2, _K3 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F
+_SPAN_BYTES = 16 << 20  # worked on at a time: bounds the scratch memory to some 50 MiB
+
+
+def _words(payload: torch.Tensor) -> torch.Tensor:
+    if payload.numel() % 8 or payload.storage_offset() % 8:
+        padded = payload.new_zeros((payload.numel() + 7) // 8 * 8)
+        padded[: payload.numel()] = payload
+        payload = padded
+    return payload.view(torch.int64)
+
+
+def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
+    """Return z >> by as of unsigned words: torch's own shift repeats the sign."""
+    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def check_echo(
+    echo: Echo,
+    sent: Sent,
+    manifest: Manifest,
+    buckets: tuple[Bucket, ...],
+    own: tuple[Bucket, ...] | None = None,
+) -> None:
+    """Make sure that what one rank staged is what was sent; `own` are the buckets it was to get, all where not given.
+
+    Raises:
+        VersionError: it staged another version or other tensors.
+        DigestError: the bytes of a bucket differ; names the first such bucket and the tensors in it.
+    """
+    who = f"rank {echo.rank} of {echo.member}"
+    if (echo.version, echo.manifest_digest) != (sent.version, sent.manifest_digest):
+        raise VersionError(
+            f"{who} staged version {echo.version} with manifest {echo.manifest_digest}, but version {sent.version} "
+            f"with manifest {sent.manifest_digest} was sent; sync again"
+        )
+    own = buckets if own is None else own
+    num_sent = len(sent.bucket_digests)
+    if len(echo.bucket_digests) != len(own) or len(buckets) != num_sent:
+        raise DigestError(
+            f"{who} staged {len(echo.bucket_digests)} buckets of {num_sent}, was to get {len(own)} of {len(buckets)}"
+        )
+    for bucket, got in zip(own, echo.bucket_digests, strict=True):
+        want = sent.bucket_digests[bucket.index]
+        if got != want:
+            raise DigestError(
+                f"{who}: bucket {bucket.index} of {num_sent} arrived with digest {got}, sent with {want}; it "
+                f"holds {tensors_in(manifest, bucket)}"
+            )

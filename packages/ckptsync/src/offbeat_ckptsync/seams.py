@@ -1,0 +1,310 @@
+"""The seams of ckptsync: who gives weights, who takes them, and how a manager speaks to members."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+    from offbeat_ckptsync.values import (
+        Bucket,
+        Echo,
+        Flip,
+        Label,
+        Layout,
+        Manifest,
+        Seat,
+        Sent,
+        Status,
+        SyncOffer,
+    )
+
+
+class WeightSource(Protocol):
+    """Where weights come from. Every rank of a sharded source holds one and iterates it to the end."""
+
+    def manifest(self) -> Manifest:
+        """Return what `tensors` will yield, moving nothing."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors in manifest order; a fresh pass at each call.
+
+        Each is read until the next one is asked for, and not afterwards (but see `StayingSource`).
+        """
+        ...
+
+
+@runtime_checkable
+class StayingSource(Protocol):
+    """A weight source whose tensors stay as they are, and can be read, until its pass is over and the sync is sent.
+
+    They are then packed by several threads while the pass goes on.
+    """
+
+    @property
+    def tensors_stay(self) -> bool:
+        """Say whether they do."""
+        ...
+
+
+class WeightSink(Protocol):
+    """Where weights go, once they are whole and verified."""
+
+    def expected(self) -> Manifest | None:
+        """Return the tensors this sink must be given (order free), or None if it takes any."""
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy verified tensors into live weights and serve them as `version`.
+
+        A `SyncError` raised here means: refused before anything was written, the old weights are whole. Any other
+        exception means that the weights are torn; the member is then fenced off.
+        """
+        ...
+
+
+@runtime_checkable
+class AdoptingSink(Protocol):
+    """A weight sink that can serve tensors from where they lie: it is asked to `adopt` in place of `load` where it may.
+
+    That is in host memory. A flip then moves no bytes, and where the memory is the transport's (`BucketReceiver.lend`) every
+    replica of a machine serves from the same pages.
+    """
+
+    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """As `WeightSink.load`, but the tensors themselves may be kept: they stay as they are while they live."""
+        ...
+
+
+class BucketSender(Protocol):
+    """The sending end of a transport, for one sync."""
+
+    def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        """Send the uint8 `payload` [bucket.num_bytes]; the caller may reuse it when `send` returns.
+
+        A payload that lies in memory that `Transport.lend` gave is left as it is until the sync is over.
+        """
+        ...
+
+    def close(self) -> None:
+        """Finish: everything sent has left, or an error is raised."""
+        ...
+
+
+class BucketReceiver(Protocol):
+    """The receiving end of a transport, for one sync."""
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        """Return the memory in which buckets appear, end to end as `bucket_starts` says, or None if there is none.
+
+        uint8 [num_bytes]. `receive` is then called with slices of it and copies nothing. What was received stays as
+        it is for as long as any tensor over this memory lives, whatever the source does meanwhile.
+        """
+        ...
+
+    def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
+        """Fill the uint8 `into` [bucket.num_bytes] with the bucket's bytes; called in bucket order."""
+        ...
+
+    def close(self) -> None:
+        """Release what this sync held; called once, after the staged bytes were loaded or dropped."""
+        ...
+
+
+@runtime_checkable
+class DeltaSender(Protocol):
+    """A `BucketSender` that also takes deltas, in a sync whose offer has `bases`."""
+
+    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
+        """Send `delta`, uint8 and shorter than the bucket, in its place; it is left as it is."""
+        ...
+
+
+@runtime_checkable
+class DeltaReceiver(Protocol):
+    """A `BucketReceiver` that also brings deltas, in a sync whose offer has `bases`."""
+
+    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return the delta, uint8, that comes for this bucket, or None: then `receive` brings it whole.
+
+        Called in bucket order, once for each, before `receive`.
+        """
+        ...
+
+
+@runtime_checkable
+class PickingReceiver(Protocol):
+    """A `BucketReceiver` that may be asked for its rank's own buckets only; others are asked for all."""
+
+    @property
+    def picks(self) -> bool:
+        """Say whether it may."""
+        ...
+
+
+@runtime_checkable
+class SlicedSink(Protocol):
+    """A sink that needs slices of some tensors, as a rank of a tensor-parallel replica does."""
+
+    def layout(self) -> Layout:
+        """Return what it needs of which tensor; `expected` names whole tensors, `load` gets the slices."""
+        ...
+
+
+@runtime_checkable
+class SlicedMember(Protocol):
+    """A member whose ranks need slices of some tensors."""
+
+    async def layouts(self) -> dict[int, Layout]:
+        """Return what each of its ranks needs; nothing where it takes everything."""
+        ...
+
+
+@runtime_checkable
+class DeltaTransport(Protocol):
+    """A transport that knows deltas: both its ends do where `carries_deltas` holds."""
+
+    @property
+    def carries_deltas(self) -> bool:
+        """Say whether they do, for the sync that is open."""
+        ...
+
+
+class Transport(Protocol):
+    """How buckets travel. One object per process and side; it may keep connections from sync to sync."""
+
+    @property
+    def device(self) -> str:
+        """The torch device type of the payloads that `send` and `receive` take: "cpu" or "cuda"."""
+        ...
+
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """Source side: prepare for these members and return the rendezvous data; waits for nobody."""
+        ...
+
+    def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
+        """Source side: return memory to pack this sync's buckets into, end to end, or None: the caller then has its own.
+
+        uint8 [num_bytes]; called once per sync, between `open` and `sender`. Spares a copy where receivers can see
+        the source's memory.
+        """
+        ...
+
+    def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
+        """Source side: meet every rank of `members` within `rendezvous_s`, or raise, naming who is missing."""
+        ...
+
+    def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
+        """Receiving side: meet the source within `rendezvous_s`."""
+        ...
+
+    def abort(self, sync_id: str) -> None:
+        """Either side: give up a sync; waits of this process for it end soon. Safe at any moment, from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; the object is not used again."""
+        ...
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """A transport that picks another one for each sync; the report then says which and why."""
+
+    @property
+    def chosen(self) -> tuple[str, str]:
+        """The name of the transport picked last, and the reason in one sentence; both empty before the first."""
+        ...
+
+
+class Member(Protocol):
+    """A replica as the manager sees it; how it is reached is its own business."""
+
+    @property
+    def name(self) -> str:
+        """A name for messages, unique among the members."""
+        ...
+
+    async def begin(self, offer: SyncOffer) -> str | None:
+        """Agree to `offer`, or raise `ManifestError` or `VersionError` naming what does not fit.
+
+        Return the content digest of the committed bytes that every rank keeps beside its live weights, until this
+        sync is over, as a base for deltas; nothing, or "", where there are none.
+        """
+        ...
+
+    async def transfer(self, offer: SyncOffer) -> list[Echo]:
+        """Stage everything beside the live weights while generation goes on; one echo per rank."""
+        ...
+
+    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
+        """Serve the staged weights from now on; refuse if they are not what `sent` says."""
+        ...
+
+    async def abort(self, sync_id: str) -> int:
+        """Drop what was staged and return the version served; safe at any moment, also when nothing was."""
+        ...
+
+
+@runtime_checkable
+class CommittingMember(Protocol):
+    """A member that takes part in every phase. One that does not verifies inside `flip`, and its labels stand at once."""
+
+    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
+        """Make sure that what is staged is what `sent` says, while generation goes on; raise what differs."""
+        ...
+
+    async def commit(self, label: Label) -> Label:
+        """Let `label` stand for what is served and return what stands; raise `VersionError` where it is not so."""
+        ...
+
+
+@runtime_checkable
+class SupervisedMember(Protocol):
+    """A member that says what it serves and can be told to stop: what bringing one back needs."""
+
+    async def status(self) -> Status:
+        """Return what is served now."""
+        ...
+
+    async def fence(self, reason: str) -> None:
+        """Serve nothing until the next commit; what is loaded is not to be trusted any more."""
+        ...
+
+
+@runtime_checkable
+class PeerMember(Protocol):
+    """A member that can send what it serves to another one."""
+
+    def peer(self) -> Source:
+        """Return it as a source of the version it serves; its `offer` raises where it kept no copy."""
+        ...
+
+
+@runtime_checkable
+class CanaryMember(Protocol):
+    """A member that can be asked what its weights do, after they have changed."""
+
+    async def canary(self) -> list[float]:
+        """Return the answer to a fixed question (say, the log-probs of a fixed prompt); empty when there is none."""
+        ...
+
+
+class Source(Protocol):
+    """The sending side as the manager sees it."""
+
+    async def offer(self, version: int, members: list[str]) -> SyncOffer:
+        """Prepare to send the current weights as `version` to these members."""
+        ...
+
+    async def send(self, offer: SyncOffer) -> Sent:
+        """Send every bucket to every member."""
+        ...
+
+    async def abort(self, sync_id: str) -> None:
+        """Give up a sync; safe at any moment."""
+        ...

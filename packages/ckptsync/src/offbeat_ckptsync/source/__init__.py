@@ -1,0 +1,1 @@
+"""From named tensors to full buckets."""

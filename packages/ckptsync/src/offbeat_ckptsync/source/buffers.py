@@ -1,0 +1,119 @@
+"""The buffers that buckets are filled in, filling one, and the clock of those who do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from offbeat_ckptsync.plan.buckets import gaps
+from offbeat_ckptsync.plan.digest import RunningDigest, digest
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.values import Bucket, Piece
+
+
+class Buffers:
+    """Memory of one device that buckets are filled in.
+
+    In host memory it is kept from sync to sync: fresh pages take longer than filling them does. A GPU's is not: torch
+    keeps it, and gives it to others between syncs.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        """Hold nothing yet; `device` is a torch device type."""
+        self.device = device
+        self._kept: list[torch.Tensor] = []
+
+    def take(self, number: int, num_bytes: int) -> list[torch.Tensor]:
+        """Return `number` buffers, uint8 [num_bytes]; those of another size are let go."""
+        kept = [each for each in self._kept if each.numel() == num_bytes][:number]
+        self._kept = []
+        fresh = (
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(number - len(kept))
+        )
+        return [*kept, *fresh]
+
+    def put_back(self, buffers: list[torch.Tensor]) -> None:
+        """Take buffers back that nothing reads or writes any more."""
+        if self.device == "cpu":
+            self._kept = buffers
+
+
+class Filling:
+    """One bucket being filled: its pieces, then its digest.
+
+    With `digests_pieces` each piece is digested right after it was copied, while a cache holds it: a GiB is then read from
+    memory once less, and memory is what bounds filling. Else the digest is taken of the whole bucket, by whichever thread
+    asks for it, so that the one that fills it can go on.
+    """
+
+    def __init__(self, bucket: Bucket, buffer: torch.Tensor, *, digests_pieces: bool = False) -> None:
+        """Fill `buffer`, uint8 of at least the bucket's size; padding becomes zero, as both sides digest it too."""
+        self.buffer = buffer
+        self.payload = buffer[: bucket.num_bytes]
+        self.digest_s = 0.0
+        self.delta: torch.Tensor | None = None  # what is sent in place of `payload`, where there is one
+        self._bytes = self.payload.numpy() if buffer.device.type == "cpu" else None
+        self._running = RunningDigest() if digests_pieces else None
+        self._num_digested = 0
+        for start, end in gaps(bucket):
+            self.payload[start:end].zero_()
+
+    def add(self, piece: Piece, data: torch.Tensor) -> None:
+        """Copy the bytes of `piece` out of `data`, the uint8 bytes of its tensor; pieces come in the bucket's order."""
+        start, end = piece.bucket_offset, piece.bucket_offset + piece.num_bytes
+        given = data[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
+        if self._bytes is None or given.device.type != "cpu":
+            self.payload[start:end].copy_(given)
+            return
+        # Not torch's copy: its threads would meet after every tensor. Not `numpy()`: it forbids torch for ever to resize
+        # the storage, which an engine does that moves its weights.
+        np.copyto(self._bytes[start:end], np.from_dlpack(given))
+        self._digest_until(end)
+
+    def digest(self) -> str:
+        """Return the digest of the bucket, once it is full."""
+        if self._running is not None:
+            self._digest_until(self.payload.numel())
+            return self._running.result()
+        mark = time.perf_counter()
+        result = digest(self.payload)
+        self.digest_s = time.perf_counter() - mark
+        return result
+
+    def _digest_until(self, end: int) -> None:
+        if self._running is None or self._bytes is None:
+            return
+        mark = time.perf_counter()
+        self._running.update(self._bytes[self._num_digested : end])
+        self._num_digested = end
+        self.digest_s += time.perf_counter() - mark
+
+
+class BusyClock:
+    """How long at least one thread was at work."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        """One more is at work."""
+        with self._lock:
+            if self._busy == 0:
+                self._since = time.perf_counter()
+            self._busy += 1
+
+    def __exit__(self, *_: object) -> None:
+        """One less is."""
+        with self._lock:
+            self._busy -= 1
+            if self._busy == 0:
+                self.seconds += time.perf_counter() - self._since

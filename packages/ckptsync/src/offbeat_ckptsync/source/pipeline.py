@@ -1,0 +1,199 @@
+"""The sending side of one sync: gather and pack bucket k + 1 while bucket k is digested and sent."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.errors import ManifestError
+from offbeat_ckptsync.plan.buckets import bucket_starts, bytes_of, plan_buckets
+from offbeat_ckptsync.plan.manifest import dtype_name
+from offbeat_ckptsync.seams import StayingSource
+from offbeat_ckptsync.source.buffers import Buffers, BusyClock, Filling
+from offbeat_ckptsync.source.shipper import Shipper
+from offbeat_ckptsync.values import Bucket, Piece, Sent, SyncOffer, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from offbeat_ckptsync.seams import BucketSender, WeightSource
+
+    Lend = Callable[[int], "torch.Tensor | None"]
+    FindDelta = Callable[[Bucket, torch.Tensor], "torch.Tensor | None"]
+
+
+def walk(source: WeightSource) -> int:
+    """Iterate `source` to its end and drop the tensors; return their number.
+
+    What every rank but rank 0 of a sharded source calls while rank 0 runs `send_weights`: gathering is collective.
+    """
+    return sum(1 for _ in source.tensors())
+
+
+def send_weights(
+    source: WeightSource,
+    offer: SyncOffer,
+    open_sender: Callable[[], BucketSender],
+    *,
+    buffers: Buffers | None = None,
+    lend: Lend | None = None,
+    delta: FindDelta | None = None,
+) -> Sent:
+    """Send what `source` yields as `offer` says it, and return what was sent.
+
+    The caller's thread iterates and packs, into the memory that `lend(num_bytes)` gives, else into `buffers` (fresh ones in
+    host memory where none are given); other threads open the sender (so that meeting the receivers overlaps with
+    gathering), digest and send. Where `delta` returns one for a full bucket, that is sent in the bucket's place. Whatever
+    fails, `source` is iterated to its end first: the other ranks of a collective source are never left waiting half-way.
+
+    Raises:
+        ManifestError: the source yields other tensors than it offered.
+        TransferError: the transport failed or took longer than the offer's `timeout_s`; names the bucket.
+    """
+    started = time.perf_counter()
+    try:
+        stays = isinstance(source, StayingSource) and source.tensors_stay
+        _, num_bytes = bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))
+        lent = None if lend is None else lend(num_bytes)
+        stream = BucketStream(
+            offer, open_sender, buffers=buffers or Buffers(), lent=lent, stays=stays, delta=delta
+        )
+    except Exception:
+        walk(source)
+        raise
+    failure: Exception | None = None
+    try:
+        mark = time.perf_counter()
+        for name, tensor in source.tensors():
+            stream.gather_s += time.perf_counter() - mark
+            if failure is None:
+                try:
+                    stream.add(name, tensor)
+                except Exception as error:  # noqa: BLE001 -- raised below; memory may have run out
+                    failure = error
+                    stream.cancel()
+            mark = time.perf_counter()
+    except BaseException:
+        stream.cancel()
+        raise
+    if failure is not None:
+        raise failure
+    return stream.finish(started)
+
+
+class BucketStream:
+    """Packs tensors, given in manifest order, into planned buckets and ships each as it is full."""
+
+    def __init__(
+        self,
+        offer: SyncOffer,
+        open_sender: Callable[[], BucketSender],
+        *,
+        buffers: Buffers,
+        lent: torch.Tensor | None = None,
+        stays: bool = False,
+        delta: FindDelta | None = None,
+    ) -> None:
+        """Ship what `offer` says, packed into `lent` or `buffers`; `stays`: tensors do also after `add` has returned."""
+        self.gather_s = 0.0
+        self._offer = offer
+        self._packing = BusyClock()
+        # A cell of a cut tensor would keep the whole of it in memory until the cell's bucket is full.
+        self._later = stays and buffers.device == "cpu" and offer.whole is None
+        self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        self._next_spec = 0
+        self._places: dict[int, list[tuple[Bucket, Piece]]] = {}  # of each tensor's bytes
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                self._places.setdefault(piece.spec_index, []).append((bucket, piece))
+        self._open: dict[int, _Open] = {}  # one of each part at most
+        self._delta = delta
+        self._shipper = Shipper(
+            offer, open_sender, self._buckets, buffers=buffers, lent=lent, parallel=self._later
+        )
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Pack the next tensor; waits for a free buffer at most the offer's `timeout_s`.
+
+        Raises:
+            ManifestError: it is not the tensor that the offer has here.
+            TransferError: the shipping thread failed, or no buffer came free in time.
+        """
+        specs = self._offer.manifest.specs
+        if self._next_spec >= len(specs):
+            raise ManifestError(f"the source yields {name!r} after the {len(specs)} tensors it offered")
+        _check_is(specs[self._next_spec], name, tensor)
+        data = bytes_of(tensor)
+        for bucket, piece in self._places.get(self._next_spec, []):
+            opened = self._open_bucket(bucket)
+            if self._later and data.device.type == "cpu":
+                opened.waiting.append((piece, data))
+            else:
+                with self._packing:
+                    opened.filling.add(piece, data)
+            if piece == bucket.pieces[-1]:
+                del self._open[bucket.index]
+                self._shipper.ship(bucket, opened.filling, lambda b=bucket, o=opened: self._complete(b, o))
+        self._next_spec += 1
+
+    def finish(self, started: float) -> Sent:
+        """Wait until everything has left and return what was sent since `started` (of `time.perf_counter`).
+
+        Raises:
+            ManifestError: tensors that were offered did not come.
+            TransferError: the transport failed.
+        """
+        specs = self._offer.manifest.specs
+        if self._next_spec < len(specs):
+            self.cancel()
+            raise ManifestError(f"the source ended before {specs[self._next_spec].name!r}, which it offered")
+        shipped = self._shipper.finish()
+        return Sent(
+            version=self._offer.version,
+            manifest_digest=self._offer.manifest.digest,
+            bucket_digests=shipped.digests,
+            num_bytes=sum(bucket.num_bytes for bucket in self._buckets),
+            gather_s=self.gather_s,
+            pack_s=self._packing.seconds,
+            wire_s=shipped.wire_s,
+            digest_s=shipped.digest_s,
+            wire_bytes=shipped.wire_bytes,
+            send_s=time.perf_counter() - started,
+        )
+
+    def cancel(self) -> None:
+        """Stop shipping; what is on the wire is lost. Harmless when nothing runs."""
+        self._shipper.cancel()
+
+    def _open_bucket(self, bucket: Bucket) -> _Open:
+        if bucket.index not in self._open:
+            buffer = self._shipper.buffer(bucket)
+            self._open[bucket.index] = _Open(Filling(bucket, buffer, digests_pieces=self._later))
+        return self._open[bucket.index]
+
+    def _complete(self, bucket: Bucket, opened: _Open) -> str:
+        filling = opened.filling
+        with self._packing:
+            for piece, data in opened.waiting:
+                filling.add(piece, data)
+            if self._delta is not None:
+                filling.delta = self._delta(bucket, filling.payload)
+            return filling.digest()
+
+
+@dataclass(slots=True)
+class _Open:
+    filling: Filling
+    waiting: list[tuple[Piece, torch.Tensor]] = field(default_factory=list["tuple[Piece, torch.Tensor]"])
+
+
+def _check_is(spec: TensorSpec, name: str, tensor: torch.Tensor) -> None:
+    got = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), part=spec.part)
+    if got != spec:
+        raise ManifestError(
+            f"the source yields {got.name!r} {got.shape} {got.dtype} where it offered {spec.name!r} {spec.shape} "
+            f"{spec.dtype}; `tensors` must follow `manifest`"
+        )

@@ -1,0 +1,156 @@
+"""The source side as the manager sees it: offers, sends, aborts."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.config import make_transport
+from offbeat_ckptsync.errors import PhaseError
+from offbeat_ckptsync.plan.slices import CutSource
+from offbeat_ckptsync.seams import Chooser
+from offbeat_ckptsync.source.buffers import Buffers
+from offbeat_ckptsync.source.delta_bases import Comparison, Contents
+from offbeat_ckptsync.source.pipeline import send_weights, walk
+from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.values import Sent, SyncOffer
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.seams import Transport, WeightSource
+    from offbeat_ckptsync.source.pipeline import FindDelta, Lend
+
+
+class Publisher:
+    """Rank 0 of a source, without an event loop: plain blocking calls, for an actor or a training process.
+
+    `send` runs the source's collective iteration in the calling thread; the other ranks call `walk(source)` at the
+    same time. `abort` may come from any thread while `send` runs.
+    """
+
+    def __init__(
+        self, source: WeightSource, config: SyncConfig, *, transport: Transport | None = None
+    ) -> None:
+        """Send what `source` yields by the transport that `config` names, or by the one given."""
+        self._source = source
+        self._config = config
+        self._transport = make_transport(config.transport, config) if transport is None else transport
+        self._members: dict[str, list[str]] = {}
+        self._contents = Contents()
+        self._buffers = Buffers(self._transport.device)
+        self._sending = threading.Lock()
+
+    def offer(self, version: int, members: list[str]) -> SyncOffer:
+        """Return an offer of the current weights as `version` to `members`; moves no bytes.
+
+        Waits for a `send` that was given up to end, so that its remains take nothing from the time of the next one.
+
+        Raises:
+            PhaseError: it has not ended yet.
+        """
+        self._take_turn()
+        self._sending.release()
+        sync_id = uuid.uuid4().hex
+        endpoint = self._transport.open(sync_id, members)
+        endpoint |= {
+            "timeout_s": self._config.transfer_timeout_s,
+            "rendezvous_s": min(self._config.begin_timeout_s, self._config.transfer_timeout_s),
+        }
+        self._members = {sync_id: list(members)}
+        manifest, bucket_bytes = self._source.manifest(), int(self._config.bucket_mib * (1 << 20))
+        return SyncOffer(
+            sync_id=sync_id,
+            version=version,
+            manifest=manifest,
+            bucket_bytes=bucket_bytes,
+            transport=self._config.transport,
+            endpoint=endpoint,
+            bases=self._contents.digests(manifest, bucket_bytes),
+        )
+
+    def send(self, offer: SyncOffer) -> Sent:
+        """Send every bucket to every member; see `send_weights` for what it raises.
+
+        Raises:
+            PhaseError: the offer is not this source's latest, or another `send` has not ended yet.
+        """
+        self._take_turn()
+        try:
+            members = self._members.get(offer.sync_id)
+            if members is None:
+                walk(self._source)  # the other ranks do, they know nothing of an abort
+                raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
+            return _explained(self._send(offer, members), self._transport)
+        except BaseException:
+            self._transport.abort(offer.sync_id)
+            raise
+        finally:
+            self._sending.release()
+
+    def _send(self, offer: SyncOffer, members: list[str]) -> Sent:
+        source = self._source if offer.whole is None else CutSource(self._source, offer)
+
+        def send(lend: Lend, delta: FindDelta | None = None) -> Sent:
+            return send_weights(
+                source,
+                offer,
+                lambda: self._transport.sender(offer, members),
+                buffers=self._buffers,
+                lend=lend,
+                delta=delta,
+            )
+
+        if self._config.delta == "off":
+            return send(lambda num_bytes: self._transport.lend(offer, num_bytes))
+        comparison = Comparison(self._contents, self._transport, offer, self._config)
+        try:
+            sent = send(comparison.lend, comparison.delta)
+        except BaseException:
+            comparison.end(None)
+            raise
+        comparison.end(sent)
+        return comparison.explained(sent)
+
+    def abort(self, sync_id: str) -> None:
+        """Give up a sync; a running `send` of it ends with an error after the source is iterated to its end."""
+        if self._members.pop(sync_id, None) is not None:
+            self._transport.abort(sync_id)
+            self._contents.aborted(sync_id)
+
+    def close(self) -> None:
+        """Leave all connections."""
+        self._transport.close()
+
+    def _take_turn(self) -> None:
+        if not self._sending.acquire(timeout=self._config.begin_timeout_s):
+            raise PhaseError(
+                f"the source still sends another sync after {self._config.begin_timeout_s:g} s; abort that one first"
+            )
+
+
+def _explained(sent: Sent, transport: Transport) -> Sent:
+    if not isinstance(transport, Chooser):
+        return sent
+    name, why = transport.chosen
+    return dataclasses.replace(sent, transport=name, why=why)
+
+
+class LocalSource:
+    """Satisfies `Source` around a `Publisher` in this process; blocking calls run in threads of their own."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
+
+    async def offer(self, version: int, members: list[str]) -> SyncOffer:
+        """Prepare to send the current weights as `version` to these members."""
+        return await in_thread(lambda: self._publisher.offer(version, members), name=f"offer {version}")
+
+    async def send(self, offer: SyncOffer) -> Sent:
+        """Send every bucket to every member."""
+        return await in_thread(lambda: self._publisher.send(offer), name=f"send {offer.version}")
+
+    async def abort(self, sync_id: str) -> None:
+        """Give up a sync; safe at any moment."""
+        await in_thread(lambda: self._publisher.abort(sync_id), name="abort send")

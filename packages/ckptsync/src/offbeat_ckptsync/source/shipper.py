@@ -1,0 +1,193 @@
+"""The threads of a sender: buckets are completed and digested, then sent, while the caller goes on with the next ones."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync.errors import SyncError, TransferError
+from offbeat_ckptsync.plan.buckets import bucket_starts
+from offbeat_ckptsync.seams import DeltaSender
+from offbeat_ckptsync.source.streams import Lane, mark_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    import torch
+
+    from offbeat_ckptsync.seams import BucketSender
+    from offbeat_ckptsync.source.buffers import Buffers, Filling
+    from offbeat_ckptsync.values import Bucket, SyncOffer
+
+NUM_BUFFERS = 3
+"""One being filled, one being digested, one on the wire."""
+
+PACK_THREADS = 2
+"""Threads that fill buckets where the source's tensors stay: two cores fill faster than the wire empties."""
+
+
+@dataclass(slots=True)
+class Shipped:
+    """What has left, and the seconds it took in the shipping threads."""
+
+    digests: tuple[str, ...]
+    digest_s: float
+    wire_s: float
+    wire_bytes: int
+
+
+class Shipper:
+    """Takes full buffers, hands them back empty; with lent memory every bucket has its own place and none comes back."""
+
+    def __init__(
+        self,
+        offer: SyncOffer,
+        open_sender: Callable[[], BucketSender],
+        buckets: tuple[Bucket, ...],
+        *,
+        buffers: Buffers,
+        lent: torch.Tensor | None,
+        parallel: bool = False,
+    ) -> None:
+        """Start the threads; `open_sender` is called in one of them. With `parallel` several complete buckets.
+
+        Without `lent` they are filled in memory of `buffers`, which has it back once all has left.
+        """
+        self._offer = offer
+        self._open_sender = open_sender
+        self._lent = lent
+        self._starts, _ = bucket_starts(buckets)
+        self._free: queue.Queue[torch.Tensor | None] = queue.Queue()
+        self._full: queue.Queue[tuple[Bucket, Filling, Future[str]] | None] = queue.Queue()
+        self._digests: list[str] = []
+        self._digest_s = self._wire_s = 0.0
+        self._wire_bytes = 0
+        self._error: BaseException | None = None
+        self._cancelled = threading.Event()
+        self._timeout_s = float(offer.endpoint["timeout_s"])
+        num_threads = min(PACK_THREADS, len(os.sched_getaffinity(0))) if parallel else 1
+        num_threads += max((bucket.part for bucket in buckets), default=0)  # one bucket of each part is open
+        # Bounds how many tensors wait to be packed where there is a place for every bucket.
+        self._room = threading.Semaphore(NUM_BUFFERS + num_threads)
+        self._buffers = buffers
+        self._own: list[torch.Tensor] = []
+        if lent is None:
+            size = max((bucket.num_bytes for bucket in buckets), default=0)
+            self._own = buffers.take(NUM_BUFFERS + num_threads - 1, size)
+            for buffer in self._own:
+                self._free.put(buffer)
+        num_packers = min(PACK_THREADS, len(os.sched_getaffinity(0))) if parallel else 1
+        self._pack_lane, self._wire_lane = Lane(buffers.device), Lane(buffers.device)
+        self._packers = ThreadPoolExecutor(num_packers, thread_name_prefix=f"pack {offer.sync_id}")
+        # A daemon: a transport that hangs must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name=f"ship {offer.sync_id}", daemon=True)
+        self._thread.start()
+
+    def buffer(self, bucket: Bucket) -> torch.Tensor:
+        """Return memory for `bucket`, uint8 of at least its size; waits for it at most the offer's `timeout_s`.
+
+        Raises:
+            TransferError: sending failed, or no buffer came free in time.
+        """
+        if self._error is not None:
+            raise self._failure()
+        try:
+            if self._lent is not None:
+                if not self._room.acquire(timeout=self._timeout_s):
+                    raise queue.Empty
+                start = self._starts[bucket.index]
+                return self._lent[start : start + bucket.num_bytes]
+            buffer = self._free.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise TransferError(
+                f"sending bucket {len(self._digests)} of version {self._offer.version} took longer than "
+                f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
+            ) from None
+        if buffer is None:
+            raise self._failure()
+        return buffer
+
+    def ship(self, bucket: Bucket, filling: Filling, complete: Callable[[], str]) -> None:
+        """Call `complete`, which fills what is missing and returns the digest, and then send the bucket."""
+        mark = mark_of(filling.payload)
+
+        def work() -> str:
+            try:
+                with self._pack_lane.after(mark):
+                    return complete()
+            finally:
+                self._room.release()
+
+        # Before the transport has it: what a transport spoils must not get a digest that fits.
+        self._full.put((bucket, filling, self._packers.submit(work)))
+
+    def cancel(self) -> None:
+        """Stop; what is on the wire is lost. Harmless when nothing runs. No tensor is read afterwards."""
+        self._cancelled.set()
+        self._full.put(None)
+        self._packers.shutdown(wait=True, cancel_futures=True)  # all they do is copy and digest
+
+    def finish(self) -> Shipped:
+        """Wait until everything has left, at most the offer's `timeout_s`.
+
+        Raises:
+            TransferError: it failed, or took longer.
+        """
+        self._full.put(None)
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            self.cancel()
+            raise TransferError(
+                f"bucket {len(self._digests)} of version {self._offer.version} did not leave within "
+                f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
+            )
+        self._packers.shutdown(wait=self._error is not None, cancel_futures=True)
+        if self._error is not None:
+            raise self._failure()
+        self._buffers.put_back(self._own)  # not after a failure: a transport may still hold on to one
+        return Shipped(
+            digests=tuple(self._digests),
+            digest_s=self._digest_s,
+            wire_s=self._wire_s,
+            wire_bytes=self._wire_bytes,
+        )
+
+    def _failure(self) -> SyncError:
+        if isinstance(self._error, SyncError):
+            return self._error
+        return TransferError(f"sending bucket {len(self._digests)} failed: {self._error!r}")
+
+    def _run(self) -> None:
+        try:
+            sender = self._open_sender()
+            while (item := self._full.get()) is not None and not self._cancelled.is_set():
+                self._send(sender, *item)
+            if not self._cancelled.is_set():
+                mark = time.perf_counter()
+                sender.close()
+                self._wire_s += time.perf_counter() - mark
+        except BaseException as error:  # noqa: BLE001 -- handed to the packing thread, which raises it
+            self._error = error
+            self._free.put(None)  # wakes a packer that waits for a buffer
+
+    def _send(self, sender: BucketSender, bucket: Bucket, filling: Filling, digested: Future[str]) -> None:
+        result = digested.result(self._timeout_s)
+        mark = time.perf_counter()
+        with self._wire_lane.after(None):  # a digest has waited for the filling
+            if filling.delta is None:
+                sender.send(bucket, filling.payload)
+            else:
+                assert isinstance(sender, DeltaSender), "its transport says that it carries deltas"
+                sender.send_delta(bucket, filling.delta)
+        self._wire_bytes += (filling.payload if filling.delta is None else filling.delta).numel()
+        self._wire_s += time.perf_counter() - mark
+        self._digest_s += filling.digest_s
+        self._digests.append(result)
+        if self._lent is None:
+            self._free.put(filling.buffer)

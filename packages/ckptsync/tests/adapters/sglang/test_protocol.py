@@ -1,0 +1,290 @@
+"""`SglangMember` against a real HTTP server that speaks SGLang's documented update protocol and loads real files.
+
+A protocol test: it was never run against SGLang itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, SglangMember, SglangServer
+from offbeat_ckptsync.adapters.sglang import folder as folder_module
+from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.errors import SyncError, SyncFailed
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.testing import Fault, FaultyTransport
+from offbeat_ckptsync.values import Seat
+
+pytestmark = pytest.mark.spawns
+
+CONFIG = SyncConfig(transport="loopback", bucket_mib=0.001)
+IDS = [1, 2, 3]
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 8)
+        self.head = torch.nn.Linear(8, 16, bias=False)
+
+    def answer(self):
+        with torch.no_grad():
+            return (self.head.weight @ self.embed.weight[IDS].mean(0)).log_softmax(-1).tolist()
+
+
+def make_net():
+    torch.manual_seed(0)
+    return Net()
+
+
+class Server:
+    """The server, in a process of its own."""
+
+    def __init__(self, base):
+        self.base = base
+        base.mkdir()
+        weights = {name: tensor.clone() for name, tensor in make_net().state_dict().items()}
+        save_file(weights, base / "model.safetensors")
+        self.start()
+
+    def start(self):
+        script = Path(__file__).parent / "protocol_server.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(self.base)], stdout=subprocess.PIPE, text=True
+        )
+        self.url = f"http://127.0.0.1:{self.process.stdout.readline().strip()}"
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+class House:
+    """A source, a server, and the member between them."""
+
+    def __init__(self, server, folder, pause_mode=PauseMode.RETRACT):
+        self.net, self.server, self.base = make_net(), server, server.base
+        self.folder = folder / "weights"
+        self.fault = Fault("corrupt", 0, times=0)
+        transport = FaultyTransport(make_transport("loopback", CONFIG), on_send=self.fault)
+        self.source = ModuleSource(self.net)
+        self.manager = CheckpointEngineManager(
+            LocalSource(Publisher(self.source, CONFIG, transport=transport)), CONFIG
+        )
+        self.member = SglangMember(
+            "sglang-0",
+            SglangServer(server.url),
+            make_transport("loopback", CONFIG),
+            CONFIG,
+            Loading(folder=self.folder, pause_mode=pause_mode),
+        )
+        self.manager.add(self.member)
+
+    def ask(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(
+            urllib.request.Request(self.server.url + path, data), timeout=120
+        ) as answer:
+            return json.loads(answer.read())
+
+    def answer(self):
+        return self.ask("/generate", {"input_ids": IDS})
+
+    def asked(self):
+        return [path for path, _ in self.ask("/record")["record"]]
+
+    def train(self):
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.add_(torch.randn_like(parameter))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """One for all tests, which must leave it running."""
+    server = Server(tmp_path_factory.mktemp("server") / "base")
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def house(server, tmp_path, request):
+    house = House(server, tmp_path, getattr(request, "param", PauseMode.RETRACT))
+    house.ask("/reset", {})
+    return house
+
+
+UPDATE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+
+
+@pytest.mark.parametrize("house", [*PauseMode], indirect=True)
+async def test_versions_are_loaded_said_back_and_answered_with(house, request):
+    for version in (1, 2, 3):
+        house.train()
+        report = await house.manager.sync(version)
+        assert house.answer() == {
+            "logprobs": pytest.approx(house.net.answer(), abs=1e-6),
+            "weight_version": str(version),
+        }
+        status = await house.member.status()
+        assert (status.version, status.committed) == (version, True)
+        assert status.label.content_digest == report.content_digest
+        flip = report.members["sglang-0"]
+        assert 0 < flip.load_s <= flip.pause_s
+    assert house.asked() == UPDATE * 3
+    pause, load, _ = (body for _, body in house.ask("/record")["record"][-3:])
+    mode = request.node.callspec.params["house"]
+    assert pause == {"mode": str(mode)}
+    assert load["flush_cache"] is (mode is not PauseMode.IN_PLACE)
+    assert [path.name for path in house.folder.iterdir()] == ["version-3"], "the folder before is removed"
+
+
+async def refused(house, named):
+    """Sync; it must fail so that the server was asked for nothing, and answers as before; then the next one works."""
+    before, asked = house.answer(), house.asked()
+    with pytest.raises(SyncFailed, match=named):
+        await house.manager.sync(9)
+    assert house.answer() == before
+    assert house.asked() == asked
+
+
+async def test_a_flipped_byte_on_the_way_is_refused_before_the_server_is_asked(house):
+    house.train()
+    house.fault.left = 1
+    await refused(house, "arrived with digest")
+    await house.manager.sync(10)
+    assert house.answer()["weight_version"] == "10"
+
+
+async def test_a_flipped_byte_in_the_folder_is_refused_before_the_server_is_asked(house, monkeypatch):
+    house.train()
+    write = folder_module._write
+
+    def damaged(path, whole):
+        write(path, whole)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "_write", damaged)
+        await refused(house, "is not what was written")
+    assert list(house.folder.iterdir()) == []
+    await house.manager.sync(10)
+    assert house.answer()["weight_version"] == "10"
+
+
+async def test_other_shapes_than_those_of_its_model_folder_are_refused_by_name(house):
+    house.net.head = torch.nn.Linear(9, 16, bias=False)
+    await refused(house, r"'head\.weight' has shape \(16, 9\), expected \(16, 8\)")
+
+
+def add_plain_member(house):
+    sink = DictSink()
+    house.manager.add(LocalMember(Receiver(Seat(member="plain"), sink), make_transport("loopback", CONFIG)))
+    return sink
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("torn", "planted half-way"),
+        ("silent", "took longer than 2 s"),
+        ("liar", "was given weight version '1' and says 'default'"),
+    ],
+)
+async def test_what_fails_after_the_server_was_asked_fences_it_off_paused_and_others_go_on(house, how, named):
+    sink = add_plain_member(house)
+    house.train()
+    house.ask("/misbehave", {"how": how})
+    if how == "silent":
+        house.manager._config = dataclasses.replace(CONFIG, flip_timeout_s=2)
+    report = await house.manager.sync(1)
+    assert list(report.members) == ["plain"]
+    assert named in report.fenced["sglang-0"]
+    assert house.manager.members == ["plain"]
+    assert torch.equal(sink.weights["head.weight"], house.net.head.weight)
+    assert house.ask("/record")["paused"], "a server whose weights may be torn answers nobody"
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        house.answer()
+
+
+async def test_a_server_started_anew_is_found_out_at_begin_and_comes_back_as_a_new_member(house):
+    sink = add_plain_member(house)
+    house.train()
+    await house.manager.sync(1)
+    house.server.end()
+    house.server.start()
+    house.member._server.url = house.server.url  # a port would be the same; here the system chooses one
+    status = await house.member.status()
+    assert (status.label, status.committed) == (None, False)
+    with pytest.raises(SyncFailed, match="serves weight version 'default', and '1' was put there"):
+        await house.manager.sync(2)
+    house.manager.remove("sglang-0")
+    fresh = SglangMember(
+        "sglang-0",
+        SglangServer(house.server.url),
+        make_transport("loopback", CONFIG),
+        CONFIG,
+        Loading(folder=house.folder),
+    )
+    await house.manager.catch_up(fresh)
+    assert house.answer() == {"logprobs": pytest.approx(house.net.answer(), abs=1e-6), "weight_version": "1"}
+    assert torch.equal(sink.weights["head.weight"], house.net.head.weight)
+
+
+async def test_a_server_that_is_gone_is_named(house):
+    house.server.end()
+    with pytest.raises(SyncFailed, match=rf"sglang-0: {house.server.url}/model_info gave no answer"):
+        await house.manager.sync(1)
+    house.server.start()
+
+
+async def test_fencing_stops_it_until_the_next_flip(house):
+    house.train()
+    await house.manager.sync(1)
+    await house.member.fence("a test says so")
+    assert house.ask("/record")["paused"]
+    assert (await house.member.status()).label is None
+    house.train()
+    await house.manager.sync(2)
+    assert house.answer()["weight_version"] == "2"
+
+
+def test_the_url_must_be_one_of_http():
+    with pytest.raises(ValueError, match="must begin with http"):
+        SglangServer("file:///etc/passwd")
+
+
+def test_a_folder_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SyncError, match="could not be written"):
+        folder_module.write_verified(tmp_path / "file" / "v1", [("a", torch.ones(2))])
+
+
+def test_a_written_folder_is_read_by_any_tool(tmp_path):
+    tensors = {
+        "odd": torch.arange(7, dtype=torch.int8),
+        "none": torch.zeros(0, 3),
+        "half": torch.randn(3, 5).to(torch.bfloat16).t(),
+        "one": torch.tensor(2.0, dtype=torch.float64),
+    }
+    folder_module.write_verified(tmp_path / "v1", tensors.items())
+    found = load_file(tmp_path / "v1" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert found.keys() == tensors.keys()

@@ -1,0 +1,224 @@
+"""Real vLLM on the CPU: syncs of different weights, checked against Transformers by log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+
+import pytest
+import pytest_asyncio
+import torch
+
+from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.mailbox import Mailbox
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import ControlMember
+from offbeat_ckptsync.errors import SyncFailed
+from offbeat_ckptsync.member.sinks import ModuleSource
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.testing import Fault, FaultyTransport
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+]
+
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8]
+CONFIG = SyncConfig(bucket_mib=0.25)
+
+
+class Source(ModuleSource):
+    """A module's weights with names and tensors changed by a test."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.change = lambda named: named
+
+    def manifest(self):
+        from offbeat_ckptsync.plan.manifest import manifest_of
+
+        return manifest_of(self.tensors())
+
+    def tensors(self):
+        yield from self.change(dict(super().tensors())).items()
+
+
+class House:
+    """vLLM behind a `ControlMember`, Transformers as source and reference."""
+
+    def __init__(self, llm, model, mailbox):
+        self.llm = llm
+        self.model = model
+        self.source = Source(model)
+        self.fault = Fault("corrupt", 0, times=0)
+        transport = FaultyTransport(make_transport("broadcast", CONFIG), on_send=self.fault)
+        self.publisher = Publisher(self.source, CONFIG, transport=transport)
+        self.manager = CheckpointEngineManager(LocalSource(self.publisher), CONFIG)
+        self.manager.add(ControlMember("vllm-0", self.control, mailbox=mailbox, config=CONFIG, gate=self))
+        self.version = 0
+
+    async def control(self, op, payload):
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        match op:
+            case "start":
+                await self.llm.start_weight_update()
+            case "update":
+                await self.llm.update_weights(WeightTransferUpdateRequest(update_info=payload))
+            case "finish":
+                version = payload.get("version")
+                await self.llm.finish_weight_update(None if version is None else str(version))
+
+    async def pause(self):
+        await self.llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def resume(self):
+        await self.llm.resume_generation()
+
+    async def sync(self):
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        return await self.sync_again()
+
+    async def sync_again(self):
+        report = await self.manager.sync(self.version + 1)
+        self.version += 1
+        return report
+
+    async def generate(self, max_tokens=12, begun=None):
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=max_tokens, logprobs=0, ignore_eos=True)
+        last = None
+        async for output in self.llm.generate({"prompt_token_ids": PROMPT}, params, uuid.uuid4().hex):
+            last = output.outputs[0]
+            if begun is not None:
+                begun.set()
+        return last
+
+    async def logprobs(self):
+        out = await self.generate()
+        ids = list(out.token_ids)
+        return ids, torch.tensor([step[token].logprob for step, token in zip(out.logprobs, ids, strict=True)])
+
+    def reference(self, ids):
+        with torch.no_grad():
+            logits = self.model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+    async def assert_serves_the_model(self):
+        ids, got = await self.logprobs()
+        assert (got - self.reference(ids)).abs().max() <= 1e-4
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def house(tmp_path_factory):
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    args = AsyncEngineArgs(
+        model=str(folder), dtype="float32", max_model_len=512, enforce_eager=True, skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs", weight_transfer_config=WeightTransferConfig(backend="offbeat"),
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    llm = AsyncLLM.from_engine_args(args)
+    made = House(llm, model, Mailbox())
+    try:
+        yield made
+    finally:
+        made.publisher.close()
+        llm.shutdown()
+
+
+async def test_several_versions_are_each_served_as_transformers_computes_them(house):
+    await house.assert_serves_the_model()
+    for _ in range(4):
+        report = await house.sync()
+        await house.assert_serves_the_model()
+        assert await house.llm.get_weight_version() == str(report.version)
+        print(f"total {report.total_s:.4f} pause {report.pause_s:.4f} load {report.load_s:.4f} begin {report.begin_s:.4f} "
+              f"transfer {report.transfer_s:.4f} flip {report.flip_s:.4f}")  # fmt: skip
+
+
+async def test_a_request_in_flight_survives_a_sync_and_says_which_tokens_are_whose(house):
+    before = house.version
+    begun = asyncio.Event()
+    running = asyncio.create_task(house.generate(max_tokens=400, begun=begun), name="long request")
+    await begun.wait()
+    report = await house.sync()
+    assert not running.done(), "the request was to be in flight during the sync"
+    out = await running
+    assert len(out.token_ids) == 400
+    print("pause_s", report.pause_s, "spans", out.weight_versions)
+    assert out.weight_versions[-1].version == str(report.version)
+    assert len(out.weight_versions) == 2, f"{before} then {report.version}: {out.weight_versions}"
+    await house.assert_serves_the_model()
+
+
+def renamed(named):
+    return {
+        name.replace("layers.1.mlp.up_proj", "layers.1.mlp.upward"): tensor for name, tensor in named.items()
+    }
+
+
+def missing(named):
+    return {name: tensor for name, tensor in named.items() if name != "model.norm.weight"}
+
+
+def reshaped(named):
+    return {**named, "model.norm.weight": torch.ones(129)}
+
+
+def cast(named):
+    return {**named, "model.norm.weight": named["model.norm.weight"].to(torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (renamed, "unknown tensor 'model.layers.1.mlp.upward.weight'"),
+        (missing, "missing tensor 'model.norm.weight'"),
+        (reshaped, r"'model.norm.weight' has shape \(129,\), expected \(128,\)"),
+        (cast, "'model.norm.weight' has dtype bfloat16, expected float32"),
+    ],
+)
+async def test_weights_that_do_not_fit_are_refused_by_name_and_the_old_version_answers(house, change, named):
+    await refused(house, lambda: setattr(house.source, "change", change), named)
+
+
+async def test_a_flipped_byte_is_refused_and_the_old_version_answers(house):
+    await refused(house, lambda: setattr(house.fault, "left", 1), "bucket 0 .* arrived with digest")
+
+
+async def test_a_line_that_is_cut_leaves_the_old_version_answering(house):
+    house.fault.kind = "die"
+    await refused(house, lambda: setattr(house.fault, "left", 1), "bucket 0|could not be received")
+    house.fault.kind = "corrupt"
+
+
+async def refused(house, plant, named):
+    ids, before = await house.logprobs()
+    plant()
+    with pytest.raises(SyncFailed, match=named) as caught:
+        await house.sync()
+    assert caught.value.served == {"vllm-0": house.version}
+    after_ids, after = await house.logprobs()
+    assert (after_ids, after.tolist()) == (ids, before.tolist()), "the old version answers bit for bit"
+    house.source.change = lambda named: named
+    await house.sync_again()
+    await house.assert_serves_the_model()

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offbeat_ckptsync.control.canary import module_canary, odd_ones
+
+
+@pytest.mark.parametrize(
+    ("answers", "reference", "odd"),
+    [
+        ({}, (), set()),
+        ({"a": [1.0]}, (), set()),
+        ({"a": [1.0, 2.0], "b": [1.0, 2.05]}, (), set()),
+        ({"a": [1.0, 2.0], "b": [1.0, 3.0]}, (), {"a", "b"}),
+        ({"a": [1.0, 2.0], "b": [1.0, 3.0], "c": [1.01, 2.0]}, (), {"b"}),
+        ({"a": [1.0, 2.0], "b": [1.0, 3.0]}, (1.0, 3.0), {"a"}),
+        ({"a": [1.0, 2.0], "b": [], "c": [1.0, 2.0]}, (), set()),
+        ({"a": [1.0, 2.0], "b": [1.0], "c": [1.0, 2.0]}, (), {"b"}),
+        ({"a": [1.0], "b": [float("nan")]}, (), {"b"}),
+        ({"a": [float("inf")]}, (), {"a"}),
+    ],
+)
+def test_the_odd_ones_are_those_far_from_what_is_right(answers, reference, odd):
+    assert odd_ones(answers, tolerance=0.1, reference=reference).keys() == odd
+
+
+async def test_a_modules_canary_sees_a_change_of_one_weight():
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4, 4)
+    ask = module_canary(module, torch.ones(2, 4))
+    before = await ask()
+    assert before == await ask()
+    with torch.no_grad():
+        module.weight[0, 0] += 1
+    assert odd_ones({"m": await ask()}, tolerance=0.05, reference=before).keys() == {"m"}

@@ -1,0 +1,338 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.errors import SyncError, SyncFailed, VersionError
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.source.publisher import LocalSource
+from offbeat_ckptsync.testing import (
+    DictSource,
+    Fault,
+    FaultyTransport,
+    House,
+    LyingSource,
+    TornSink,
+    assert_same,
+    awkward_weights,
+)
+from offbeat_ckptsync.transports.loopback import LoopbackTransport
+from offbeat_ckptsync.values import Seat
+
+CONFIG = SyncConfig(
+    transport="loopback",
+    bucket_mib=4096 / (1 << 20),
+)
+
+
+def house_of(sinks, make=LoopbackTransport, source=None, **deadlines):
+    config = dataclasses.replace(CONFIG, **deadlines)
+    return House(source or DictSource(awkward_weights(1)), sinks, config, make)
+
+
+def served(*names, seed):
+    sinks = {name: TornSink(manifest_of(awkward_weights(0).items())) for name in names}
+    for sink in sinks.values():
+        sink.weights = awkward_weights(seed)
+    return sinks
+
+
+async def test_a_report_says_where_the_time_went():
+    house = house_of(served("a", "b", seed=0))
+    report = await house.manager.sync(1)
+    phases = report.begin_s + report.transfer_s + report.verify_s + report.flip_s + report.commit_s
+    assert phases == pytest.approx(report.total_s)
+    assert (report.version, report.num_members, report.num_tensors, set(report.members)) == (
+        1,
+        2,
+        11,
+        {"a", "b"},
+    )
+    assert report.num_buckets > 4
+    assert report.gb_per_s == pytest.approx(report.num_bytes / report.total_s / 1e9)
+    assert house.manager.version == 1
+
+
+async def test_versions_must_rise_and_somebody_must_be_there():
+    house = house_of(served("a", seed=0))
+    await house.manager.sync(3)
+    with pytest.raises(VersionError, match="version 3 after 3"):
+        await house.manager.sync(3)
+    house.manager.remove("a")
+    with pytest.raises(SyncFailed, match="nobody"):
+        await house.manager.sync(4)
+
+
+def without(name):
+    weights = awkward_weights(1)
+    del weights[name]
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("weights", "named"),
+    [
+        (without("half"), "missing tensor 'half'"),
+        ({**awkward_weights(1), "extra": awkward_weights(1)["half"]}, "unknown tensor 'extra'"),
+        (
+            {**awkward_weights(1), "half": awkward_weights(1)["mask"]},
+            r"'half' has shape \(17,\), expected \(129,\)",
+        ),
+        ({**awkward_weights(1), "half": awkward_weights(1)["half"].float()}, "'half' has dtype float32"),
+    ],
+)
+async def test_weights_that_do_not_fit_are_refused_by_name(weights, named):
+    sinks = served("a", "b", seed=0)
+    house = house_of(sinks)
+    house.source.weights = weights
+    with pytest.raises(SyncFailed, match=f"version 1: begin: a: .*{named}") as caught:
+        await house.manager.sync(1)
+    assert caught.value.served == {"a": 0, "b": 0}
+    assert_same(sinks["a"].weights, awkward_weights(0))
+    house.source.weights = awkward_weights(2)
+    await house.manager.sync(1)
+    assert_same(sinks["b"].weights, awkward_weights(2))
+
+
+@pytest.mark.parametrize("where", ["on_send", "on_receive"])
+@pytest.mark.parametrize("kind", ["corrupt", "die"])
+async def test_a_fault_on_the_way_changes_nothing_and_the_next_sync_is_good(kind, where):
+    fault = Fault(kind, 1)
+    sinks = served("a", "b", seed=0)
+    house = house_of(sinks, lambda: FaultyTransport(LoopbackTransport(), **{where: fault}))
+    with pytest.raises(SyncFailed, match="bucket 1"):
+        await house.manager.sync(1)
+    for sink in sinks.values():
+        assert_same(sink.weights, awkward_weights(0))
+    house.source.weights = awkward_weights(7)
+    await house.manager.sync(1)
+    for sink in sinks.values():
+        assert_same(sink.weights, awkward_weights(7))
+
+
+@pytest.mark.parametrize("where", ["on_send", "on_receive"])
+async def test_a_side_that_hangs_is_given_up_at_its_deadline(where):
+    fault = Fault("hang", 1)
+    sinks = served("a", "b", seed=0)
+    make = lambda: FaultyTransport(LoopbackTransport(), **{where: fault})  # noqa: E731
+    house = house_of(sinks, make, transfer_timeout_s=2)
+    with pytest.raises(SyncFailed, match="transfer"):
+        await house.manager.sync(1)
+    fault.release.set()
+    await asyncio.sleep(0.1)
+    house.source.weights = awkward_weights(7)
+    await house.manager.sync(1)
+    for sink in sinks.values():
+        assert_same(sink.weights, awkward_weights(7))
+
+
+async def test_a_source_that_lies_about_itself_changes_nothing():
+    sinks = served("a", seed=0)
+    house = house_of(sinks, source=LyingSource(without("half"), manifest_of(awkward_weights(0).items())))
+    with pytest.raises(SyncFailed, match="where it offered 'half'"):
+        await house.manager.sync(1)
+    assert_same(sinks["a"].weights, awkward_weights(0))
+    assert house.source.walks == 1
+
+
+async def test_a_member_that_dies_in_the_flip_is_fenced_off_and_the_others_go_on():
+    sinks = served("a", "b", seed=0)
+    house = house_of(sinks)
+    fenced = []
+
+    async def on_fence(name, reason):
+        fenced.append((name, reason))
+
+    manager = CheckpointEngineManager(LocalSource(house.publisher), CONFIG, on_fence=on_fence)
+    for receiver in house.receivers.values():
+        manager.add(LocalMember(receiver, LoopbackTransport()))
+    sinks["b"].fail = True
+    report = await manager.sync(1)
+    assert (manager.members, list(report.members), list(report.fenced)) == (["a"], ["a"], ["b"])
+    assert fenced == [("b", report.fenced["b"])]
+    assert "torn" in fenced[0][1]
+    house.source.weights = awkward_weights(2)
+    await manager.sync(2)
+    assert_same(sinks["a"].weights, awkward_weights(2))
+
+
+async def test_when_nobody_changes_over_the_sync_failed():
+    sinks = served("a", seed=0)
+    sinks["a"].fail = True
+    house = house_of(sinks)
+    with pytest.raises(SyncFailed, match=r"no member changed over: a: flip: .*torn"):
+        await house.manager.sync(1)
+    assert house.manager.members == []
+    assert house.manager.version is None
+
+
+class StuckGate:
+    async def pause(self):
+        await asyncio.sleep(600)
+
+    async def resume(self):
+        raise AssertionError("it never paused")
+
+
+async def test_a_member_that_hangs_in_the_flip_is_fenced_off_at_the_deadline():
+    sinks = served("a", seed=0)
+    house = house_of(sinks, flip_timeout_s=2)
+    stuck = Receiver(Seat(member="stuck"), DictSink())
+    house.manager.add(LocalMember(stuck, LoopbackTransport(), gate=StuckGate()))
+    report = await house.manager.sync(1)
+    assert report.fenced == {"stuck": "flip: took longer than 2 s"}
+    assert house.manager.members == ["a"]
+
+
+async def test_a_late_joiner_is_brought_to_the_committed_version():
+    house = house_of(served("a", seed=0))
+    late = DictSink()
+    joiner = LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport())
+    await house.manager.sync(5)
+    with pytest.raises(SyncError, match="catch_up"):
+        house.manager.add(joiner)
+    report = await house.manager.catch_up(joiner)
+    assert (report.version, late.version, house.manager.members) == (5, 5, ["a", "late"])
+    assert_same(late.weights, awkward_weights(1))
+    with pytest.raises(SyncError, match="'late' already"):
+        await house.manager.catch_up(joiner)
+
+
+async def test_two_contents_cannot_have_one_label():
+    house = house_of(served("a", seed=0))
+    await house.manager.sync(5)
+    house.source.weights = awkward_weights(6)  # the trainer has stepped on
+    late = DictSink()
+    with pytest.raises(SyncFailed, match="no longer those committed as version 5"):
+        await house.manager.catch_up(LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport()))
+    assert late.version is None
+    assert house.manager.members == ["a"]
+
+
+async def test_before_the_first_sync_a_joiner_is_simply_a_member():
+    house = house_of(served("a", seed=0))
+    assert (
+        await house.manager.catch_up(LocalMember(Receiver(Seat(member="b"), DictSink()), LoopbackTransport()))
+        is None
+    )
+    assert house.manager.members == ["a", "b"]
+
+
+async def test_a_member_that_went_does_not_fail_the_others():
+    fault = Fault("die", 1)
+    sinks = served("a", "b", seed=0)
+    house = house_of(sinks, lambda: FaultyTransport(LoopbackTransport(), on_receive=fault))
+    strike = fault.strike
+
+    def leave_and_die(bucket, payload):
+        if fault.left and bucket.index == fault.bucket:
+            house.manager.remove("b")
+        strike(bucket, payload)
+
+    fault.strike = leave_and_die
+    report = await house.manager.sync(1)
+    assert (fault.left, set(report.members), house.manager.members) == (0, {"a"}, ["a"])
+    assert_same(sinks["a"].weights, awkward_weights(1))
+
+
+class RefusingSink(DictSink):
+    refuse = False
+
+    def load(self, tensors, version):
+        if self.refuse:
+            raise SyncError("not now")
+        super().load(tensors, version)
+
+
+async def test_when_all_refuse_in_the_flip_nobody_is_fenced_and_the_label_is_free():
+    sinks = {"a": RefusingSink(), "b": RefusingSink()}
+    house = house_of(sinks)
+    for sink in sinks.values():
+        sink.refuse = True
+    with pytest.raises(SyncFailed, match=r"a: flip: not now; b: flip: not now") as caught:
+        await house.manager.sync(1)
+    assert (caught.value.served, house.manager.members) == ({"a": 0, "b": 0}, ["a", "b"])
+    for sink in sinks.values():
+        sink.refuse = False
+    house.source.weights = awkward_weights(2)
+    await house.manager.sync(1)
+    assert_same(sinks["b"].weights, awkward_weights(2))
+
+
+async def test_one_that_refuses_in_the_flip_is_fenced_and_catches_up():
+    sinks = {"a": RefusingSink(), "b": RefusingSink()}
+    house = house_of(sinks)
+    sinks["b"].refuse = True
+    report = await house.manager.sync(1)
+    assert report.fenced == {"b": "flip: not now"} == house.manager.fenced
+    sinks["b"].refuse = False
+    joiner = LocalMember(house.receivers["b"], LoopbackTransport())
+    assert (await house.manager.catch_up(joiner)).members.keys() == {"b"}
+    assert house.manager.fenced == {}
+    assert_same(sinks["b"].weights, sinks["a"].weights)
+
+
+def canary_of(sink):
+    async def ask():
+        return [float(sink.weights["half"].double().sum())]
+
+    return ask
+
+
+class SlippingSink(DictSink):
+    slip = False
+
+    def load(self, tensors, version):
+        super().load(tensors, version)
+        if self.slip:
+            self.weights["half"] = self.weights["half"] + 1
+
+
+async def test_the_canary_fences_the_odd_one_which_is_loaded_anew():
+    sinks = {name: SlippingSink() for name in "abc"}
+    house = house_of({})
+    members = {
+        name: LocalMember(Receiver(Seat(member=name), sink), LoopbackTransport(), canary=canary_of(sink))
+        for name, sink in sinks.items()
+    }
+    for member in members.values():
+        house.manager.add(member)
+    sinks["c"].slip = True
+    report = await house.manager.sync(1)
+    assert set(report.members) == {"a", "b"}
+    assert "c: " not in report.fenced["c"]
+    assert "canary: answers 129 away" in report.fenced["c"]
+    assert (await members["c"].status()).label is None
+    sinks["c"].slip = False
+    await house.manager.catch_up(members["c"])
+    assert_same(sinks["c"].weights, awkward_weights(1))
+    assert (await members["c"].status()).label == house.manager.label
+
+
+async def test_a_joiner_that_serves_the_committed_content_already_is_taken_as_it_is():
+    sinks = served("a", "b", seed=0)
+    house = house_of(sinks)
+    await house.manager.sync(1)
+    house.manager.remove("b")
+    walks = house.source.walks
+    assert await house.manager.catch_up(LocalMember(house.receivers["b"], LoopbackTransport())) is None
+    assert (house.source.walks, house.manager.members) == (walks, ["a", "b"])
+
+
+async def test_a_manager_refuses_a_label_that_members_know_with_another_content():
+    one, two = house_of(served("a", seed=0)), house_of(served("b", seed=0))
+    two.source.weights = awkward_weights(2)
+    await one.manager.sync(1)
+    await two.manager.sync(1)
+    fresh = CheckpointEngineManager(LocalSource(one.publisher), CONFIG)
+    await fresh.catch_up(LocalMember(one.receivers["a"], LoopbackTransport()))
+    with pytest.raises(VersionError, match="version 1 stands for content"):
+        await fresh.catch_up(LocalMember(two.receivers["b"], LoopbackTransport()))
+    assert fresh.members == ["a"]

@@ -1,0 +1,189 @@
+"""Members in processes of their own, over gloo: the way the trainer drives replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing as mp
+
+import pytest
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.mailbox import Mailbox
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import ControlMember
+from offbeat_ckptsync.errors import SyncFailed, TransferError
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.testing import DictSource, awkward_weights, serve_worker, sums_of
+from offbeat_ckptsync.threads import in_thread
+
+pytestmark = pytest.mark.spawns
+
+CONFIG = SyncConfig(
+    bucket_mib=4096 / (1 << 20),
+    delta="auto",
+)
+
+
+class Replica:
+    """An engine with several ranks behind `control`; like vLLM it keeps a session and answers nothing."""
+
+    def __init__(self, num_ranks):
+        context = mp.get_context("forkserver")  # which has loaded torch, once for all of them
+        context.set_forkserver_preload(["offbeat_ckptsync.testing.actors"])
+        pairs = [context.Pipe() for _ in range(num_ranks)]
+        self.pipes = [near for near, _ in pairs]
+        self.processes = [
+            context.Process(target=serve_worker, args=(far, rank, num_ranks), daemon=True)
+            for rank, (_, far) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+        for pipe in self.pipes:
+            assert pipe.poll(600), "a worker process did not start within 600 s"
+            assert pipe.recv_bytes() == b"ready"
+        self.active = False
+        self.paused = 0
+        self.label = "0"
+
+    async def control(self, op, payload):
+        match op:
+            case "start":
+                if self.active:
+                    raise RuntimeError("session already open")
+                self.active = True
+            case "update":
+                failures = [text for text in await self.ask(json.dumps(payload).encode()) if text]
+                if failures:
+                    self.active = False
+                    raise RuntimeError(failures[0].decode())
+            case "finish":
+                self.active = False
+                self.label = payload.get("version", self.label)
+
+    async def ask(self, message):
+        for pipe in self.pipes:
+            pipe.send_bytes(message)
+        return [await in_thread(pipe.recv_bytes, name="ask") for pipe in self.pipes]
+
+    async def sums(self):
+        return [json.loads(text) for text in await self.ask(b"sum")]
+
+    async def pause(self):
+        self.paused += 1
+
+    async def resume(self):
+        self.paused -= 1
+
+    def close(self):
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send_bytes(b"end")
+            process.join(120)
+            pipe.close()
+
+
+@pytest.fixture(scope="module")
+def replicas():
+    made = {"one": Replica(1), "two": Replica(2)}
+    yield made
+    for replica in made.values():
+        replica.close()
+
+
+@pytest.fixture(scope="module")
+def house(replicas):
+    source = DictSource(awkward_weights(1))
+    publisher = Publisher(source, CONFIG)
+    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
+    mailbox = Mailbox()
+    for name, replica in replicas.items():
+        manager.add(ControlMember(name, replica.control, mailbox=mailbox, config=CONFIG, gate=replica))
+    yield source, manager
+    publisher.close()
+
+
+async def test_two_replicas_of_one_and_two_ranks_take_three_versions(house, replicas):
+    source, manager = house
+    for version in (1, 2, 3):
+        source.weights = awkward_weights(version)
+        report = await manager.sync(version)
+        assert set(report.members) == {"one", "two"}
+        for replica in replicas.values():
+            assert await replica.sums() == [[version, sums_of(source.weights)]] * len(replica.pipes)
+            assert (replica.label, replica.paused, replica.active) == (version, 0, False)
+
+
+async def test_replicas_of_several_ranks_take_deltas_and_one_that_was_started_anew_makes_it_a_whole_one(
+    house, replicas
+):
+    source, manager = house
+    for version, one_weight in ((4, 1.0), (5, 2.0)):
+        source.weights = {name: tensor.clone() for name, tensor in awkward_weights(3).items()}
+        source.weights["transposed"][3, 4] = one_weight
+        report = await manager.sync(version)
+        assert report.num_deltas == report.num_buckets > 4
+        assert report.wire_bytes < report.num_bytes / 20
+        for replica in replicas.values():
+            assert await replica.sums() == [[version, sums_of(source.weights)]] * len(replica.pipes)
+    third = Replica(2)
+    manager.enlist(ControlMember("third", third.control, mailbox=Mailbox(), config=CONFIG, gate=third))
+    report = await manager.sync(6)
+    assert (report.num_deltas, report.delta_why) == (0, "third kept no copy of what the source sent last")
+    report = await manager.sync(7)
+    assert (report.num_deltas, report.delta_fraction) == (report.num_buckets, 0.0)
+    manager.remove("third")
+    third.close()
+
+
+async def test_a_refusal_comes_back_with_its_names_from_every_kind_of_replica(house, replicas):
+    source, manager = house
+    kept = source.weights
+    source.weights = {name.replace("mask", "masque"): tensor for name, tensor in awkward_weights(8).items()}
+    with pytest.raises(SyncFailed, match=r"begin: .*unknown tensor 'masque'") as caught:
+        await manager.sync(8)
+    assert caught.value.served == {"one": 7, "two": 7}
+    assert await replicas["two"].sums() == [[7, sums_of(kept)]] * 2
+    source.weights = awkward_weights(8)
+    await manager.sync(8)
+    assert await replicas["two"].sums() == [[8, sums_of(awkward_weights(8))]] * 2
+
+
+async def test_a_session_that_a_dead_manager_left_open_is_taken_over(house, replicas):
+    source, manager = house
+    await replicas["one"].control("start", {})
+    source.weights = awkward_weights(9)
+    await manager.sync(9)
+    assert replicas["one"].active is False
+
+
+async def test_a_replica_that_is_killed_fails_the_sync_and_the_others_live_on(house, replicas):
+    source, manager = house
+    third = Replica(1)
+    source.weights = awkward_weights(9)
+    await manager.catch_up(
+        ControlMember("third", third.control, mailbox=Mailbox(), config=CONFIG, gate=third)
+    )
+    third.processes[0].kill()
+    third.processes[0].join(120)
+    source.weights = awkward_weights(10)
+    with pytest.raises(SyncFailed, match="third") as caught:
+        await manager.sync(10)
+    assert caught.value.served == {"one": 9, "two": 9}
+    manager.remove("third")
+    await manager.sync(10)
+    assert await replicas["one"].sums() == [[10, sums_of(awkward_weights(10))]]
+    third.close()
+
+
+async def test_a_mailbox_names_the_rank_that_is_silent():
+    mailbox = Mailbox()
+    post = Store.join(str(mailbox.address["host"]), int(str(mailbox.address["port"])), 60)
+    post.set("k/0", json.dumps({"num_ranks": 2}))
+    with pytest.raises(TransferError, match=r"rank 1 of vllm did not answer within 0\.2 s"):
+        await mailbox.read("k", who="vllm", timeout_s=0.2)
+    waiting = asyncio.create_task(mailbox.read("k2", who="vllm", timeout_s=60), name="read")
+    await asyncio.sleep(0.05)
+    post.set("k2/0", json.dumps({"num_ranks": 1, "x": 1}))
+    assert await waiting == [{"num_ranks": 1, "x": 1}]

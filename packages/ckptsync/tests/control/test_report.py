@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+
+import pytest
+
+from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.testing import DictSource, awkward_weights
+from offbeat_ckptsync.values import Seat
+
+CONFIG = SyncConfig(transport="shm", bucket_mib=4096 / (1 << 20), limit_gb_per_s=0.5)
+PHASES = ["begin", "gather", "pack", "wire", "verify", "drain", "load", "flip", "commit"]
+
+
+class SlowSource(DictSource):
+    """Gathers slowly."""
+
+    def tensors(self):
+        for name, tensor in super().tensors():
+            time.sleep(0.01)
+            yield name, tensor
+
+
+class SlowSink(DictSink):
+    """Loads slowly."""
+
+    def load(self, tensors, version):
+        time.sleep(0.06)
+        super().load(tensors, version)
+
+
+class SlowGate:
+    """Comes to rest slowly, and goes on slowly."""
+
+    async def pause(self):
+        await asyncio.sleep(0.08)
+
+    async def resume(self):
+        await asyncio.sleep(0.04)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "shm", "broadcast", "disk", "auto"])
+async def test_the_phases_sum_to_the_wall_time_and_each_says_what_it_is(transport, tmp_path):
+    config = dataclasses.replace(CONFIG, transport=transport, disk_path=str(tmp_path))
+    publisher = Publisher(SlowSource(awkward_weights(1)), config)
+    manager = CheckpointEngineManager(LocalSource(publisher), config)
+    ends = [make_transport(transport, config) for _ in range(2)]
+    for index, (end, gate) in enumerate(zip(ends, [None, SlowGate()], strict=True)):
+        receiver = Receiver(Seat(member=f"m{index}"), SlowSink() if index else DictSink())
+        manager.add(LocalMember(receiver, end, gate=gate))
+    mark = time.perf_counter()
+    report = await manager.sync(1)
+    wall_s = time.perf_counter() - mark
+    assert list(report.phases) == PHASES
+    assert all(seconds >= 0 for seconds in report.phases.values()), report.phases
+    assert sum(report.phases.values()) == pytest.approx(report.total_s, rel=1e-6)
+    assert report.total_s <= wall_s
+    assert report.phases["gather"] >= 0.01 * 11
+    assert report.phases["drain"] >= 0.08
+    assert report.phases["load"] >= 0.06
+    assert report.phases["flip"] >= 0.04
+    assert report.pause_s >= 0.18
+    assert report.fraction_of_limit == pytest.approx(report.num_bytes / report.total_s / 1e9 / 0.5)
+    for end in ends:
+        end.close()
+    publisher.close()
+
+
+async def test_no_fraction_where_no_limit_was_measured():
+    config = dataclasses.replace(CONFIG, limit_gb_per_s=0.0)
+    publisher = Publisher(DictSource(awkward_weights(1)), config)
+    manager = CheckpointEngineManager(LocalSource(publisher), config)
+    end = make_transport("shm", config)
+    manager.add(LocalMember(Receiver(Seat(member="m"), DictSink()), end))
+    report = await manager.sync(1)
+    assert (report.limit_gb_per_s, report.fraction_of_limit, report.why) == (0.0, None, "")
+    end.close()
+    publisher.close()

@@ -1,0 +1,72 @@
+"""A member of two ranks of which one does not change over: whatever the other did, it is whole no more."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.mailbox import Mailbox
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import ControlMember
+from offbeat_ckptsync.errors import ManifestError, SyncFailed
+from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+
+CONFIG = SyncConfig(transport="loopback")
+REFUSED, TORN = ManifestError("cannot read it, nothing was changed"), MemoryError("half-way")
+
+
+class Sink(DictSink):
+    """Loads, or fails as it is told."""
+
+    error = None
+
+    def load(self, tensors, version):
+        if self.error is not None:
+            raise self.error
+        super().load(tensors, version)
+
+
+class Gate:
+    def __init__(self):
+        self.paused = 0
+
+    async def pause(self):
+        self.paused += 1
+
+    async def resume(self):
+        self.paused -= 1
+
+
+@pytest.mark.parametrize(
+    ("errors", "stays"),
+    [((REFUSED, None), False), ((REFUSED, TORN), False), ((None, TORN), False), ((REFUSED, REFUSED), True)],
+    ids=["refused and loaded", "refused and torn", "loaded and torn", "both refused"],
+)
+async def test_a_member_whose_ranks_part_is_fenced_off_and_generates_no_more(errors, stays):
+    sinks, gate, module = [Sink(), Sink()], Gate(), torch.nn.Linear(8, 8)
+    workers = [Worker(sink, rank=rank, num_ranks=2) for rank, sink in enumerate(sinks)]
+
+    async def control(op, payload):
+        if op == "update":
+            answers = [asyncio.to_thread(worker.handle, payload) for worker in workers]
+            for answer in await asyncio.gather(*answers, return_exceptions=True):
+                if isinstance(answer, Exception):
+                    raise answer
+
+    publisher = Publisher(ModuleSource(module), CONFIG)
+    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
+    manager.add(ControlMember("pair", control, mailbox=Mailbox(), config=CONFIG, gate=gate))
+    await manager.sync(1)
+    for sink, error in zip(sinks, errors, strict=True):
+        sink.error = error
+    with pytest.raises(SyncFailed, match="pair"):
+        await manager.sync(2)
+    assert ("pair" in manager.members) == stays
+    assert ("pair" in manager.fenced) != stays
+    assert gate.paused == (0 if stays else 1), "torn weights must not generate"
+    publisher.close()

@@ -1,0 +1,235 @@
+"""Weights that are served from where they lie: one copy for all replicas of a machine, and a flip that moves no bytes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.errors import ManifestError, TransferError
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink, ModuleSource
+from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.values import Seat
+
+SIZE = 64
+
+
+class Model(torch.nn.Module):
+    """Tied weights, a buffer, two dtypes, a tensor of no elements."""
+
+    def __init__(self, seed, width=SIZE):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embed = torch.nn.Parameter(torch.randn(width, SIZE, generator=generator))
+        self.head = self.embed
+        self.scale = torch.nn.Parameter(torch.randn(SIZE, generator=generator).bfloat16())
+        self.register_buffer("table", torch.randint(0, 9, (SIZE,), generator=generator))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+
+    def bits(self):
+        return {name: tensor.clone() for name, tensor in self.state_dict().items()}
+
+    def places(self):
+        return [tensor.data_ptr() for tensor in self.state_dict().values() if tensor.numel()]
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+class House:
+    """A source, and receivers of it in this process."""
+
+    def __init__(self, transport, sinks, folder):
+        config = SyncConfig(transport=transport, bucket_mib=1 / 128, disk_path=str(folder))
+        make = lambda: make_transport(transport, config)  # noqa: E731
+        self.model = Model(0)
+        shared = make() if transport == "loopback" else None
+        self.sending = shared or make()
+        self.publisher = Publisher(ModuleSource(self.model), config, transport=self.sending)
+        self.seats = {f"m{index}": shared or make() for index in range(len(sinks))}
+        self.receivers = {
+            name: Receiver(Seat(member=name), sink) for name, sink in zip(self.seats, sinks, strict=True)
+        }
+        self.version = 0
+
+    def sync(self, seed):
+        flip = self.stage(seed)
+        flip()
+
+    def stage(self, seed):
+        """Bring a version to every receiver; return what makes them serve it."""
+        self.version += 1
+        self.model.load_state_dict(Model(seed).state_dict())
+        offer = self.publisher.offer(self.version, [*self.receivers])
+        for receiver in self.receivers.values():
+            receiver.begin(offer)
+        sent = []
+        threads = [threading.Thread(target=lambda: sent.append(self.publisher.send(offer)))]
+        threads += [
+            threading.Thread(target=receiver.transfer, args=(self.seats[name], offer.sync_id))
+            for name, receiver in self.receivers.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+
+        def flip():
+            for receiver in self.receivers.values():
+                receiver.flip(offer.sync_id, sent[0])
+                receiver.commit(receiver.status().label)
+
+        return flip
+
+    def segments(self):
+        return [segment.memory for segment in self.sending._segments]
+
+    def close(self):
+        self.publisher.close()
+        for seat in self.seats.values():
+            seat.close()
+
+
+@pytest.fixture
+def open_house(tmp_path):
+    houses = []
+
+    def make(transport, *sinks):
+        houses.append(House(transport, sinks, tmp_path / "disk"))
+        return houses[-1]
+
+    yield make
+    for house in houses:
+        house.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "loopback", "broadcast", "disk"])
+def test_every_version_is_served_to_the_bit_over_any_transport(open_house, transport):
+    model = Model(99)
+    house = open_house(transport, AdoptingModuleSink(model))
+    house.sync(1)
+    for seed in (2, 3, 4):
+        flip = house.stage(seed)
+        assert_equal(model.bits(), Model(seed - 1).bits())
+        flip()
+        assert_equal(model.bits(), Model(seed).bits())
+        assert model.head is model.embed
+
+
+@pytest.mark.parametrize("transport", ["shm", "broadcast", "disk"])
+def test_nothing_is_copied_and_two_memories_take_turns(open_house, transport):
+    model = Model(99)
+    house = open_house(transport, AdoptingModuleSink(model))
+    seen = []
+    for seed in range(1, 7):
+        before = model.places()
+        house.sync(seed)
+        assert not set(before) & set(model.places()), "a sync wrote where weights were served"
+        seen.append(tuple(model.places()))
+    assert len(set(seen)) == 2, "memory is kept"
+    if transport == "shm":
+        assert len(house.segments()) == 2
+
+
+def test_what_copies_keeps_its_tensors_where_they_are(open_house):
+    model = Model(99)
+    house = open_house("shm", ModuleSink(model))
+    before = model.places()
+    house.sync(1)
+    assert model.places() == before
+    assert_equal(model.bits(), Model(1).bits())
+
+
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_weights_that_somebody_still_holds_stay_as_they_were(open_house, transport):
+    model = Model(99)
+    house = open_house(transport, AdoptingModuleSink(model))
+    house.sync(1)
+    held = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for seed in (2, 3, 4):
+        house.sync(seed)
+    assert_equal(held, Model(1).bits())
+    if transport == "shm":
+        assert len(house.segments()) == 3
+    del held
+    gc.collect()
+    house.sync(5)
+    house.sync(6)
+    assert_equal(model.bits(), Model(6).bits())
+
+
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_a_replica_that_writes_into_its_weights_changes_nothing_for_others_or_later(open_house, transport):
+    models = Model(98), Model(99)
+    house = open_house(transport, *map(AdoptingModuleSink, models))
+    house.sync(1)
+    with torch.no_grad():
+        models[0].embed.add_(1)  # torch counts this on the parameter, not on the memory below
+    models[0].table.numpy()[:] = 7  # and this nowhere
+    assert_equal(models[1].bits(), Model(1).bits())
+    for seed in (2, 3, 4, 5):
+        house.sync(seed)
+        for model in models:
+            assert_equal(model.bits(), Model(seed).bits())
+
+
+def test_a_replica_that_wrote_and_let_go_before_the_next_sync_takes_that_one_whole(open_house):
+    model = Model(99)
+    house = open_house("shm", AdoptingModuleSink(model))
+    house.sync(1)
+    with torch.no_grad():
+        model.embed.add_(1)
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor.data = tensor.detach().clone()
+    gc.collect()
+    for seed in (2, 3):
+        house.sync(seed)
+        assert_equal(model.bits(), Model(seed).bits())
+
+
+def test_what_is_served_from_where_it_was_staged_is_no_copy_for_joiners(open_house):
+    # Who serves may write into it, and nothing counts that.
+    copies, adopts = Model(98), Model(99)
+    house = open_house("broadcast", ModuleSink(copies), AdoptingModuleSink(adopts))
+    house.sync(1)
+    _, tensors = house.receivers["m0"].copy()
+    assert_equal(dict(tensors), {name: tensor for name, tensor in copies.bits().items() if name != "head"})
+    with pytest.raises(TransferError, match="keeps no copy"):
+        house.receivers["m1"].copy()
+
+
+def test_a_copy_that_is_being_read_is_not_staged_over(open_house):
+    model = Model(99)
+    house = open_house("broadcast", ModuleSink(model))
+    house.sync(1)
+    _, tensors = house.receivers["m0"].copy()
+    house.sync(2)
+    assert_equal(dict(tensors), {name: tensor for name, tensor in Model(1).bits().items() if name != "head"})
+
+
+def test_what_does_not_fit_is_refused_before_a_pointer_changes(open_house):
+    model = Model(99, width=SIZE + 1)
+    before, places = model.bits(), model.places()
+    house = open_house("shm", AdoptingModuleSink(model))
+    with pytest.raises(ManifestError, match="embed"):
+        house.sync(1)
+    assert_equal(model.bits(), before)
+    assert model.places() == places
+
+
+def test_what_needs_another_dtype_is_copied_and_the_rest_is_not():
+    model = Model(1)
+    given = {name: tensor.clone() for name, tensor in Model(2).state_dict().items() if name != "head"}
+    given["scale"] = given["scale"].float()
+    place = model.scale.data_ptr()
+    AdoptingModuleSink(model, allow_cast=True).adopt(given.items(), 1)
+    assert model.scale.data_ptr() == place
+    assert model.embed.data_ptr() == given["embed"].data_ptr()
+    assert_equal(model.bits(), Model(2).bits())

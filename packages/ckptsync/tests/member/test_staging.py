@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+
+import pytest
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.labels import label_of
+from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, assert_same, awkward_weights
+from offbeat_ckptsync.transports.loopback import LoopbackTransport
+from offbeat_ckptsync.values import Seat
+
+CONFIG_BYTES = 4096
+CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20), delta="auto")
+
+
+class Pair:
+    """A source and a receiver without a manager."""
+
+    def __init__(self, sink=None):
+        self.source = DictSource(awkward_weights(1))
+        self.fault = Fault("corrupt", 1, times=0)
+        self.publisher = Publisher(self.source, CONFIG)
+        self.sink = DictSink() if sink is None else sink
+        self.receiver = Receiver(Seat(member="m"), self.sink)
+
+    def stage(self, version, *, base=None):
+        offer = self.publisher.offer(version, ["m"])
+        held = self.receiver.begin(offer)
+        offer = dataclasses.replace(offer, base=held if base is None else base)
+        out = []
+
+        def send():
+            with contextlib.suppress(SyncError):
+                out.append(self.publisher.send(offer))
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        try:
+            self.receiver.transfer(FaultyTransport(LoopbackTransport(), on_receive=self.fault))
+        except SyncError:
+            self.publisher.abort(offer.sync_id)
+            raise
+        finally:
+            sending.join(120)
+        return offer, out[0]
+
+    def verified(self, version):
+        offer, sent = self.stage(version)
+        self.receiver.verify(offer.sync_id, sent)
+
+    def sync(self, version, **settings):
+        offer, sent = self.stage(version, **settings)
+        self.receiver.flip(offer.sync_id, sent)
+        self.receiver.commit(label_of(sent, offer.bucket_bytes))
+        return sent
+
+    def change(self):
+        weights = {name: tensor.clone() for name, tensor in self.source.weights.items()}
+        weights["transposed"][0] += 1
+        self.source.weights = weights
+
+
+def test_a_delta_leaves_base_and_live_weights_until_it_is_loaded():
+    pair = Pair()
+    pair.sync(1)
+    before = {name: tensor.clone() for name, tensor in pair.receiver.copy()[1]}
+    pair.change()
+    offer, sent = pair.stage(2)
+    assert sent.num_deltas == len(sent.bucket_digests)
+    assert_same(dict(pair.receiver.copy()[1]), before)
+    assert_same(pair.sink.weights, before)
+    pair.receiver.flip(offer.sync_id, sent)
+    assert_same(pair.sink.weights, pair.source.weights)
+
+
+def test_a_spoilt_delta_is_found_and_leaves_base_and_live_weights():
+    pair = Pair()
+    pair.sync(1)
+    before = {name: tensor.clone() for name, tensor in pair.receiver.copy()[1]}
+    pair.change()
+    pair.fault.left = 1
+    with pytest.raises(DigestError, match="bucket 1"):
+        pair.verified(2)
+    assert_same(dict(pair.receiver.copy()[1]), before)
+    assert_same(pair.sink.weights, before)
+    pair.receiver.abort("")
+    assert pair.sync(2).num_deltas
+    assert_same(pair.sink.weights, pair.source.weights)
+
+
+def test_a_copy_that_is_not_committed_or_not_trusted_is_not_held():
+    pair = Pair()
+    offer, sent = pair.stage(1)
+    pair.receiver.flip(offer.sync_id, sent)
+    pair.receiver.abort("")
+    assert pair.receiver.begin(pair.publisher.offer(2, ["m"])) == ""
+    pair.receiver.abort("")
+    pair.receiver.commit(label_of(sent, offer.bucket_bytes))
+    assert (
+        pair.receiver.begin(pair.publisher.offer(2, ["m"]))
+        == label_of(sent, offer.bucket_bytes).content_digest
+    )
+    pair.receiver.abort("")
+    pair.receiver.distrust()
+    assert pair.receiver.begin(pair.publisher.offer(2, ["m"])) == ""
+
+
+def test_what_is_laid_out_otherwise_is_not_held():
+    pair = Pair()
+    pair.sync(1)
+    offer = pair.publisher.offer(2, ["m"])
+    assert pair.receiver.begin(dataclasses.replace(offer, bucket_bytes=8192)) == ""
+
+
+class UsingUp(DictSink):
+    """Scales the tensors that it is given, in place, as a loader may."""
+
+    def load(self, tensors, version):
+        super().load(((name, t.mul_(2) if t.is_floating_point() else t) for name, t in tensors), version)
+
+
+def test_a_copy_that_the_sink_wrote_to_is_not_held():
+    pair = Pair(UsingUp())
+    pair.sync(1)
+    assert pair.receiver.begin(pair.publisher.offer(2, ["m"])) == ""
+    with pytest.raises(TransferError, match="keeps no copy"):
+        pair.receiver.copy()
+    pair.receiver.abort("")
+    assert pair.sync(2).num_deltas == 0
+
+
+def test_a_delta_for_one_that_holds_nothing_is_refused():
+    pair = Pair()
+    digest = label_of(pair.sync(1), CONFIG_BYTES).content_digest
+    pair.receiver.distrust()
+    pair.change()
+    with pytest.raises(TransferError, match="bucket 0 came as a delta"):
+        pair.stage(2, base=digest)
+
+
+def test_without_deltas_one_buffer_serves_all_syncs():
+    pair = Pair()
+    pair.publisher = Publisher(pair.source, dataclasses.replace(CONFIG, delta="off"))
+    places = set()
+    for version in (1, 2, 3):
+        pair.change()
+        pair.sync(version)
+        places.add(pair.receiver.copy()[1][0][1].data_ptr())
+    assert len(places) == 1
+
+
+def test_with_deltas_two_buffers_take_turns():
+    pair = Pair()
+    places = []
+    for version in (1, 2, 3, 4, 5):
+        pair.change()
+        pair.sync(version)
+        places.append(dict(pair.receiver.copy()[1])["transposed"].data_ptr())
+    assert places == [*places[:2], *places[:2], places[0]]
+    assert len(set(places)) == 2

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import xxhash
+
+from offbeat_ckptsync.plan import digest as module
+from offbeat_ckptsync.plan.digest import digest, sum64
+
+WORD = 1 << 64
+
+
+def slow_sum64(data: bytes) -> str:
+    """The formula of the module's docstring with Python's integers: the reference."""
+    total = len(data) * 0x9E3779B97F4A7C15
+    for i in range((len(data) + 7) // 8):
+        word = int.from_bytes(data[8 * i : 8 * i + 8].ljust(8, b"\0"), "little")
+        z = (word + (i + 1) * 0x9E3779B97F4A7C15) % WORD
+        z = (z ^ (z >> 32)) * 0xD6E8FEB86659FD93 % WORD
+        z = (z ^ (z >> 29)) * 0xA0761D6478BD642F % WORD
+        total += z ^ (z >> 32)
+    return f"sum64-{total % WORD:016x}"
+
+
+def some(num_bytes, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), generator=rng).to(torch.uint8)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 64, 1001, 4096])
+def test_sum64_is_what_its_description_says(num_bytes):
+    payload = some(num_bytes)
+    assert sum64(payload) == slow_sum64(bytes(payload.tolist()))
+    assert sum64(some(num_bytes + 3)[3:]) == slow_sum64(bytes(some(num_bytes + 3)[3:].tolist()))
+
+
+def test_sum64_in_spans_is_the_same(monkeypatch):
+    whole = sum64(some(5000))
+    monkeypatch.setattr(module, "_SPAN_BYTES", 1024)
+    assert sum64(some(5000)) == whole
+
+
+def test_any_single_bit_and_the_order_and_the_length_count():
+    payload = some(256)
+    seen = {sum64(payload), sum64(payload[:255]), sum64(torch.cat([payload, payload.new_zeros(1)]))}
+    for bit in range(256 * 8):
+        changed = payload.clone()
+        changed[bit // 8] ^= 1 << (bit % 8)
+        seen.add(sum64(changed))
+    swapped = payload.clone()
+    swapped[:8], swapped[8:16] = payload[8:16], payload[:8]
+    assert len(seen | {sum64(swapped)}) == 256 * 8 + 4
+
+
+def test_on_the_host_a_digest_is_xxh3():
+    payload = some(1001)
+    assert digest(payload) == xxhash.xxh3_128_hexdigest(bytes(payload.tolist()))
+
+
+@pytest.mark.gpu(1)
+def test_a_gpu_computes_what_the_host_does():
+    payload = some((40 << 20) + 5)
+    assert digest(payload.cuda()) == sum64(payload)
