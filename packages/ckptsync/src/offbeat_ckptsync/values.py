@@ -171,6 +171,7 @@ class Echo:
     transfer_s: float = 0.0
     digest_s: float = 0.0
     num_bytes: int = 0  # of the buckets that this rank took
+    num_ranks: int = 1  # of the member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -336,3 +336,36 @@ async def test_a_manager_refuses_a_label_that_members_know_with_another_content(
     with pytest.raises(VersionError, match="version 1 stands for content"):
         await fresh.catch_up(LocalMember(two.receivers["b"], LoopbackTransport()))
     assert fresh.members == ["a"]
+
+
+class Echoing(LocalMember):
+    """Sends other echoes than those of its ranks."""
+
+    bend = staticmethod(lambda echoes: echoes)
+
+    async def transfer(self, offer):
+        return self.bend(await super().transfer(offer))
+
+
+@pytest.mark.parametrize(
+    ("bend", "told"),
+    [
+        (lambda echoes: [], r"m has 1 ranks and sent echoes of ranks \[\]"),
+        (lambda echoes: echoes * 2, r"sent echoes of ranks \[0, 0\]"),
+        (lambda echoes: [dataclasses.replace(echoes[0], rank=1)], r"sent echoes of ranks \[1\]"),
+        (lambda echoes: [dataclasses.replace(echoes[0], num_ranks=2)], r"m has 2 ranks and sent .* \[0\]"),
+        (lambda echoes: [dataclasses.replace(echoes[0], member="n")], "of n among others"),
+    ],
+    ids=["none", "twice", "another rank", "one of two", "of another"],
+)
+async def test_a_member_that_does_not_prove_what_every_rank_staged_is_refused(bend, told):
+    house, sink = house_of({}), DictSink()
+    member = Echoing(Receiver(Seat(member="m"), sink), LoopbackTransport())
+    house.manager.add(member)
+    member.bend = bend
+    with pytest.raises(SyncFailed, match=f"version 1: verify: .*{told}"):
+        await house.manager.sync(1)
+    assert sink.version is None
+    member.bend = Echoing.bend
+    await house.manager.sync(1)
+    assert_same(sink.weights, awkward_weights(1))

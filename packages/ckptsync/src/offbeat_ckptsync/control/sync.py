@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from offbeat_ckptsync.control.canary import odd_ones
 from offbeat_ckptsync.errors import (
@@ -19,7 +19,7 @@ from offbeat_ckptsync.errors import (
     VersionError,
 )
 from offbeat_ckptsync.plan.deltas import common_base
-from offbeat_ckptsync.plan.digest import check_echo
+from offbeat_ckptsync.plan.digest import check_echo, require_every_rank
 from offbeat_ckptsync.plan.labels import label_of, told
 from offbeat_ckptsync.plan.slices import cut_offer, own_buckets
 from offbeat_ckptsync.seams import CanaryMember, CommittingMember, SlicedMember, SupervisedMember
@@ -107,7 +107,7 @@ class Run:
         done = await self._all(Phase.TRANSFER, self._config.transfer_timeout_s, work)
         sent = done.pop(SOURCE)
         assert isinstance(sent, Sent)
-        return sent, {name: echoes for name, echoes in done.items() if isinstance(echoes, list)}
+        return sent, cast("dict[str, list[Echo]]", done)
 
     async def verify(
         self, offer: SyncOffer, buckets: tuple[Bucket, ...], sent: Sent, echoes: dict[str, list[Echo]]
@@ -117,7 +117,8 @@ class Run:
         where = f"version {self._aim.version}: {Phase.VERIFY}"
         label = label_of(sent, offer.bucket_bytes)
         try:
-            for of_member in echoes.values():
+            for name, of_member in echoes.items():
+                require_every_rank(name, of_member)
                 for echo in of_member:
                     own = own_buckets(offer, Seat(member=echo.member, rank=echo.rank), buckets)
                     check_echo(echo, sent, offer.manifest, buckets, own)

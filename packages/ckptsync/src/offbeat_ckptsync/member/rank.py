@@ -133,15 +133,17 @@ class Worker:
         held = receiver.begin(offer)
         # A daemon: generation goes on meanwhile, and a transport that hangs must not keep the process alive.
         threading.Thread(
-            target=lambda: self._stage(receiver, transport, key), name=f"stage {offer.version}", daemon=True
+            target=lambda: self._stage(receiver, transport, offer.sync_id, key),
+            name=f"stage {offer.version}",
+            daemon=True,
         ).start()
         return held
 
-    def _stage(self, receiver: Receiver, transport: Transport, key: str) -> None:
+    def _stage(self, receiver: Receiver, transport: Transport, sync_id: str, key: str) -> None:
         try:
             if self._prepare_thread is not None:
                 self._prepare_thread()
-            answer: Json = {"echo": encode(receiver.transfer(transport))}
+            answer: Json = {"echo": encode(receiver.transfer(transport, sync_id))}
         except Exception as error:  # noqa: BLE001 -- mailed to the manager, which raises it
             answer = {"error": encode_error(error)}
         self._mail(key, answer)

@@ -194,6 +194,7 @@ class Receiver:
             transfer_s=time.perf_counter() - mark,
             digest_s=staged.digest_s,
             num_bytes=sum(bucket.num_bytes for bucket in staged.buckets),
+            num_ranks=self.seat.num_ranks,
         )
         with self._lock:
             if self._session is not session:
@@ -321,9 +322,8 @@ class Receiver:
         """Return which content the copy on the shelf is, where the buckets of `session` can be compared with it."""
         if self._label is None or not self._committed:
             return ""
-        return (
-            self._label.content_digest if self._shelf.holds(session.offer.manifest, session.buckets) else ""
-        )
+        holds = self._shelf.holds(session.offer.manifest, session.buckets)
+        return self._label.content_digest if holds else ""
 
     def _check_label(self, sent: Sent, session: _Session) -> None:
         """A version that is served may come once more, with the same content only."""

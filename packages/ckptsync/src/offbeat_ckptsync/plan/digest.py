@@ -25,6 +25,8 @@ from offbeat_ckptsync.errors import DigestError, VersionError
 from offbeat_ckptsync.plan.buckets import tensors_in
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -123,3 +125,20 @@ def check_echo(
                 f"{who}: bucket {bucket.index} of {num_sent} arrived with digest {got}, sent with {want}; it "
                 f"holds {tensors_in(manifest, bucket)}"
             )
+
+
+def require_every_rank(member: str, echoes: Sequence[Echo]) -> None:
+    """Make sure that every rank of `member` sent one echo, and nobody else did.
+
+    Raises:
+        DigestError: an echo is missing, came twice, or is another member's: not all that was staged is proven.
+    """
+    ranks = sorted(echo.rank for echo in echoes)
+    strangers = sorted({echo.member for echo in echoes} - {member})
+    counts = {echo.num_ranks for echo in echoes} or {1}
+    if strangers or len(counts) > 1 or ranks != list(range(*counts)):
+        of = f", of {', '.join(strangers)} among others" if strangers else ""
+        raise DigestError(
+            f"{member} has {' or '.join(map(str, sorted(counts)))} ranks and sent echoes of ranks {ranks}{of}; expected "
+            "one of each rank of its own"
+        )

@@ -1,0 +1,59 @@
+"""A rank that is driven by messages, with a real mailbox and transport."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import torch
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.testing import DictSource
+from offbeat_ckptsync.wire import encode
+
+CONFIG = SyncConfig(transport="loopback")
+
+
+def test_a_staging_thread_that_comes_late_leaves_the_next_sync_alone():
+    early, late, gone = (threading.Event() for _ in range(3))
+    threads = iter([late, early])
+
+    publisher = Publisher(DictSource({"a": torch.ones(1000)}), CONFIG)
+    mailbox = Store.serve("127.0.0.1")
+    worker = Worker(DictSink(), prepare_thread=lambda: next(threads).wait(120))
+
+    def begin(key):
+        offer = publisher.offer(1, ["m"])
+        worker.handle(
+            {
+                "op": "begin",
+                "offer": encode(offer),
+                "config": encode(CONFIG),
+                "member": "m",
+                "staged": key,
+                "mailbox": {"host": mailbox.host, "port": mailbox.port},
+            }
+        )
+        return offer
+
+    def mailed(key):
+        assert not mailbox.wait([f"{key}/0"], 120, gone.is_set)
+        return json.loads(mailbox.get(f"{key}/0"))
+
+    first = begin("first")  # its thread is held up before it takes anything
+    publisher.abort(first.sync_id)
+    worker.handle({"op": "abort", "sync_id": first.sync_id})
+    second = begin("second")
+    sending = threading.Thread(target=publisher.send, args=(second,))
+    sending.start()
+    late.set()
+    assert mailed("first")["error"]["type"] == "PhaseError"
+    early.set()
+    sending.join(120)
+    assert "echo" in mailed("second")
+    publisher.close()
+    worker.close()
