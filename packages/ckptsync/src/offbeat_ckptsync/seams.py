@@ -179,7 +179,7 @@ class Transport(Protocol):
 
     @property
     def device(self) -> str:
-        """The torch device type of the payloads that `send` and `receive` take: "cpu" or "cuda"."""
+        """The torch device of the payloads that `send` and `receive` take: "cpu", or a GPU with its index, "cuda:1"."""
         ...
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:

@@ -1,13 +1,21 @@
-"""Blocking work beside an event loop."""
+"""Threads: blocking work beside an event loop, and which GPU and stream a thread that moves weights works on."""
+
+# torch types its CUDA interface in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
+from offbeat_ckptsync.errors import SyncError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
 _Result = TypeVar("_Result")
 
@@ -41,3 +49,54 @@ async def in_thread(work: Callable[[], _Result], *, name: str) -> _Result:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await done
+
+
+def own_device(device: str) -> str:
+    """Return a torch device with its index: "cuda" is the calling thread's current GPU, everything else stays.
+
+    Raises:
+        SyncError: torch sees no CUDA device.
+    """
+    if device != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise SyncError('payloads are to be on "cuda" and torch sees no CUDA device; set `device` to "cpu"')
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def use_device(device: str) -> None:
+    """Make `device` the calling thread's current GPU; harmless for "cpu".
+
+    Each thread has a current GPU of its own, and begins with the first one that its process sees: one that works for rank 1
+    of a tensor-parallel replica must be told.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class SideStream:
+    """A CUDA stream of one thread's own, so that it waits for no one's training or generation; on the CPU nothing."""
+
+    def __init__(self, device: str) -> None:
+        """Make a stream where `device` is a CUDA device."""
+        self._stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
+
+    @contextmanager
+    def after(self, mark: torch.cuda.Event | None = None) -> Generator[None]:
+        """Run what is inside on this stream, behind everything that `mark` stands for."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            if mark is not None:
+                self._stream.wait_event(mark)
+            yield
+
+
+def mark_of(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """Return an event behind all work that the calling thread has queued on `tensor`'s GPU; None on the CPU."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event

@@ -14,6 +14,7 @@ from offbeat_ckptsync.plan.deltas import apply_delta, runs_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.slices import own_buckets
 from offbeat_ckptsync.seams import AdoptingSink, DeltaReceiver, PickingReceiver
+from offbeat_ckptsync.threads import SideStream, mark_of, use_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -68,6 +69,7 @@ def stage(
 ) -> Staged:
     """Receive all buckets, into the transport's own memory where it lends some, else into `spare` or a fresh buffer.
 
+    Call it in a thread of its own: it works on the transport's GPU, in a stream that waits for nobody's generation.
     Bucket k is digested where it lies while bucket k + 1 arrives. One that comes as a delta is made from its copy in
     `base`, laid out as what is staged and left as it is.
 
@@ -77,7 +79,7 @@ def stage(
     """
     own = own_buckets(offer, seat, buckets)
     all_starts, num_bytes = bucket_starts(buckets)
-    timer = _Timer()
+    use_device(transport.device)
     end = transport.receiver(offer, seat)
     try:
         lent = end.lend(num_bytes)
@@ -87,9 +89,10 @@ def stage(
             memory = kept.lend()
         else:
             kept, starts, memory = None, [all_starts[bucket.index] for bucket in own], lent
-        desk = _Desk(offer, seat, memory, base)
+        desk, timer = _Desk(offer, seat, memory, base), _Timer(str(memory.device))
         places = dict(zip((bucket.index for bucket in own), starts, strict=True))
-        digests = desk.take(end, buckets, places, timer)
+        with SideStream(str(memory.device)).after(mark_of(memory)):
+            digests = desk.take(end, buckets, places, timer)
     except BaseException:
         end.close()
         raise
@@ -170,12 +173,14 @@ class _Desk:
 
 
 class _Timer:
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self.seconds = 0.0
+        self._stream = SideStream(device)
 
     def digest(self, complete: Callable[[], torch.Tensor]) -> str:
-        payload = complete()
-        mark = time.perf_counter()
-        result = digest(payload)
-        self.seconds += time.perf_counter() - mark
+        with self._stream.after():  # what has arrived has been waited for
+            payload = complete()
+            mark = time.perf_counter()
+            result = digest(payload)
+            self.seconds += time.perf_counter() - mark
         return result

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts
 from offbeat_ckptsync.seams import DeltaSender
-from offbeat_ckptsync.source.streams import Lane, mark_of
+from offbeat_ckptsync.threads import SideStream, mark_of, use_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,8 @@ class Shipper:
             for buffer in self._own:
                 self._free.put(buffer)
         num_packers = min(PACK_THREADS, len(os.sched_getaffinity(0))) if parallel else 1
-        self._pack_lane, self._wire_lane = Lane(buffers.device), Lane(buffers.device)
+        self._device = buffers.device
+        self._pack_stream, self._wire_stream = SideStream(self._device), SideStream(self._device)
         self._packers = ThreadPoolExecutor(num_packers, thread_name_prefix=f"pack {offer.sync_id}")
         # A daemon: a transport that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"ship {offer.sync_id}", daemon=True)
@@ -119,7 +120,7 @@ class Shipper:
 
         def work() -> str:
             try:
-                with self._pack_lane.after(mark):
+                with self._pack_stream.after(mark):
                     return complete()
             finally:
                 self._room.release()
@@ -165,6 +166,7 @@ class Shipper:
 
     def _run(self) -> None:
         try:
+            use_device(self._device)
             sender = self._open_sender()
             while (item := self._full.get()) is not None and not self._cancelled.is_set():
                 self._send(sender, *item)
@@ -179,7 +181,7 @@ class Shipper:
     def _send(self, sender: BucketSender, bucket: Bucket, filling: Filling, digested: Future[str]) -> None:
         result = digested.result(self._timeout_s)
         mark = time.perf_counter()
-        with self._wire_lane.after(None):  # a digest has waited for the filling
+        with self._wire_stream.after():  # a digest has waited for the filling
             if filling.delta is None:
                 sender.send(bucket, filling.payload)
             else:

@@ -18,6 +18,7 @@ from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.seams import DeltaTransport
 from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.roll import answer, call_roll, forget
 from offbeat_ckptsync.transports.topology import Place, choose, here
 from offbeat_ckptsync.wire import decode, encode
@@ -44,7 +45,7 @@ class AutoTransport:
         self, make: Callable[[str], Transport], *, host: str = "127.0.0.1", device: str = "cpu"
     ) -> None:
         """Listen, as a source, on `host`; payloads live on `device`."""
-        self.device = device
+        self.device = own_device(device)
         self._make = make
         self._host = host
         self._lock = threading.Lock()

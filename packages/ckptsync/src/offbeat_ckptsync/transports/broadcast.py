@@ -28,6 +28,7 @@ import torch
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.slices import parts_of
 from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.group import Group, Seats
 from offbeat_ckptsync.transports.roll import Word, answer, call_roll, forget
 from offbeat_ckptsync.values import Seat
@@ -52,7 +53,7 @@ class BroadcastTransport:
 
     def __init__(self, *, host: str = "127.0.0.1", device: str = "cpu") -> None:
         """Listen, as a source, and bind gloo's sockets on `host`; payloads live on `device`."""
-        self.device = device
+        self.device = own_device(device)
         self._host = host
         self._lock = threading.Lock()
         self._served: Store | None = None

@@ -25,6 +25,7 @@ import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import plan_buckets
+from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, call
 from offbeat_ckptsync.transports.topology import gpu_uuid
 
@@ -37,8 +38,6 @@ _NUM_SLOTS = 2
 
 class CudaIpcTransport:
     """Satisfies `Transport` between processes of one machine and user, payloads on GPUs."""
-
-    device = "cuda"
 
     @classmethod
     def from_config(cls, _config: SyncConfig) -> CudaIpcTransport:
@@ -55,6 +54,7 @@ class CudaIpcTransport:
             raise SyncError(
                 "transport `cuda_ipc` needs a CUDA device and torch sees none; use `shm` or `auto`"
             )
+        self.device = own_device("cuda")
         self._lock = threading.Lock()
         self._reception: Reception | None = None
         self._exported: _Slots | None = None
@@ -80,7 +80,7 @@ class CudaIpcTransport:
         buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         size = max((bucket.num_bytes for bucket in buckets), default=1)
         if self._exported is None or self._exported.num_bytes != size:
-            self._exported = _Slots.make(size)
+            self._exported = _Slots.make(size, self.device)
         guests = reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id))
         with self._lock:
             self._lines = {offer.sync_id: [guest.line for guest in guests]}
@@ -129,8 +129,8 @@ class _Slots:
         self.num_bytes = slots[0].numel()
 
     @classmethod
-    def make(cls, num_bytes: int) -> _Slots:
-        slots = [torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(_NUM_SLOTS)]
+    def make(cls, num_bytes: int, device: str) -> _Slots:
+        slots = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(_NUM_SLOTS)]
         return cls(uuid.uuid4().hex, slots)
 
     @classmethod

@@ -53,7 +53,7 @@ class Group:
         world = len(self.seats) + 1
         own = PrefixStore(self.id, store.raw)
         try:
-            if device == "cuda":
+            if device != "cpu":
                 from torch.distributed import ProcessGroupNCCL
 
                 options: Any = ProcessGroupNCCL.Options()

@@ -49,13 +49,13 @@ class Choice:
 
 
 def here(device: str) -> Place:
-    """Return the place of this process, with its current GPU where `device` is "cuda"."""
+    """Return the place of this process, with its GPU where `device` is a CUDA device with an index."""
     return Place(
         host=_read("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
         hostname=socket.gethostname(),
         user=os.getuid(),
         network=_inode("/proc/self/ns/net"),
-        gpu=gpu_uuid(torch.cuda.current_device()) if device == "cuda" and torch.cuda.is_available() else "",
+        gpu="" if device == "cpu" else gpu_uuid(torch.device(device).index),
     )
 
 

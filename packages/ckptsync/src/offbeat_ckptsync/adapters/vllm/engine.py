@@ -21,6 +21,7 @@ from offbeat_ckptsync.adapters.vllm.adapter import AdapterSink, adapter_of
 from offbeat_ckptsync.adapters.vllm.expected import expected_manifest
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.threads import use_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,11 +77,14 @@ class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatU
         """Do nothing: layers are prepared inside the flip, so that a sync that fails touches none."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Handle one request. Overrides the base, which synchronises an accelerator that a CPU has not."""
+        """Handle one request. Overrides the base, which asks for an accelerator that a CPU has not."""
         self.receive_weights(OffbeatUpdateInfo(request=update_info))
 
     def receive_weights(self, update_info: OffbeatUpdateInfo) -> None:
         """Handle one request; what it raises names what was refused, and the mailbox holds the same."""
+        use_device(
+            str(self.device)
+        )  # this thread's: transports are made here, and stay on it in threads of their own
         self._worker.handle(update_info.request)
 
     def finish_weight_update(self) -> None:
