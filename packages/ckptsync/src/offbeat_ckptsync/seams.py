@@ -1,7 +1,11 @@
-"""The seams of ckptsync: who gives weights, who takes them, and how a manager speaks to members."""
+"""The seams of ckptsync: who gives weights, who takes them, how bytes travel, and how a manager speaks to members.
+
+Base classes: what has a default is optional.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -23,80 +27,85 @@ if TYPE_CHECKING:
     )
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     """Where weights come from. Every rank of a sharded source holds one and iterates it to the end."""
 
-    def manifest(self) -> Manifest:
-        """Return what `tensors` will yield, moving nothing."""
-        ...
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full tensors in manifest order; a fresh pass at each call.
-
-        Each is read until the next one is asked for, and not afterwards (but see `StayingSource`).
-        """
-        ...
-
-
-@runtime_checkable
-class StayingSource(Protocol):
-    """A weight source whose tensors stay as they are, and can be read, until its pass is over and the sync is sent.
+    tensors_stay: bool = False
+    """Whether the tensors stay as they are, and can be read, until the pass is over and the sync is sent.
 
     They are then packed by several threads while the pass goes on.
     """
 
-    @property
-    def tensors_stay(self) -> bool:
-        """Say whether they do."""
-        ...
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Return what `tensors` will yield, moving nothing."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors in manifest order; a fresh pass at each call.
+
+        Each is read until the next one is asked for, and not afterwards (but see `tensors_stay`).
+        """
 
 
-class WeightSink(Protocol):
+class WeightSink(ABC):
     """Where weights go, once they are whole and verified."""
 
+    @abstractmethod
     def expected(self) -> Manifest | None:
         """Return the tensors this sink must be given (order free), or None if it takes any."""
-        ...
 
+    @abstractmethod
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy verified tensors into live weights and serve them as `version`.
 
         A `SyncError` raised here means: refused before anything was written, the old weights are whole. Any other
         exception means that the weights are torn; the member is then fenced off.
         """
-        ...
+
+    def layout(self) -> Layout:
+        """Return which slices of which tensor this rank needs, as one of a tensor-parallel replica does; {}: everything.
+
+        `expected` names whole tensors, `load` gets the slices.
+        """
+        return {}
+
+    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
+        """Serve tensors in host memory from where they lie, and say so; False leaves them to `load`.
+
+        They stay as they are while they live. A flip then moves no bytes, and where the memory is the transport's
+        (`BucketReceiver.lend`) every replica of a machine serves from the same pages.
+        """
+        return False
 
 
-@runtime_checkable
-class AdoptingSink(Protocol):
-    """A weight sink that can serve tensors from where they lie: it is asked to `adopt` in place of `load` where it may.
-
-    That is in host memory. A flip then moves no bytes, and where the memory is the transport's (`BucketReceiver.lend`) every
-    replica of a machine serves from the same pages.
-    """
-
-    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """As `WeightSink.load`, but the tensors themselves may be kept: they stay as they are while they live."""
-        ...
-
-
-class BucketSender(Protocol):
+class BucketSender(ABC):
     """The sending end of a transport, for one sync."""
 
+    @abstractmethod
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
         """Send the uint8 `payload` [bucket.num_bytes]; the caller may reuse it when `send` returns.
 
         A payload that lies in memory that `Transport.lend` gave is left as it is until the sync is over.
         """
-        ...
 
+    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
+        """Send `delta`, uint8 and shorter than the bucket, in its place; it is left as it is.
+
+        Asked for only where the transport `carries_deltas` and the offer has a base.
+        """
+        raise AssertionError(f"{type(self).__name__} carries no deltas; its transport says so")
+
+    @abstractmethod
     def close(self) -> None:
         """Finish: everything sent has left, or an error is raised."""
-        ...
 
 
-class BucketReceiver(Protocol):
+class BucketReceiver(ABC):
     """The receiving end of a transport, for one sync."""
+
+    picks: bool = False
+    """Whether it may be asked for its rank's own buckets only; else it is asked for all."""
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         """Return the memory in which buckets appear, end to end as `bucket_starts` says, or None if there is none.
@@ -104,55 +113,63 @@ class BucketReceiver(Protocol):
         uint8 [num_bytes]. `receive` is then called with slices of it and copies nothing. What was received stays as
         it is for as long as any tensor over this memory lives, whatever the source does meanwhile.
         """
-        ...
+        return None
 
+    @abstractmethod
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         """Fill the uint8 `into` [bucket.num_bytes] with the bucket's bytes; called in bucket order."""
-        ...
-
-    def close(self) -> None:
-        """Release what this sync held; called once, after the staged bytes were loaded or dropped."""
-        ...
-
-
-@runtime_checkable
-class DeltaSender(Protocol):
-    """A `BucketSender` that also takes deltas, in a sync whose offer has `bases`."""
-
-    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
-        """Send `delta`, uint8 and shorter than the bucket, in its place; it is left as it is."""
-        ...
-
-
-@runtime_checkable
-class DeltaReceiver(Protocol):
-    """A `BucketReceiver` that also brings deltas, in a sync whose offer has `bases`."""
 
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         """Return the delta, uint8, that comes for this bucket, or None: then `receive` brings it whole.
 
-        Called in bucket order, once for each, before `receive`.
+        Called in bucket order, once for each, before `receive`, in a sync whose offer has `bases`.
         """
-        ...
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what this sync held; called once, after the staged bytes were loaded or dropped."""
 
 
-@runtime_checkable
-class PickingReceiver(Protocol):
-    """A `BucketReceiver` that may be asked for its rank's own buckets only; others are asked for all."""
+class Transport(ABC):
+    """How buckets travel. One object per process and side; it may keep connections from sync to sync."""
 
-    @property
-    def picks(self) -> bool:
-        """Say whether it may."""
-        ...
+    device: str
+    """The torch device of the payloads that `send` and `receive` take: "cpu", or a GPU with its index, "cuda:1"."""
 
+    carries_deltas: bool = False
+    """Whether both its ends know deltas, for the sync that is open."""
 
-@runtime_checkable
-class SlicedSink(Protocol):
-    """A sink that needs slices of some tensors, as a rank of a tensor-parallel replica does."""
+    chosen: tuple[str, str] = ("", "")
+    """Of one that picks another transport for each sync: which it picked last, and the reason in one sentence."""
 
-    def layout(self) -> Layout:
-        """Return what it needs of which tensor; `expected` names whole tensors, `load` gets the slices."""
-        ...
+    @abstractmethod
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """Source side: prepare for these members and return the rendezvous data; waits for nobody."""
+
+    def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
+        """Source side: return memory to pack this sync's buckets into, end to end, or None: the caller then has its own.
+
+        uint8 [num_bytes]; called once per sync, between `open` and `sender`. Spares a copy where receivers can see
+        the source's memory.
+        """
+        return None
+
+    @abstractmethod
+    def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
+        """Source side: meet every rank of `members` within `rendezvous_s`, or raise, naming who is missing."""
+
+    @abstractmethod
+    def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
+        """Receiving side: meet the source within `rendezvous_s`."""
+
+    @abstractmethod
+    def abort(self, sync_id: str) -> None:
+        """Either side: give up a sync; waits of this process for it end soon. Safe at any moment, from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything; the object is not used again."""
 
 
 @runtime_checkable
@@ -161,63 +178,6 @@ class SlicedMember(Protocol):
 
     async def layouts(self) -> dict[int, Layout]:
         """Return what each of its ranks needs; nothing where it takes everything."""
-        ...
-
-
-@runtime_checkable
-class DeltaTransport(Protocol):
-    """A transport that knows deltas: both its ends do where `carries_deltas` holds."""
-
-    @property
-    def carries_deltas(self) -> bool:
-        """Say whether they do, for the sync that is open."""
-        ...
-
-
-class Transport(Protocol):
-    """How buckets travel. One object per process and side; it may keep connections from sync to sync."""
-
-    @property
-    def device(self) -> str:
-        """The torch device of the payloads that `send` and `receive` take: "cpu", or a GPU with its index, "cuda:1"."""
-        ...
-
-    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
-        """Source side: prepare for these members and return the rendezvous data; waits for nobody."""
-        ...
-
-    def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
-        """Source side: return memory to pack this sync's buckets into, end to end, or None: the caller then has its own.
-
-        uint8 [num_bytes]; called once per sync, between `open` and `sender`. Spares a copy where receivers can see
-        the source's memory.
-        """
-        ...
-
-    def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
-        """Source side: meet every rank of `members` within `rendezvous_s`, or raise, naming who is missing."""
-        ...
-
-    def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
-        """Receiving side: meet the source within `rendezvous_s`."""
-        ...
-
-    def abort(self, sync_id: str) -> None:
-        """Either side: give up a sync; waits of this process for it end soon. Safe at any moment, from any thread."""
-        ...
-
-    def close(self) -> None:
-        """Release everything; the object is not used again."""
-        ...
-
-
-@runtime_checkable
-class Chooser(Protocol):
-    """A transport that picks another one for each sync; the report then says which and why."""
-
-    @property
-    def chosen(self) -> tuple[str, str]:
-        """The name of the transport picked last, and the reason in one sentence; both empty before the first."""
         ...
 
 

@@ -398,6 +398,7 @@ class GivesAll:
         inner = self.inner.receiver(dataclasses.replace(offer, whole=None), seat)
 
         class Plain:
+            picks, receive_delta = False, inner.receive_delta
             lend, receive, close = inner.lend, inner.receive, inner.close
 
         return Plain()

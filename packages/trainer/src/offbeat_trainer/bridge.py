@@ -12,6 +12,7 @@ from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.members import ControlMember, LocalMember
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import specs_of
+from offbeat_ckptsync.seams import WeightSink, WeightSource
 from offbeat_ckptsync.values import Seat
 from offbeat_rollout import GenerateRequest, PauseMode, RolloutFeature, SamplingParams
 from offbeat_rollout.interface import TensorUpdates, WorkerUpdates
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from offbeat_rollout import RolloutEngine
 
 
-class EngineWeights:
-    """Satisfies `WeightSource` with what a training engine exports."""
+class EngineWeights(WeightSource):
+    """What a training engine exports."""
 
     # So an engine promises of `named_weights`, and nothing is trained while weights are sent.
     tensors_stay = True
@@ -194,8 +195,8 @@ class SharedGate(EngineGate):
             self._is_asleep = self._is_asleep and CACHE not in tags
 
 
-class EngineSink:
-    """Satisfies `WeightSink` with an engine that loads tensors between two tokens of its own accord."""
+class EngineSink(WeightSink):
+    """An engine that loads tensors between two tokens of its own accord."""
 
     def __init__(
         self,

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, cast
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import SyncError, WireError
 from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.seams import SlicedSink
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.values import Label, Needs, Seat, Sent, Status, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, encode, encode_error
@@ -108,8 +107,7 @@ class Worker:
             case "status":
                 return {"status": encode(self._status())}
             case "layout":
-                sink = self._sink
-                return {"layout": encode(Needs(cuts=sink.layout() if isinstance(sink, SlicedSink) else {}))}
+                return {"layout": encode(Needs(cuts=self._sink.layout()))}
             case "distrust":
                 if self._receiver is not None:
                     self._receiver.distrust()

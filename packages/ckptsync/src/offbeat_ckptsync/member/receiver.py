@@ -16,7 +16,6 @@ from offbeat_ckptsync.plan.digest import check_echo
 from offbeat_ckptsync.plan.labels import label_of, told
 from offbeat_ckptsync.plan.manifest import check_digest, require_match
 from offbeat_ckptsync.plan.slices import assemble, check_cut, own_buckets
-from offbeat_ckptsync.seams import SlicedSink
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class Receiver:
 
     def layout(self) -> Layout:
         """Return what this rank needs of which tensor; nothing where it needs all."""
-        return self._sink.layout() if isinstance(self._sink, SlicedSink) else {}
+        return self._sink.layout()
 
     def begin(self, offer: SyncOffer) -> str:
         """Agree to `offer`; one that is still open is given up first.

@@ -9,6 +9,7 @@ from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.member.copying import Pair, copy_all, is_plain
 from offbeat_ckptsync.member.shards import is_distributed, layout_of, local_part
 from offbeat_ckptsync.plan.manifest import dtype_name, dtype_of, make_manifest, manifest_of, require_match
+from offbeat_ckptsync.seams import WeightSink, WeightSource
 from offbeat_ckptsync.values import Manifest, TensorSpec
 
 if TYPE_CHECKING:
@@ -16,11 +17,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.seams import WeightSource
     from offbeat_ckptsync.values import Layout
 
 
-class ModuleSource:
+class ModuleSource(WeightSource):
     """The weights of a torch module as a source: parameters and persistent buffers, tied ones under each name once.
 
     For a model in one process. A sharded engine brings its own source.
@@ -40,7 +40,7 @@ class ModuleSource:
         yield from distinct_tensors(self._module)
 
 
-class CastSource:
+class CastSource(WeightSource):
     """Another source's floating tensors in one dtype, converted as they are sent: fp32 master weights as bfloat16, say.
 
     What is not floating, and what has the dtype already, goes as it is.
@@ -72,7 +72,7 @@ class CastSource:
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
-class ModuleSink:
+class ModuleSink(WeightSink):
     """Loads into a torch module, in place: optimizers, views and captured graphs keep their tensors.
 
     Tied weights are expected under their first name only; the other names follow because they share storage.
@@ -119,7 +119,7 @@ class AdoptingModuleSink(ModuleSink):
     that writes into its weights all the same changes nobody else's.
     """
 
-    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
         """Check everything, then point the module at what fits as it is and copy the rest, as `load` does."""
         copied: list[Pair] = []
         for owner, (held, given) in self._pairs(tensors, version):
@@ -128,9 +128,10 @@ class AdoptingModuleSink(ModuleSink):
             else:
                 copied.append((held, given))
         copy_all(copied)
+        return True
 
 
-class DictSink:
+class DictSink(WeightSink):
     """Keeps a copy of the last version in `weights`; for tests and for those who take weights by hand.
 
     With `expected` given, it takes these tensors only; with `layout`, of those named there only these slices.

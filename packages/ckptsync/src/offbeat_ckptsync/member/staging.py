@@ -13,7 +13,6 @@ from offbeat_ckptsync.plan.buckets import bucket_starts
 from offbeat_ckptsync.plan.deltas import apply_delta, runs_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.slices import own_buckets
-from offbeat_ckptsync.seams import AdoptingSink, DeltaReceiver, PickingReceiver
 from offbeat_ckptsync.threads import SideStream, mark_of, use_device
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ class Staged:
 
 def give(sink: WeightSink, staged: Staged, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
     """Give `sink` views of what is staged, to keep if it can and they are in host memory; say whether it left a copy."""
-    if staged.memory.device.type == "cpu" and isinstance(sink, AdoptingSink):
-        sink.adopt(tensors, version)
+    if staged.memory.device.type == "cpu" and sink.adopt(tensors, version):
         return False  # what it writes into its weights later would be seen in them, and is not counted
     written = writes_to(staged.memory)
     sink.load(tensors, version)
@@ -127,14 +125,13 @@ class _Desk:
         self, end: BucketReceiver, buckets: tuple[Bucket, ...], places: dict[int, int], timer: _Timer
     ) -> tuple[str, ...]:
         """Receive the buckets that have a place, by index, and return their digests."""
-        picks = isinstance(end, PickingReceiver) and end.picks
         with ThreadPoolExecutor(1, thread_name_prefix=f"digest for {self._who}") as pool:
             waiting = [
                 pool.submit(timer.digest, self.receive(end, bucket, places[bucket.index]))
                 if bucket.index in places
                 else self.pass_over(end, bucket)
                 for bucket in buckets
-                if bucket.index in places or not picks
+                if bucket.index in places or not end.picks
             ]
             return tuple(future.result() for future in waiting if future is not None)
 
@@ -142,7 +139,7 @@ class _Desk:
         """Wait for a bucket; return what is left to do for it: a call that completes it and returns its bytes."""
         into = self._memory[start : start + bucket.num_bytes]
         try:
-            if self._offer.bases and isinstance(end, DeltaReceiver):
+            if self._offer.bases:
                 delta = end.receive_delta(bucket)
                 if delta is not None:
                     return lambda: self._apply(bucket, start, delta, into)

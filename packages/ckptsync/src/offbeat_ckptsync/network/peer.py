@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.network.agent import Agent
+from offbeat_ckptsync.seams import WeightSource
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.values import Manifest
 
 
-class StagedCopy:
-    """Satisfies `WeightSource` with the committed bytes that a receiver still has beside its live weights.
+class StagedCopy(WeightSource):
+    """The committed bytes that a receiver still has beside its live weights.
 
     Only transports that stage in the receiver's own memory leave such a copy (not `shm`, whose segment goes back to
     the source). Publish it with the bucket size of the sync that brought it: the label covers the bucket plan.

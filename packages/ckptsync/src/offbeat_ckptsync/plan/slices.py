@@ -16,12 +16,12 @@ import torch
 
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.manifest import dtype_of, make_manifest
+from offbeat_ckptsync.seams import WeightSource
 from offbeat_ckptsync.values import Cell, Cut, Layout, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from offbeat_ckptsync.seams import WeightSource
     from offbeat_ckptsync.values import Bucket, Manifest, Seat, SyncOffer
 
 Layouts = dict[str, dict[int, Layout]]
@@ -124,14 +124,14 @@ def own_buckets(offer: SyncOffer, seat: Seat, buckets: tuple[Bucket, ...]) -> tu
     return buckets if parts is None else tuple(bucket for bucket in buckets if bucket.part in parts)
 
 
-class CutSource:
+class CutSource(WeightSource):
     """Another source's tensors, cut as an offer says."""
 
     def __init__(self, source: WeightSource, offer: SyncOffer) -> None:
         """Yield the cells of `offer` out of what `source` yields."""
         self._source = source
         self._offer = offer
-        self.tensors_stay = bool(getattr(source, "tensors_stay", False))
+        self.tensors_stay = source.tensors_stay
 
     def manifest(self) -> Manifest:
         """Return the cut manifest."""

@@ -12,7 +12,6 @@ import torch
 from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets
 from offbeat_ckptsync.plan.deltas import find_delta, runs_of
 from offbeat_ckptsync.plan.labels import label_of
-from offbeat_ckptsync.seams import DeltaTransport
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
@@ -101,11 +100,10 @@ class Comparison:
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         """Return memory to pack into: the transport's own where it lends some, else that of the next content."""
         lent = self._transport.lend(self._offer, num_bytes)
-        carries = isinstance(self._transport, DeltaTransport) and self._transport.carries_deltas
         if lent is None and self._offer.whole is not None:
             self._why = "ranks get slices, which are sent without deltas"
             return None
-        if lent is not None or not carries:
+        if lent is not None or not self._transport.carries_deltas:
             self._why = f"{type(self._transport).__name__} does not carry deltas" + (
                 ": receivers read the source's own memory" if lent is not None else ""
             )

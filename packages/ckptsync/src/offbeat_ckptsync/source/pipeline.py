@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.buckets import bucket_starts, bytes_of, plan_buckets
 from offbeat_ckptsync.plan.manifest import dtype_name
-from offbeat_ckptsync.seams import StayingSource
 from offbeat_ckptsync.source.buffers import Buffers, BusyClock, Filling
 from offbeat_ckptsync.source.shipper import Shipper
 from offbeat_ckptsync.values import Bucket, Piece, Sent, SyncOffer, TensorSpec
@@ -55,9 +54,9 @@ def send_weights(
     """
     started = time.perf_counter()
     try:
-        stays = isinstance(source, StayingSource) and source.tensors_stay
         _, num_bytes = bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))
         lent = None if lend is None else lend(num_bytes)
+        stays = source.tensors_stay
         stream = BucketStream(
             offer, open_sender, buffers=buffers or Buffers(), lent=lent, stays=stays, delta=delta
         )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.plan.slices import CutSource
-from offbeat_ckptsync.seams import Chooser
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.delta_bases import Comparison, Contents
 from offbeat_ckptsync.source.pipeline import send_weights, walk
@@ -131,8 +130,6 @@ class Publisher:
 
 
 def _explained(sent: Sent, transport: Transport) -> Sent:
-    if not isinstance(transport, Chooser):
-        return sent
     name, why = transport.chosen
     return dataclasses.replace(sent, transport=name, why=why)
 

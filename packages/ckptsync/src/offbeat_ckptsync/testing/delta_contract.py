@@ -12,7 +12,6 @@ from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.seams import DeltaTransport
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport, House, assert_same
 from offbeat_ckptsync.values import Seat, SyncReport
 
@@ -85,8 +84,7 @@ class _Town:
     @property
     def carries(self) -> bool:
         """Say whether the transport of the source does, once a sync has gone over it."""
-        source = self._transports[0]
-        return isinstance(source, DeltaTransport) and source.carries_deltas
+        return self._transports[0].carries_deltas
 
     def member(self, name: str) -> LocalMember:
         """Return a member that holds nothing yet."""

@@ -15,7 +15,7 @@ from offbeat_ckptsync.member.rank import Worker
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.seams import DeltaReceiver, DeltaSender, DeltaTransport, PickingReceiver
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport, WeightSource
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.values import Manifest, Seat
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport, WeightSink
+    from offbeat_ckptsync.seams import WeightSink
     from offbeat_ckptsync.values import Bucket, SyncOffer
 
 
-class DictSource:
-    """Satisfies `WeightSource` with the tensors of a dictionary, which a test may change between syncs."""
+class DictSource(WeightSource):
+    """The tensors of a dictionary, which a test may change between syncs."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
@@ -79,7 +79,7 @@ class Fault:
             self.release.wait(600.0)
 
 
-class FaultyTransport:
+class FaultyTransport(Transport):
     """Wraps a transport: plants one fault where buckets are sent, another where they arrive."""
 
     def __init__(
@@ -88,16 +88,8 @@ class FaultyTransport:
         self._inner = inner
         self._on_send = on_send
         self._on_receive = on_receive
-
-    @property
-    def device(self) -> str:
-        """The wrapped transport's."""
-        return self._inner.device
-
-    @property
-    def carries_deltas(self) -> bool:
-        """As the wrapped transport."""
-        return isinstance(self._inner, DeltaTransport) and self._inner.carries_deltas
+        self.device = inner.device
+        self.carries_deltas = inner.carries_deltas
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """As the wrapped transport."""
@@ -105,19 +97,20 @@ class FaultyTransport:
 
     def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
         """As the wrapped transport."""
-        return self._inner.lend(offer, num_bytes)
+        lent = self._inner.lend(offer, num_bytes)
+        self.carries_deltas, self.chosen = (
+            self._inner.carries_deltas,
+            self._inner.chosen,
+        )  # it may have picked
+        return lent
 
     def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
         """As the wrapped transport, with the fault in `send`."""
-        inner = self._inner.sender(offer, members)
-        kind = _FaultyDeltaSender if isinstance(inner, DeltaSender) else _FaultySender
-        return kind(inner, self._on_send)
+        return _FaultySender(self._inner.sender(offer, members), self._on_send)
 
     def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
         """As the wrapped transport, with the fault after `receive`."""
-        inner = self._inner.receiver(offer, seat)
-        kind = _FaultyDeltaReceiver if isinstance(inner, DeltaReceiver) else _FaultyReceiver
-        return kind(inner, self._on_receive)
+        return _FaultyReceiver(self._inner.receiver(offer, seat), self._on_receive)
 
     def abort(self, sync_id: str) -> None:
         """As the wrapped transport."""
@@ -128,7 +121,7 @@ class FaultyTransport:
         self._inner.close()
 
 
-class _FaultySender:
+class _FaultySender(BucketSender):
     def __init__(self, inner: BucketSender, fault: Fault | None) -> None:
         self._inner = inner
         self._fault = fault
@@ -138,18 +131,20 @@ class _FaultySender:
             self._fault.strike(bucket, payload)
         self._inner.send(bucket, payload)
 
+    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
+        if self._fault is not None:
+            self._fault.strike(bucket, delta)
+        self._inner.send_delta(bucket, delta)
+
     def close(self) -> None:
         self._inner.close()
 
 
-class _FaultyReceiver:
+class _FaultyReceiver(BucketReceiver):
     def __init__(self, inner: BucketReceiver, fault: Fault | None) -> None:
         self._inner = inner
         self._fault = fault
-
-    @property
-    def picks(self) -> bool:
-        return isinstance(self._inner, PickingReceiver) and self._inner.picks
+        self.picks = inner.picks
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         return self._inner.lend(num_bytes)
@@ -159,25 +154,14 @@ class _FaultyReceiver:
         if self._fault is not None:
             self._fault.strike(bucket, into)
 
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _FaultyDeltaSender(_FaultySender):
-    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
-        assert isinstance(self._inner, DeltaSender)
-        if self._fault is not None:
-            self._fault.strike(bucket, delta)
-        self._inner.send_delta(bucket, delta)
-
-
-class _FaultyDeltaReceiver(_FaultyReceiver):
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
-        assert isinstance(self._inner, DeltaReceiver)
         delta = self._inner.receive_delta(bucket)
         if delta is not None and self._fault is not None:
             self._fault.strike(bucket, delta)
         return delta
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class TornSink(DictSink):

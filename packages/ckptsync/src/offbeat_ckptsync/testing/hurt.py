@@ -16,6 +16,7 @@ from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport
 
@@ -84,7 +85,7 @@ class Arms:
         return kind == "corrupting"
 
 
-class LiveSink:
+class LiveSink(WeightSink):
     """Weights that are written in place, tensor by tensor: what is torn in the middle stays torn."""
 
     def __init__(self, arms: Arms) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.seams import DeltaTransport
+from offbeat_ckptsync.seams import Transport
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.roll import answer, call_roll, forget
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
+    from offbeat_ckptsync.seams import BucketReceiver, BucketSender
     from offbeat_ckptsync.values import Seat, SyncOffer
 
 
-class AutoTransport:
-    """Satisfies `Transport` and `Chooser`; `make(name)` makes the transports it picks from."""
+class AutoTransport(Transport):
+    """Picks one for each sync; `make(name)` makes those it picks from."""
 
     @classmethod
     def from_config(cls, config: SyncConfig) -> AutoTransport:
@@ -54,20 +54,8 @@ class AutoTransport:
         self._joined: dict[tuple[str, int], Store] = {}
         self._members: dict[str, list[str]] = {}
         self._picked: dict[str, SyncOffer] = {}  # by sync: the offer as the picked transport is to see it
-        self._chosen = ("", "")
         # Kept: a wait of a sync that is over may look only after the next one has begun.
         self._aborted: set[str] = set()
-
-    @property
-    def chosen(self) -> tuple[str, str]:
-        """The transport picked last and the reason."""
-        return self._chosen
-
-    @property
-    def carries_deltas(self) -> bool:
-        """Say whether the transport picked last does."""
-        picked = self._made.get(self._chosen[0])
-        return isinstance(picked, DeltaTransport) and picked.carries_deltas
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Host the store (once) and say where it is."""
@@ -137,10 +125,11 @@ class AutoTransport:
         }
         named = {f"rank {rank} of {member}": place for (member, rank), place in places.items()}
         choice = choose(here(self.device), named, device=self.device)
-        endpoint = self._get(choice.transport).open(offer.sync_id, members)
+        transport = self._get(choice.transport)
+        endpoint = transport.open(offer.sync_id, members)
         picked = _offer_for(offer, choice.transport, endpoint)
         self._picked = {offer.sync_id: picked}
-        self._chosen = (choice.transport, choice.why)
+        self.chosen, self.carries_deltas = (choice.transport, choice.why), transport.carries_deltas
         store.set(
             f"{offer.sync_id}/choice", json.dumps({"transport": choice.transport, "endpoint": endpoint})
         )

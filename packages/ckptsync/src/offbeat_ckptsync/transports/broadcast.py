@@ -27,6 +27,7 @@ import torch
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.slices import parts_of
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.group import Group, Seats
@@ -41,7 +42,7 @@ _WHOLE = -1
 """Announced in place of a delta's length: the bucket comes whole."""
 
 
-class BroadcastTransport:
+class BroadcastTransport(Transport):
     """Satisfies `Transport` over a process group; rank 0 is the source."""
 
     carries_deltas = True
@@ -203,7 +204,7 @@ class _End:
         return [rank for rank, own in enumerate(parts, start=1) if own is None or bucket.part in own]
 
 
-class _Sender(_End):
+class _Sender(_End, BucketSender):
     sends = True
 
     def __init__(
@@ -236,7 +237,7 @@ class _Sender(_End):
         forget(self._store, f"{self._offer.sync_id}/here/", seats)
 
 
-class _Receiver(_End):
+class _Receiver(_End, BucketReceiver):
     picks = True
 
     def lend(self, num_bytes: int) -> None:

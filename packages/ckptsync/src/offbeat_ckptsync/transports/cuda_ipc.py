@@ -25,6 +25,7 @@ import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import plan_buckets
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, call
 from offbeat_ckptsync.transports.topology import gpu_uuid
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _NUM_SLOTS = 2
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(Transport):
     """Satisfies `Transport` between processes of one machine and user, payloads on GPUs."""
 
     @classmethod
@@ -165,7 +166,7 @@ def _mapped(handle: list[Any], device: int, num_bytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}").set_(storage)[:num_bytes]
 
 
-class _Sender:
+class _Sender(BucketSender):
     def __init__(
         self, transport: CudaIpcTransport, offer: SyncOffer, slots: _Slots, guests: list[Guest]
     ) -> None:
@@ -219,7 +220,7 @@ class _Sender:
             ) from error
 
 
-class _Receiver:
+class _Receiver(BucketReceiver):
     def __init__(
         self, transport: CudaIpcTransport, offer: SyncOffer, seat: Seat, line: Line, slots: _Slots
     ) -> None:

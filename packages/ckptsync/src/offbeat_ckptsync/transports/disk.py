@@ -22,6 +22,7 @@ import torch
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import gaps
 from offbeat_ckptsync.plan.digest import digest
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.transports.weight_files import write_header
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _POLL_S = 0.005
 _CHANGES = "changes.bin"
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """Satisfies `Transport` through files; every member sees the same folder under the same path."""
 
     device = "cpu"
@@ -79,7 +80,7 @@ class DiskTransport:
         """Nothing is held; the last version stays on disk."""
 
 
-class _Writer:
+class _Writer(BucketSender):
     """A folder that appears when it is complete."""
 
     def __init__(self, offer: SyncOffer, path: Path) -> None:
@@ -156,7 +157,7 @@ class _DeltaSender(_Writer):
         self._changes.append((int(is_delta), payload.numel()))
 
 
-class _Receiver:
+class _Receiver(BucketReceiver):
     def __init__(self, offer: SyncOffer, seat: Seat, path: Path, stop: Callable[[], bool]) -> None:
         self._offer = offer
         self._path = path

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.slices import parts_of
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _channels: dict[str, _Channel] = {}
 _channels_lock = threading.Lock()
 
 
-class LoopbackTransport:
+class LoopbackTransport(Transport):
     """Satisfies `Transport` within one process."""
 
     device = "cpu"
@@ -98,7 +99,7 @@ class LoopbackTransport:
         """Nothing is held."""
 
 
-class _Sender:
+class _Sender(BucketSender):
     def __init__(self, offer: SyncOffer, channel: _Channel) -> None:
         self._offer = offer
         self._channel = channel
@@ -126,7 +127,7 @@ class _Sender:
             _channels.pop(self._offer.sync_id, None)
 
 
-class _Receiver:
+class _Receiver(BucketReceiver):
     def __init__(self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: _Inbox) -> None:
         self._offer = offer
         self._seat = seat

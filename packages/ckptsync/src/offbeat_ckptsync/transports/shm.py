@@ -3,7 +3,7 @@
 The source packs buckets end to end into an anonymous segment (`segments`) and tells each rank over its line (`line`)
 when one is whole. A rank maps the segment once, digests every bucket where it lies, and its engine loads from there: two passes
 over the bytes for the source, two for a receiver; one for a receiver whose sink adopts the tensors as they lie
-(`AdoptingSink`), and then all receivers of a machine serve from the same memory.
+(`WeightSink.adopt`), and then all receivers of a machine serve from the same memory.
 
     receiver: hello, with "has": ids of the segments it has mapped
     source:   {"welcome": segment id, "num_bytes": n, "keep": ids still in use}; with the segment as an open file where
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets
 from offbeat_ckptsync.plan.slices import own_buckets
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, call
 from offbeat_ckptsync.transports.segments import Mapping, Segment
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 
-class ShmTransport:
+class ShmTransport(Transport):
     """Satisfies `Transport` between processes of one machine and user (and within one process)."""
 
     device = "cpu"
@@ -136,7 +137,7 @@ class ShmTransport:
         return sync_id in self._aborted
 
 
-class _Sender:
+class _Sender(BucketSender):
     def __init__(self, offer: SyncOffer, segment: Segment, guests: list[Guest], keep: list[str]) -> None:
         self._offer = offer
         self._segment = segment
@@ -170,7 +171,7 @@ class _Sender:
             ) from error
 
 
-class _Receiver:
+class _Receiver(BucketReceiver):
     picks = True
 
     def __init__(

@@ -15,6 +15,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import TransferError, VersionError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.plan.manifest import make_manifest
+from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports.weight_files import folder_specs
 from offbeat_ckptsync.values import Seat
@@ -138,7 +139,7 @@ class SglangMember:
             )
 
 
-class _ServerSink:
+class _ServerSink(WeightSink):
     """Lets the server load. A `SyncError` means that it was not asked to; anything else, that its weights may be torn."""
 
     def __init__(self, server: SglangServer, config: SyncConfig, loading: Loading) -> None:

@@ -16,6 +16,7 @@ import torch
 from offbeat_ckptsync.adapters.vllm.expected import empty_model
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest
+from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.values import Manifest, TensorSpec
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def adapter_of(vllm_config: VllmConfig) -> AdapterSpec | None:
     return spec
 
 
-class AdapterSink:
+class AdapterSink(WeightSink):
     """Puts A and B into the LoRA layers of a vLLM model.
 
     Everything that can be refused is refused before the old adapter is taken out: names, shapes, what vLLM makes of them.

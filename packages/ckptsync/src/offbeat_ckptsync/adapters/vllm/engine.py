@@ -21,6 +21,7 @@ from offbeat_ckptsync.adapters.vllm.adapter import AdapterSink, adapter_of
 from offbeat_ckptsync.adapters.vllm.expected import expected_manifest
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.threads import use_device
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatU
         self._worker.close()
 
 
-class VllmSink:
+class VllmSink(WeightSink):
     """Loads Hugging Face tensors into a vLLM model by its own loaders, layer by layer.
 
     vLLM keeps some weights in other forms than the checkpoint's (fused, sharded; on CPU prepacked by oneDNN, the
