@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from contextlib import contextmanager
 
@@ -16,9 +17,9 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.publisher import Publisher
-from offbeat_ckptsync.testing import DictSource, awkward_weights
+from offbeat_ckptsync.testing import DictSource, House, assert_same, awkward_weights
 from offbeat_ckptsync.threads import own_device, use_device
-from offbeat_ckptsync.transports import topology
+from offbeat_ckptsync.transports import auto, topology
 from offbeat_ckptsync.transports.cuda_ipc import _Slots
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import Seat
@@ -98,7 +99,9 @@ def test_both_sides_of_a_transfer_work_on_the_gpu_of_their_transport_in_all_thei
     config = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
     near, far = Seen(gpus), Seen(gpus)
     publisher = Publisher(DictSource(awkward_weights(1)), config, transport=near)
-    publisher._buffers.take = Buffers().take
+    buffers = Buffers(near.device)
+    buffers.take = Buffers().take
+    publisher._own_buffers = lambda: buffers
     receiver = Receiver(Seat(member="m"), DictSink())
     offer = publisher.offer(1, ["m"])
     receiver.begin(offer)
@@ -129,9 +132,32 @@ def test_without_a_gpu_cuda_is_refused_with_what_to_set():
         make_transport("broadcast", SyncConfig(device="cuda"))
 
 
+async def test_auto_goes_through_host_memory_where_a_receiver_shares_the_sources_gpu(gpus, monkeypatch):
+    use_device("cuda:1")
+    monkeypatch.setattr(topology, "gpu_uuid", lambda index: f"GPU-{index}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1 << 40, 1 << 40))
+    calls = itertools.count()
+    poor = {"GPU-0": topology.Link.NONE, "GPU-1": topology.Link.SAME}
+    monkeypatch.setattr(topology, "link_between", lambda one, other: poor[other])
+    monkeypatch.setattr(auto, "here", lambda device: topology.here(f"cuda:{next(calls) % 2}"))
+    config = SyncConfig(transport="auto", device="cuda", bucket_mib=4096 / (1 << 20))
+    sinks = {"a": DictSink(), "b": DictSink()}
+    house = House(DictSource(awkward_weights(1)), dict(sinks), config, lambda: make_transport("auto", config))
+    for version in (1, 2):
+        house.source.weights = awkward_weights(version)
+        report = await house.manager.sync(version)
+        assert report.transport == "shm"
+        assert "share a GPU, which NCCL refuses" in report.why
+        for sink in sinks.values():
+            assert_same(sink.weights, awkward_weights(version))
+    house.close()
+
+
 def test_memory_slots_and_places_are_of_the_gpu_by_its_index(gpus, monkeypatch):
     monkeypatch.setattr(topology, "gpu_uuid", lambda index: f"GPU-{index}")
-    assert topology.here("cuda:1").gpu == "GPU-1"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index * 100, 200))
+    place = topology.here("cuda:1")
+    assert (place.gpu, place.free_bytes) == ("GPU-1", 100)
     with FakeTensorMode():
         assert Memory(100, "cuda:1").lend().device == torch.device("cuda:1")
         assert Buffers("cuda:1").take(1, 100)[0].device == torch.device("cuda:1")

@@ -96,7 +96,7 @@ class Poor(Buffers):
 def test_where_memory_runs_out_the_source_is_walked_to_its_end(monkeypatch):
     source = DictSource(awkward_weights(1))
     with pytest.raises(torch.OutOfMemoryError):
-        send_weights(source, offer_of(source), Collector, buffers=Poor())
+        send_weights(source, offer_of(source), Collector, buffers=Poor)
     assert source.walks == 1
 
     def add(*_):
@@ -198,7 +198,7 @@ def test_buffers_are_kept_from_sync_to_sync_but_not_from_one_that_failed():
     source, buffers = StayingDict(awkward_weights(1)), Buffers()
 
     def send(sender):
-        send_weights(source, offer_of(source), lambda: sender, buffers=buffers)
+        send_weights(source, offer_of(source), lambda: sender, buffers=lambda: buffers)
         return sender.places
 
     first = send(Addresses())

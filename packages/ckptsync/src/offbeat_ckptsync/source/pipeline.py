@@ -37,14 +37,14 @@ def send_weights(
     offer: SyncOffer,
     open_sender: Callable[[], BucketSender],
     *,
-    buffers: Buffers | None = None,
+    buffers: Callable[[], Buffers] = Buffers,
     lend: Lend | None = None,
     delta: FindDelta | None = None,
 ) -> Sent:
     """Send what `source` yields as `offer` says it, and return what was sent.
 
-    The caller's thread iterates and packs, into the memory that `lend(num_bytes)` gives, else into `buffers` (fresh ones in
-    host memory where none are given); other threads open the sender (so that meeting the receivers overlaps with
+    The caller's thread iterates and packs, into the memory that `lend(num_bytes)` gives, else into those of `buffers()`, which
+    is asked after it (fresh ones in host memory where none are given); other threads open the sender (so that meeting the receivers overlaps with
     gathering), digest and send. Where `delta` returns one for a full bucket, that is sent in the bucket's place. Whatever
     fails, `source` is iterated to its end first: the other ranks of a collective source are never left waiting half-way.
 
@@ -57,9 +57,7 @@ def send_weights(
         _, num_bytes = bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))
         lent = None if lend is None else lend(num_bytes)
         stays = source.tensors_stay
-        stream = BucketStream(
-            offer, open_sender, buffers=buffers or Buffers(), lent=lent, stays=stays, delta=delta
-        )
+        stream = BucketStream(offer, open_sender, buffers=buffers(), lent=lent, stays=stays, delta=delta)
     except Exception:
         walk(source)
         raise

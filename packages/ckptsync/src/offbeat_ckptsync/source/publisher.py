@@ -38,7 +38,7 @@ class Publisher:
         self._transport = make_transport(config.transport, config) if transport is None else transport
         self._members: dict[str, list[str]] = {}
         self._contents = Contents()
-        self._buffers = Buffers(self._transport.device)
+        self._buffers: Buffers | None = None
         self._sending = threading.Lock()
 
     def offer(self, version: int, members: list[str]) -> SyncOffer:
@@ -96,7 +96,7 @@ class Publisher:
                 source,
                 offer,
                 lambda: self._transport.sender(offer, members),
-                buffers=self._buffers,
+                buffers=self._own_buffers,
                 lend=lend,
                 delta=delta,
             )
@@ -121,6 +121,12 @@ class Publisher:
     def close(self) -> None:
         """Leave all connections."""
         self._transport.close()
+
+    def _own_buffers(self) -> Buffers:
+        """Return the buffers on the transport's device, which may be another one in each sync."""
+        if self._buffers is None or self._buffers.device != self._transport.device:
+            self._buffers = Buffers(self._transport.device)
+        return self._buffers
 
     def _take_turn(self) -> None:
         if not self._sending.acquire(timeout=self._config.begin_timeout_s):

@@ -4,7 +4,7 @@ Receiving ranks say at the source's store where they are (`topology.Place`); the
 transport, and answers with its name and endpoint:
 
     receiver: set <sync>/place/<member>/<rank> = {"num_ranks": .., "place": Place}
-    source:   set <sync>/choice = {"transport": name, "endpoint": {..}}
+    source:   set <sync>/choice = {"transport": name, "device": type, "endpoint": {..}}
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.seams import Transport
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.threads import own_device
+from offbeat_ckptsync.threads import own_device, use_device
 from offbeat_ckptsync.transports.roll import answer, call_roll, forget
 from offbeat_ckptsync.transports.topology import Place, choose, here
 from offbeat_ckptsync.wire import decode, encode
@@ -39,21 +39,27 @@ class AutoTransport(Transport):
     @classmethod
     def from_config(cls, config: SyncConfig) -> AutoTransport:
         """Make the one that a sync of these settings uses."""
-        return cls(lambda name: make_transport(name, config), host=config.host, device=config.device)
+
+        def make(name: str, device: str) -> Transport:
+            kind: Literal["cpu", "cuda"] = "cpu" if device == "cpu" else "cuda"
+            return make_transport(name, dataclasses.replace(config, device=kind))
+
+        return cls(make, host=config.host, device=config.device)
 
     def __init__(
-        self, make: Callable[[str], Transport], *, host: str = "127.0.0.1", device: str = "cpu"
+        self, make: Callable[[str, str], Transport], *, host: str = "127.0.0.1", device: str = "cpu"
     ) -> None:
-        """Listen, as a source, on `host`; payloads live on `device`."""
-        self.device = own_device(device)
+        """Listen, as a source, on `host`; tensors live on `device`."""
+        self.device = self._device = own_device(device)  # payloads' in the sync at hand; tensors'
         self._make = make
         self._host = host
         self._lock = threading.Lock()
-        self._made: dict[str, Transport] = {}
+        self._made: dict[tuple[str, str], Transport] = {}
         self._served: Store | None = None
         self._joined: dict[tuple[str, int], Store] = {}
         self._members: dict[str, list[str]] = {}
-        self._picked: dict[str, SyncOffer] = {}  # by sync: the offer as the picked transport is to see it
+        # By sync: what was picked, and the offer as it is to see it.
+        self._picked: dict[str, tuple[Transport, SyncOffer]] = {}
         # Kept: a wait of a sync that is over may look only after the next one has begun.
         self._aborted: set[str] = set()
 
@@ -67,18 +73,18 @@ class AutoTransport(Transport):
 
     def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
         """Wait until everybody has said where they are, pick, and lend what the picked transport lends."""
-        picked = self._pick(offer)
-        return self._get(picked.transport).lend(picked, num_bytes)
+        transport, picked = self._pick(offer, num_bytes)
+        return transport.lend(picked, num_bytes)
 
     def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
         """As the picked transport."""
-        picked = self._picked.get(offer.sync_id) or self._pick(offer)
-        return self._get(picked.transport).sender(picked, members)
+        transport, picked = self._picked.get(offer.sync_id) or self._pick(offer, 0)
+        return transport.sender(picked, members)
 
     def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
         """Say where this rank is, wait for the source's pick, and go there."""
         store = self._store_of(offer)
-        answer(store, f"{offer.sync_id}/place/", seat, {"place": encode(here(self.device))})
+        answer(store, f"{offer.sync_id}/place/", seat, {"place": encode(here(self._device))})
         timeout_s = float(offer.endpoint["rendezvous_s"])
         key = f"{offer.sync_id}/choice"
         if store.wait([key], timeout_s, lambda: offer.sync_id in self._aborted):
@@ -87,10 +93,9 @@ class AutoTransport(Transport):
                 "missing or the sync was aborted"
             )
         told = json.loads(store.get(key) or "{}")
-        picked = _offer_for(
-            offer, str(told["transport"]), cast("dict[str, str | int | float]", told["endpoint"])
-        )
-        return self._get(picked.transport).receiver(picked, seat)
+        endpoint = cast("dict[str, str | int | float]", told["endpoint"])
+        transport = self._take(str(told["transport"]), str(told["device"]))
+        return transport.receiver(_offer_for(offer, str(told["transport"]), endpoint), seat)
 
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here, in the picked transport too."""
@@ -109,7 +114,7 @@ class AutoTransport(Transport):
         self._served = None
         self._joined.clear()
 
-    def _pick(self, offer: SyncOffer) -> SyncOffer:
+    def _pick(self, offer: SyncOffer, num_bytes: int) -> tuple[Transport, SyncOffer]:
         store, members = self._served, self._members.get(offer.sync_id)
         assert store is not None, "`open` comes first"
         assert members is not None, "`open` comes first"
@@ -124,23 +129,25 @@ class AutoTransport(Transport):
             for rank, word in enumerate(words)
         }
         named = {f"rank {rank} of {member}": place for (member, rank), place in places.items()}
-        choice = choose(here(self.device), named, device=self.device)
-        transport = self._get(choice.transport)
+        choice = choose(here(self._device), named, device=self._device, num_bytes=num_bytes)
+        transport = self._take(choice.transport, choice.device)
         endpoint = transport.open(offer.sync_id, members)
-        picked = _offer_for(offer, choice.transport, endpoint)
-        self._picked = {offer.sync_id: picked}
-        self.chosen, self.carries_deltas = (choice.transport, choice.why), transport.carries_deltas
-        store.set(
-            f"{offer.sync_id}/choice", json.dumps({"transport": choice.transport, "endpoint": endpoint})
-        )
+        self._picked = {offer.sync_id: (transport, _offer_for(offer, choice.transport, endpoint))}
+        self.chosen = (choice.transport, choice.why)
+        told = {"transport": choice.transport, "device": choice.device, "endpoint": endpoint}
+        store.set(f"{offer.sync_id}/choice", json.dumps(told))
         forget(store, prefix, [*places])
-        return picked
+        return self._picked[offer.sync_id]
 
-    def _get(self, name: str) -> Transport:
+    def _take(self, name: str, device: str) -> Transport:
+        """Return what is picked, and be as it is in this sync."""
         with self._lock:
-            if name not in self._made:
-                self._made[name] = self._make(name)
-            return self._made[name]
+            if (name, device) not in self._made:
+                self._made[name, device] = self._make(name, device)
+            picked = self._made[name, device]
+        use_device(picked.device)
+        self.device, self.carries_deltas = picked.device, picked.carries_deltas
+        return picked
 
     def _store_of(self, offer: SyncOffer) -> Store:
         where = (str(offer.endpoint["host"]), int(offer.endpoint["port"]))

@@ -27,7 +27,8 @@ class Place:
     hostname: str  # for messages
     user: int
     network: int  # network namespace: abstract sockets are known within one
-    gpu: str = ""  # UUID of the current CUDA device, or empty
+    gpu: str = ""  # UUID of its GPU, or empty
+    free_bytes: int = 0  # of that GPU's memory, now
 
 
 class Link(StrEnum):
@@ -37,25 +38,34 @@ class Link(StrEnum):
     NVLINK = "NVLink"
     PCIE = "PCIe peer-to-peer"
     NONE = "no peer-to-peer link"
-    UNKNOWN = "an unknown link (nvidia-ml-py is not installed, or NVML does not answer)"
+    UNASKED = (
+        "a link that nobody can be asked about, as nvidia-ml-py is not installed (offbeat-ckptsync[nvml])"
+    )
+    UNKNOWN = "a link that NVML does not know"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A transport and the reason for it, in one sentence."""
+    """A transport, the device type that payloads are on, and the reason in one sentence."""
 
     transport: str
+    device: str
     why: str
 
 
 def here(device: str) -> Place:
     """Return the place of this process, with its GPU where `device` is a CUDA device with an index."""
+    gpu, free_bytes = "", 0
+    if device != "cpu":
+        index = torch.device(device).index
+        gpu, free_bytes = gpu_uuid(index), torch.cuda.mem_get_info(index)[0]
     return Place(
         host=_read("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
         hostname=socket.gethostname(),
         user=os.getuid(),
         network=_inode("/proc/self/ns/net"),
-        gpu="" if device == "cpu" else gpu_uuid(torch.device(device).index),
+        gpu=gpu,
+        free_bytes=free_bytes,
     )
 
 
@@ -64,33 +74,65 @@ def choose(
     receivers: Mapping[str, Place],
     *,
     device: str,
+    num_bytes: int = 0,
     link: Callable[[str, str], Link] | None = None,
 ) -> Choice:
-    """Pick the transport for ranks at these places, by their names; pure but for `link` (two GPU UUIDs; NVML's word).
+    """Pick how `num_bytes` reach ranks at these places, by their names; pure but for `link` (two GPU UUIDs; NVML's word).
 
-    One machine, user and network namespace: `shm` on CPUs; on GPUs `cuda_ipc` where every pair shares a GPU or has a
-    peer-to-peer link. Else `broadcast`.
+    One machine, user and network namespace: `shm`, but on GPUs `cuda_ipc` where every pair shares a GPU or has a
+    peer-to-peer link, or `broadcast` where NCCL can, as long as everything fits beside what is served. Else `broadcast`:
+    by NCCL where every rank has a GPU of its own, which it demands, through host memory otherwise.
     """
-    for name, place in receivers.items():
-        if apart := _apart(source, place):
-            return Choice(transport="broadcast", why=f"{name} is {apart}")
     if not receivers:
-        return Choice(transport="broadcast", why="there is nobody to send to")
-    if device == "cpu":
-        return Choice(
-            transport="shm",
-            why=f"all {len(receivers)} receiving ranks are on the source's machine, {source.hostname}",
-        )
-    link = link_between if link is None else link
-    links = {name: link(source.gpu, place.gpu) for name, place in receivers.items()}
-    for name, found in links.items():
-        if found in (Link.NONE, Link.UNKNOWN):
-            return Choice(transport="broadcast", why=f"the GPUs of the source and of {name} have {found}")
-    kinds = ", ".join(sorted({str(found) for found in links.values()}))
-    return Choice(
-        transport="cuda_ipc",
-        why=f"on {source.hostname} all receiving ranks reach the source's GPU by {kinds}",
+        return Choice(transport="broadcast", device=device, why="there is nobody to send to")
+    far = next(
+        (f"{name} is {_apart(source, at)}" for name, at in receivers.items() if _apart(source, at)), ""
     )
+    if device == "cpu":
+        near = f"all {len(receivers)} receiving ranks are on the source's machine, {source.hostname}"
+        return Choice(transport="broadcast" if far else "shm", device="cpu", why=far or near)
+    shared = _shared_gpu(source, receivers)
+    if far:
+        if shared:
+            why = f"{far}; {shared}, which NCCL refuses, so everything goes through host memory"
+            return Choice(transport="broadcast", device="cpu", why=why)
+        return Choice(transport="broadcast", device="cuda", why=far)
+    full = next((name for name, place in receivers.items() if place.free_bytes < num_bytes), "")
+    if full:
+        why = (
+            f"{num_bytes} bytes do not fit on the GPU of {full}, where {receivers[full].free_bytes} are free"
+        )
+        return Choice(transport="shm", device="cpu", why=why)
+    return _by_links(source, receivers, shared, link_between if link is None else link)
+
+
+def _by_links(
+    source: Place, receivers: Mapping[str, Place], shared: str, link: Callable[[str, str], Link]
+) -> Choice:
+    """Pick among the ways of GPUs in one machine."""
+    links = {name: link(source.gpu, place.gpu) for name, place in receivers.items()}
+    poor = next((name for name, found in links.items() if found not in _REACHING), "")
+    if not poor:
+        kinds = ", ".join(sorted({str(found) for found in links.values()}))
+        why = f"on {source.hostname} all receiving ranks reach the source's GPU by {kinds}"
+        return Choice(transport="cuda_ipc", device="cuda", why=why)
+    why = f"the GPUs of the source and of {poor} have {links[poor]}"
+    if shared:
+        return Choice(transport="shm", device="cpu", why=f"{why}; {shared}, which NCCL refuses")
+    return Choice(transport="broadcast", device="cuda", why=why)
+
+
+def _shared_gpu(source: Place, receivers: Mapping[str, Place]) -> str:
+    """Say which two ranks are on one GPU, or nothing."""
+    on = {source.gpu: "the source"}
+    for name, place in receivers.items():
+        if place.gpu in on:
+            return f"{on[place.gpu]} and {name} share a GPU"
+        on[place.gpu] = name
+    return ""
+
+
+_REACHING = (Link.SAME, Link.NVLINK, Link.PCIE)
 
 
 def link_between(one: str, other: str) -> Link:
@@ -100,7 +142,7 @@ def link_between(one: str, other: str) -> Link:
     try:
         import pynvml
     except ImportError:
-        return Link.UNKNOWN
+        return Link.UNASKED
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
