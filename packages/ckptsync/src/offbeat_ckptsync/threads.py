@@ -74,6 +74,12 @@ def use_device(device: str) -> None:
         torch.cuda.set_device(device)
 
 
+def settle(device: torch.device) -> None:
+    """Wait until everything queued on a GPU is done, and raise what failed there; nothing to wait for on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class SideStream:
     """A CUDA stream of one thread's own, so that it waits for no one's training or generation; on the CPU nothing."""
 

@@ -17,6 +17,7 @@ from offbeat_ckptsync.adapters.vllm.expected import empty_model
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest
 from offbeat_ckptsync.seams import WeightSink
+from offbeat_ckptsync.threads import settle
 from offbeat_ckptsync.values import Manifest, TensorSpec
 
 if TYPE_CHECKING:
@@ -69,8 +70,11 @@ class AdapterSink(WeightSink):
     Everything that can be refused is refused before the old adapter is taken out: names, shapes, what vLLM makes of them.
     """
 
-    def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, adapter: AdapterSpec) -> None:
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: VllmConfig, adapter: AdapterSpec, device: torch.device
+    ) -> None:
         self._model = model
+        self._device = device
         self._config = vllm_config
         self._adapter = adapter
         self._expected: Manifest | None = None
@@ -104,6 +108,7 @@ class AdapterSink(WeightSink):
         manager.add_adapter(fresh)
         if not manager.activate_adapter(fresh.id):
             raise RuntimeError(f"adapter {fresh.id} was active while it was replaced")
+        settle(self._device)
 
     def _read(self, whole: dict[str, torch.Tensor]) -> LoRAModel:
         """Do what vLLM's worker does with an adapter's files, from memory."""

@@ -21,8 +21,9 @@ from offbeat_ckptsync.adapters.vllm.adapter import AdapterSink, adapter_of
 from offbeat_ckptsync.adapters.vllm.expected import expected_manifest
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import WeightSink
-from offbeat_ckptsync.threads import use_device
+from offbeat_ckptsync.threads import settle, use_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,9 +64,9 @@ class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatU
         parallel = vllm_config.parallel_config
         adapter = adapter_of(vllm_config)
         self._worker = Worker(
-            VllmSink(model, vllm_config.model_config)
+            VllmSink(model, vllm_config.model_config, device)
             if adapter is None
-            else AdapterSink(model, vllm_config, adapter),
+            else AdapterSink(model, vllm_config, adapter, device),
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
             num_ranks=parallel.data_parallel_size * parallel.world_size,
             prepare_thread=_use_parent_cores if device.type == "cpu" else None,
@@ -104,13 +105,17 @@ class VllmSink(WeightSink):
     graphs hold. Between its two calls parameters are on the meta device: an exception there tears the model.
     """
 
-    def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+    def __init__(self, model: torch.nn.Module, model_config: ModelConfig, device: torch.device) -> None:
         self._model = model
+        self._device = device
         self._model_config = model_config
         self._expected: Manifest | None = None
 
     def expected(self) -> Manifest | None:
-        """Return what the model's checkpoint holds, in the dtype being served; None for quantized models."""
+        """Return what the model's checkpoint holds, in the dtype being served.
+
+        Of a quantized model that is not what a trainer has: it is what was loaded before, and None until something was.
+        """
         if self._expected is None:
             self._expected = expected_manifest(self._model_config)
         return self._expected
@@ -130,6 +135,9 @@ class VllmSink(WeightSink):
             self._model.load_weights(iter(whole))  # type: ignore[operator]
             finalize_layerwise_reload(self._model, self._model_config)
             _repack_tied(self._model)
+        settle(self._device)  # until then only queued: neither over nor known to have worked
+        if self._expected is None:
+            self._expected = manifest_of(whole)
 
 
 def _repack_tied(model: torch.nn.Module) -> None:
