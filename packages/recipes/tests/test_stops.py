@@ -1,4 +1,4 @@
-"""End tokens that the model does not have are refused before anything starts."""
+"""End tokens that the model does not have, and texts that nobody can read, are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -66,6 +66,17 @@ def test_an_end_token_that_was_added_to_the_tokenizer_alone(model: Path):
     task.tokenizer.save_pretrained(model)
     [refusal] = refusals(*settings)
     assert f"token {VOCAB_SIZE}, outside the model's vocabulary of {VOCAB_SIZE};" in refusal
+
+
+def test_texts_to_stop_at_where_nobody_knows_the_text_of_a_token(model: Path):
+    settings = (f"model.path={model}", "rollout=hf")
+    assert compose_run(settings).rollout_config("").stop_strings is False
+    assert compose_run([*settings, "sampling.stop=['\n']"]).rollout_config("").stop_strings is True
+    assert refusals(*settings, "sampling.stop=[x]") == []
+    (model / "tokenizer.json").unlink()
+    assert refusals(*settings) == []
+    [refusal] = refusals(*settings, "sampling.stop=[x]")
+    assert refusal.startswith(f"sampling.stop: hf: `stop_strings`: '{model}' holds no tokenizer.json")
 
 
 def test_a_task_that_names_one_itself_is_refused_before_ray_starts(

@@ -1,9 +1,8 @@
 """The settings of a run: one frozen tree, composed of the packages' own settings.
 
 Sections extend the dataclass of the package they are for, so no field is written twice; where a plug-in brings a class of
-its own, `offbeat_recipes.sections` extends that. A field that is derived
-from another setting says so in its metadata and cannot be set: `model.dtype` alone decides the precision of the
-engine and of the replicas. Reading and checking live in `offbeat_recipes.settings`.
+its own, `offbeat_recipes.sections` extends that. A field that is derived from another setting says so in its metadata and
+cannot be set: `model.dtype` decides the precision of engine and replicas. `offbeat_recipes.settings` reads and checks.
 """
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
@@ -184,6 +183,7 @@ class RolloutSection(RolloutConfig):
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
     lora: LoraConfig = field(default_factory=LoraConfig, metadata={"derived": "engine.lora"})
+    stop_strings: bool = field(default=False, metadata={"derived": "sampling.stop"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +316,7 @@ class RunConfig:
             "device": self.device,
             "cpu_threads": self.replica_threads(num_cores),
             "lora": self._lora,
+            "stop_strings": bool(self.sampling.stop),
         }
         cls = rollout_config_class(self.rollout.name)
         return cls(**{**_as(cls, self.rollout), **derived})

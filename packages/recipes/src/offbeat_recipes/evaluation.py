@@ -68,6 +68,7 @@ async def _sample(session: Session, cluster: Cluster) -> list[Group]:
         max_tokens=config.sampling.max_tokens,
         temperature=config.evaluation.temperature,
         stop_token_ids=task.stop_token_ids(),
+        stop=config.sampling.stop,
         seed=derive_seed(config.seed, "evaluate"),
     )
     generator = GroupGenerator(cluster.rollout.generate_many)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,10 +135,13 @@ def _our_name(setting: str) -> str:
 
 
 def _rollout(config: RunConfig) -> Iterator[Refusal]:
-    try:
-        adapter_class(config.rollout.name).check(config.rollout_config(config.model.path))
-    except RolloutConfigError as error:
-        yield Refusal("rollout", str(error), "choose what the adapter offers, or another adapter")
+    adapter, told = adapter_class(config.rollout.name), config.rollout_config(config.model.path)
+    for setting, replica in (("rollout", replace(told, stop_strings=False)), ("sampling.stop", told)):
+        try:
+            adapter.check(replica)
+        except RolloutConfigError as error:
+            yield Refusal(setting, str(error), "choose what the adapter offers, or another adapter")
+            break
     if config.rollout.name == "vllm" and find_spec("vllm") is None:
         yield Refusal(
             "rollout.name", "vLLM is not installed", "install the dependency group cpu or gpu, or rollout=hf"

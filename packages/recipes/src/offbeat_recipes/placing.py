@@ -81,6 +81,7 @@ def mode_refusals(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
         except PlanRefused as error:
             yield Refusal("mode", str(error), "see docs/asynchrony.md")
         yield from _keys_and_values(config, facts)
+        yield from _interrupted_texts(config)
 
 
 def _keys_and_values(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
@@ -92,6 +93,16 @@ def _keys_and_values(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
             "mode.recompute_kv",
             f"{config.rollout.name} cannot compute keys and values of running completions again",
             "mode.recompute_kv=false, or mode.partial=abort",
+        )
+
+
+def _interrupted_texts(config: RunConfig) -> Iterator[Refusal]:
+    if config.sampling.stop and config.asynchrony.partial is Partial.ABORT:
+        yield Refusal(
+            "sampling.stop",
+            "mode.partial=abort goes on with an interrupted completion in a new request, in which a text that was begun "
+            "before the interruption is not seen to be complete",
+            "mode.partial=keep or wait, or end completions at tokens",
         )
 
 

@@ -37,6 +37,7 @@ def check_config(config: RolloutConfig, capabilities: RolloutCapabilities) -> No
             f"{who}: `tensor_parallel_size` is {config.tensor_parallel_size}; this adapter has no more than 1"
         )
     _check_lora(config, capabilities)
+    _check_tokenizer(config, capabilities)
 
 
 def _check_lora(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
@@ -50,14 +51,29 @@ def _check_lora(config: RolloutConfig, capabilities: RolloutCapabilities) -> Non
         raise ConfigError(f"{who}: `lora.rank` is {rank}; low-rank matrices cannot be served here: {why}")
 
 
-def check_request(request: GenerateRequest, max_model_len: int, vocab_size: int) -> None:
-    """Refuse a request that can never be served.
+def _check_tokenizer(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
+    if not config.stop_strings:
+        return
+    who, folder = capabilities.adapter, Path(config.model_path)
+    if RolloutFeature.STOP_STRINGS not in capabilities.features:
+        why = capabilities.missing.get(RolloutFeature.STOP_STRINGS, "it reads no tokenizer")
+        raise ConfigError(f"{who}: `stop_strings`: completions cannot end at a text here: {why}")
+    # A folder without a config.json is refused elsewhere, or not made yet; `start` looks again.
+    if (folder / "config.json").is_file() and not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{who}: `stop_strings`: {config.model_path!r} holds no tokenizer.json, so tokens have no text; save the "
+            "model's tokenizer there, or end completions at `stop_token_ids`"
+        )
+
+
+def check_request(request: GenerateRequest, config: RolloutConfig, vocab_size: int) -> None:
+    """Refuse a request that an engine with the settings `config` can never serve.
 
     Raises:
         RequestError: naming the request and what does not fit.
     """
     who = f"request {request.request_id!r}"
-    prompt = request.prompt_ids
+    prompt, max_model_len = request.prompt_ids, config.max_model_len
     if not prompt:
         raise RequestError(f"{who}: the prompt is empty; give at least one token")
     if len(prompt) >= max_model_len:
@@ -69,6 +85,18 @@ def check_request(request: GenerateRequest, max_model_len: int, vocab_size: int)
         bad = next(token for token in prompt if not 0 <= token < vocab_size)
         raise RequestError(f"{who}: prompt token {bad} is outside the vocabulary of {vocab_size}")
     _check_sampling(who, request.sampling, vocab_size)
+    _check_stop(who, request.sampling.stop, config)
+
+
+def _check_stop(who: str, stop: tuple[str, ...], config: RolloutConfig) -> None:
+    if not stop:
+        return
+    if not config.stop_strings:
+        raise RequestError(
+            f"{who}: `stop` is {stop!r}, and this engine reads no tokenizer; start it with `stop_strings`"
+        )
+    if isinstance(stop, str) or "" in stop:
+        raise RequestError(f"{who}: `stop` must be a tuple of strings that are not empty, got {stop!r}")
 
 
 def _check_sampling(who: str, sampling: SamplingParams, vocab_size: int) -> None:

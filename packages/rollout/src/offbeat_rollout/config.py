@@ -28,7 +28,8 @@ class RolloutConfig:
     `model_path` is a local Hugging Face folder. `max_model_len` bounds prompt plus completion, in tokens.
     `tensor_parallel_size` is the number of devices. `kv_cache_gib` is the memory for keys and values on CPU; on GPU
     `gpu_memory_fraction` counts instead. `request_timeout_s` bounds the work on one request (queueing and pauses do not
-    count), and every control call.
+    count), and every control call. With `stop_strings` the tokenizer in the folder is read too, and requests may end at a
+    text.
     """
 
     model_path: str
@@ -40,6 +41,7 @@ class RolloutConfig:
     kv_cache_gib: float = 1.0
     gpu_memory_fraction: float = 0.85
     cpu_threads: int = 1
+    stop_strings: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     start_timeout_s: float = 300.0
     request_timeout_s: float = 600.0

@@ -48,7 +48,9 @@ class SamplingParams:
     """How to sample. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off.
 
     `seed` makes one request reproducible, whatever else is in the batch. `top_logprobs` asks for the log-probs of so many
-    most likely tokens at each position, beside the drawn token's own.
+    most likely tokens at each position, beside the drawn token's own. The token whose text completes one of `stop` ends the
+    completion and is its last; texts are those of the completion alone, special tokens included. An engine takes them that
+    was started with `RolloutConfig.stop_strings`.
     """
 
     max_tokens: int
@@ -56,6 +58,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int | None = None
     top_logprobs: int = 0
 
@@ -298,6 +301,7 @@ class RolloutFeature(StrEnum):
     PREFIX_CACHING = "prefix_caching"
     TENSOR_PARALLEL = "tensor_parallel"
     TOP_LOGPROBS = "top_logprobs"
+    STOP_STRINGS = "stop_strings"  # a completion can end at a text, where the model folder holds a tokenizer
     LORA = "lora"  # low-rank matrices alone can be served and updated
 
 

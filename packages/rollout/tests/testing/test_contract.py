@@ -16,6 +16,7 @@ from offbeat_rollout.testing import (
     make_tiny_model,
     reference_logprobs,
     rollout_contract,
+    write_tokenizer,
 )
 
 VOCAB = 96
@@ -36,14 +37,19 @@ async def subject(request, tmp_path_factory):
         )
     else:
         path = make_tiny_model(tmp_path_factory.mktemp("model"))
+        tokenizer = write_tokenizer(path)
         device = "cuda" if request.param == "hf-cuda" else "cpu"
-        engine = HfEngine(RolloutConfig(model_path=path, device=device, max_model_len=256, max_num_seqs=64))
+        config = RolloutConfig(
+            model_path=path, device=device, max_model_len=256, max_num_seqs=64, stop_strings=True
+        )
+        engine = HfEngine(config)
         await engine.start()
         model = AutoModelForCausalLM.from_pretrained(path).eval()
         yield Subject(
             engine=engine,
             vocab_size=VOCAB,
             logprobs=lambda prompt, tokens, sampling: reference_logprobs(model, prompt, tokens, sampling),
+            decode=tokenizer.decode,
         )
     await engine.stop()
 

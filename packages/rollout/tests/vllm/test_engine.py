@@ -11,7 +11,7 @@ import os
 
 import pytest
 import pytest_asyncio
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offbeat_rollout import (
     ConfigError,
@@ -30,6 +30,7 @@ from offbeat_rollout.testing import (
     reference_logprobs,
     rollout_contract,
     wait_for_tokens,
+    write_tokenizer,
 )
 from offbeat_rollout.vllm import VllmConfig, VllmEngine, vllm_environment
 
@@ -41,10 +42,12 @@ VOCAB = 96
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    return [
+    made = [
         make_tiny_model(tmp_path_factory.mktemp("model") / str(seed), seed=seed, tie_word_embeddings=False)
         for seed in (0, 1)
     ]
+    write_tokenizer(made[0])
+    return made
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -55,6 +58,7 @@ async def engine(paths, file_backend):
         max_num_seqs=256,
         kv_cache_gib=0.25,
         prefix_caching=True,
+        stop_strings=True,
         weight_backend=file_backend,
     )
     saved = dict(os.environ)
@@ -74,6 +78,7 @@ def subject(engine, paths):
         engine=engine,
         vocab_size=VOCAB,
         logprobs=lambda prompt, tokens, sampling: reference_logprobs(model, prompt, tokens, sampling),
+        decode=AutoTokenizer.from_pretrained(paths[0]).decode,
     )
 
 

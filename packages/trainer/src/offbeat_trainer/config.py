@@ -103,11 +103,16 @@ def algorithm_bounds(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """How training completions are sampled. Truncated sampling (top-p, top-k) is not offered for training: the
-    sampler's renormalised log-probs and the trainer's would not speak of the same distribution."""
+    """How completions are sampled. One ends at the tokens that the task names, and with the token whose text completes
+    one of `stop`.
+
+    Truncated sampling (top-p, top-k) is not offered for training: the sampler's renormalised log-probs and the trainer's
+    would not speak of the same distribution.
+    """
 
     max_tokens: int = 32
     temperature: float = 1.0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

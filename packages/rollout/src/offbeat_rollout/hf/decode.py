@@ -11,7 +11,7 @@ one-token step, so prompts and completions go one way and a prompt shared by man
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from offbeat_rollout.hf.stop_strings import StopStrings
     from offbeat_rollout.types import GenerateRequest
 
 _PREFILL_TOKENS = 16384  # in one call of the model; bounds the memory of a prefill
@@ -40,6 +41,8 @@ class Row:
     stops: frozenset[int]
     limit: int  # tokens to make at most
     uniforms: list[float]
+    stop_strings: StopStrings | None = None
+    stopped_at: str | None = None
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
@@ -52,7 +55,7 @@ class Row:
 
     def completion(self, finish: Finish) -> Completion:
         """Return what there is."""
-        return Completion.of(
+        made = Completion.of(
             request_id=self.request.request_id,
             token_ids=self.token_ids,
             logprobs=self.logprobs,
@@ -60,6 +63,20 @@ class Row:
             finish=finish,
             top_logprobs=self._top_logprobs(),
         )
+        return made if self.stopped_at is None else replace(made, stop_reason=self.stopped_at)
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        """Take the next token."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if self.stop_strings is not None:
+            self.stopped_at = self.stop_strings.add(token)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last token is one to stop at, or completes a text to stop at."""
+        return self.stopped_at is not None or (bool(self.token_ids) and self.token_ids[-1] in self.stops)
 
     def _top_logprobs(self) -> TopLogprobs | None:
         num_top = self.request.sampling.top_logprobs
@@ -73,7 +90,12 @@ class Row:
         )
 
 
-def new_row(request: GenerateRequest, eos: Collection[int], max_model_len: int) -> Row:
+def new_row(
+    request: GenerateRequest,
+    eos: Collection[int],
+    max_model_len: int,
+    stop_strings: StopStrings | None = None,
+) -> Row:
     """Return the row of a checked request; its length is bounded by the context too."""
     sampling = request.sampling
     limit = min(sampling.max_tokens, max_model_len - len(request.prompt_ids))
@@ -83,6 +105,7 @@ def new_row(request: GenerateRequest, eos: Collection[int], max_model_len: int) 
         stops=frozenset(sampling.stop_token_ids) | frozenset(eos),
         limit=limit,
         uniforms=[0.0] * limit if greedy else uniform_stream(sampling.seed, limit),
+        stop_strings=stop_strings,
     )
 
 
@@ -160,20 +183,16 @@ class RunningBatch:
         self._position_R[live:] = 0
         self._max_length += 1
         for row, token, logprob in zip(self.rows, token_R.tolist(), logprob_R.tolist(), strict=False):
-            row.token_ids.append(token)
-            row.logprobs.append(logprob)
-            row.versions.append(version)
+            row.add(token, logprob, version)
         if top is not None:
             for row, values, ids in zip(self.rows, top[0].tolist(), top[1].tolist(), strict=False):
                 asked = row.request.sampling.top_logprobs
                 row.tops.append((values[:asked], ids[:asked]))
 
     def finished(self) -> list[tuple[Row, Finish]]:
-        """Take out the rows that ended at a stop token or their limit, with the reason."""
-        return [
-            (row, Finish.STOP if row.token_ids[-1] in row.stops else Finish.LENGTH)
-            for row in self.leave(_is_done)
-        ]
+        """Take out the rows that ended where they were to stop or at their limit, with the reason."""
+        done = self.leave(lambda row: row.stopped or len(row.token_ids) >= row.limit)
+        return [(row, Finish.STOP if row.stopped else Finish.LENGTH) for row in done]
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         out = self._model(
@@ -247,10 +266,6 @@ class RunningBatch:
         if sampling:
             padded = sampling + [sampling[0]] * padding
             self._table = sampling_table(padded, self.vocab_size, self._device)
-
-
-def _is_done(row: Row) -> bool:
-    return len(row.token_ids) >= row.limit or bool(row.token_ids and row.token_ids[-1] in row.stops)
 
 
 def take_ids(rows: Iterable[Row]) -> list[str]:

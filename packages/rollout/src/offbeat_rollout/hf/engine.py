@@ -67,6 +67,7 @@ class HfEngine(RolloutEngine, TensorUpdates):
                     RolloutFeature.ABORT,
                     RolloutFeature.LORA,
                     RolloutFeature.TOP_LOGPROBS,
+                    RolloutFeature.STOP_STRINGS,
                     RolloutFeature.RECOMPUTE_KV,
                     RolloutFeature.SLEEP_1,
                     RolloutFeature.CONTINUOUS_BATCHING,
@@ -134,7 +135,7 @@ class HfEngine(RolloutEngine, TensorUpdates):
             raise EngineStateError("the engine sleeps; `wake` it before `generate`")
         ids = [request.request_id for request in requests]
         for request in requests:
-            check_request(request, self.config.max_model_len, worker.vocab_size)
+            check_request(request, self.config, worker.vocab_size)
             if request.request_id in self._pending or ids.count(request.request_id) > 1:
                 raise RequestError(
                     f"request id {request.request_id!r} is in use; ids must be unique while they run"

@@ -15,6 +15,7 @@ from offbeat_rollout.errors import EngineStateError
 from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
 from offbeat_rollout.hf.lora import MergedLora
 from offbeat_rollout.hf.model import WholeWeights, load_model
+from offbeat_rollout.hf.stop_strings import StopStrings, load_tokenizer
 from offbeat_rollout.types import Finish, PauseMode
 
 if TYPE_CHECKING:
@@ -108,7 +109,10 @@ class Worker:
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         """Queue checked requests."""
-        rows = [new_row(request, self._eos, self._config.max_model_len) for request in requests]
+        rows = [
+            new_row(request, self._eos, self._config.max_model_len, self._stop_strings(request))
+            for request in requests
+        ]
         (self._held if self._drained else self._waiting).extend(rows)
 
     def abort(self, request_ids: Collection[str]) -> None:
@@ -156,10 +160,16 @@ class Worker:
 
     # The thread.
 
+    def _stop_strings(self, request: GenerateRequest) -> StopStrings | None:
+        stop = request.sampling.stop
+        return StopStrings(self._tokenizer, request.prompt_ids, stop) if stop else None
+
     def _load(self) -> None:
         # Of the calling thread (OpenMP) and, where torch uses MKL, of the process: one engine per process.
         torch.set_num_threads(self._config.cpu_threads)
         self._eos = eos_token_ids(self._config.model_path)
+        if self._config.stop_strings:
+            self._tokenizer = load_tokenizer(self._config.model_path)
         self._model: PreTrainedModel = load_model(self._config)
         lora = self._config.lora
         self._weights = MergedLora(self._model, lora) if lora.rank else WholeWeights(self._model)

@@ -1,10 +1,11 @@
-"""What tests of rollout engines need: a scripted engine, a tiny model, and the contract every engine passes."""
+"""What tests of rollout engines need: a scripted engine, a tiny model with a tokenizer, and the contract every engine passes."""
 
 from __future__ import annotations
 
-from offbeat_rollout.testing.contract import Subject, rollout_contract, wait_for_tokens
-from offbeat_rollout.testing.models import make_tiny_model, reference_logprobs
+from offbeat_rollout.testing.contract import rollout_contract
+from offbeat_rollout.testing.models import make_tiny_model, reference_logprobs, write_tokenizer
 from offbeat_rollout.testing.scripted import ScriptedRollout
+from offbeat_rollout.testing.subject import Subject, wait_for_tokens
 
 __all__ = [
     "ScriptedRollout",
@@ -13,4 +14,5 @@ __all__ = [
     "reference_logprobs",
     "rollout_contract",
     "wait_for_tokens",
+    "write_tokenizer",
 ]

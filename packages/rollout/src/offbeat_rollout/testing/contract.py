@@ -8,50 +8,18 @@ async def test_contract(check, subject):
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING
 
 from offbeat_rollout.errors import EngineStateError, RequestError
-from offbeat_rollout.types import Completion, Finish, GenerateRequest, PauseMode, SamplingParams
+from offbeat_rollout.testing.contract_stops import stop_strings, stop_tokens
+from offbeat_rollout.testing.subject import DEADLINE_S
+from offbeat_rollout.types import Completion, Finish, PauseMode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
-    from offbeat_rollout.interface import RolloutEngine
-
-_ids = count()
-_DEADLINE_S = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """An engine under test: started, not paused, with nothing running; and who to compare it with."""
-
-    engine: RolloutEngine
-    vocab_size: int
-    logprobs: Callable[
-        [Sequence[int], Sequence[int], SamplingParams], list[float]
-    ]  # (prompt, tokens, sampling) -> [T]
-    tolerance: float = 1e-4  # of log-probs; what fp32 reaches
-
-    def request(self, prompt: Sequence[int] = (5, 6, 7), **sampling: object) -> GenerateRequest:
-        """Return a request with an id of its own."""
-        params = SamplingParams(**{"max_tokens": 12, **sampling})  # pyright: ignore[reportArgumentType] # field names
-        return GenerateRequest(request_id=f"contract-{next(_ids)}", prompt_ids=tuple(prompt), sampling=params)
-
-
-async def wait_for_tokens(engine: RolloutEngine, number: int = 5) -> None:
-    """Wait until `engine`, which must tell its progress, has made `number` tokens from here on.
-
-    Raises:
-        TimeoutError: it made fewer in ten minutes.
-    """
-    first = (await engine.health()).tokens_made
-    assert first is not None, "this engine does not say how many tokens it made"
-    async with asyncio.timeout(_DEADLINE_S):
-        while ((await engine.health()).tokens_made or 0) < first + number:  # noqa: ASYNC110 an engine is asked
-            await asyncio.sleep(0.001)
+    from offbeat_rollout.testing.subject import Subject
+    from offbeat_rollout.types import GenerateRequest
 
 
 async def _lengths(subject: Subject) -> None:
@@ -120,17 +88,6 @@ async def _greedy(subject: Subject) -> None:
             subject.logprobs(so_far, (other,), request.sampling)[0] for other in range(subject.vocab_size)
         )
         assert logprob >= best - subject.tolerance, f"token {token} at {position} is not the most likely one"
-
-
-async def _stop_tokens(subject: Subject) -> None:
-    free = await subject.engine.generate(subject.request(seed=3))
-    stop = int(free.token_ids[5])
-    first = free.token_ids.tolist().index(stop)
-    stopped = await subject.engine.generate(subject.request(seed=3, stop_token_ids=(stop,)))
-    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist(), (
-        "the stop token belongs to the completion, nothing after it"
-    )
-    assert stopped.finish is Finish.STOP
 
 
 async def _seeds(subject: Subject) -> None:
@@ -214,17 +171,17 @@ async def _pause_keep(subject: Subject) -> None:
     assert not task.done(), "a paused request must not go on (or the model is too fast for this check)"
     await subject.engine.resume()
     await subject.engine.resume()  # harmless
-    completion = await asyncio.wait_for(task, _DEADLINE_S)
+    completion = await asyncio.wait_for(task, DEADLINE_S)
     assert completion.token_ids.tolist() == alone.token_ids.tolist(), "a kept request must go on where it was"
     assert completion.finish is Finish.LENGTH
-    assert (await asyncio.wait_for(newcomer, _DEADLINE_S)).num_tokens == 1
+    assert (await asyncio.wait_for(newcomer, DEADLINE_S)).num_tokens == 1
 
 
 async def _pause_abort(subject: Subject) -> None:
     alone = await subject.engine.generate(_long(subject))
     task = await _start(subject, _long(subject))
     await subject.engine.pause(PauseMode.ABORT)
-    completion = await asyncio.wait_for(task, _DEADLINE_S)
+    completion = await asyncio.wait_for(task, DEADLINE_S)
     assert completion.finish is Finish.ABORT
     assert completion.num_tokens < alone.num_tokens
     assert completion.token_ids.tolist() == alone.token_ids[: completion.num_tokens].tolist(), (
@@ -237,20 +194,20 @@ async def _pause_abort(subject: Subject) -> None:
 async def _pause_wait(subject: Subject) -> None:
     tasks = [await _start(subject, subject.request(max_tokens=30, seed=i)) for i in range(3)]
     await subject.engine.pause(PauseMode.WAIT)
-    done = await asyncio.wait_for(asyncio.gather(*tasks), _DEADLINE_S)
+    done = await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
     assert [completion.finish for completion in done] == [Finish.LENGTH] * 3
     newcomer = await _start(subject, subject.request(max_tokens=1))
     await asyncio.sleep(0.2)
     assert not newcomer.done(), "a request that arrives during a pause must wait"
     await subject.engine.resume()
-    await asyncio.wait_for(newcomer, _DEADLINE_S)
+    await asyncio.wait_for(newcomer, DEADLINE_S)
 
 
 async def _abort(subject: Subject) -> None:
     doomed, kept = _long(subject, seed=1), _long(subject, seed=2)
     tasks = [await _start(subject, request) for request in (doomed, kept)]
     await subject.engine.abort([doomed.request_id, "nobody"])
-    first, second = await asyncio.wait_for(asyncio.gather(*tasks), _DEADLINE_S)
+    first, second = await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
     assert first.finish is Finish.ABORT
     assert first.num_tokens < second.num_tokens
     assert second.finish is Finish.LENGTH
@@ -259,7 +216,7 @@ async def _abort(subject: Subject) -> None:
 async def _cancel(subject: Subject) -> None:
     task = await _start(subject, _long(subject))
     task.cancel()
-    await asyncio.wait([task], timeout=_DEADLINE_S)
+    await asyncio.wait([task], timeout=DEADLINE_S)
     assert task.cancelled()
     completion = await subject.engine.generate(subject.request(max_tokens=2))
     assert completion.num_tokens == 2
@@ -285,7 +242,7 @@ async def _progress(subject: Subject) -> None:
     if before is None:
         return
     task = await _start(subject, _long(subject))
-    async with asyncio.timeout(_DEADLINE_S):
+    async with asyncio.timeout(DEADLINE_S):
         while (health := await engine.health()).tokens_made == before:
             assert not task.done(), (
                 "no progress was told of a whole request (or the model is too fast for this check)"
@@ -299,7 +256,7 @@ async def _progress(subject: Subject) -> None:
     assert await engine.health() == still, "nothing moves in a pause"
     assert still.paused
     await engine.resume()
-    made = len((await asyncio.wait_for(task, _DEADLINE_S)).token_ids)
+    made = len((await asyncio.wait_for(task, DEADLINE_S)).token_ids)
     after = await engine.health()
     assert (after.tokens_made, after.paused) == (before + made, False)
 
@@ -309,7 +266,8 @@ rollout_contract: dict[str, Callable[[Subject], Awaitable[None]]] = {
     "logprobs": _logprobs,
     "top_logprobs": _top_logprobs,
     "greedy": _greedy,
-    "stop_tokens": _stop_tokens,
+    "stop_tokens": stop_tokens,
+    "stop_strings": stop_strings,
     "seeds": _seeds,
     "concurrent": _concurrent,
     "refusals": _refusals,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from offbeat_rollout.types import SamplingParams
 
@@ -62,6 +62,31 @@ def reference_logprobs(
         _logprob(logits[len(prompt_ids) - 1 + position].tolist(), token, sampling)
         for position, token in enumerate(token_ids)
     ]
+
+
+def write_tokenizer(folder: Path | str, vocab_size: int = 96) -> PreTrainedTokenizerFast:
+    """Write a tokenizer of `vocab_size` tokens to `folder` and return it.
+
+    A token is a character, a syllable, a byte that is no character alone, or "<end>", a special token, in turns.
+    """
+    from itertools import product
+
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    halves = [
+        "\u00c3",
+        "\u00a9",
+        "\u00bc",
+    ]  # the bytes of two accented letters, as byte-level tokenizers spell them
+    syllables = ["".join(pair) for pair in product("bdgklmnprst", "aeiou")]
+    texts = ["<unk>", "<end>", *halves, *letters, *syllables, *map(str, range(vocab_size))][:vocab_size]
+    core = Tokenizer(models.WordLevel({text: place for place, text in enumerate(texts)}, unk_token="<unk>"))
+    core.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<end>")
+    made.save_pretrained(folder)
+    return made
 
 
 def _logprob(logits: list[float], token: int, sampling: SamplingParams) -> float:

@@ -113,7 +113,7 @@ class ScriptedRollout(RolloutEngine, TensorUpdates):
         """Return what the script says for `request`."""
         if self._task is None:
             raise EngineStateError("the engine is not running; call `start` first")
-        check_request(request, self.config.max_model_len, self._vocab_size)
+        check_request(request, self.config, self._vocab_size)
         name = request.request_id
         if name in self._running:
             raise RequestError(f"request id {name!r} is in use; ids must be unique while they run")

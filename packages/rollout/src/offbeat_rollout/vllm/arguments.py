@@ -52,7 +52,7 @@ OURS: dict[str, str] = {
     "max_lora_rank": _LORA,
     "additional_config": _UPDATES,
     "enable_sleep_mode": "it follows from `device`",
-    "skip_tokenizer_init": "requests are tokens",
+    "skip_tokenizer_init": "set `stop_strings`",
     "logprobs_mode": "log-probs are those of the distribution that was drawn from",
     "max_logprobs": "a request says how many it wants",
     "generation_config": "sampling is what the request says",
@@ -113,7 +113,7 @@ def engine_args(config: VllmConfig) -> AsyncEngineArgs:
     cpu = config.device == "cpu"
     arguments: dict[str, Any] = {
         "model": config.model_path,
-        "skip_tokenizer_init": True,  # token in, token out
+        "skip_tokenizer_init": not config.stop_strings,  # token in, token out
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,

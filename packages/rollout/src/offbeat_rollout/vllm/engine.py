@@ -91,6 +91,7 @@ class VllmEngine(RolloutEngine):
                     RolloutFeature.ABORT,
                     RolloutFeature.LORA,
                     RolloutFeature.TOP_LOGPROBS,
+                    RolloutFeature.STOP_STRINGS,
                     RolloutFeature.RECOMPUTE_KV,
                     RolloutFeature.SLEEP_1,
                     RolloutFeature.SLEEP_2,
@@ -262,7 +263,7 @@ class VllmEngine(RolloutEngine):
         return llm
 
     def _check(self, request: GenerateRequest) -> None:
-        check_request(request, self.config.max_model_len, self._vocab_size)
+        check_request(request, self.config, self._vocab_size)
         if request.request_id in self._running_ids:
             raise RequestError(
                 f"request id {request.request_id!r} is in use; ids must be unique while they run"

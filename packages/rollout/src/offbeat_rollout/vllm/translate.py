@@ -40,7 +40,10 @@ def sampling_params(request: GenerateRequest, eos: Sequence[int]) -> VllmSamplin
         ignore_eos=True,  # end-of-sequence tokens are in `stop_token_ids`, the same for every adapter
         logprobs=sampling.top_logprobs,  # beside the sampled token's own
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop),
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,  # a text to stop at may be one
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

@@ -90,6 +90,7 @@ def training_params(parts: Parts, step: int) -> SamplingParams:
         max_tokens=parts.sampling.max_tokens,
         temperature=parts.sampling.temperature,
         stop_token_ids=parts.task.stop_token_ids(),
+        stop=parts.sampling.stop,
         seed=derive_seed(parts.seed, "sample", step),
     )
 
