@@ -19,9 +19,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from failures import BenchError, run_within, tail
+from no_digests import switch_off
 
 from offbeat_ckptsync.bench import links
 from offbeat_ckptsync.bench.cli import BUCKET_MIB, MIB
@@ -32,7 +33,9 @@ from offbeat_ckptsync.errors import SyncError
 if TYPE_CHECKING:
     from offbeat_ckptsync.values import SyncReport
 
-RECEIVERS = {"shm": (1, 2, 4), "shm_copied": (1, 2, 4), "broadcast": (1,), "disk": (1,)}
+RECEIVERS = {"shm": (1, 2, 4), "shm_adopted": (1, 4), "broadcast": (1,), "disk": (1,)}
+"""How many receiving processes; all but `shm_adopted` copy what came into a module's own tensors, as vLLM's loaders do."""
+
 VLLM_LIMIT_S = 420.0
 SIDES = ("offbeat", "native")
 
@@ -41,11 +44,10 @@ def main() -> int:
     """Measure what was asked for and print it."""
     options = _parser().parse_args()
     parts = options.only.split(",")
-    answer: dict[str, object] = {"machine": _machine()}
+    answer: dict[str, Any] = {"machine": _machine()}
     failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as scratch:
-        num_bytes = round(options.mib * MIB)
-        limits = _limits(num_bytes, scratch)
+        limits = _limits(round(options.mib * MIB), scratch)
         answer |= {
             "memcpy_gb_per_s": limits["shm"],
             "raw_gloo_gb_per_s": limits["broadcast"],
@@ -55,11 +57,16 @@ def main() -> int:
         }
         for name, counts in RECEIVERS.items():
             if name in parts:
-                limit = limits[name.removesuffix("_copied")]
-                answer[name] = _transport(name, counts, limit, options, scratch, failed)
+                limit = limits[name.removesuffix("_adopted")]
+                answer[name] = {
+                    f"{load.num_tensors} tensors": _transport(name, counts, limit, load, scratch, failed)
+                    for load in _loads(options, adopts=name == "shm_adopted")
+                }
         if "vllm" in parts:
             answer["vllm"] = _vllm(Path(scratch), failed)
-    answer["failed"] = failed
+        if "small" in parts:
+            answer["small"] = _side("small", Path(scratch), failed)
+    answer |= {"figures": _summary(answer), "failed": failed}
     sys.stdout.write(json.dumps(answer, indent=None if options.json else 2) + "\n")
     return 1 if failed else 0
 
@@ -69,9 +76,14 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    parser.add_argument("--only", default="shm,shm_copied,broadcast,disk,vllm", help="parts to measure")
+    parser.add_argument(
+        "--only", default="shm,shm_adopted,broadcast,disk,vllm,small", help="parts to measure"
+    )
     parser.add_argument("--mib", type=float, default=1024.0, help="MiB of weights (default 1024)")
-    parser.add_argument("--tensors", type=int, default=400, help="number of tensors (default 400)")
+    parser.add_argument(
+        "--tensors", type=int, nargs="+", default=[24, 400],
+        help="numbers of tensors, one after the other (default 24, of up to 88 MiB each, and 400)",
+    )  # fmt: skip
     parser.add_argument(
         "--syncs", type=int, default=7, help="syncs that count, after a first one (default 7)"
     )
@@ -94,51 +106,45 @@ def _limits(num_bytes: int, scratch: str) -> dict[str, float]:
     }
 
 
+def _loads(options: argparse.Namespace, *, adopts: bool) -> list[Load]:
+    num_bytes = round(options.mib * MIB)
+    return [
+        Load(num_bytes=num_bytes, num_tensors=each, num_receivers=1, num_syncs=options.syncs, adopts=adopts)
+        for each in options.tensors
+    ]
+
+
 def _transport(
-    name: str,
-    counts: tuple[int, ...],
-    limit: float,
-    options: argparse.Namespace,
-    scratch: str,
-    failed: list[str],
+    name: str, counts: tuple[int, ...], limit: float, load: Load, scratch: str, failed: list[str]
 ) -> dict[str, object]:
-    transport = name.removesuffix("_copied")
-    config = SyncConfig(
-        transport=transport,
-        bucket_mib=BUCKET_MIB[transport],
-        disk_path=f"{scratch}/disk",
-        limit_gb_per_s=limit,
-    )
+    transport = name.removesuffix("_adopted")
+    config = SyncConfig(transport=transport, bucket_mib=BUCKET_MIB[transport], disk_path=f"{scratch}/disk")
     found: dict[str, object] = {}
     for count in counts:
-        load = Load(
-            num_bytes=round(options.mib * MIB), num_tensors=options.tensors, num_receivers=count,
-            num_syncs=options.syncs, adopts=name == transport,
-        )  # fmt: skip
         try:
-            found[str(count)] = _figures(
-                measure_apart(load, config), measure_apart(replace(load, digests=False), config)
-            )
+            figures = _figures(measure_apart(replace(load, num_receivers=count), config), limit)
+            if count == 1:
+                without = measure_apart(replace(load, prepare=switch_off), config)
+                figures |= _share_of_digests(figures["seconds"], without)
         except SyncError as error:
-            failed.append(f"{name} with {count} receivers: {error}")
+            failed.append(f"{name} with {count} receivers and {load.num_tensors} tensors: {error}")
             say(failed[-1])
             continue
-        say(f"{name}, {count} receivers: {json.dumps(found[str(count)])}")
+        found[str(count)] = figures
+        say(f"{name}, {load.num_tensors} tensors, {count} receivers: {json.dumps(found[str(count)])}")
     return found
 
 
-def _figures(reports: list[SyncReport], unverified: list[SyncReport]) -> dict[str, object]:
+def _figures(reports: list[SyncReport], limit: float) -> dict[str, Any]:
     counted = reports[1:]
     middle = sorted(counted, key=lambda report: report.total_s)[len(counted) // 2]
     seconds = median(report.total_s for report in counted)
-    without = median(report.total_s for report in unverified[1:])
     rate = middle.num_bytes / seconds / 1e9
     return {
         "seconds": seconds,
         "gb_per_s": rate,
-        "fraction_of_limit": rate / middle.limit_gb_per_s,
-        "verify_share": max(0.0, (seconds - without) / seconds),
-        "seconds_unverified": without,
+        "fraction_of_limit": rate / limit,
+        "pause_ms": median(report.pause_s for report in counted) * 1e3,
         "first_s": reports[0].total_s,
         "best_s": min(report.total_s for report in counted),
         "phases": {name: round(phase_s, 4) for name, phase_s in middle.phases.items()},
@@ -146,32 +152,63 @@ def _figures(reports: list[SyncReport], unverified: list[SyncReport]) -> dict[st
     }
 
 
-def _vllm(scratch: Path, failed: list[str]) -> dict[str, object]:
-    found: dict[str, dict[str, float]] = {}
-    for side in SIDES:
-        say(f"vLLM, {side}")
-        out, log = scratch / f"{side}.json", scratch / f"{side}.log"
-        script = Path(__file__).with_name("sync_vllm.py")
-        try:
-            with log.open("wb") as output:
-                code = run_within(VLLM_LIMIT_S, [sys.executable, str(script), side, str(out)], output)
-            if code != 0 or not out.exists():
-                raise BenchError(f"ended with code {code}: {tail(log)}")
-            found[side] = json.loads(out.read_text())
-        except (BenchError, subprocess.SubprocessError) as error:
-            failed.append(f"vllm {side}: {error}")
-            say(failed[-1])
-    if len(found) < len(SIDES):
-        return {}
+def _share_of_digests(seconds: float, unverified: list[SyncReport]) -> dict[str, float]:
+    without = median(report.total_s for report in unverified[1:])
+    return {"verify_share": max(0.0, (seconds - without) / seconds), "seconds_unverified": without}
+
+
+def _vllm(scratch: Path, failed: list[str]) -> dict[str, Any]:
+    found = {side: _side(side, scratch, failed) for side in SIDES}
     ours, native = found["offbeat"], found["native"]
+    if not ours or not native:
+        return {}
     return {
         "pause_ms": ours["pause_ms"],
         "worst_gap_ms": ours["worst_gap_ms"],
+        "update_ms": ours["update_ms"],
         "native_pause_ms": native["pause_ms"],
         "native_worst_gap_ms": native["worst_gap_ms"],
+        "native_update_ms": native["update_ms"],
         "steady_gap_ms": ours["steady_gap_ms"],
         "sides": found,
     }
+
+
+def _side(side: str, scratch: Path, failed: list[str]) -> dict[str, Any]:
+    say(f"vLLM, {side}")
+    out, log = scratch / f"{side}.json", scratch / f"{side}.log"
+    script = Path(__file__).with_name("sync_vllm.py")
+    try:
+        with log.open("wb") as output:
+            code = run_within(VLLM_LIMIT_S, [sys.executable, str(script), side, str(out)], output)
+        if code != 0 or not out.exists():
+            raise BenchError(f"ended with code {code}: {tail(log)}")
+        return json.loads(out.read_text())
+    except (BenchError, subprocess.SubprocessError) as error:
+        failed.append(f"vllm {side}: {error}")
+        say(failed[-1])
+        return {}
+
+
+def _summary(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures that are aimed at, of the parts that were measured."""
+    figures: dict[str, Any] = {}
+    for tensors, counts in answer.get("shm", {}).items():
+        one, four = counts.get("1"), counts.get("4")
+        if one:
+            figures.setdefault("shm_over_memcpy", {})[tensors] = one["fraction_of_limit"]
+            figures.setdefault("verify_share", {})[tensors] = one["verify_share"]
+        if one and four:
+            figures.setdefault("shm_four_over_one", {})[tensors] = four["seconds"] / one["seconds"]
+    for tensors, counts in answer.get("broadcast", {}).items():
+        if counts:
+            figures.setdefault("broadcast_over_gloo", {})[tensors] = counts["1"]["fraction_of_limit"]
+    if vllm := answer.get("vllm"):
+        figures["vllm_pause_over_native"] = vllm["pause_ms"] / vllm["native_pause_ms"]
+        figures["product_over_plain"] = vllm["update_ms"] / vllm["native_update_ms"]
+    if small := answer.get("small"):
+        figures["small_sync_ms"] = small["update_ms"]
+    return figures
 
 
 def _machine() -> dict[str, object]:

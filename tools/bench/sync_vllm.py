@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """The pause and the worst gap between two tokens while vLLM takes new weights: through us, or by its own cycle.
 
-    uv run tools/bench/sync_vllm.py offbeat|native OUT.json
+    uv run tools/bench/sync_vllm.py offbeat|native|small OUT.json
 
-`sync.py` runs this once per side, each in a process of its own. Both sides get the same model of about 100 MB, the same
-eight requests in flight and the same number of updates.
+`sync.py` runs this once per side, each in a process of its own. Two sides get the same model of about 100 MB, the same
+eight requests in flight and the same number of updates. `small` is ours with the demo's model and nothing in flight: what
+one sync of a synchronous run costs at least.
 """
 
 # vLLM types its interface in part.
@@ -30,8 +31,18 @@ import torch
 
 NUM_REQUESTS = 8
 NUM_UPDATES = 8
+NUM_SMALL_UPDATES = 20
 FIRST_S, BETWEEN_S = 3.0, 1.0  # steady generation before the first update, and between two
 MAX_TOKENS = 8000
+LARGE = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 30,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+SMALL = {
+    "vocab_size": 17, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "num_key_value_heads": 3,
+}  # fmt: skip
+SHAPES = {"offbeat": LARGE, "native": LARGE, "small": SMALL}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
 }  # fmt: skip
@@ -41,7 +52,7 @@ def main() -> int:
     """Measure one side and write the answer."""
     side, out = sys.argv[1], Path(sys.argv[2])
     with tempfile.TemporaryDirectory(prefix="offbeat-vllm-") as scratch:
-        model = _make_model(Path(scratch) / "model")
+        model = _make_model(Path(scratch) / "model", SHAPES[side])
         plugin = _plugin_folder(Path(scratch) / "plugin")
         os.environ |= ENVIRONMENT
         os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin), str(Path(__file__).parent)])
@@ -49,14 +60,11 @@ def main() -> int:
     return 0
 
 
-def _make_model(folder: Path) -> torch.nn.Module:
+def _make_model(folder: Path, shape: dict[str, int]) -> torch.nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=2048, hidden_size=256, intermediate_size=768, num_hidden_layers=30, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
+    config = Qwen2Config(max_position_embeddings=8192, tie_word_embeddings=True, **shape)
     model = Qwen2ForCausalLM(config).eval()
     model.save_pretrained(folder)
     return model
@@ -76,7 +84,7 @@ async def _measure(side: str, model: torch.nn.Module, folder: Path) -> dict[str,
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    backend = {"offbeat": "offbeat", "native": native_gloo.BACKEND}[side]
+    backend = native_gloo.BACKEND if side == "native" else "offbeat"
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)  # this process checks the name, too
     args = AsyncEngineArgs(
         model=str(folder), dtype="float32", max_model_len=8192, max_num_seqs=NUM_REQUESTS, enforce_eager=True,
@@ -85,8 +93,8 @@ async def _measure(side: str, model: torch.nn.Module, folder: Path) -> dict[str,
     )  # fmt: skip
     llm = AsyncLLM.from_engine_args(args)
     try:
-        update = await (_ours(llm, model) if side == "offbeat" else _native(llm, model))
-        return await _watch(llm, model, update)
+        update = await (_native(llm, model) if side == "native" else _ours(llm, model))
+        return await (_rest(model, update) if side == "small" else _watch(llm, model, update))
     finally:
         llm.shutdown()
 
@@ -99,10 +107,12 @@ async def _watch(llm: Any, model: torch.nn.Module, update: Any) -> dict[str, obj
     steady = _worst_gap(times, time.perf_counter() - FIRST_S / 2, time.perf_counter())
     pauses: list[float] = []
     gaps: list[float] = []
+    took: list[float] = []
     for version in range(1, NUM_UPDATES + 2):
         _change(model)
         begun = time.perf_counter()
         pauses.append(await update(version))
+        took.append(time.perf_counter() - begun)
         await asyncio.sleep(BETWEEN_S / 2)
         gaps.append(_worst_gap(times, begun, time.perf_counter()))
         if any(task.done() for task in tasks):
@@ -115,8 +125,21 @@ async def _watch(llm: Any, model: torch.nn.Module, update: Any) -> dict[str, obj
     return {
         "pause_ms": median(pauses[1:]) * 1e3, "worst_gap_ms": median(gaps[1:]) * 1e3,
         "pauses_ms": [pause * 1e3 for pause in pauses], "worst_gaps_ms": [gap * 1e3 for gap in gaps],
+        "update_ms": median(took[1:]) * 1e3, "updates_ms": [each * 1e3 for each in took],
         "steady_gap_ms": steady * 1e3, "tokens": sum(map(len, times)), "requests": NUM_REQUESTS,
     }  # fmt: skip
+
+
+async def _rest(model: torch.nn.Module, update: Any) -> dict[str, object]:  # noqa: ANN401 -- vLLM's
+    """Update a replica that nobody asks anything, and time that; `update(version)` as for `_watch`."""
+    took: list[float] = []
+    for version in range(1, NUM_SMALL_UPDATES + 2):
+        _change(model)
+        begun = time.perf_counter()
+        await update(version)
+        took.append(time.perf_counter() - begun)
+        await asyncio.sleep(BETWEEN_S / 10)
+    return {"update_ms": median(took[1:]) * 1e3, "updates_ms": [each * 1e3 for each in took]}
 
 
 async def _generate(llm: Any, seen: list[float]) -> None:  # noqa: ANN401 -- vLLM's

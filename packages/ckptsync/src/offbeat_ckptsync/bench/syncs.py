@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_ckptsync.bench.workload import ModuleSourceOf, Replica, Weights, switch_off_digests
+from offbeat_ckptsync.bench.workload import ModuleSourceOf, Replica, Weights
 from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
@@ -20,6 +20,7 @@ from offbeat_ckptsync.values import SyncReport
 from offbeat_ckptsync.wire import decode, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
     from offbeat_ckptsync.config import SyncConfig
@@ -30,7 +31,7 @@ class Load:
     """What is synced, how often, and to how many processes. `num_threads` load in each of them.
 
     Weights are on `device` on all sides. With `adopts` they serve weights from where they lie, where the transport lets
-    them.
+    them. `prepare`, a function of a module, is called first in each process, say to leave out what is to be measured.
     """
 
     num_bytes: int
@@ -38,22 +39,22 @@ class Load:
     num_receivers: int
     num_syncs: int
     num_threads: int = 1
-    digests: bool = True
     adopts: bool = False
     device: str = "cpu"
+    prepare: Callable[[], None] | None = None
 
 
 def measure(load: Load, config: SyncConfig) -> list[SyncReport]:
     """Start receiving processes, sync changed weights `num_syncs` times after a first one, and return the reports.
 
     The first sync, which makes connections and touches fresh memory, leads the list. For a process of its own where
-    `digests` is off.
+    `prepare` changes something.
 
     Raises:
         DigestError: a process does not serve what was sent.
     """
-    if not load.digests:
-        switch_off_digests()
+    if load.prepare is not None:
+        load.prepare()
     return asyncio.run(_measure(load, config))
 
 
@@ -104,9 +105,9 @@ async def _measure(load: Load, config: SyncConfig) -> list[SyncReport]:
             load.num_bytes,
             load.num_tensors,
             load.num_threads,
-            digests=load.digests,
             adopts=load.adopts,
             device=load.device,
+            prepare=load.prepare,
         )
         for _ in range(load.num_receivers)
     ]

@@ -13,15 +13,11 @@ from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.member.rank import Worker
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink
 from offbeat_ckptsync.plan.buckets import bytes_of
-from offbeat_ckptsync.plan.digest import RunningDigest
 from offbeat_ckptsync.threads import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from offbeat_ckptsync.values import Manifest
 
@@ -89,11 +85,11 @@ class Replica:
         num_tensors: int,
         num_threads: int,
         *,
-        digests: bool = True,
         adopts: bool = False,
         device: str = "cpu",
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Start it; it loads with `num_threads` threads, and checks no bytes where `digests` is off.
+        """Start it; it calls `prepare`, a function of a module, and loads with `num_threads` threads.
 
         With `adopts` it serves weights from where they lie, where it may.
         """
@@ -101,7 +97,7 @@ class Replica:
         self._pipe, far = context.Pipe()
         self._process = context.Process(
             target=_serve,
-            args=(far, (num_bytes, num_tensors, device), num_threads, digests, adopts),
+            args=(far, (num_bytes, num_tensors, device), num_threads, adopts, prepare),
             daemon=True,
         )
         self._process.start()
@@ -134,33 +130,15 @@ class Replica:
         return (await in_thread(self._pipe.recv_bytes, name="ask")).decode()
 
 
-def switch_off_digests() -> None:
-    """Take digests out of this process, to measure what they cost. Nothing but a measurement may do that."""
-    from offbeat_ckptsync.member import staging
-    from offbeat_ckptsync.source import buffers as packing
-
-    packing.digest = staging.digest = _no_digest
-    packing.RunningDigest = _NoDigest
-
-
-def _no_digest(_payload: torch.Tensor) -> str:
-    return "none"
-
-
-class _NoDigest(RunningDigest):
-    def update(self, payload: NDArray[np.uint8]) -> None:
-        """Look at nothing."""
-
-    def result(self) -> str:
-        """Return what `_no_digest` does."""
-        return "none"
-
-
 def _serve(
-    pipe: Connection, size: tuple[int, int, str], num_threads: int, digests: bool, adopts: bool
+    pipe: Connection,
+    size: tuple[int, int, str],
+    num_threads: int,
+    adopts: bool,
+    prepare: Callable[[], None] | None,
 ) -> None:
-    if not digests:
-        switch_off_digests()
+    if prepare is not None:
+        prepare()
     torch.set_num_threads(num_threads)
     weights = Weights(*size)
     worker = Worker(AdoptingModuleSink(weights) if adopts else ModuleSink(weights))
