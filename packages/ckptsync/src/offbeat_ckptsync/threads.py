@@ -1,4 +1,4 @@
-"""Threads: blocking work beside an event loop, and which GPU and stream a thread that moves weights works on."""
+"""Threads: blocking work beside an event loop, how many share work, and which GPU and stream they work on."""
 
 # torch types its CUDA interface in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
 _Result = TypeVar("_Result")
+
+_MAX_MOVERS = 4  # a few cores saturate a machine's memory
+
+
+def num_movers() -> int:
+    """Return how many threads are to copy or digest together: at most four, and one per core the calling thread may use."""
+    return min(_MAX_MOVERS, len(os.sched_getaffinity(0)))
 
 
 async def in_thread(work: Callable[[], _Result], *, name: str) -> _Result:
@@ -106,3 +115,28 @@ def mark_of(tensor: torch.Tensor) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(tensor.device))
     return event
+
+
+class BusyClock:
+    """How long at least one thread was at work."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        """One more is at work."""
+        with self._lock:
+            if self._busy == 0:
+                self._since = time.perf_counter()
+            self._busy += 1
+
+    def __exit__(self, *_: object) -> None:
+        """One less is."""
+        with self._lock:
+            self._busy -= 1
+            if self._busy == 0:
+                self.seconds += time.perf_counter() - self._since

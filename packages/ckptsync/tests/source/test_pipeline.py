@@ -218,7 +218,9 @@ def test_buffers_of_another_size_are_let_go():
     assert buffers._kept == []
 
 
-def test_a_digest_of_pieces_is_that_of_the_bucket():
+@pytest.mark.parametrize("block_bytes", [96, 1 << 20])
+def test_a_digest_of_pieces_is_that_of_the_bucket(monkeypatch, block_bytes):
+    monkeypatch.setattr("offbeat_ckptsync.source.buffers._BLOCK_BYTES", block_bytes)
     source = StayingDict(awkward_weights(1))
     offer = offer_of(source)
     tensors = dict(source.tensors())

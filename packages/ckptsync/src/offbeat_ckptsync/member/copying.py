@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from offbeat_ckptsync.threads import num_movers
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MAX_THREADS = 4  # a few cores saturate a machine's memory
 _SPAN_BYTES = 16 << 20  # copied at a time, so that threads finish together
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -57,7 +57,7 @@ def copy_all(pairs: list[Pair]) -> None:
 
 def _num_threads(plain: list[Pair]) -> int:
     num_bytes = sum(live.nbytes for live, _ in plain)
-    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)), num_bytes // _SPAN_BYTES))
+    return max(1, min(num_movers(), num_bytes // _SPAN_BYTES))
 
 
 def is_plain(live: torch.Tensor, given: torch.Tensor) -> bool:

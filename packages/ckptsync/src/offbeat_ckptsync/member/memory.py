@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,10 @@ class Memory:
         self._bytes: Pages | torch.Tensor
         if device == "cpu":
             private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._bytes = Pages(mmap.mmap(-1, max(num_bytes, 1), flags=private), num_bytes)
+            pages = mmap.mmap(-1, max(num_bytes, 1), flags=private)
+            with contextlib.suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)  # fewer addresses to look up
+            self._bytes = Pages(pages, num_bytes)
         else:
             self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from offbeat_ckptsync.plan.buckets import bucket_starts
 from offbeat_ckptsync.plan.deltas import apply_delta, runs_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.slices import own_buckets
-from offbeat_ckptsync.threads import SideStream, mark_of, use_device
+from offbeat_ckptsync.threads import BusyClock, SideStream, mark_of, num_movers, use_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,7 +30,7 @@ class Staged:
     memory: torch.Tensor  # uint8, buckets end to end
     kept: Memory | None  # whose bytes these are, for later syncs; None where they are the transport's
     digests: tuple[str, ...]
-    digest_s: float  # seconds of digesting, in a thread beside the receiving one
+    digest_s: float  # in which at least one thread digested, beside the receiving one
     buckets: tuple[Bucket, ...]  # those that this rank gets
     starts: list[int]  # where each of them lies
     end: BucketReceiver
@@ -77,6 +76,7 @@ def stage(
     """
     own = own_buckets(offer, seat, buckets)
     all_starts, num_bytes = bucket_starts(buckets)
+    clock = BusyClock()
     use_device(transport.device)
     end = transport.receiver(offer, seat)
     try:
@@ -87,10 +87,10 @@ def stage(
             memory = kept.lend()
         else:
             kept, starts, memory = None, [all_starts[bucket.index] for bucket in own], lent
-        desk, timer = _Desk(offer, seat, memory, base), _Timer(str(memory.device))
+        desk = _Desk(offer, seat, memory, base)
         places = dict(zip((bucket.index for bucket in own), starts, strict=True))
         with SideStream(str(memory.device)).after(mark_of(memory)):
-            digests = desk.take(end, buckets, places, timer)
+            digests = desk.take(end, buckets, places, clock)
     except BaseException:
         end.close()
         raise
@@ -100,7 +100,7 @@ def stage(
         memory=memory,
         kept=kept,
         digests=digests,
-        digest_s=timer.seconds,
+        digest_s=clock.seconds,
         end=end,
     )
 
@@ -122,12 +122,16 @@ class _Desk:
         self._scratch: torch.Tensor | None = None
 
     def take(
-        self, end: BucketReceiver, buckets: tuple[Bucket, ...], places: dict[int, int], timer: _Timer
+        self, end: BucketReceiver, buckets: tuple[Bucket, ...], places: dict[int, int], clock: BusyClock
     ) -> tuple[str, ...]:
         """Receive the buckets that have a place, by index, and return their digests."""
-        with ThreadPoolExecutor(1, thread_name_prefix=f"digest for {self._who}") as pool:
+        on_host = self._memory.device.type == "cpu"
+        stream = SideStream(str(self._memory.device))
+        with ThreadPoolExecutor(
+            num_movers() if on_host else 1, thread_name_prefix=f"digest for {self._who}"
+        ) as pool:
             waiting = [
-                pool.submit(timer.digest, self.receive(end, bucket, places[bucket.index]))
+                pool.submit(_digest, self.receive(end, bucket, places[bucket.index]), clock, stream)
                 if bucket.index in places
                 else self.pass_over(end, bucket)
                 for bucket in buckets
@@ -169,15 +173,8 @@ class _Desk:
         return into
 
 
-class _Timer:
-    def __init__(self, device: str) -> None:
-        self.seconds = 0.0
-        self._stream = SideStream(device)
-
-    def digest(self, complete: Callable[[], torch.Tensor]) -> str:
-        with self._stream.after():  # what has arrived has been waited for
-            payload = complete()
-            mark = time.perf_counter()
-            result = digest(payload)
-            self.seconds += time.perf_counter() - mark
-        return result
+def _digest(complete: Callable[[], torch.Tensor], clock: BusyClock, stream: SideStream) -> str:
+    with stream.after():  # what has arrived has been waited for
+        payload = complete()
+        with clock:
+            return digest(payload)

@@ -1,8 +1,9 @@
-"""The buffers that buckets are filled in, filling one, and the clock of those who do."""
+"""The buffers that buckets are filled in, and filling one."""
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import mmap
 import time
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,11 @@ from offbeat_ckptsync.plan.digest import RunningDigest, digest
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.values import Bucket, Piece
+
+
+_BLOCK_BYTES = (
+    512 << 10
+)  # digested and copied at a time: a cache holds it, so that it is read from memory once
 
 
 class Buffers:
@@ -32,23 +38,28 @@ class Buffers:
         """Return `number` buffers, uint8 [num_bytes]; those of another size are let go."""
         kept = [each for each in self._kept if each.numel() == num_bytes][:number]
         self._kept = []
-        fresh = (
-            torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(number - len(kept))
-        )
-        return [*kept, *fresh]
+        return [*kept, *(self._make(num_bytes) for _ in range(number - len(kept)))]
 
     def put_back(self, buffers: list[torch.Tensor]) -> None:
         """Take buffers back that nothing reads or writes any more."""
         if self.device == "cpu":
             self._kept = buffers
 
+    def _make(self, num_bytes: int) -> torch.Tensor:
+        if self.device != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer addresses to look up
+        return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+
 
 class Filling:
     """One bucket being filled: its pieces, then its digest.
 
-    With `digests_pieces` each piece is digested right after it was copied, while a cache holds it: a GiB is then read from
-    memory once less, and memory is what bounds filling. Else the digest is taken of the whole bucket, by whichever thread
-    asks for it, so that the one that fills it can go on.
+    With `digests_pieces` each block of a piece is digested right after it was copied, while a cache holds it: a GiB is then
+    read from memory once less, and memory is what bounds filling. Else the digest is taken of the whole bucket, by whichever
+    thread asks for it, so that the one that fills it can go on.
     """
 
     def __init__(self, bucket: Bucket, buffer: torch.Tensor, *, digests_pieces: bool = False) -> None:
@@ -72,8 +83,12 @@ class Filling:
             return
         # Not torch's copy: its threads would meet after every tensor. Not `numpy()`: it forbids torch for ever to resize
         # the storage, which an engine does that moves its weights.
-        np.copyto(self._bytes[start:end], np.from_dlpack(given))
-        self._digest_until(end)
+        source = np.from_dlpack(given)
+        block_bytes = max(len(source), 1) if self._running is None else _BLOCK_BYTES
+        for first in range(0, len(source), block_bytes):
+            block = source[first : first + block_bytes]
+            np.copyto(self._bytes[start + first : start + first + len(block)], block)
+            self._digest_until(start + first + len(block))
 
     def digest(self) -> str:
         """Return the digest of the bucket, once it is full."""
@@ -92,28 +107,3 @@ class Filling:
         self._running.update(self._bytes[self._num_digested : end])
         self._num_digested = end
         self.digest_s += time.perf_counter() - mark
-
-
-class BusyClock:
-    """How long at least one thread was at work."""
-
-    def __init__(self) -> None:
-        """Start at zero."""
-        self.seconds = 0.0
-        self._lock = threading.Lock()
-        self._busy = 0
-        self._since = 0.0
-
-    def __enter__(self) -> None:
-        """One more is at work."""
-        with self._lock:
-            if self._busy == 0:
-                self._since = time.perf_counter()
-            self._busy += 1
-
-    def __exit__(self, *_: object) -> None:
-        """One less is."""
-        with self._lock:
-            self._busy -= 1
-            if self._busy == 0:
-                self.seconds += time.perf_counter() - self._since

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.buckets import bucket_starts, bytes_of, plan_buckets
 from offbeat_ckptsync.plan.manifest import dtype_name
-from offbeat_ckptsync.source.buffers import Buffers, BusyClock, Filling
+from offbeat_ckptsync.source.buffers import Buffers, Filling
 from offbeat_ckptsync.source.shipper import Shipper
+from offbeat_ckptsync.threads import BusyClock
 from offbeat_ckptsync.values import Bucket, Piece, Sent, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts
-from offbeat_ckptsync.threads import SideStream, mark_of, use_device
+from offbeat_ckptsync.threads import SideStream, mark_of, num_movers, use_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 
 NUM_BUFFERS = 3
 """One being filled, one being digested, one on the wire."""
-
-PACK_THREADS = 2
-"""Threads that fill buckets where the source's tensors stay: two cores fill faster than the wire empties."""
 
 
 @dataclass(slots=True)
@@ -70,8 +66,9 @@ class Shipper:
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
         self._timeout_s = float(offer.endpoint["timeout_s"])
-        num_threads = min(PACK_THREADS, len(os.sched_getaffinity(0))) if parallel else 1
-        num_threads += max((bucket.part for bucket in buckets), default=0)  # one bucket of each part is open
+        num_packers = num_movers() if parallel else 1
+        num_parts = 1 + max((bucket.part for bucket in buckets), default=0)  # one bucket of each is open
+        num_threads = num_packers + num_parts - 1
         # Bounds how many tensors wait to be packed where there is a place for every bucket.
         self._room = threading.Semaphore(NUM_BUFFERS + num_threads)
         self._buffers = buffers
@@ -81,7 +78,6 @@ class Shipper:
             self._own = buffers.take(NUM_BUFFERS + num_threads - 1, size)
             for buffer in self._own:
                 self._free.put(buffer)
-        num_packers = min(PACK_THREADS, len(os.sched_getaffinity(0))) if parallel else 1
         self._device = buffers.device
         self._pack_stream, self._wire_stream = SideStream(self._device), SideStream(self._device)
         self._packers = ThreadPoolExecutor(num_packers, thread_name_prefix=f"pack {offer.sync_id}")

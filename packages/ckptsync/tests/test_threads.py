@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from offbeat_ckptsync.threads import BusyClock, num_movers
+
+
+def test_a_clock_counts_time_in_which_anybody_works_once(monkeypatch):
+    times = iter([1.0, 4.0, 6.0, 6.5])
+    monkeypatch.setattr("offbeat_ckptsync.threads.time.perf_counter", lambda: next(times))
+    clock = BusyClock()
+    with clock, clock:  # as another thread would
+        pass
+    assert clock.seconds == pytest.approx(3.0)
+    with clock:
+        pass
+    assert clock.seconds == pytest.approx(3.5)
+
+
+def test_movers_are_as_many_as_the_threads_cores_and_no_more_than_four(monkeypatch):
+    for cores, movers in [(1, 1), (2, 2), (64, 4)]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, n=cores: set(range(n)))
+        assert num_movers() == movers
