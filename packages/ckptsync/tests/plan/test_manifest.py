@@ -12,6 +12,7 @@ from offbeat_ckptsync.plan.manifest import (
     check_digest,
     diff_manifests,
     make_manifest,
+    manifest_digest,
     manifest_of,
     require_match,
 )
@@ -29,6 +30,14 @@ def test_the_digest_is_of_the_canonical_json():
         [["a", [2, 3], "float32"], ["b", [4], "bfloat16"], ["c", [1], "float32"]], separators=(",", ":")
     )
     assert manifest().digest == xxhash.xxh3_128(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("rows_at_a_time", [1, 2, 3, 4])
+def test_the_digest_is_the_same_however_much_is_written_at_a_time(monkeypatch, rows_at_a_time):
+    whole = manifest().digest
+    monkeypatch.setattr("offbeat_ckptsync.plan.manifest._ROWS", rows_at_a_time)
+    assert manifest().digest == whole
+    assert manifest_digest([]) == xxhash.xxh3_128(b"[]").hexdigest()
 
 
 def test_the_digest_covers_names_shapes_dtypes_and_order():

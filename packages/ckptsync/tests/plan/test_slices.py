@@ -18,8 +18,9 @@ from offbeat_ckptsync.member.rank import Worker
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets, tensor_views
+from offbeat_ckptsync.plan.cutting import cut_offer
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.plan.slices import CutSource, assemble, check_cut, cut_offer, own_buckets
+from offbeat_ckptsync.plan.slices import CutSource, assemble, check_cut, own_buckets
 from offbeat_ckptsync.source.pipeline import send_weights
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.testing import DictSource, assert_same
@@ -198,6 +199,24 @@ def exact(offer, layouts, buckets):
                 ):
                     needed.add((index, number))
             assert got == len(needed)
+
+
+def test_tensors_are_cut_once_for_the_same_ranks_and_anew_for_others():
+    layouts = {"m": tp_layouts(2)}
+    first = cut_offer(offer_of(weights_of(1)), layouts)
+    again = cut_offer(offer_of(weights_of(2)), {"m": tp_layouts(2)})
+    assert again.manifest is first.manifest
+    assert again == first
+    layouts["m"][1] = layouts["m"].pop(0) | {"norm": ()}  # a dictionary that was seen may be changed
+    other = cut_offer(offer_of(weights_of(1)), {"m": {**layouts["m"], 0: {}}})
+    assert other.manifest != first.manifest
+
+
+def test_ranks_that_need_the_same_get_the_same_parts():
+    offer = cut_offer(offer_of(weights_of(1)), {name: tp_layouts(2) for name in ("a", "b", "c")})
+    for rank in (0, 1):
+        assert len({offer.audiences[f"{name}/{rank}"] for name in ("a", "b", "c")}) == 1
+    assert offer.manifest == cut_offer(offer_of(weights_of(1)), {"a": tp_layouts(2)}).manifest
 
 
 @pytest.mark.parametrize(

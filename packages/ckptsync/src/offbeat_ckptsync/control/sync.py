@@ -18,11 +18,13 @@ from offbeat_ckptsync.errors import (
     TransferError,
     VersionError,
 )
+from offbeat_ckptsync.plan.cutting import cut_offer
 from offbeat_ckptsync.plan.deltas import common_base
 from offbeat_ckptsync.plan.digest import check_echo, require_every_rank
 from offbeat_ckptsync.plan.labels import label_of, told
-from offbeat_ckptsync.plan.slices import cut_offer, own_buckets
+from offbeat_ckptsync.plan.slices import own_buckets
 from offbeat_ckptsync.seams import CanaryMember, CommittingMember, SlicedMember, SupervisedMember
+from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Seat, Sent, SyncOffer
 
 if TYPE_CHECKING:
@@ -93,7 +95,8 @@ class Run:
         }
         layouts = await self._all(Phase.BEGIN, limit_s, asked)
         try:
-            return cut_offer(offer, {name: ranks for name, ranks in layouts.items() if ranks}, self._aim.like)
+            needs, like = {name: ranks for name, ranks in layouts.items() if ranks}, self._aim.like
+            return await in_thread(lambda: cut_offer(offer, needs, like), name=f"cut {offer.version}")
         except ManifestError as error:
             raise ManifestError(f"version {self._aim.version}: {Phase.BEGIN}: {error}") from error
 

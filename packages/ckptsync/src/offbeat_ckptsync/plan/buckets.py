@@ -114,21 +114,25 @@ class _Layout:
         self.alignment = alignment
         self._done: list[tuple[int, list[Piece]]] = []
         self._open: dict[int, list[Piece]] = {}
+        self._ends: dict[int, int] = {}  # of what is open, rounded up
 
     def place(self, spec_index: int, num_bytes: int, part: int) -> None:
         if num_bytes == 0:
             return
-        if round_up(self._end(part), self.alignment) + num_bytes > self.room:
+        offset = self._ends.get(part, 0)
+        if offset and offset + num_bytes > self.room:
             self._close(part)
+            offset = 0
         taken = 0
         while taken < num_bytes:
-            offset = round_up(self._end(part), self.alignment)
             size = min(num_bytes - taken, self.room - offset)
             piece = Piece(spec_index=spec_index, tensor_offset=taken, bucket_offset=offset, num_bytes=size)
             self._open.setdefault(part, []).append(piece)
+            self._ends[part] = round_up(offset + size, self.alignment)
             taken += size
             if taken < num_bytes:
                 self._close(part)
+                offset = 0
 
     def finish(self) -> tuple[Bucket, ...]:
         for part in [*self._open]:
@@ -136,18 +140,15 @@ class _Layout:
         # In the order in which a source that yields tensors one by one completes them.
         self._done.sort(key=lambda done: (done[1][-1].spec_index, done[1][-1].tensor_offset))
         return tuple(
-            Bucket(index=index, num_bytes=_end_of(pieces), pieces=tuple(pieces), part=part)
+            Bucket(
+                index=index,
+                num_bytes=pieces[-1].bucket_offset + pieces[-1].num_bytes,
+                pieces=tuple(pieces),
+                part=part,
+            )
             for index, (part, pieces) in enumerate(self._done)
         )
 
-    def _end(self, part: int) -> int:
-        return _end_of(self._open.get(part, []))
-
     def _close(self, part: int) -> None:
-        pieces = self._open.pop(part, [])
-        if pieces:
-            self._done.append((part, pieces))
-
-
-def _end_of(pieces: list[Piece]) -> int:
-    return pieces[-1].bucket_offset + pieces[-1].num_bytes if pieces else 0
+        self._done.append((part, self._open.pop(part)))
+        self._ends[part] = 0

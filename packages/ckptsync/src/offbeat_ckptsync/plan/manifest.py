@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,9 +48,17 @@ def manifest_digest(specs: Iterable[TensorSpec]) -> str:
 
     A part other than 0 stands behind the dtype.
     """
-    rows = [[spec.name, list(spec.shape), spec.dtype, *([spec.part] if spec.part else [])] for spec in specs]
-    canonical = json.dumps(rows, separators=(",", ":"), ensure_ascii=False)
-    return xxhash.xxh3_128_hexdigest(canonical.encode())
+    hasher = xxhash.xxh3_128(b"[")
+    ordered = tuple(specs)
+    for start in range(0, len(ordered), _ROWS):  # in parts: one call for all would hold up other threads
+        rows = [
+            [spec.name, list(spec.shape), spec.dtype, *([spec.part] if spec.part else [])]
+            for spec in ordered[start : start + _ROWS]
+        ]
+        canonical = json.dumps(rows, separators=(",", ":"), ensure_ascii=False)[1:-1]
+        hasher.update((("," if start else "") + canonical).encode())
+    hasher.update(b"]")
+    return hasher.hexdigest()
 
 
 def check_digest(manifest: Manifest) -> None:
@@ -106,6 +115,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@lru_cache(maxsize=64)
 def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype of a name; raises `ManifestError` where torch has none."""
     dtype = getattr(torch, name, None)
@@ -115,6 +125,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 _SHOWN = 8
+_ROWS = 4096
 
 
 def _fits(want: str, have: str, *, allow_cast: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Which part of which tensor each receiving rank needs, and how a sync is cut so that nobody gets more. Pure.
+"""Which part of which tensor each receiving rank needs, and how it gets that from a cut sync (`cutting`). Pure.
 
 A rank declares a layout: for a tensor the cuts it needs, stretches along one dimension; a tensor without a word it needs
 whole. The borders of all ranks' cuts lie over a tensor as a grid; each cell becomes a tensor of the manifest that is sent,
@@ -7,66 +7,26 @@ with a part: the number of its audience, the ranks that need it. Buckets hold ce
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
+from operator import add, gt
 from typing import TYPE_CHECKING
 
 import torch
 
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.plan.manifest import dtype_of, make_manifest
+from offbeat_ckptsync.plan.manifest import dtype_of
 from offbeat_ckptsync.seams import WeightSource
-from offbeat_ckptsync.values import Cell, Cut, Layout, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from offbeat_ckptsync.values import Bucket, Manifest, Seat, SyncOffer
+    from offbeat_ckptsync.values import Bucket, Cell, Cut, Layout, Manifest, Seat, SyncOffer, TensorSpec
 
-Layouts = dict[str, dict[int, Layout]]
-"""By member and rank. A member that is not here takes everything."""
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a part of a tensor starts and stops along each dimension."""
 
-_SHOWN = 8
-
-
-def cut_offer(offer: SyncOffer, layouts: Layouts, like: SyncOffer | None = None) -> SyncOffer:
-    """Return `offer` cut for these ranks, or as it is where nobody needs less than everything.
-
-    `like` is an offer of the same tensors whose cut is to be used again, so that its label is reached once more; ranks
-    whose borders are others then get every cell they touch.
-
-    Raises:
-        ManifestError: a layout does not fit the tensors, or the ranks of a member leave elements out; with names.
-    """
-    manifest = offer.manifest
-    _check(manifest, layouts)
-    if like is not None:
-        if like.whole is None or like.whole.digest != manifest.digest:
-            return offer
-        audiences = _audiences(like.whole, like.manifest, like.cells, layouts)
-        return dataclasses.replace(
-            offer, manifest=like.manifest, whole=manifest, cells=like.cells, audiences=audiences
-        )
-    if all(not layout for ranks in layouts.values() for layout in ranks.values()):
-        return offer
-    rows = [(index, *block) for index, spec in enumerate(manifest.specs) for block in _grid(spec, layouts)]
-    parts: dict[frozenset[str], int] = {}
-    specs: list[TensorSpec] = []
-    for index, starts, stops in rows:
-        spec = manifest.specs[index]
-        audience = frozenset(
-            key_of(member, rank)
-            for member, rank, layout in _ranks(layouts)
-            if _touches(spec, layout, starts, stops)
-        )
-        part = parts.setdefault(audience, len(parts))
-        specs.append(cell_spec(spec, starts, stops, part))
-    cells = tuple(Cell(spec_index=index, starts=starts) for index, starts, _ in rows)
-    cut = make_manifest(specs)
-    return dataclasses.replace(
-        offer, manifest=cut, whole=manifest, cells=cells, audiences=_audiences(manifest, cut, cells, layouts)
-    )
+PlainCuts = tuple[tuple[int, int, int], ...]
+"""Cuts as (dim, start, length)."""
 
 
 def key_of(member: str, rank: int) -> str:
@@ -74,11 +34,9 @@ def key_of(member: str, rank: int) -> str:
     return f"{member}/{rank}"
 
 
-def cell_spec(spec: TensorSpec, starts: tuple[int, ...], stops: tuple[int, ...], part: int) -> TensorSpec:
-    """Return the spec of a cell: its name says where it lies."""
-    where = ",".join(f"{a}:{b}" for a, b in zip(starts, stops, strict=True))
-    shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
-    return TensorSpec(name=f"{spec.name}[{where}]", shape=shape, dtype=spec.dtype, part=part)
+def where_of(starts: tuple[int, ...], stops: tuple[int, ...]) -> str:
+    """Return what the name of a cell has behind its tensor's: where it lies."""
+    return "[" + ",".join(f"{a}:{b}" for a, b in zip(starts, stops, strict=True)) + "]"
 
 
 def check_cut(offer: SyncOffer, seat: Seat, layout: Layout) -> None:
@@ -93,21 +51,41 @@ def check_cut(offer: SyncOffer, seat: Seat, layout: Layout) -> None:
         raise ManifestError(f"{len(offer.cells)} cells for {len(offer.manifest.specs)} cut tensors")
     covered = [0] * len(offer.whole.specs)
     own = parts_of(offer, seat)
+    ways = {name: plain_cuts(cuts) for name, cuts in layout.items()}
     for cell, piece in zip(offer.cells, offer.manifest.specs, strict=True):
         spec = offer.whole.specs[cell.spec_index]
-        stops = tuple(a + size for a, size in zip(cell.starts, piece.shape, strict=True))
-        if piece != cell_spec(spec, cell.starts, stops, piece.part):
+        stops = tuple(map(add, cell.starts, piece.shape))
+        if piece.name != spec.name + where_of(cell.starts, stops) or piece.dtype != spec.dtype:
             raise ManifestError(f"cut tensor {piece.name!r} is no cell of {spec.name!r} {spec.shape}")
-        if any(b > size for b, size in zip(stops, spec.shape, strict=True)):
+        if any(map(gt, stops, spec.shape)):
             raise ManifestError(f"cut tensor {piece.name!r} reaches beyond {spec.shape}")
         covered[cell.spec_index] += math.prod(piece.shape)
-        if own is not None and piece.part not in own and _touches(spec, layout, cell.starts, stops):
+        withheld = own is not None and piece.part not in own
+        if withheld and touches(spec.shape, ways.get(spec.name), (cell.starts, stops)):
             raise ManifestError(
                 f"rank {seat.rank} of {seat.member} needs {piece.name!r} and is not to get it"
             )
     for spec, num in zip(offer.whole.specs, covered, strict=True):
         if num != math.prod(spec.shape):
             raise ManifestError(f"the cells of {spec.name!r} hold {num} elements of {math.prod(spec.shape)}")
+
+
+def plain_cuts(cuts: tuple[Cut, ...]) -> PlainCuts:
+    """Return cuts as tuples, which are compared and looked up faster."""
+    return tuple((cut.dim, cut.start, cut.length) for cut in cuts)
+
+
+def touches(shape: tuple[int, ...], cuts: PlainCuts | None, block: Block) -> bool:
+    """Say whether who needs `cuts` of a tensor, or all where None, needs anything of a block of it.
+
+    One without elements goes to whoever wants the tensor.
+    """
+    if cuts is None:
+        return True
+    if 0 in shape:
+        return bool(cuts)
+    starts, stops = block
+    return any(max(starts[dim], start) < min(stops[dim], start + length) for dim, start, length in cuts)
 
 
 def parts_of(offer: SyncOffer, seat: Seat) -> frozenset[int] | None:
@@ -192,27 +170,11 @@ def _cells_by_tensor(offer: SyncOffer) -> dict[int, list[tuple[Cell, TensorSpec]
     return cells
 
 
-_Block = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a block starts and stops along each dimension."""
-
-
-def _grid(spec: TensorSpec, layouts: Layouts) -> Iterator[_Block]:
-    borders = [{0, size} for size in spec.shape]
-    for _, _, layout in _ranks(layouts):
-        for cut in layout.get(spec.name, ()):
-            borders[cut.dim] |= {cut.start, cut.start + cut.length}
-    if 0 in spec.shape:
-        yield (0,) * len(spec.shape), spec.shape
-        return
-    for block in itertools.product(*(itertools.pairwise(sorted(each)) for each in borders)):
-        yield tuple(a for a, _ in block), tuple(b for _, b in block)
-
-
-def _regions(spec: TensorSpec, layout: Layout) -> list[_Block]:
+def _regions(spec: TensorSpec, layout: Layout) -> list[Block]:
     cuts = layout.get(spec.name)
     if cuts is None:
         return [((0,) * len(spec.shape), spec.shape)]
-    regions: list[_Block] = []
+    regions: list[Block] = []
     for cut in cuts:
         starts, stops = [0] * len(spec.shape), list(spec.shape)
         starts[cut.dim], stops[cut.dim] = cut.start, cut.start + cut.length
@@ -220,19 +182,8 @@ def _regions(spec: TensorSpec, layout: Layout) -> list[_Block]:
     return regions
 
 
-def _touches(spec: TensorSpec, layout: Layout, starts: tuple[int, ...], stops: tuple[int, ...]) -> bool:
-    """Say whether a rank needs anything of a block; one without elements goes to whoever wants the tensor."""
-    regions = _regions(spec, layout)
-    if 0 in spec.shape:
-        return bool(regions)
-    return any(
-        all(max(a, c) < min(b, d) for a, b, c, d in zip(starts, stops, *region, strict=True))
-        for region in regions
-    )
-
-
 def _region(
-    spec: TensorSpec, region: _Block, cells: list[tuple[Cell, TensorSpec]], given: Mapping[str, torch.Tensor]
+    spec: TensorSpec, region: Block, cells: list[tuple[Cell, TensorSpec]], given: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     starts, stops = region
     shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
@@ -255,55 +206,3 @@ def _region(
 
 def _slices(starts: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(a, a + size) for a, size in zip(starts, shape, strict=True))
-
-
-def _ranks(layouts: Layouts) -> Iterator[tuple[str, int, Layout]]:
-    for member, ranks in layouts.items():
-        for rank, layout in ranks.items():
-            yield member, rank, layout
-
-
-def _audiences(
-    whole: Manifest, cut: Manifest, cells: tuple[Cell, ...], layouts: Layouts
-) -> dict[str, tuple[int, ...]]:
-    audiences: dict[str, tuple[int, ...]] = {}
-    for member, rank, layout in _ranks(layouts):
-        parts: set[int] = set()
-        for cell, piece in zip(cells, cut.specs, strict=True):
-            if piece.part not in parts:
-                stops = tuple(a + size for a, size in zip(cell.starts, piece.shape, strict=True))
-                if _touches(whole.specs[cell.spec_index], layout, cell.starts, stops):
-                    parts.add(piece.part)
-        audiences[key_of(member, rank)] = tuple(sorted(parts))
-    return audiences
-
-
-def _check(manifest: Manifest, layouts: Layouts) -> None:
-    specs = {spec.name: spec for spec in manifest.specs}
-    for member, rank, layout in _ranks(layouts):
-        who = f"rank {rank} of {member}"
-        for name, cuts in layout.items():
-            if name not in specs:
-                raise ManifestError(f"{who} declares a layout of unknown tensor {name!r}")
-            _check_cuts(specs[name], cuts, who)
-    for member, ranks in layouts.items():
-        own: Layouts = {member: ranks}
-        missing = [
-            cell_spec(spec, starts, stops, 0).name
-            for spec in manifest.specs
-            if any(layout.get(spec.name) != () for layout in ranks.values())
-            for starts, stops in _grid(spec, own)
-            if not any(_touches(spec, layout, starts, stops) for layout in ranks.values())
-        ]
-        if missing:
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            raise ManifestError(f"the ranks of {member} leave out {', '.join(missing[:_SHOWN])}{more}")
-
-
-def _check_cuts(spec: TensorSpec, cuts: tuple[Cut, ...], who: str) -> None:
-    if len({cut.dim for cut in cuts}) > 1:
-        raise ManifestError(f"{who} cuts {spec.name!r} along several dimensions; cut along one")
-    for cut in cuts:
-        inside = 0 <= cut.dim < len(spec.shape) and 0 <= cut.start <= cut.start + cut.length
-        if not inside or cut.start + cut.length > spec.shape[cut.dim]:
-            raise ManifestError(f"{who} needs {cut} of {spec.name!r}, whose shape is {spec.shape}")
