@@ -1,4 +1,4 @@
-"""Low-rank adapters (arXiv 2106.09685) by peft: put into the model in place, found again, described to peft."""
+"""Low-rank adapters (arXiv 2106.09685) by peft: found again in a model that has them, and described to peft."""
 
 # transformers and peft are typed in part: modules and configs answer with unknown types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offbeat_engine.config import LoraExport
-from offbeat_engine.errors import ConfigError, StateError
-from offbeat_engine.fsdp2 import families
+from offbeat_engine.errors import StateError
 from offbeat_engine.values import WeightKind
 
 if TYPE_CHECKING:
@@ -24,15 +22,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_engine.config import LoraConfig
-    from offbeat_engine.fsdp2.config import Fsdp2Config
 
 ADAPTER = "default"
 """peft's name of the one adapter; it stands in names in memory, not in files."""
 
 _PEFT_PREFIX = "base_model.model."  # as `adapter_model.safetensors` has it
 _BASE_LAYER = ".base_layer."
-_HELD = "hf"
-_HEADS = frozenset({"lm_head", "score"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,59 +48,6 @@ def kind_of(config: LoraConfig) -> WeightKind:
     """Return what `named_weights` yields under `config`."""
     alone = config.rank > 0 and config.export is LoraExport.ADAPTER
     return WeightKind.ADAPTER if alone else WeightKind.FULL
-
-
-def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
-    """Freeze `hf` and give it adapters, drawn from the model's seed; a value head goes on being trained.
-
-    Raises:
-        ConfigError: a target is no linear layer of the base model, or peft could not load the adapter that is to leave.
-    """
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
-
-    lora, value = config.lora, config.model.head == "value"
-    targets = _targets(hf, lora.targets)
-    description = PeftConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] annotated int, but a factor like any
-        lora_dropout=lora.dropout,
-        target_modules=[f"{_HELD}.{name}" for name in targets.modules],
-        task_type="TOKEN_CLS" if value else "CAUSAL_LM",
-        base_model_name_or_path=config.model.path,
-    )
-    with torch.random.fork_rng(devices=[]), _stand_ins(hf):
-        torch.manual_seed(config.model.seed)
-        # In a holder that is no transformers model: in one, peft takes `gate_proj` and its like in families that have
-        # experts for the experts' fused weights, and leaves dense layers of that name without an adapter.
-        holder = torch.nn.Module()
-        holder.add_module(_HELD, hf)
-        inject_adapter_in_model(description, holder, adapter_name=ADAPTER)
-    description.target_modules = set(targets.names)  # pyright: ignore[reportAttributeAccessIssue] a list before, a set after: as peft itself has it
-    hf.peft_config = {ADAPTER: description}
-    if lora.export is LoraExport.ADAPTER:
-        _check_loadable(hf, description)
-    if value:
-        families.head_of(hf).requires_grad_(True)  # pyright: ignore[reportOptionalMemberAccess] refused where it is missing
-
-
-@contextmanager
-def _stand_ins(hf: Any) -> Generator[None]:  # noqa: ANN401
-    """Let linear layers that have no values yet seem to have some: peft puts adapters where their layer is."""
-    empty = {
-        name: module.weight
-        for name, module in hf.named_modules()
-        if isinstance(module, torch.nn.Linear) and module.weight.is_meta
-    }
-    for name, weight in empty.items():  # one number, in the shape of all
-        stand_in = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-        hf.get_submodule(name).weight = torch.nn.Parameter(stand_in, requires_grad=False)
-    yield
-    for name, weight in empty.items():
-        layer = hf.get_submodule(name)
-        getattr(layer, "base_layer", layer).weight = weight.requires_grad_(
-            False
-        )  # as peft left all but adapters
 
 
 @contextmanager
@@ -191,65 +133,3 @@ def fingerprint(tensor: torch.Tensor, first_row: int = 0) -> int:
     bits_RC = tensor.detach().cpu().contiguous().view(torch.int32).reshape(max(1, tensor.shape[0]), -1)
     rows_R = bits_RC.sum(1, dtype=torch.int64)
     return int((rows_R * torch.arange(first_row + 1, first_row + len(rows_R) + 1)).sum())
-
-
-def _check_loadable(hf: Any, description: Any) -> None:  # noqa: ANN401
-    """Refuse an adapter that peft would lay over other weights than those it was trained on."""
-    from copy import deepcopy
-
-    from peft.utils import transformers_weight_conversion as conversion
-
-    seen = deepcopy(description)
-    convert = getattr(conversion, "convert_peft_config_for_transformers", None)
-    if convert is not None:
-        convert(seen, model=hf, conversions=None)
-    if getattr(seen, "target_parameters", None):
-        raise ConfigError(
-            f"`lora.export: adapter`: peft lays adapters of {', '.join(sorted(description.target_modules))} over the fused "
-            f"experts of {type(hf).__name__} ({', '.join(sorted(seen.target_parameters))}), which are not trained here; use "
-            "`lora.export: merged`, or name other layers in `lora.targets`"
-        )
-
-
-class _Targets(NamedTuple):
-    """Which layers get an adapter: by `modules`, their whole names, and by `names` as peft's file shall have them."""
-
-    modules: list[str]
-    names: list[str]
-
-
-def _targets(hf: Any, endings: tuple[str, ...]) -> _Targets:  # noqa: ANN401
-    """Return the targets; by last parts of names where these mean the same."""
-    modules = dict(hf.named_modules())
-    inside = {id(module) for module in hf.base_model.modules()}
-    linear = {
-        name
-        for name, module in modules.items()
-        if isinstance(module, torch.nn.Linear) and id(module) in inside
-    }
-    chosen = set(linear)
-    if endings:
-        chosen = set[str]()
-        for ending in endings:
-            found = {name for name in modules if name == ending or name.endswith(f".{ending}")}
-            _check_target(ending, found, linear)
-            chosen |= found
-    if not chosen:
-        raise ConfigError(f"`lora.targets`: {type(hf).__name__} has no linear layer to adapt")
-    last = {name.rpartition(".")[2] for name in chosen}
-    same = {name for name in modules if name.rpartition(".")[2] in last} == chosen
-    return _Targets(modules=sorted(chosen), names=sorted(last if same else chosen))
-
-
-def _check_target(ending: str, found: set[str], linear: set[str]) -> None:
-    known = sorted({name.rpartition(".")[2] for name in linear})
-    if not found:
-        near = get_close_matches(ending, known) or known
-        raise ConfigError(f"`lora.targets`: no module is called `{ending}`; did you mean {', '.join(near)}?")
-    if _HEADS & {name.rpartition(".")[2] for name in found}:
-        raise ConfigError(
-            f"`lora.targets`: the head `{ending}` takes no adapter; name layers of the base model"
-        )
-    odd = sorted(found - linear)
-    if odd:
-        raise ConfigError(f"`lora.targets`: `{odd[0]}` is no linear layer; choose among {', '.join(known)}")

@@ -16,12 +16,12 @@ from offbeat_engine.fsdp2 import (
     attention,
     compilation,
     families,
-    freezing,
     hf_names,
     kernels,
     loading,
     lora,
     recomputing,
+    trainable,
     weights,
 )
 from offbeat_engine.fsdp2.scorer import Scorer
@@ -45,7 +45,7 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
     if name == attention.NAME:
         hf.set_attn_implementation(name)
     hf_names.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.held(hf).items()})
-    freezing.freeze(hf, config.freeze)
+    trainable.freeze(hf, config.freeze)
     if config.activation_checkpointing:
         recomputing.compute_again(hf, config)
     if config.inference_only:
@@ -61,7 +61,7 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
 
 def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | None) -> dict[str, int]:  # noqa: ANN401
     """Put adapters into `hf`; return the fingerprints of the base, which checkpoints do not hold (0: not yet read)."""
-    lora.attach(hf, config)
+    trainable.attach(hf, config)
     frozen = {name: param for name, param in hf.named_parameters() if not param.requires_grad}
     base = {name: 0 if param.is_meta else lora.fingerprint(param) for name, param in frozen.items()}
     if unfilled is not None:

@@ -1,0 +1,171 @@
+"""What of a model is trained: all but the weights that patterns name, or low-rank adapters over it alone."""
+
+# transformers and peft are typed in part: modules and configs answer with unknown types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from offbeat_engine.config import LoraExport
+from offbeat_engine.errors import ConfigError
+from offbeat_engine.fsdp2 import families, lora
+from offbeat_engine.fsdp2.weights import exported
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from offbeat_engine.fsdp2.config import Fsdp2Config
+
+_HELD = "hf"
+_HEADS = frozenset({"lm_head", "score"})
+
+
+def freeze(hf: Any, patterns: tuple[str, ...]) -> None:  # noqa: ANN401
+    """Take every weight whose exported name matches one of `patterns` (fnmatch, upper and lower case differ).
+
+    Raises:
+        ConfigError: a pattern matches nothing or only a part of what the model holds as one weight, or nothing
+            is left to train.
+    """
+    sources = exported(hf)
+    names = [name for source in sources for name, _ in source.parts]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            raise ConfigError(
+                f"`freeze`: no weight matches {pattern!r} (tied weights go by one name); near it are "
+                + ", ".join(near)
+            )
+    for source in sources:
+        frozen = [name for name, _ in source.parts if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if frozen and len(frozen) < len(source.parts):
+            left = next(name for name, _ in source.parts if name not in frozen)
+            raise ConfigError(
+                f"`freeze`: the model holds `{frozen[0]}` and `{left}` as one weight; freeze both or neither"
+            )
+        if frozen and isinstance(source.tensor, torch.nn.Parameter):
+            source.tensor.requires_grad_(False)
+    if patterns and not any(param.requires_grad for param in hf.parameters()):
+        raise ConfigError(f"`freeze`: {list(patterns)} leave nothing to train; name fewer weights")
+
+
+def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
+    """Freeze `hf` and give it adapters, drawn from the model's seed; a value head goes on being trained.
+
+    Raises:
+        ConfigError: a target is no linear layer of the base model, or peft could not load the adapter that is to leave.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    settings, value = config.lora, config.model.head == "value"
+    targets = _targets(hf, settings.targets)
+    description = PeftConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType] annotated int, but a factor like any
+        lora_dropout=settings.dropout,
+        target_modules=[f"{_HELD}.{name}" for name in targets.modules],
+        task_type="TOKEN_CLS" if value else "CAUSAL_LM",
+        base_model_name_or_path=config.model.path,
+    )
+    with torch.random.fork_rng(devices=[]), _stand_ins(hf):
+        torch.manual_seed(config.model.seed)
+        # In a holder that is no transformers model: in one, peft takes `gate_proj` and its like in families that have
+        # experts for the experts' fused weights, and leaves dense layers of that name without an adapter.
+        holder = torch.nn.Module()
+        holder.add_module(_HELD, hf)
+        inject_adapter_in_model(description, holder, adapter_name=lora.ADAPTER)
+    description.target_modules = set(targets.names)  # pyright: ignore[reportAttributeAccessIssue] a list before, a set after: as peft itself has it
+    hf.peft_config = {lora.ADAPTER: description}
+    if settings.export is LoraExport.ADAPTER:
+        _check_loadable(hf, description)
+    if value:
+        families.head_of(hf).requires_grad_(True)  # pyright: ignore[reportOptionalMemberAccess] refused where it is missing
+
+
+@contextmanager
+def _stand_ins(hf: Any) -> Generator[None]:  # noqa: ANN401
+    """Let linear layers that have no values yet seem to have some: peft puts adapters where their layer is."""
+    empty = {
+        name: module.weight
+        for name, module in hf.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.weight.is_meta
+    }
+    for name, weight in empty.items():  # one number, in the shape of all
+        stand_in = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        hf.get_submodule(name).weight = torch.nn.Parameter(stand_in, requires_grad=False)
+    yield
+    for name, weight in empty.items():
+        layer = hf.get_submodule(name)
+        getattr(layer, "base_layer", layer).weight = weight.requires_grad_(
+            False
+        )  # as peft left all but adapters
+
+
+def _check_loadable(hf: Any, description: Any) -> None:  # noqa: ANN401
+    """Refuse an adapter that peft would lay over other weights than those it was trained on."""
+    from copy import deepcopy
+
+    from peft.utils import transformers_weight_conversion as conversion
+
+    seen = deepcopy(description)
+    convert = getattr(conversion, "convert_peft_config_for_transformers", None)
+    if convert is not None:
+        convert(seen, model=hf, conversions=None)
+    if getattr(seen, "target_parameters", None):
+        raise ConfigError(
+            f"`lora.export: adapter`: peft lays adapters of {', '.join(sorted(description.target_modules))} over the fused "
+            f"experts of {type(hf).__name__} ({', '.join(sorted(seen.target_parameters))}), which are not trained here; use "
+            "`lora.export: merged`, or name other layers in `lora.targets`"
+        )
+
+
+class _Targets(NamedTuple):
+    """Which layers get an adapter: by `modules`, their whole names, and by `names` as peft's file shall have them."""
+
+    modules: list[str]
+    names: list[str]
+
+
+def _targets(hf: Any, endings: tuple[str, ...]) -> _Targets:  # noqa: ANN401
+    """Return the targets; by last parts of names where these mean the same."""
+    modules = dict(hf.named_modules())
+    inside = {id(module) for module in hf.base_model.modules()}
+    linear = {
+        name
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear) and id(module) in inside
+    }
+    chosen = set(linear)
+    if endings:
+        chosen = set[str]()
+        for ending in endings:
+            found = {name for name in modules if name == ending or name.endswith(f".{ending}")}
+            _check_target(ending, found, linear)
+            chosen |= found
+    if not chosen:
+        raise ConfigError(f"`lora.targets`: {type(hf).__name__} has no linear layer to adapt")
+    last = {name.rpartition(".")[2] for name in chosen}
+    same = {name for name in modules if name.rpartition(".")[2] in last} == chosen
+    return _Targets(modules=sorted(chosen), names=sorted(last if same else chosen))
+
+
+def _check_target(ending: str, found: set[str], linear: set[str]) -> None:
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    if not found:
+        near = get_close_matches(ending, known) or known
+        raise ConfigError(f"`lora.targets`: no module is called `{ending}`; did you mean {', '.join(near)}?")
+    if _HEADS & {name.rpartition(".")[2] for name in found}:
+        raise ConfigError(
+            f"`lora.targets`: the head `{ending}` takes no adapter; name layers of the base model"
+        )
+    odd = sorted(found - linear)
+    if odd:
+        raise ConfigError(f"`lora.targets`: `{odd[0]}` is no linear layer; choose among {', '.join(known)}")
