@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from offbeat_engine.toolkit.vocab_shards import VocabShard
 
 # M = tokens asked for, H = hidden size, V = vocabulary.
 
@@ -27,15 +30,22 @@ def token_logprobs(
     targets_M: torch.Tensor,
     temperature_M: torch.Tensor | None,
     entropy_gradient: bool,
+    shard: VocabShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probability of each target and entropy of each distribution, float32 [M], in nats.
 
     Logits are taken in the compute dtype, as the model itself would, then everything is float32. The entropy
     carries a gradient only when `entropy_gradient`.
+
+    With a `shard`, `head` holds this rank's rows of it and the call is a collective: all ranks of the shard's group get the
+    same values. Targets are tokens of the whole vocabulary. The gradient of `hidden_MH` is this rank's part: those of the
+    group add up to the whole, in the backward of whatever brought the hidden states to the ranks.
     """
     return cast(
         "tuple[torch.Tensor, torch.Tensor]",
-        _TokenLogprobs.apply(hidden_MH, head.weight, head.bias, targets_M, temperature_M, entropy_gradient),
+        _TokenLogprobs.apply(
+            hidden_MH, head.weight, head.bias, targets_M, temperature_M, entropy_gradient, shard
+        ),
     )
 
 
@@ -56,10 +66,15 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_M: torch.Tensor,
         temperature_M: torch.Tensor | None,
         entropy_gradient: bool,
+        shard: VocabShard | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = _Head(weight_VH, bias_V, targets_M, temperature_M)
         num_tokens, vocab = hidden_MH.shape[0], weight_VH.shape[0]
-        frozen = ctx.needs_input_grad[0] and not any(ctx.needs_input_grad[1:3])
+        here_M = None
+        if shard is not None:
+            targets_M, here_M = shard.rows(targets_M, vocab)
+        head = _Head(weight_VH, bias_V, targets_M, temperature_M)
+        # What is kept for a frozen head needs the whole distribution, of which a shard knows after the last chunk.
+        frozen = shard is None and ctx.needs_input_grad[0] and not any(ctx.needs_input_grad[1:3])
         keep = any(ctx.needs_input_grad[1:3]) and num_tokens * vocab <= _KEEP_ELEMENTS
         logprobs_M, entropy_M, lse_M = (
             torch.empty(num_tokens, dtype=torch.float32, device=hidden_MH.device) for _ in range(3)
@@ -73,7 +88,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 kept.append(logits)
             if frozen:
                 _keep_directions(head, logits, part, entropy_M, kept)
-        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, targets_M, temperature_M, lse_M, entropy_M, *kept)
+        if shard is not None and here_M is not None:
+            own_lse_M = lse_M
+            logprobs_M, lse_M, entropy_M = shard.join(logprobs_M, here_M, own_lse_M, entropy_M)
+            for part, logp in zip(_chunks(num_tokens, vocab, hidden_MH.device.type), kept, strict=False):
+                logp.add_((own_lse_M - lse_M)[part, None])
+        tokens = (targets_M, here_M, temperature_M, lse_M, entropy_M)
+        ctx.save_for_backward(hidden_MH, weight_VH, bias_V, *tokens, *kept)
         ctx.entropy_gradient, ctx.frozen = entropy_gradient, frozen
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_M)
@@ -81,12 +102,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_M: torch.Tensor, grad_entropy_M: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-        hidden_MH, weight_VH, bias_V, targets_M, temperature_M, lse_M, entropy_M, *kept = ctx.saved_tensors
+        hidden_MH, weight_VH, bias_V, *tokens = ctx.saved_tensors
+        targets_M, here_M, temperature_M, lse_M, entropy_M, *kept = tokens
         if ctx.frozen:
             grad_hidden = kept[0].float() * grad_logprobs_M[:, None]
             if ctx.entropy_gradient:
                 grad_hidden.addcmul_(kept[1].float(), grad_entropy_M[:, None])
-            return grad_hidden.to(hidden_MH.dtype), None, None, None, None, None
+            return grad_hidden.to(hidden_MH.dtype), *[None] * 6
         head = _Head(weight_VH, bias_V, targets_M, temperature_M)
         grads = _Grads(hidden_MH, weight_VH, bias_V, ctx.needs_input_grad)
         parts = _chunks(hidden_MH.shape[0], weight_VH.shape[0], hidden_MH.device.type)
@@ -97,9 +119,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad = logp.exp().mul_(pull.sub_(grad_logprobs_M[part, None]))
             else:
                 grad = (logp.exp() if kept else logp.exp_()).mul_(-grad_logprobs_M[part, None])
-            grad.scatter_add_(1, targets_M[part, None], grad_logprobs_M[part, None])
+            onehot_M = grad_logprobs_M if here_M is None else grad_logprobs_M * here_M
+            grad.scatter_add_(1, targets_M[part, None], onehot_M[part, None])
             grads.add(part, head.per_logit(grad, part))
-        return *grads.results(), None, None, None
+        return *grads.results(), *[None] * 4
 
 
 class _Head(NamedTuple):
