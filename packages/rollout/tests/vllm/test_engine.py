@@ -6,6 +6,7 @@ The update comes through the backend of conftest.py.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 
@@ -23,7 +24,7 @@ from offbeat_rollout import (
     SamplingParams,
     UpdateRefused,
 )
-from offbeat_rollout.clock import RequestClock
+from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.testing import (
     Subject,
     make_tiny_model,
@@ -103,10 +104,22 @@ async def test_log_probs_are_those_of_the_truncated_distribution(subject):
 
 
 async def test_a_request_out_of_time_fails_and_the_engine_is_well(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_clock", RequestClock(0.02, engine._progress.work))
+    ticks, held = itertools.count(), asyncio.Event()
+
+    def look():
+        """Tell of an engine that goes on making tokens, and of the request only once it cannot end by itself."""
+        at_work = engine._progress.work().at_work if held.is_set() else ()
+        return Work(tokens_made=next(ticks), at_work=at_work)
+
+    monkeypatch.setattr(engine, "_clock", RequestClock(0.02, look))
+    late = asyncio.create_task(engine.generate(request("late", 500)))
+    await wait_for_tokens(engine)
+    await engine.pause(PauseMode.KEEP)
+    held.set()
     with pytest.raises(RequestTimeout, match=r"'late' did not end within 0\.02 s of work"):
-        await engine.generate(request("late", 250))
+        await late
     monkeypatch.undo()
+    await engine.resume()
     assert len((await engine.generate(request("next", 1))).token_ids) == 1
     health = await engine.health()
     assert (health.ok, health.num_running) == (True, 0)
