@@ -2,16 +2,20 @@
 
 import pytest
 
+from offbeat_engine.capabilities import Feature
 from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
 from offbeat_engine.testing import conformance
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import Tolerances
 from offbeat_engine.testing.suite import cases
-from offbeat_engine.testing.variants import VARIANTS
+from offbeat_engine.testing.variants import VARIANTS, Variant
 
 pytestmark = pytest.mark.spawns
 
-TestFsdp2 = conformance("fsdp2", slow=pytest.mark.slow, deep=pytest.mark.deep)
+# Its other kernel for packed rows; on a CPU plain PyTorch stands in for the GPU's part of it.
+VARLEN = Variant(name="varlen", changes={"attention": "varlen"}, features=frozenset({Feature.PACKING}))
+
+TestFsdp2 = conformance("fsdp2", extra_variants=[VARLEN], slow=pytest.mark.slow, deep=pytest.mark.deep)
 
 # The same reference, on a device that adds up in another order; the bfloat16 cases are held against a plain bfloat16
 # model's own error there, as everywhere. Not yet run: no GPU was at hand.
@@ -31,7 +35,7 @@ def test_every_family_and_every_way_to_train_is_in_the_usual_tier():
     assert len(usual) < len(cases(TestFsdp2.options)) / 2
     for family in FAMILIES:
         assert {f"training_{family}_one_rank", f"manifest_{family}", f"export_{family}"} <= {*names}
-    for variant in VARIANTS:
+    for variant in (*VARIANTS, VARLEN):
         assert f"training_qwen2_{variant.name}" in names
     assert frozenset().union(*(case.features for case in usual)) == Fsdp2Engine.capabilities().features
 

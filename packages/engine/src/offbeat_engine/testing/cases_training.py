@@ -36,7 +36,7 @@ def cases(options: Options) -> Iterator[Case]:
     Not deep are all variants of the first family and, of each other, the first and every so manieth, another each time.
     """
     for index, family in enumerate(options.families):
-        for number, variant in enumerate(VARIANTS):
+        for number, variant in enumerate((*VARIANTS, *options.extra_variants)):
             if variant.families is None or family in variant.families:
                 num_ranks = variant.num_ranks if variant.exact else options.fit(variant.num_ranks)
                 yield Case(
