@@ -47,8 +47,9 @@ def test_threads_that_are_set_stay():
     assert threads_per_rank(parse({"engine": {"num_ranks": 2, "threads_per_rank": 7}})) == 7
 
 
-def environments(num_replicas, **rollout):
-    config = parse({"rollout": {"name": "vllm", "num_replicas": num_replicas, **rollout}})
+def environments(num_replicas, ray_address="", **rollout):
+    settings = {"name": "vllm", "num_replicas": num_replicas, **rollout}
+    config = parse({"rollout": settings, "cluster": {"ray_address": ray_address}})
     return replica_environments(config, config.rollout_config("/m"))
 
 
@@ -58,6 +59,12 @@ def test_replicas_have_cores_of_their_own_while_they_last():
     bindings = [environment[BINDING] for environment in made]
     assert bindings == ["3,4|5,6", "7,8|9,10", "3,4|5,6"]
     assert [environment["OMP_NUM_THREADS"] for environment in made] == ["2", "2", "2"]
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_replicas_on_a_cluster_are_not_bound_to_the_cores_of_the_driver():
+    made = environments(2, ray_address="there:6379", tensor_parallel_size=2)
+    assert [environment[BINDING] for environment in made] == ["nobind", "nobind"]
 
 
 def test_every_replica_has_an_environment_of_its_own():

@@ -89,9 +89,12 @@ def threads_per_rank(config: RunConfig) -> int:
 
 
 def replica_environments(config: RunConfig, rollout: RolloutConfig) -> tuple[dict[str, str], ...]:
-    """Return the environment of each replica's process. On CPU every replica has cores of its own while they last."""
-    cores = sorted(os.sched_getaffinity(0))
-    width = rollout.cpu_threads * rollout.tensor_parallel_size
+    """Return the environment of each replica's process. On CPU every replica has cores of its own while they last.
+
+    Which cores the machines of a cluster have is not known here: replicas there are bound to none.
+    """
+    cores = [] if config.cluster.ray_address else sorted(os.sched_getaffinity(0))
+    width = rollout.cpu_threads * rollout.tensor_parallel_size if cores else 0
     return tuple(
         adapter_environment(
             config.rollout.name,

@@ -27,6 +27,7 @@ def test_each_needed_variable_is_missed_by_name(name):
 def test_cores_are_shared_out_among_tensor_parallel_workers():
     config = VllmConfig(model_path="", tensor_parallel_size=2)
     assert vllm_environment(config, [0, 1, 4, 5])["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|4,5"
+    assert vllm_environment(config)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     with pytest.raises(ConfigError, match="1 cores for 2"):
         vllm_environment(config, [3])
 

@@ -37,8 +37,9 @@ def vllm_environment(config: RolloutConfig, cores: Sequence[int] = ()) -> dict[s
         environment["TORCHDYNAMO_DISABLE"] = "1"
         if config.tensor_parallel_size == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        elif cores:
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = _binding(config, cores)
+        else:
+            # By itself vLLM gives each worker a NUMA node of its own, and refuses where there are fewer.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = _binding(config, cores) if cores else "nobind"
     return environment
 
 
