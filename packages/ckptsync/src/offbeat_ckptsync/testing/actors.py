@@ -36,7 +36,7 @@ from offbeat_ckptsync.testing.hurt import (
     faulty_transport,
     weights_of,
 )
-from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.threads import in_thread, use_device
 from offbeat_ckptsync.values import Seat
 from offbeat_ckptsync.wire import decode
 
@@ -187,4 +187,7 @@ SECRET = "of the tests only"
 def act(pipe: Connection, role: str, store: tuple[str, int], config: dict[str, object], name: str) -> None:
     """Be `role` until the pipe is closed; the target of a process."""
     torch.set_num_threads(1)
-    asyncio.run(ROLES[role](pipe, store, decode(SyncConfig, config), name))
+    made = decode(SyncConfig, config)
+    if made.device == "cuda" and role != "manager":  # each its own GPU: the sender the first, r0 the next
+        use_device("cuda:0" if role == "sender" else f"cuda:{int(name[1:]) + 1}")
+    asyncio.run(ROLES[role](pipe, store, made, name))

@@ -191,7 +191,7 @@ class _End:
                 self._group.give(payload, ranks, left_s)
             else:
                 self._group.take(payload, left_s)
-        except (RuntimeError, IndexError) as error:  # IndexError: the group was dropped by `abort`
+        except (RuntimeError, TransferError) as error:  # TransferError: too late, or left by `abort`
             self._transport.failed(self._group)
             raise TransferError(
                 f"broadcast: bucket {bucket.index} of version {self._offer.version} could not be {what}: {error}"

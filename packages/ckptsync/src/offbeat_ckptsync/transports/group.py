@@ -1,4 +1,8 @@
-"""A process group of a source and its receiving ranks: what `broadcast` sends over."""
+"""A process group of a source and its receiving ranks: what `broadcast` sends over.
+
+Over gloo and NCCL alike a wait looks at the work again and again, until it is done, its deadline is over, or the group was
+left: whoever leaves, or is lost, ends nobody else's process and holds nobody up for longer than the deadline says.
+"""
 
 # torch types its distributed bindings in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -7,9 +11,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +24,17 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.threads import use_device
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
     from offbeat_ckptsync.store import Store
 
 CHUNK_BYTES = 16 << 20
-"""Bytes per broadcast, and `IN_FLIGHT` of them at a time: smaller ones cost half a millisecond each (two cores move a GiB in
-0.30 s like this, in 0.36 s in chunks of 4 MiB, in 0.55 s in chunks of 1 MiB), larger ones make packing wait."""
+"""Bytes per broadcast over gloo, and `IN_FLIGHT` of them at a time: smaller ones cost half a millisecond each (two cores move a
+GiB in 0.30 s like this, in 0.36 s in chunks of 4 MiB, in 0.55 s in chunks of 1 MiB), larger ones make packing wait. NCCL cuts by
+itself and gets buckets whole."""
 
 IN_FLIGHT = 4
 GLOO_DEVICES, GLOO_THREADS = 2, 4
@@ -38,6 +48,7 @@ Seats = list[list[str | int]]
 """[member, rank] of every receiving rank, in the order of group ranks 1, 2, ..."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOK_S = 0.0002  # between two looks at a work
 
 
 class Group:
@@ -47,78 +58,147 @@ class Group:
         self.id = group_id
         self.seats = seats
         self._held: list[Any] = []  # the process group, once built
+        self._left = threading.Event()
+        self._chunk_bytes = CHUNK_BYTES
 
     def build(self, store: Store, rank: int, host: str, device: str, timeout_s: float) -> None:
         """Meet the others as `rank`; raises `TransferError`, naming them, where the group does not form."""
         world = len(self.seats) + 1
         own = PrefixStore(self.id, store.raw)
         try:
-            if device != "cpu":
-                from torch.distributed import ProcessGroupNCCL
-
-                options: Any = ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
-                self._held = [ProcessGroupNCCL(own, rank, world, options)]
+            if device == "cpu":
+                self._held = [_gloo(own, rank, world, host, timeout_s)]
                 return
-            options = ProcessGroupGloo._Options()  # noqa: SLF001 -- as above
-            options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
-            options._threads = GLOO_THREADS  # noqa: SLF001 -- as above
-            # Peers reach a loopback source over loopback; elsewhere gloo finds this machine's own address.
-            local = host in _LOOPBACK
-            options._devices = [  # noqa: SLF001 -- as above
-                ProcessGroupGloo.create_device(hostname=host)
-                if local
-                else ProcessGroupGloo.create_default_device()
-                for _ in range(GLOO_DEVICES)
-            ]
-            self._held = [ProcessGroupGloo(own, rank, world, options)]
-        except (RuntimeError, ValueError) as error:
+            self._chunk_bytes = 1 << 62
+            self._connect(lambda: _nccl(own, rank, world, device, timeout_s), device, timeout_s)
+        except (RuntimeError, ValueError, TransferError) as error:
+            self.leave()
             names = ", ".join(f"rank {seat_rank} of {member}" for member, seat_rank in self.seats)
             raise TransferError(
                 f"broadcast: the group of {world} (source, {names}) did not form: {error}"
             ) from error
+
+    def _connect(self, make: Callable[[], Any], device: str, timeout_s: float) -> None:
+        """NCCL connects in the first call, which looks at no clock: a thread makes it, and is left behind where it hangs."""
+        failures: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                self._held = [make()]
+                self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)
+            except Exception as error:  # noqa: BLE001 -- raised below, in the thread that waits
+                failures.append(error)
+
+        deadline = time.monotonic() + timeout_s
+        thread = threading.Thread(target=connect, name=f"connect {self.id}", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            if self._left.is_set() or time.monotonic() > deadline:
+                raise TransferError(
+                    "it was left" if self._left.is_set() else f"not all came within {timeout_s:g} s"
+                )
+            thread.join(0.01)
+        for failure in failures:
+            raise failure
 
     def broadcast(self, payload: torch.Tensor, timeout_s: float) -> None:
         """Send to all from rank 0, or receive; returns when `payload` may be used again."""
         options: Any = BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(timeout_s, 0.001))
-        works: deque[Any] = deque()
-        for start in range(0, payload.numel(), CHUNK_BYTES):
-            works.append(self._held[0].broadcast([payload[start : start + CHUNK_BYTES]], options))
-            if len(works) >= IN_FLIGHT:
-                works.popleft().wait()
-        for work in works:
-            work.wait()
-        _settle(payload)
+        self._each_chunk(
+            payload, timeout_s, lambda chunk: [self._group().broadcast([chunk], options)], IN_FLIGHT
+        )
 
     def give(self, payload: torch.Tensor, ranks: list[int], timeout_s: float) -> None:
         """Send to some ranks of the group only, a chunk at a time to all of them."""
-        limit = timedelta(seconds=max(timeout_s, 0.001))
-        for start in range(0, payload.numel(), CHUNK_BYTES):
-            chunk = [payload[start : start + CHUNK_BYTES]]
-            for work in [self._held[0].send(chunk, rank, 0) for rank in ranks]:
-                work.wait(limit)
-        _settle(payload)
+        self._each_chunk(
+            payload,
+            timeout_s,
+            lambda chunk: [
+                self._looked_at(self._group().send([chunk], rank, 0), timeout_s) for rank in ranks
+            ],
+        )
 
     def take(self, payload: torch.Tensor, timeout_s: float) -> None:
         """Receive what `give` sends."""
-        limit = timedelta(seconds=max(timeout_s, 0.001))
-        for start in range(0, payload.numel(), CHUNK_BYTES):
-            self._held[0].recv([payload[start : start + CHUNK_BYTES]], 0, 0).wait(limit)
-        _settle(payload)
+        self._each_chunk(
+            payload,
+            timeout_s,
+            lambda chunk: [self._looked_at(self._group().recv([chunk], 0, 0), timeout_s)],
+        )
 
     def leave(self) -> None:
-        """Close the connections."""
-        # The last reference closes the sockets, which frees the peers at once. It first waits for what this rank has
-        # in flight, up to its deadline, so it is dropped in a thread of its own.
+        """Abort what is under way here and close the connections, at any moment and from any thread."""
+        self._left.set()
         held, self._held = self._held, []
-        thread = threading.Thread(target=held.clear, name="leave group", daemon=True)
+        thread = threading.Thread(target=_end, args=(held,), name="leave group", daemon=True)
         thread.start()
         _leaving[:] = [*filter(threading.Thread.is_alive, _leaving), thread]
 
+    def _group(self) -> Any:  # noqa: ANN401 -- torch's process groups have no type in common
+        held = self._held
+        if not held:
+            raise TransferError("the group was left")
+        return held[0]
+
+    def _looked_at(self, work: Any, timeout_s: float) -> Any:  # noqa: ANN401 -- as above
+        return _Waited(work, timeout_s) if isinstance(self._group(), ProcessGroupGloo) else work
+
+    def _each_chunk(
+        self,
+        payload: torch.Tensor,
+        timeout_s: float,
+        start: Callable[[torch.Tensor], list[Any]],
+        in_flight: int = 1,
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        waiting: deque[Any] = deque()
+        for first in range(0, payload.numel(), self._chunk_bytes):
+            if len(waiting) >= in_flight:
+                self._finish(waiting.popleft(), deadline)
+            waiting.append(start(payload[first : first + self._chunk_bytes]))
+        for works in waiting:
+            self._finish(works, deadline)
+
+    def _finish(self, works: list[Any], deadline: float) -> None:
+        for work in works:
+            while not work.is_completed():
+                if self._left.is_set():
+                    raise TransferError("the group was left")
+                if time.monotonic() > deadline:
+                    raise TransferError("nothing more came in time")
+                time.sleep(_LOOK_S)
+            work.wait()  # raises what went wrong
+
+
+class _Waited:
+    """A send or receive of gloo's: it gets nowhere unless somebody waits for it, so a thread does."""
+
+    def __init__(self, work: Any, timeout_s: float) -> None:  # noqa: ANN401 -- as above
+        self._work = work
+        self._limit = timedelta(seconds=max(timeout_s, 0.001))
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="gloo send or receive", daemon=True)
+        self._thread.start()
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            self._work.wait(self._limit)
+        except RuntimeError as error:
+            self._failure = error
+
 
 _leaving: list[threading.Thread] = []
+_making = threading.Lock()
+_WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 @atexit.register
@@ -129,8 +209,54 @@ def _let_them_leave() -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-def _settle(payload: torch.Tensor) -> None:
-    if payload.is_cuda:
-        torch.cuda.current_stream(
-            payload.device
-        ).synchronize()  # NCCL only queues; the caller reuses `payload`
+def _end(held: list[Any]) -> None:
+    """Abort a process group: NCCL's kernels end with it; gloo's sockets close with the last reference, which frees the peers.
+
+    Gloo first waits for what this rank has in flight, up to its deadline.
+    """
+    for group in held:
+        group.abort()
+    held.clear()
+
+
+def _gloo(store: PrefixStore, rank: int, world: int, host: str, timeout_s: float) -> Any:  # noqa: ANN401 -- as above
+    options: Any = ProcessGroupGloo._Options()  # noqa: SLF001 -- torch gives no public way
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- as above
+    options._threads = GLOO_THREADS  # noqa: SLF001 -- as above
+    # Peers reach a loopback source over loopback; elsewhere gloo finds this machine's own address.
+    options._devices = [  # noqa: SLF001 -- as above
+        ProcessGroupGloo.create_device(hostname=host)
+        if host in _LOOPBACK
+        else ProcessGroupGloo.create_default_device()
+        for _ in range(GLOO_DEVICES)
+    ]
+    return ProcessGroupGloo(store, rank, world, options)
+
+
+def _nccl(store: PrefixStore, rank: int, world: int, device: str, timeout_s: float) -> Any:  # noqa: ANN401 -- as above
+    from torch.distributed import ProcessGroupNCCL
+
+    use_device(device)
+    options: Any = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- torch gives no public way
+    with _without_watchdog():
+        return ProcessGroupNCCL(store, rank, world, options)
+
+
+@contextmanager
+def _without_watchdog() -> Generator[None]:
+    """Let the NCCL group that is made inside have no watchdog, which ends the process when a peer is lost.
+
+    torch reads this from the environment when it makes a group, and only then; there is no option for it. So the trainer's and
+    vLLM's own groups, made at other times, keep theirs.
+    """
+    with _making:
+        before = os.environ.get(_WITHOUT_WATCHDOG)  # noqa: TID251 -- see above
+        os.environ[_WITHOUT_WATCHDOG] = "1"  # noqa: TID251
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_WITHOUT_WATCHDOG]  # noqa: TID251
+            else:
+                os.environ[_WITHOUT_WATCHDOG] = before  # noqa: TID251

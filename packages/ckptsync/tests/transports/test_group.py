@@ -1,0 +1,144 @@
+"""A process group that is left, or that nobody answers in: over gloo, and by the way that NCCL is driven."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.transports import group as groups
+from offbeat_ckptsync.transports.group import CHUNK_BYTES, Group
+
+LONG_S = 3000.0  # no wait that ends early has to do with it
+
+
+@pytest.fixture(params=["gloo", "as NCCL is driven", pytest.param("nccl", marks=pytest.mark.gpu(2))])
+def devices(request, monkeypatch):
+    """Return the devices of two ranks; "as NCCL is driven" connects, cuts and waits so, over gloo."""
+    if request.param == "nccl":
+        return ["cuda:0", "cuda:1"]
+    if request.param == "gloo":
+        return ["cpu", "cpu"]
+
+    def gloo(store, rank, world, device, timeout_s):
+        return groups._gloo(store, rank, world, "127.0.0.1", timeout_s)
+
+    monkeypatch.setattr(groups, "_nccl", gloo)
+    return ["cpu:0", "cpu:0"]  # torch's own name for the CPU, and not the one that means gloo
+
+
+class Ends:
+    """Rank 0 and 1 of a group, in this process."""
+
+    def __init__(self, devices):
+        self.devices = devices
+        self.store = Store.serve("127.0.0.1")
+        self.ends = [Group("g", [["m", 0]]) for _ in devices]
+        self.both(lambda rank: self.build(rank, 600.0))
+
+    def build(self, rank, timeout_s):
+        joined = Store.join("127.0.0.1", self.store.port, 600.0)
+        self.ends[rank].build(joined, rank, "127.0.0.1", self.devices[rank], timeout_s)
+
+    def both(self, call):
+        failures = []
+
+        def run(rank):
+            try:
+                call(rank)
+            except (RuntimeError, TransferError, AssertionError) as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(600)
+        assert not any(thread.is_alive() for thread in threads)
+        assert failures == []
+
+    def leave(self):
+        for end in self.ends:
+            end.leave()
+
+
+@pytest.fixture
+def ends(devices):
+    made = Ends(devices)
+    yield made
+    made.leave()
+
+
+def test_payloads_of_any_size_cross_both_ways_of_sending(ends):
+    for num_bytes in (1, CHUNK_BYTES, 5 * CHUNK_BYTES + 3):
+        want = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+        payloads = [
+            want.to(ends.devices[0]),
+            torch.zeros(num_bytes, dtype=torch.uint8, device=ends.devices[1]),
+        ]
+        ends.both(lambda rank, each=payloads: ends.ends[rank].broadcast(each[rank], LONG_S))
+        assert torch.equal(payloads[1].cpu(), want)
+        payloads[1].zero_()
+        sides = [
+            lambda each=payloads: ends.ends[0].give(each[0], [1], LONG_S),
+            lambda each=payloads: ends.ends[1].take(each[1], LONG_S),
+        ]
+        ends.both(lambda rank, each=sides: each[rank]())
+        assert torch.equal(payloads[1].cpu(), want)
+
+
+@pytest.mark.parametrize("call", ["broadcast", "take"])
+def test_leaving_ends_a_wait_that_nobody_answers_long_before_its_deadline(ends, call):
+    end, said = ends.ends[1], []
+    payload = torch.zeros(1 << 20, dtype=torch.uint8, device=ends.devices[1])
+
+    def wait():
+        try:
+            getattr(end, call)(payload, LONG_S)
+        except TransferError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.2)  # so that it waits, mostly; it is to end as well if it does not yet
+    end.leave()
+    thread.join(600)
+    assert said == ["the group was left"]
+
+
+def test_a_wait_ends_at_its_deadline_and_says_so(ends):
+    payload = torch.zeros(1 << 20, dtype=torch.uint8, device=ends.devices[1])
+    with pytest.raises((RuntimeError, TransferError), match=r"in time|[Tt]imed out"):
+        ends.ends[1].take(payload, 0.1)
+
+
+def test_who_does_not_come_is_not_waited_for_longer_than_the_deadline(devices):
+    store = Store.serve("127.0.0.1")
+    alone = Group("g", [["m", 3]])
+    with pytest.raises(TransferError, match=r"the group of 2 \(source, rank 3 of m\) did not form"):
+        alone.build(store, 0, "127.0.0.1", devices[0], 0.5)
+
+
+def test_only_the_group_that_is_made_has_no_watchdog(monkeypatch):
+    seen = []
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, store, rank, world, options):
+            seen.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Nccl)
+    monkeypatch.setattr(groups, "use_device", lambda device: seen.append(device))
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
+        groups._nccl(None, 0, 2, "cuda:1", 5.0)
+        assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
+    assert seen == ["cuda:1", "1", "cuda:1", "1"]
