@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.errors import LoadError, TransferError
+from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.staging import stage
 from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.publisher import Publisher
-from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.testing import DictSource, TornSink, assert_same, awkward_weights
 from offbeat_ckptsync.transports.line import Line
 from offbeat_ckptsync.transports.segments import Mapping, Segment
 from offbeat_ckptsync.transports.shm import ShmTransport
@@ -95,6 +96,52 @@ def test_nothing_that_is_still_held_is_overwritten(wire):
     assert_same(tensors(), awkward_weights(4))
     assert len(wire.segments()) == 1, "what nobody holds is given back"
     fourth.close()
+
+
+def test_no_more_than_three_segments_are_made_and_who_holds_them_is_named(wire):
+    held = [wire.stage(seed) for seed in (1, 2, 3)]
+    offer = wire.publisher.offer(4, ["m"])
+    offer.endpoint["rendezvous_s"] = 0.1
+    with pytest.raises(TransferError, match=r"still held, by rank 0 of m \(version 1\), .*\(version 3\)"):
+        wire.publisher.send(offer)
+    assert len(wire.segments()) == 3
+    for staged, _ in held:
+        staged.close()
+    del held, staged
+    gc.collect()
+    staged, tensors = wire.stage(5)
+    assert_same(tensors(), awkward_weights(5))
+    staged.close()
+
+
+def test_a_lease_that_is_given_back_late_is_waited_for(wire):
+    held = [wire.stage(seed) for seed in (1, 2, 3)]
+    threading.Timer(0.2, lambda: [staged.close() for staged, _ in held]).start()
+    num_bytes = wire.transport._segments[0].num_bytes
+    assert wire.transport.lend(wire.publisher.offer(4, ["m"]), num_bytes).numel() == num_bytes
+    assert len(wire.segments()) == 1
+
+
+@pytest.mark.parametrize("state", ["verified", "broken"])
+def test_a_member_that_is_fenced_off_gives_back_what_it_staged(wire, state):
+    sink = TornSink()
+    receiver = Receiver(Seat(member="m"), sink)
+    offer = wire.publisher.offer(1, ["m"])
+    receiver.begin(offer)
+    sent = []
+    sending = threading.Thread(target=lambda: sent.append(wire.publisher.send(offer)))
+    sending.start()
+    receiver.transfer(wire.seat)
+    sending.join(120)
+    (segment,) = wire.transport._segments
+    assert not segment.is_free()
+    if state == "broken":
+        sink.fail = True
+        with pytest.raises(LoadError):
+            receiver.flip(offer.sync_id, sent[0])
+    receiver.distrust()
+    gc.collect()
+    assert segment.is_free()
 
 
 def test_a_loader_that_writes_into_what_it_was_given_spoils_nothing_for_others_or_later(wire):

@@ -181,9 +181,8 @@ class Receiver:
         except SyncError:
             raise
         except Exception as error:
-            raise TransferError(
-                f"{self._who()}: transfer of version {session.offer.version}: {error!r}"
-            ) from error
+            what = f"{self._who()}: transfer of version {session.offer.version}"
+            raise TransferError(f"{what}: {error!r}") from error
         echo = Echo(
             member=self.seat.member,
             rank=self.seat.rank,
@@ -198,9 +197,7 @@ class Receiver:
         with self._lock:
             if self._session is not session:
                 self._shelf.put_back(staged.close())  # nobody else holds it: its own thread is here
-                raise PhaseError(
-                    f"{self._who()}: sync {session.offer.sync_id} was aborted while its bytes arrived"
-                )
+                raise PhaseError(f"{self._who()}: sync {session.offer.sync_id} was aborted while it came")
             self._move(Step.ARRIVED)
             session.staged, session.echo = staged, echo
         return echo
@@ -245,6 +242,8 @@ class Receiver:
         except BaseException as error:
             with self._lock:
                 self._move(Step.BREAK)
+                self._session = session.staged = None
+                self._shelf.put_back(staged.close())
             raise LoadError(
                 f"{self._who()}: loading version {sent.version} failed half-way: {error!r}; its weights are torn, "
                 "take it out of service and start it anew"
@@ -278,8 +277,10 @@ class Receiver:
             return label
 
     def distrust(self) -> None:
-        """Let no label stand: what is served was found wrong. The next offer may bring the same version again."""
+        """Let no label stand and no sync go on: what is served was found wrong. The same version may be offered again."""
         with self._lock:
+            if self._state is not State.BROKEN:
+                self.abort("")  # whoever is told this gets no word of the sync any more
             self._label, self._committed = None, False
             self._shelf.forget()
 

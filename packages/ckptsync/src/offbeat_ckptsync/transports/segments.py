@@ -40,7 +40,7 @@ class Segment:
         """
         self.id = uuid.uuid4().hex
         self.num_bytes = num_bytes
-        self.leases: list[Line] = []
+        self.leases: list[tuple[Line, str]] = []  # and who has it, in words
         self.fd = os.memfd_create("offbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             size = max(num_bytes, mmap.PAGESIZE)
@@ -57,16 +57,20 @@ class Segment:
 
     def is_free(self) -> bool:
         """Say whether nobody holds what is in it."""
-        still = [line for line in self.leases if line.is_open()]
-        for line in self.leases:
-            if line not in still:
-                line.close()
+        still = [lease for lease in self.leases if lease[0].is_open()]
+        for lease in self.leases:
+            if lease not in still:
+                lease[0].close()
         self.leases = still
         return not still
 
+    def holders(self) -> list[str]:
+        """Return who holds what is in it, in words."""
+        return [who for line, who in self.leases if line.is_open()]
+
     def close(self) -> None:
         """Let go of it; receivers that hold it keep it."""
-        for line in self.leases:
+        for line, _ in self.leases:
             line.close()
         self.leases = []
         self.memory = self.memory.new_empty(0)

@@ -12,7 +12,7 @@ over the bytes for the source, two for a receiver; one for a receiver whose sink
 
 A rank's connection is its lease on what it staged: it stays open for as long as any tensor over the segment lives, and
 the kernel closes it when the rank dies. The source writes to a segment only when it has no lease left, and takes
-another one otherwise. So nothing staged is overwritten, and what was verified is what is loaded.
+another one otherwise, of three at most. So nothing staged is overwritten, and what was verified is what is loaded.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+
+
+MAX_SEGMENTS = 3
+"""How many segments a source has at most, each as large as the weights."""
+
+_TICK_S = 0.02
 
 
 class ShmTransport(Transport):
@@ -64,7 +70,26 @@ class ShmTransport(Transport):
             return self._reception.endpoint()
 
     def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor:
-        """Return a segment that nobody holds; makes one where there is none."""
+        """Return a segment that nobody holds; makes one where there is none, but no more than three.
+
+        One is served from, one is being filled, and one may be held by whoever was fenced off.
+
+        Raises:
+            TransferError: three are held and none was let go of within `rendezvous_s`; names who holds them.
+        """
+        deadline = time.monotonic() + float(offer.endpoint["rendezvous_s"])
+        while (chosen := self._free_segment(num_bytes)) is None:
+            if self.is_aborted(offer.sync_id) or time.monotonic() > deadline:
+                held = ", ".join(sorted({who for each in self._segments for who in each.holders()}))
+                raise TransferError(
+                    f"shm: {MAX_SEGMENTS} versions of {num_bytes} bytes are still held, by {held}; who keeps tensors of a "
+                    "version must let go of them, or be started anew"
+                )
+            time.sleep(_TICK_S)
+        self._open = {offer.sync_id: chosen}
+        return chosen.memory
+
+    def _free_segment(self, num_bytes: int) -> Segment | None:
         with self._lock:
             free = [segment for segment in self._segments if segment.is_free()]
             chosen = next((segment for segment in free if segment.num_bytes == num_bytes), None)
@@ -72,12 +97,10 @@ class ShmTransport(Transport):
                 if segment is not chosen:
                     self._segments.remove(segment)
                     segment.close()
-        if chosen is None:
-            chosen = Segment(num_bytes)
-            with self._lock:
+            if chosen is None and len(self._segments) < MAX_SEGMENTS:
+                chosen = Segment(num_bytes)
                 self._segments.append(chosen)
-        self._open = {offer.sync_id: chosen}
-        return chosen.memory
+            return chosen
 
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Wait for the calls of all ranks and hand them the segment."""
@@ -89,7 +112,10 @@ class ShmTransport(Transport):
         guests = reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id))
         with self._lock:
             # Before they see the segment: from here on it is theirs until they close.
-            segment.leases += [guest.line for guest in guests]
+            segment.leases += [
+                (guest.line, f"rank {guest.seat.rank} of {guest.seat.member} (version {offer.version})")
+                for guest in guests
+            ]
             self._lines = {offer.sync_id: [guest.line for guest in guests]}
         return _Sender(offer, segment, guests, [each.id for each in self._segments])
 
