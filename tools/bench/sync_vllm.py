@@ -181,8 +181,9 @@ async def _ours(llm: Any, model: torch.nn.Module) -> Any:  # noqa: ANN401 -- vLL
         Publisher,
         SyncConfig,
     )
+    from offbeat_ckptsync.control.gate import GenerationGate
 
-    class Gate:
+    class Gate(GenerationGate):
         async def pause(self) -> None:
             await llm.pause_generation(mode="keep", clear_cache=False)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from offbeat_ckptsync import errors
 from offbeat_ckptsync import values as types
 from offbeat_ckptsync.member.receiver import TRANSITIONS, State
-from offbeat_ckptsync.network.agent import Agent
-from offbeat_ckptsync.testing.fakes import DictSource, awkward_weights
+from offbeat_ckptsync.ops import MEMBER_OPS, SOURCE_OPS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "sync-protocol.md").read_text()
 
@@ -31,10 +30,14 @@ def test_the_states_are_those_of_the_code():
     assert {state for state, _ in rows("## 4. States")} == set(State)
 
 
-def test_the_ops_are_those_of_an_agent():
-    agent = Agent("a", "s", source=DictSource(awkward_weights(0)))
-    told = {re.match(r"`(\w+)`", op)[1] for op, *_ in rows("**Requests.**")}
-    assert told == set(agent._ops)
+def test_the_operations_are_those_of_the_table():
+    table = {**MEMBER_OPS, **SOURCE_OPS}
+    told = {re.match(r"`(\w+)`", op)[1]: (request, answer) for op, request, answer in rows("**Requests.**")}
+    assert told.keys() - {"ping"} == table.keys()
+    for name, op in table.items():
+        request, answer = (re.findall(r"`(\w+)`", re.sub(r":.*", "", cell)) for cell in told[name])
+        assert request == list(op.takes), name
+        assert answer == ([] if op.gives is None else [op.gives[0]]), name
 
 
 def test_the_fields_of_values_are_those_of_the_code():

@@ -6,7 +6,7 @@ Base classes: what has a default is optional.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -172,99 +172,79 @@ class Transport(ABC):
         """Release everything; the object is not used again."""
 
 
-@runtime_checkable
-class SlicedMember(Protocol):
-    """A member whose ranks need slices of some tensors."""
-
-    async def layouts(self) -> dict[int, Layout]:
-        """Return what each of its ranks needs; nothing where it takes everything."""
-        ...
-
-
-class Member(Protocol):
+class Member(ABC):
     """A replica as the manager sees it; how it is reached is its own business."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """A name for messages, unique among the members."""
-        ...
 
-    async def begin(self, offer: SyncOffer) -> str | None:
+    async def layouts(self) -> list[Layout]:
+        """Return what each of its ranks needs, in rank order; nothing where they take everything."""
+        return []
+
+    @abstractmethod
+    async def begin(self, offer: SyncOffer) -> str:
         """Agree to `offer`, or raise `ManifestError` or `VersionError` naming what does not fit.
 
         Return the content digest of the committed bytes that every rank keeps beside its live weights, until this
-        sync is over, as a base for deltas; nothing, or "", where there are none.
+        sync is over, as a base for deltas; "" where there are none.
         """
-        ...
 
-    async def transfer(self, offer: SyncOffer) -> list[Echo]:
+    @abstractmethod
+    async def transfer(self, sync_id: str) -> list[Echo]:
         """Stage everything beside the live weights while generation goes on; one echo per rank."""
-        ...
 
-    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
+    async def verify(self, sync_id: str, sent: Sent) -> None:  # noqa: B027 -- optional
+        """Make sure that what is staged is what `sent` says, while generation goes on; raise what differs.
+
+        One that does nothing here does so in `flip` alone, before it writes.
+        """
+
+    @abstractmethod
+    async def flip(self, sync_id: str, sent: Sent) -> Flip:
         """Serve the staged weights from now on; refuse if they are not what `sent` says."""
-        ...
 
-    async def abort(self, sync_id: str) -> int:
-        """Drop what was staged and return the version served; safe at any moment, also when nothing was."""
-        ...
-
-
-@runtime_checkable
-class CommittingMember(Protocol):
-    """A member that takes part in every phase. One that does not verifies inside `flip`, and its labels stand at once."""
-
-    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
-        """Make sure that what is staged is what `sent` says, while generation goes on; raise what differs."""
-        ...
-
+    @abstractmethod
     async def commit(self, label: Label) -> Label:
         """Let `label` stand for what is served and return what stands; raise `VersionError` where it is not so."""
-        ...
 
+    @abstractmethod
+    async def abort(self, sync_id: str) -> int:
+        """Drop what was staged and return the version served; safe at any moment, also when nothing was."""
 
-@runtime_checkable
-class SupervisedMember(Protocol):
-    """A member that says what it serves and can be told to stop: what bringing one back needs."""
-
+    @abstractmethod
     async def status(self) -> Status:
         """Return what is served now."""
-        ...
 
-    async def fence(self, reason: str) -> None:
-        """Serve nothing until the next commit; what is loaded is not to be trusted any more."""
-        ...
-
-
-@runtime_checkable
-class PeerMember(Protocol):
-    """A member that can send what it serves to another one."""
-
-    def peer(self) -> Source:
-        """Return it as a source of the version it serves; its `offer` raises where it kept no copy."""
-        ...
-
-
-@runtime_checkable
-class CanaryMember(Protocol):
-    """A member that can be asked what its weights do, after they have changed."""
+    async def fence(self, reason: str) -> None:  # noqa: B027 -- optional
+        """Let no label stand until the next commit; what is loaded is not to be trusted any more."""
 
     async def canary(self) -> list[float]:
         """Return the answer to a fixed question (say, the log-probs of a fixed prompt); empty when there is none."""
-        ...
+        return []
+
+    def peer(self) -> Source | None:
+        """Return it as a source of the version it serves, for joiners, or None; its `offer` raises where it kept no copy."""
+        return None
 
 
-class Source(Protocol):
+class Source(ABC):
     """The sending side as the manager sees it."""
 
+    @abstractmethod
     async def offer(self, version: int, members: list[str]) -> SyncOffer:
         """Prepare to send the current weights as `version` to these members."""
-        ...
 
+    @abstractmethod
     async def send(self, offer: SyncOffer) -> Sent:
         """Send every bucket to every member."""
-        ...
 
+    @abstractmethod
     async def abort(self, sync_id: str) -> None:
         """Give up a sync; safe at any moment."""
-        ...
+
+    async def reference(self) -> list[float]:
+        """Return the right answer to the members' canary for the weights sent last; empty where it has none."""
+        return []

@@ -73,13 +73,6 @@ is not named it needs whole, one without cuts not at all. What one rank of a mem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """A rank's layout on the wire: its cuts by tensor."""
-
-    cuts: dict[str, tuple[Cut, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """Where a tensor of a cut manifest lies: in which tensor of the whole one, from where along each dimension."""
 
@@ -98,12 +91,15 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """Where an agent listens and what it is: `role` is "member", "source" or "member+source"."""
+    """Who takes part and what it is: `role` is "member", "source" or "member+source".
+
+    `host` and `port` are where it listens, where it is reached so.
+    """
 
     name: str
     role: str
-    host: str
-    port: int
+    host: str = ""
+    port: int = 0
     layout: dict[str, str | int | float] = field(default_factory=dict[str, "str | int | float"])
 
 
@@ -135,6 +131,9 @@ class SyncOffer:
     whole: Manifest | None = None
     cells: tuple[Cell, ...] = ()
     audiences: dict[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
+    silent_s: float = (
+        0.0  # how long a member waits for its manager's next word before it gives up; 0: for ever
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

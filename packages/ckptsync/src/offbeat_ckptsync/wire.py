@@ -34,7 +34,7 @@ def _encode_manifest(manifest: Manifest) -> Json:
 def _encode(value: object) -> Json:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         raise WireError(f"only values of offbeat_ckptsync.values travel, got {type(value).__name__}")
-    return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
 
 
 def decode(kind: type[_Value], data: object) -> _Value:
@@ -44,6 +44,15 @@ def decode(kind: type[_Value], data: object) -> _Value:
         WireError: a field is unknown, missing, or not of its type; the message names it.
     """
     return cast("_Value", _decode(kind, data, kind.__name__))
+
+
+def decode_as(kind: object, data: object, where: str) -> Any:  # noqa: ANN401 -- of the type `kind` says
+    """Return the value of type `kind`, which may be a list or a dictionary of wire values, that `plain` made `data` from.
+
+    Raises:
+        WireError: it is not of its type; the message begins with `where`.
+    """
+    return _decode(kind, data, where)
 
 
 def dumps(value: object) -> str:
@@ -77,15 +86,16 @@ def decode_error(data: object, *, where: str) -> SyncError:
     return SyncError(f"{where}: {name}: {message}")
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """Return a wire value, or lists and dictionaries of them, as JSON."""
     if dataclasses.is_dataclass(value):
         return encode(value)
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in cast("tuple[object, ...]", value)]
+        return [plain(item) for item in cast("tuple[object, ...]", value)]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in cast("dict[str, object]", value).items()}
+        return {key: plain(item) for key, item in cast("dict[str, object]", value).items()}
     return value
 
 
@@ -97,12 +107,11 @@ def _decode(kind: object, data: object, where: str) -> object:
         if data not in get_args(kind):
             raise WireError(f"{where}: expected one of {get_args(kind)}, got {data!r}")
         return data
-    if origin is tuple:
+    if origin in (tuple, list):
         item_kind = get_args(kind)[0]  # only tuple[X, ...] is used
-        items = _require(list, data, where)
-        return tuple(
-            _decode(item_kind, item, f"{where}[{i}]") for i, item in enumerate(cast("list[object]", items))
-        )
+        given = cast("list[object]", _require(list, data, where))
+        items = [_decode(item_kind, item, f"{where}[{i}]") for i, item in enumerate(given)]
+        return tuple(items) if origin is tuple else items
     if origin is dict:
         item_kind = get_args(kind)[1]
         table = cast("dict[str, object]", _require(dict, data, where))

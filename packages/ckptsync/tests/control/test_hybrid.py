@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.control.hybrid import HybridMember
+from offbeat_ckptsync.control.gate import GenerationGate
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
@@ -23,8 +23,10 @@ from offbeat_ckptsync.values import Seat
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 
 
-class PlainGate:
+class PlainGate(GenerationGate):
     """Writes down what it was told, and what was served then."""
+
+    shares_device = True
 
     def __init__(self, sink):
         self.sink = sink
@@ -57,8 +59,7 @@ class Shared:
         self.gate = gate(self.sink)
         self.house = House(DictSource(awkward_weights(1)), {}, CONFIG, LoopbackTransport)
         transport = FaultyTransport(LoopbackTransport(), on_receive=fault)
-        member = LocalMember(Receiver(Seat(member="m"), self.sink), transport)
-        self.house.manager.add(HybridMember(member, self.gate))
+        self.house.manager.add(LocalMember(Receiver(Seat(member="m"), self.sink), transport, gate=self.gate))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.gate import GenerationGate
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncError, SyncFailed, VersionError
@@ -173,7 +174,7 @@ async def test_when_nobody_changes_over_the_sync_failed():
     assert house.manager.version is None
 
 
-class StuckGate:
+class StuckGate(GenerationGate):
     async def pause(self):
         await asyncio.sleep(600)
 
@@ -343,8 +344,8 @@ class Echoing(LocalMember):
 
     bend = staticmethod(lambda echoes: echoes)
 
-    async def transfer(self, offer):
-        return self.bend(await super().transfer(offer))
+    async def transfer(self, sync_id):
+        return self.bend(await super().transfer(sync_id))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import multiprocessing as mp
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.gate import GenerationGate
 from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
@@ -26,7 +27,7 @@ CONFIG = SyncConfig(
 )
 
 
-class Replica:
+class Replica(GenerationGate):
     """An engine with several ranks behind `control`; like vLLM it keeps a session and answers nothing."""
 
     def __init__(self, num_ranks):

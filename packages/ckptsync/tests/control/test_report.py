@@ -7,6 +7,7 @@ import time
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.gate import GenerationGate
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.member.receiver import Receiver
@@ -36,7 +37,7 @@ class SlowSink(DictSink):
         super().load(tensors, version)
 
 
-class SlowGate:
+class SlowGate(GenerationGate):
     """Comes to rest slowly, and goes on slowly."""
 
     async def pause(self):

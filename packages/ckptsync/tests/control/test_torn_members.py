@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.gate import GenerationGate
 from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
@@ -31,7 +32,7 @@ class Sink(DictSink):
         super().load(tensors, version)
 
 
-class Gate:
+class Gate(GenerationGate):
     def __init__(self):
         self.paused = 0
 

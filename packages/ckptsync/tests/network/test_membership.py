@@ -9,18 +9,17 @@ import json
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.network.agent import Agent
+from offbeat_ckptsync.network.agent import Agent, agent_of
 from offbeat_ckptsync.network.membership import Membership, register
-from offbeat_ckptsync.network.peer import agent_of
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.values import Registration, Seat, Status
-from offbeat_ckptsync.wire import encode
 
 SECRET = "of the tests only"
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
@@ -172,9 +171,11 @@ async def test_a_number_without_text_and_a_proof_that_is_no_ascii_hold_up_nobody
 async def test_an_agent_gives_up_a_sync_when_the_manager_is_silent():
     async with Party() as party:
         one = await party.join("one")
-        peer = party.membership._peers["one"]
+        member = CarriedMember(
+            Registration(name="one", role="member"), party.membership._connections["one"].call
+        )
         offer = Publisher(party.source, CONFIG).offer(1, ["one"])
-        await peer.ask("begin", {"offer": encode(offer), "silent_s": 0.1})
+        await member.begin(dataclasses.replace(offer, silent_s=0.1))
         assert one.receiver.state == "agreed"
         await until(lambda: one.receiver.state == "idle")
 

@@ -6,10 +6,9 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, cast
 
-from offbeat_ckptsync.config import make_transport
-from offbeat_ckptsync.control.hybrid import CACHE, HybridMember
+from offbeat_ckptsync.control.gate import CACHE, GenerationGate
 from offbeat_ckptsync.control.mailbox import Mailbox
-from offbeat_ckptsync.control.members import ControlMember, LocalMember
+from offbeat_ckptsync.control.members import ControlMember, ReplicaMember, local_member
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import specs_of
 from offbeat_ckptsync.seams import WeightSink, WeightSource
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync import Manifest, SyncConfig
-    from offbeat_ckptsync.control.members import Control
+    from offbeat_ckptsync.control.engine_ranks import Control
     from offbeat_engine import Engine
     from offbeat_rollout import RolloutEngine
 
@@ -55,7 +54,7 @@ async def make_member(
     *,
     recompute_kv: bool = False,
     shared: SharedGate | None = None,
-) -> ControlMember | LocalMember | HybridMember:
+) -> ReplicaMember:
     """Return the receiving end for a started `engine`: driven by its own update calls, or loaded in this process.
 
     An engine of `TensorUpdates` takes tensors here; one of `WorkerUpdates` runs the receiver in its workers.
@@ -74,12 +73,11 @@ async def make_member(
     match engine.weight_updates():
         case TensorUpdates() as updates:
             receiver = await _receiver(name, updates, sync, recompute_kv=recompute_kv)
-            member = LocalMember(receiver, make_transport(sync.transport, sync), canary=canary)
+            return local_member(receiver, sync, gate=shared, canary=canary)
         case WorkerUpdates() as updates:
             control = _control(updates, recompute_kv=recompute_kv)
-            gate = EngineGate(engine) if shared is None else None
-            member = ControlMember(name, control, mailbox=Mailbox(), config=sync, gate=gate, canary=canary)
-    return member if shared is None else HybridMember(member, shared)
+            gate = EngineGate(engine) if shared is None else shared
+            return ControlMember(name, control, mailbox=Mailbox(), config=sync, gate=gate, canary=canary)
 
 
 async def _receiver(name: str, updates: TensorUpdates, sync: SyncConfig, *, recompute_kv: bool) -> Receiver:
@@ -135,7 +133,7 @@ class EngineCanary:
         return [float(answer.logprobs[0]) for answer in await self._engine.generate_many(requests)]
 
 
-class EngineGate:
+class EngineGate(GenerationGate):
     """Holds generation still while weights change; requests in flight go on afterwards where they were."""
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -157,6 +155,8 @@ class SharedGate(EngineGate):
     Where the engine can give memory of its device back (`RolloutCapabilities.sleep_devices`), it does so while it rests;
     the weights wait in host memory. Elsewhere, on a CPU above all, closing is all there is to do.
     """
+
+    shares_device = True
 
     def __init__(self, engine: RolloutEngine) -> None:
         """Close and open `engine`."""
@@ -182,14 +182,14 @@ class SharedGate(EngineGate):
         self._is_closed = False
 
     async def sleep(self) -> None:
-        """See `offbeat_ckptsync.SleepingGate`; harmless while asleep."""
+        """See `GenerationGate`; harmless while asleep."""
         if self._sleeps and not self._is_asleep:
             await self._engine.pause(PauseMode.ABORT)  # what holds keys and values cannot sleep
             self._is_asleep = True
             await self._engine.sleep(1)
 
     async def wake(self, tags: list[str]) -> None:
-        """See `offbeat_ckptsync.SleepingGate`."""
+        """See `GenerationGate`."""
         if self._sleeps:
             await self._engine.wake(tags)
             self._is_asleep = self._is_asleep and CACHE not in tags

@@ -11,7 +11,6 @@ import time
 import pytest
 
 from offbeat_ckptsync import SyncConfig
-from offbeat_ckptsync.seams import SupervisedMember
 from offbeat_engine import BatchError
 from offbeat_engine.testing import random_batch
 from offbeat_rollout import NoReplica, RequestTimeout
@@ -42,13 +41,7 @@ async def test_a_replica_serves_nothing_before_its_first_sync(cluster, requests)
 
 
 async def test_the_manager_reads_what_each_serves_and_fences_by_name(cluster, publisher):
-    from offbeat_trainer.cluster.weights import RemoteMember
-
-    members = {
-        name: RemoteMember(name, handle, SyncConfig(), cluster.rollout)
-        for name, handle in cluster.rollout.handles.items()
-    }
-    assert all(isinstance(member, SupervisedMember) for member in members.values())
+    members = cluster.rollout.members
     started = [await member.status() for member in members.values()]
     assert [(one.version, one.label, one.committed) for one in started] == [(0, None, False)] * 2
 

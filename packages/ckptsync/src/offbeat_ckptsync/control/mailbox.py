@@ -30,43 +30,47 @@ class Mailbox:
         """Where workers find it."""
         return {"host": self._store.host, "port": self._store.port}
 
-    async def read(self, key: str, *, who: str, timeout_s: float) -> list[Json]:
-        """Return the answers of every rank under `key`, in rank order; the first tells how many ranks there are.
+    async def read(
+        self, key: str, *, who: str, timeout_s: float, num_ranks: int = 1, hear_all: bool = False
+    ) -> list[Json]:
+        """Return the answers of every rank under `key`, in rank order; an answer tells how many ranks there are.
+
+        `num_ranks` is how many there are at least. Once a rank has failed, those who say nothing within a moment are
+        left out, unless `hear_all`.
 
         Raises:
             TransferError: not every rank answered in time; names those that did not.
         """
         deadline = time.monotonic() + timeout_s
-        answers: list[Json] = []
-        num_ranks = 1
-        while len(answers) < num_ranks:
-            text = await self._one(f"{key}/{len(answers)}", deadline)
-            if text is None:
-                raise TransferError(f"rank {len(answers)} of {who} did not answer within {timeout_s:g} s")
-            answers.append(_object(text))
-            num_ranks = int(cast("int", answers[0].get("num_ranks", 1)))
-        return answers
+        answers: dict[int, Json] = {}
+        pause_s, has_failed = _POLL_S, False
+        while True:
+            for rank in range(num_ranks):
+                if rank not in answers and (text := self._store.get(f"{key}/{rank}")) is not None:
+                    self._store.delete(f"{key}/{rank}")
+                    answers[rank] = _object(text)
+                    num_ranks = max(num_ranks, int(cast("int", answers[rank].get("num_ranks", 1))))
+                    if "error" in answers[rank] and not has_failed:
+                        has_failed = True
+                        deadline = deadline if hear_all else min(deadline, time.monotonic() + _ARRIVES_S)
+            silent = [str(rank) for rank in range(num_ranks) if rank not in answers]
+            is_late = time.monotonic() > deadline
+            if not silent or (is_late and has_failed and not hear_all):
+                return [answers[rank] for rank in sorted(answers)]
+            if is_late:
+                ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
+                raise TransferError(f"{ranks} of {who} did not answer within {timeout_s:g} s")
+            await asyncio.sleep(pause_s)  # a request to a store of this process takes some 50 microseconds
+            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
 
-    async def has(self, key: str) -> bool:
-        """Say whether something lies under `key`, after giving it a moment to arrive."""
+    async def has(self, key: str, num_ranks: int = 1) -> bool:
+        """Say whether an answer of any rank lies under `key`, after giving it a moment to arrive."""
         deadline = time.monotonic() + _ARRIVES_S
-        while self._store.get(key) is None:
+        while all(self._store.get(f"{key}/{rank}") is None for rank in range(num_ranks)):
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_POLL_MAX_S)
         return True
-
-    async def _one(self, key: str, deadline: float) -> str | None:
-        pause_s = _POLL_S
-        while (
-            text := self._store.get(key)
-        ) is None:  # a request to a store of this process: some 50 microseconds
-            if time.monotonic() > deadline:
-                return None
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
-        self._store.delete(key)
-        return text
 
 
 def _object(text: str) -> Json:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from offbeat_ckptsync.control.report import make_report
-from offbeat_ckptsync.control.sync import Aim, Run
+from offbeat_ckptsync.control.sync import Run, Target
 from offbeat_ckptsync.errors import DigestError, SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.plan.buckets import plan_buckets
 from offbeat_ckptsync.plan.labels import LabelBook, told
-from offbeat_ckptsync.seams import CommittingMember, PeerMember, SupervisedMember
 from offbeat_ckptsync.values import Echo, Label, Phase, Sent, SyncOffer, SyncReport
 
 if TYPE_CHECKING:
@@ -123,8 +122,8 @@ class CheckpointEngineManager:
                 if not members:
                     raise SyncFailed(f"version {version} has nobody to go to; `add` a member first")
                 try:
-                    self._label, report = await self._run(
-                        self._source, members, Aim(version=version, check=self._book.check)
+                    report = await self._run(
+                        self._source, members, Target(version=version, check=self._book.check)
                     )
                 except SyncFailed as failed:
                     gone = [name for name, member in members.items() if self._members.get(name) is not member]
@@ -135,11 +134,11 @@ class CheckpointEngineManager:
                     self._doubt = False
                     return dataclasses.replace(report, left=left)
 
-    async def catch_up(self, member: Member) -> SyncReport | None:
+    async def catch_up(self, member: Member, *, peers_only: bool = False) -> SyncReport | None:
         """Bring a late joiner to the committed version and make it a member; waits for a sync that runs.
 
-        The weights come from the source, or from a member that kept a copy of them. None where nothing had to move:
-        nothing is committed yet, or it serves the committed content already.
+        The weights come from a member that kept a copy of them, else from the source, which `peers_only` leaves in peace.
+        None where nothing had to move: nothing is committed yet, or it serves the committed content already.
 
         Raises:
             VersionError: it serves, under a version that is in use, another content than the others.
@@ -150,8 +149,8 @@ class CheckpointEngineManager:
             self._require_new(member.name)
             report = None
             if self._label is not None:
-                report = await self._bring(member, self._label)
-            elif isinstance(member, SupervisedMember):
+                report = await self._bring(member, self._label, peers_only=peers_only)
+            else:
                 status = await self._asked(member.status(), member.name)
                 if status.label is not None and status.committed:
                     self._book.bind(status.label)
@@ -159,17 +158,15 @@ class CheckpointEngineManager:
             self._members[member.name] = member
             return report
 
-    async def _bring(self, member: Member, label: Label) -> SyncReport | None:
-        reload = False
-        if isinstance(member, SupervisedMember) and isinstance(member, CommittingMember):
-            status = await self._asked(member.status(), member.name)
-            if status.label == label and member.name not in self._fenced:
-                await self._asked(member.commit(label), member.name)
-                return None
-            reload = status.version >= label.version
-            if reload or member.name in self._fenced:
-                why = self._fenced.get(member.name, "its content is not the committed one")
-                await self._asked(member.fence(why), member.name)
+    async def _bring(self, member: Member, label: Label, *, peers_only: bool) -> SyncReport | None:
+        status = await self._asked(member.status(), member.name)
+        if status.label == label and member.name not in self._fenced:
+            await self._asked(member.commit(label), member.name)
+            return None
+        reload = status.version >= label.version
+        if reload or member.name in self._fenced:
+            why = self._fenced.get(member.name, "its content is not the committed one")
+            await self._asked(member.fence(why), member.name)
 
         def check(other: Label) -> None:
             if other != label:
@@ -178,16 +175,18 @@ class CheckpointEngineManager:
                     "version first"
                 )
 
-        aim = Aim(version=label.version, check=check, reload=reload, like=self._like)
-        sources = [self._source]
-        sources += [peer.peer() for peer in self._members.values() if isinstance(peer, PeerMember)]
-        failures: list[SyncFailed] = []
+        target = Target(version=label.version, check=check, reload=reload, like=self._like)
+        # A peer first: the trainer is not disturbed, and may have gone on from the committed version.
+        sources = [copies for other in self._members.values() if (copies := other.peer()) is not None]
+        if not peers_only:
+            sources.append(self._source)
+        failures = [SyncFailed(f"no member keeps version {label.version} for {member.name}")]
         for source in sources:
             try:
-                return (await self._run(source, {member.name: member}, aim))[1]
+                return await self._run(source, {member.name: member}, target)
             except SyncFailed as failed:
                 failures.append(failed)
-        raise failures[0]
+        raise failures[-1]
 
     def _require_new(self, name: str) -> None:
         if name in self._members:
@@ -203,23 +202,27 @@ class CheckpointEngineManager:
         except TimeoutError:
             raise SyncFailed(f"{name}: {Phase.BEGIN}: no answer within {limit_s:g} s") from None
 
-    async def _run(self, source: Source, members: dict[str, Member], aim: Aim) -> tuple[Label, SyncReport]:
-        run = Run(source, self._config, members, dataclasses.replace(aim, whole=self._doubt))
+    async def _run(self, source: Source, members: dict[str, Member], target: Target) -> SyncReport:
+        run = Run(source, self._config, members, dataclasses.replace(target, whole=self._doubt))
         done = await self._until_verified(run)
+        return await _to_its_end(self._change_over(run, done, members))
+
+    async def _change_over(self, run: Run, done: _Verified, members: dict[str, Member]) -> SyncReport:
+        version = done.offer.version
         await run.flip(done.offer, done.sent)
         if run.flips or run.fenced.keys() - run.refused.keys():
             self._book.bind(done.label)  # from here on it may be served somewhere
         else:
             served = await run.abort()
-            raise SyncFailed(f"version {aim.version}: {run.reasons}. {_served_text(served)}", served=served)
+            raise SyncFailed(f"version {version}: {run.reasons}. {_served_text(served)}", served=served)
         await run.commit(done.label)
         await self._fence(run, members)
         if not run.flips:
-            raise SyncFailed(f"version {aim.version}: no member changed over: {run.reasons}")
-        self._like = done.offer
+            raise SyncFailed(f"version {version}: no member changed over: {run.reasons}")
+        self._like, self._label = done.offer, done.label
         limit = self._config.limit_gb_per_s
         report = make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips, limit_gb_per_s=limit)
-        return done.label, dataclasses.replace(
+        return dataclasses.replace(
             report,
             fenced=run.fenced,
             content_digest=done.label.content_digest,
@@ -256,3 +259,13 @@ def _served_text(served: dict[str, int]) -> str:
     return "Nothing was changed; served now: " + ", ".join(
         f"{name} version {v}" for name, v in served.items()
     )
+
+
+async def _to_its_end(work: Coroutine[object, object, _Result]) -> _Result:
+    """Await `work`, all of whose waits have deadlines, even where the caller is cancelled: live weights are changing."""
+    task = asyncio.create_task(work, name="change over")
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

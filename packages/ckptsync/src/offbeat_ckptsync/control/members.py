@@ -1,60 +1,171 @@
-"""Members: a receiver in this process, or an engine elsewhere that is driven by its own control calls."""
+"""The member: one replica, its gate and its canary, over whatever reaches its ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-import uuid
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.errors import LoadError, SyncError, TransferError
-from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.values import Echo, Flip, Label, Needs, Sent, Status, SyncOffer
-from offbeat_ckptsync.wire import Json, decode, decode_error, encode
+from offbeat_ckptsync.config import make_transport
+from offbeat_ckptsync.control.engine_ranks import Control, EngineRanks
+from offbeat_ckptsync.control.gate import CACHE, WEIGHTS, GenerationGate, NoGate
+from offbeat_ckptsync.control.ranks import LocalRank
+from offbeat_ckptsync.errors import LoadError, SyncError
+from offbeat_ckptsync.member.staged_copy import StagedCopy
+from offbeat_ckptsync.seams import Member
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.values import Flip
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.control.mailbox import Mailbox
+    from offbeat_ckptsync.control.ranks import Ranks
     from offbeat_ckptsync.member.receiver import Receiver
-    from offbeat_ckptsync.seams import Transport
-    from offbeat_ckptsync.values import Layout
-
-Control = Callable[[str, dict[str, object]], Awaitable[object]]
-"""Calls a remote engine: `control(op, payload)` with op "start" (payload {}), "update" (payload: the request that
-every rank's `Worker.handle` is to get) or "finish" (payload {"version": int}, or {} to leave the version as it is)."""
-
+    from offbeat_ckptsync.seams import Source, Transport
+    from offbeat_ckptsync.values import Echo, Label, Layout, Sent, Status, SyncOffer
 
 AskCanary = Callable[[], Awaitable[list[float]]]
 """Asks a replica the fixed question whose answer is to agree between replicas after a flip; see `canary`."""
 
 
-class GenerationGate(Protocol):
-    """What a member pauses around its flip.
+class ReplicaMember(Member):
+    """One replica, where it lives: pauses it around the flip, and says what all of its ranks together serve."""
 
-    What happens to requests in flight and to cached keys and values is the gate's business: a sync does not touch
-    keys and values computed under the old weights.
-    """
+    def __init__(
+        self,
+        name: str,
+        ranks: Ranks,
+        *,
+        gate: GenerationGate | None = None,
+        canary: AskCanary | None = None,
+        copies: Source | None = None,
+    ) -> None:
+        """Drive `ranks`; `gate` is closed while their weights change, `canary` is asked after it.
 
-    async def pause(self) -> None:
-        """Stop generating; return when no forward pass runs."""
-        ...
+        `copies` sends what is served to joiners; see `Member.peer`.
+        """
+        self._name = name
+        self._ranks = ranks
+        self._gate = NoGate() if gate is None else gate
+        self._ask_canary = canary
+        self._copies = copies
+        self._layouts: list[Layout] | None = None
+        self._is_closed = False  # since `begin`: a gate that shares its device
 
-    async def resume(self) -> None:
-        """Go on generating."""
-        ...
+    @property
+    def name(self) -> str:
+        """See `Member.name`."""
+        return self._name
+
+    async def layouts(self) -> list[Layout]:
+        """See `Member.layouts`; asked for once, because it does not change while a replica lives."""
+        if self._layouts is None:
+            layouts = await self._ranks.ask("layout")
+            self._layouts = layouts if any(layouts) else []
+        return self._layouts
+
+    async def begin(self, offer: SyncOffer) -> str:
+        """See `Member.begin`. On a shared device generation then stops and the engine sleeps; one that refuses goes on."""
+        held = set(await self._ranks.ask("begin", offer))
+        if self._gate.shares_device and not self._is_closed:
+            self._is_closed = True
+            await self._gate.pause()
+            await self._gate.sleep()
+        return held.pop() if len(held) == 1 else ""
+
+    async def transfer(self, sync_id: str) -> list[Echo]:
+        """See `Member.transfer`."""
+        return await self._ranks.ask("transfer", sync_id)
+
+    async def verify(self, sync_id: str, sent: Sent) -> None:
+        """See `Member.verify`."""
+        await self._ranks.ask("verify", sync_id, sent)
+
+    async def flip(self, sync_id: str, sent: Sent) -> Flip:
+        """Pause, load, resume; after a torn load generation stays paused.
+
+        `pause_s` is that of the flip; on a shared device what users felt began before.
+        """
+        mark = time.perf_counter()
+        await self._close()
+        drain_s = time.perf_counter() - mark
+        try:
+            flips: list[Flip] = await self._ranks.ask("flip", sync_id, sent)
+        except LoadError:
+            raise
+        except SyncError:
+            await self._open()
+            raise
+        await self._open()
+        return Flip(
+            member=self._name,
+            version=sent.version,
+            pause_s=time.perf_counter() - mark,
+            load_s=max(flip.load_s for flip in flips),
+            drain_s=drain_s,
+        )
+
+    async def commit(self, label: Label) -> Label:
+        """See `Member.commit`."""
+        stands: list[Label] = await self._ranks.ask("commit", label)
+        return next((other for other in stands if other != label), label)
+
+    async def abort(self, sync_id: str) -> int:
+        """See `Member.abort`. What slept wakes as it was; one whose weights are torn stays paused."""
+        try:
+            versions = set(await self._ranks.ask("abort", sync_id))
+            if len(versions) != 1:
+                raise LoadError(
+                    f"ranks of {self._name} serve different versions {sorted(versions)}; start it anew"
+                )
+        except LoadError:
+            self._is_closed = False
+            raise
+        if self._is_closed:
+            await self._gate.wake([WEIGHTS])
+            await self._open()
+        return versions.pop()
+
+    async def status(self) -> Status:
+        """See `Member.status`; raises `LoadError` where ranks differ."""
+        ranks: set[Status] = set(await self._ranks.ask("status"))
+        if len({(each.version, each.label) for each in ranks}) != 1:
+            raise LoadError(f"ranks of {self._name} serve different versions {ranks}; start it anew")
+        return min(ranks, key=lambda each: each.committed)
+
+    async def fence(self, reason: str) -> None:
+        """See `Member.fence`."""
+        await self._ranks.ask("distrust")
+
+    async def canary(self) -> list[float]:
+        """See `Member.canary`."""
+        return [] if self._ask_canary is None else await self._ask_canary()
+
+    def peer(self) -> Source | None:
+        """See `Member.peer`."""
+        return self._copies
+
+    async def _close(self) -> None:
+        if self._is_closed:
+            await self._gate.wake([WEIGHTS])
+            return
+        try:
+            await self._gate.pause()
+        except Exception as error:
+            await self._gate.resume()  # it may have paused in part
+            raise SyncError(
+                f"{self._name} could not be paused: {error!r}; it serves what it served before"
+            ) from error
+
+    async def _open(self) -> None:
+        if self._is_closed:
+            await self._gate.wake([CACHE])
+        await self._gate.resume()
+        self._is_closed = False
 
 
-class NoGate:
-    """For members that nothing generates with while they flip."""
-
-    async def pause(self) -> None:
-        """Do nothing."""
-
-    async def resume(self) -> None:
-        """Do nothing."""
-
-
-class LocalMember:
+class LocalMember(ReplicaMember):
     """A receiver in this process, say for a Transformers replica."""
 
     def __init__(
@@ -64,88 +175,15 @@ class LocalMember:
         *,
         gate: GenerationGate | None = None,
         canary: AskCanary | None = None,
+        copies: Source | None = None,
     ) -> None:
-        """Drive `receiver`; `gate` is closed while its weights change, `canary` is asked after it."""
-        self._receiver = receiver
-        self._transport = transport
-        self._canary = canary
-        self._gate = NoGate() if gate is None else gate
-
-    @property
-    def name(self) -> str:
-        """The seat's member name."""
-        return self._receiver.seat.member
-
-    async def layouts(self) -> dict[int, Layout]:
-        """Say what the receiver needs."""
-        return (
-            {self._receiver.seat.rank: self._receiver.layout()} if self._receiver.seat.num_ranks == 1 else {}
-        )
-
-    async def begin(self, offer: SyncOffer) -> str:
-        """Agree and say what is kept, or raise naming what does not fit."""
-        return self._receiver.begin(offer)
-
-    async def transfer(self, offer: SyncOffer) -> list[Echo]:
-        """Stage in a thread."""
-        echo = await in_thread(
-            lambda: self._receiver.transfer(self._transport, offer.sync_id), name=f"stage {offer.version}"
-        )
-        return [echo]
-
-    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
-        """Compare digests."""
-        self._receiver.verify(offer.sync_id, sent)
-
-    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
-        """Verify, pause, load, resume; after a torn load generation stays paused."""
-        self._receiver.verify(offer.sync_id, sent)
-        mark = time.perf_counter()
-        await self._gate.pause()
-        drain_s = time.perf_counter() - mark
-        try:
-            flip = await in_thread(
-                lambda: self._receiver.flip(offer.sync_id, sent), name=f"flip {offer.version}"
-            )
-        except LoadError:
-            raise
-        except SyncError:
-            await self._gate.resume()
-            raise
-        await self._gate.resume()
-        pause_s = time.perf_counter() - mark
-        return Flip(
-            member=self.name, version=flip.version, pause_s=pause_s, load_s=flip.load_s, drain_s=drain_s
-        )
-
-    async def commit(self, label: Label) -> Label:
-        """Let `label` stand."""
-        return self._receiver.commit(label)
-
-    async def canary(self) -> list[float]:
-        """Ask the canary, where there is one."""
-        return [] if self._canary is None else await self._canary()
-
-    async def status(self) -> Status:
-        """Say what is served."""
-        return self._receiver.status()
-
-    async def fence(self, reason: str) -> None:
-        """Take back the label of what is served."""
-        self._receiver.distrust()
-
-    async def abort(self, sync_id: str) -> int:
-        """Drop what was staged and return the version served."""
-        if sync_id:
-            self._transport.abort(sync_id)
-        return self._receiver.abort(sync_id)
+        """Drive `receiver`, whose bytes come by `transport`; see `ReplicaMember` for the rest."""
+        name = receiver.seat.member
+        super().__init__(name, LocalRank(receiver, transport), gate=gate, canary=canary, copies=copies)
 
 
-class ControlMember:
-    """An engine elsewhere (a vLLM server, an actor), whose ranks each run a `Worker`.
-
-    Answers come through `mailbox`, because engines' own update calls return nothing.
-    """
+class ControlMember(ReplicaMember):
+    """An engine elsewhere (a vLLM server, an actor), whose ranks each run a `member.rank.Worker`."""
 
     def __init__(
         self,
@@ -157,180 +195,24 @@ class ControlMember:
         gate: GenerationGate | None = None,
         canary: AskCanary | None = None,
     ) -> None:
-        """Drive the engine behind `control`; `gate` is closed only while its weights change, then `canary` is asked."""
-        self._name = name
-        self._control = control
-        self._mailbox = mailbox
-        self._config = config
-        self._gate = NoGate() if gate is None else gate
-        self._canary = canary
-        self._layouts: dict[int, Layout] | None = None
-        self._staged_key = ""
-        self._verified = ""
-        self._start_note = ""
-        self._in_session = False
-
-    @property
-    def name(self) -> str:
-        """A name for messages, unique among the members."""
-        return self._name
-
-    async def layouts(self) -> dict[int, Layout]:
-        """Ask every rank what it needs; once, because it does not change while an engine lives."""
-        if self._layouts is None:
-            answers = await self._ask_aside("layout", {}, self._config.begin_timeout_s)
-            self._layouts = {
-                rank: decode(Needs, answer.get("layout")).cuts for rank, answer in enumerate(answers)
-            }
-        return self._layouts
-
-    async def begin(self, offer: SyncOffer) -> str:
-        """Open the engine's update session and let every rank check the offer, say what it keeps, and start staging."""
-        await self._start()
-        self._staged_key = f"staged-{uuid.uuid4().hex}"
-        answers = await self._ask(
-            "begin",
-            {
-                "offer": encode(offer),
-                "config": encode(self._config),
-                "member": self._name,
-                "staged": self._staged_key,
-            },
-            self._config.begin_timeout_s,
-        )
-        held = {str(answer.get("held", "")) for answer in answers}
-        return held.pop() if len(held) == 1 else ""
-
-    async def transfer(self, offer: SyncOffer) -> list[Echo]:
-        """Wait for the echo of every rank."""
-        timeout_s = self._config.transfer_timeout_s
-        answers = await self._mailbox.read(self._staged_key, who=self._name, timeout_s=timeout_s)
-        _raise_first(answers, where=f"{self._name}: transfer")
-        return [decode(Echo, answer.get("echo")) for answer in answers]
-
-    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
-        """Let every rank compare digests, while generation goes on."""
-        request: Json = {"sync_id": offer.sync_id, "sent": encode(sent)}
-        await self._ask("verify", request, self._config.verify_timeout_s)
-        self._verified = offer.sync_id
-
-    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
-        """Verify, if that was not done; then pause, load on every rank, label the version, resume."""
-        if self._verified != offer.sync_id:
-            await self.verify(offer, sent)
-        request: Json = {"sync_id": offer.sync_id, "sent": encode(sent)}
-        mark = time.perf_counter()
-        await self._gate.pause()
-        drain_s = time.perf_counter() - mark
-        try:
-            answers = await self._ask("flip", request, self._config.flip_timeout_s)
-        except LoadError:
-            raise  # torn weights: generation stays paused
-        except SyncError:
-            await self._gate.resume()
-            raise
-        self._in_session = False
-        await self._control("finish", {"version": sent.version})
-        await self._gate.resume()
-        pause_s = time.perf_counter() - mark
-        flips = [decode(Flip, answer.get("flip")) for answer in answers]
-        return Flip(
-            member=self._name,
-            version=sent.version,
-            pause_s=pause_s,
-            load_s=max(flip.load_s for flip in flips),
-            drain_s=drain_s,
-        )
-
-    async def commit(self, label: Label) -> Label:
-        """Let `label` stand on every rank."""
-        answers = await self._ask_aside("commit", {"label": encode(label)}, self._config.commit_timeout_s)
-        for answer in answers:
-            if (stands := decode(Label, answer.get("label"))) != label:
-                return stands
-        return label
-
-    async def canary(self) -> list[float]:
-        """Ask the canary, where there is one."""
-        return [] if self._canary is None else await self._canary()
-
-    async def status(self) -> Status:
-        """Say what the ranks serve; raises `LoadError` where they differ."""
-        answers = await self._ask_aside("status", {}, self._config.begin_timeout_s)
-        ranks = {decode(Status, answer.get("status")) for answer in answers}
-        if len({(each.version, each.label) for each in ranks}) != 1:
-            raise LoadError(f"ranks of {self._name} serve different versions {ranks}; start it anew")
-        return min(ranks, key=lambda each: each.committed)
-
-    async def fence(self, reason: str) -> None:
-        """Take back the label of what the ranks serve."""
-        await self._ask_aside("distrust", {}, self._config.begin_timeout_s)
-
-    async def abort(self, sync_id: str) -> int:
-        """Drop what was staged on every rank, close the engine's session, return the version served."""
-        answers = await self._ask_aside("abort", {"sync_id": sync_id}, self._config.begin_timeout_s)
-        versions = {int(cast("int", answer["version"])) for answer in answers}
-        if len(versions) != 1:
-            raise LoadError(
-                f"ranks of {self._name} serve different versions {sorted(versions)}; start it anew"
-            )
-        return versions.pop()
-
-    async def _ask_aside(self, op: str, request: Json, timeout_s: float) -> list[Json]:
-        """Ask within an update session that is closed again, without changing the engine's own label."""
-        if not self._in_session:
-            await self._start()
-        answers = await self._ask(op, request, timeout_s)
-        self._in_session = False
-        await self._control("finish", {})
-        return answers
-
-    async def _start(self) -> None:
-        try:
-            await self._control("start", {})
-        except Exception as error:  # noqa: BLE001
-            # A session left open by a manager that died refuses to open again, on all ranks or on some: either way
-            # it is open now. Any other cause shows at once, because the next call fails and carries this note.
-            self._start_note = f"(opening the update session said: {error})"
-        else:
-            self._start_note = ""
-        self._in_session = True
-
-    async def _ask(self, op: str, request: Json, timeout_s: float) -> list[Json]:
-        reply = f"reply-{uuid.uuid4().hex}"
-        failure: Exception | None = None
-        try:
-            await self._control(
-                "update", {"op": op, "reply": reply, "mailbox": self._mailbox.address, **request}
-            )
-        except Exception as error:  # noqa: BLE001 -- the mailbox tells more; raised below where it does not
-            failure = error
-            self._in_session = False  # the engine closes its session when an update fails
-        if failure is not None and not await self._mailbox.has(f"{reply}/0"):
-            raise TransferError(f"{self._name}: {op} failed: {failure} {self._start_note}") from failure
-        answers = await self._mailbox.read(reply, who=self._name, timeout_s=timeout_s)
-        if op == "flip":
-            _raise_torn(answers, where=f"{self._name}: {op}")
-        _raise_first(answers, where=f"{self._name}: {op}")
-        if failure is not None:
-            raise TransferError(f"{self._name}: {op} failed: {failure}") from failure
-        return answers
+        """Drive the engine behind `control`; see `EngineRanks`, and `ReplicaMember` for the rest."""
+        super().__init__(name, EngineRanks(name, control, mailbox, config), gate=gate, canary=canary)
 
 
-def _raise_first(answers: list[Json], *, where: str) -> None:
-    for answer in answers:
-        if "error" in answer:
-            raise decode_error(answer["error"], where=where)
-
-
-def _raise_torn(answers: list[Json], *, where: str) -> None:
-    """Raise `LoadError` if some ranks changed over and others did not: no refusal of one makes the member whole."""
-    errors = {
-        rank: decode_error(answer["error"], where=f"rank {rank}")
-        for rank, answer in enumerate(answers)
-        if "error" in answer
-    }
-    torn = [error for error in errors.values() if isinstance(error, LoadError)]
-    if torn or 0 < len(errors) < len(answers):
-        told = "; ".join(map(str, torn or errors.values()))
-        raise LoadError(f"{where}: {told}; its ranks no longer serve the same weights, start it anew")
+def local_member(
+    receiver: Receiver,
+    config: SyncConfig,
+    *,
+    gate: GenerationGate | None = None,
+    canary: AskCanary | None = None,
+) -> LocalMember:
+    """Return a member for a receiver of this process that also hands what it keeps on to joiners."""
+    # A copy goes to joiners, who hold nothing that a delta could stand on.
+    copies = Publisher(StagedCopy(receiver), dataclasses.replace(config, delta="off"))
+    return LocalMember(
+        receiver,
+        make_transport(config.transport, config),
+        gate=gate,
+        canary=canary,
+        copies=LocalSource(copies),
+    )

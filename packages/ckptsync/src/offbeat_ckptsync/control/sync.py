@@ -23,7 +23,6 @@ from offbeat_ckptsync.plan.deltas import common_base
 from offbeat_ckptsync.plan.digest import check_echo, require_every_rank
 from offbeat_ckptsync.plan.labels import label_of, told
 from offbeat_ckptsync.plan.slices import own_buckets
-from offbeat_ckptsync.seams import CanaryMember, CommittingMember, SlicedMember, SupervisedMember
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Seat, Sent, SyncOffer
 
@@ -37,7 +36,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aim:
+class Target:
     """What one sync is to reach: `check` refuses a label that may not be used; `reload` repairs what is served."""
 
     version: int
@@ -53,12 +52,14 @@ class Run:
     `flip` and `commit` do not raise for members: whoever fails there is in `fenced`, with the reason.
     """
 
-    def __init__(self, source: Source, config: SyncConfig, members: Mapping[str, Member], aim: Aim) -> None:
+    def __init__(
+        self, source: Source, config: SyncConfig, members: Mapping[str, Member], target: Target
+    ) -> None:
         """Bring `members` to what `source` holds."""
         self._source = source
         self._config = config
         self._members = members
-        self._aim = aim
+        self._target = target
         self._offer: SyncOffer | None = None
         self._marks: dict[Phase, float] = {}
         self.flips: dict[str, Flip] = {}
@@ -72,14 +73,17 @@ class Run:
         self._mark(Phase.BEGIN)
         limit_s = self._config.begin_timeout_s
         offers = await self._all(
-            Phase.BEGIN, limit_s, {SOURCE: self._source.offer(self._aim.version, [*self._members])}
+            Phase.BEGIN, limit_s, {SOURCE: self._source.offer(self._target.version, [*self._members])}
         )
-        self._offer = offer = dataclasses.replace(offers[SOURCE], reload=self._aim.reload)
-        self._offer = offer = await self._cut(offer, limit_s)
+        self._offer = offers[SOURCE]
+        self._offer = offer = await self._cut(
+            dataclasses.replace(offers[SOURCE], reload=self._target.reload, silent_s=self._silent_s()),
+            limit_s,
+        )
         held = await self._all(
             Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
         )
-        if not self._aim.whole:
+        if not self._target.whole:
             base, self.why_whole = common_base(offer.bases, held)
             self._offer = offer = dataclasses.replace(offer, base=base)
         elif offer.bases:
@@ -88,24 +92,21 @@ class Run:
 
     async def _cut(self, offer: SyncOffer, limit_s: float) -> SyncOffer:
         """Ask ranks what they need and cut the offer for them."""
-        asked = {
-            name: member.layouts()
-            for name, member in self._members.items()
-            if isinstance(member, SlicedMember)
-        }
-        layouts = await self._all(Phase.BEGIN, limit_s, asked)
+        asked = {name: member.layouts() for name, member in self._members.items()}
+        given = await self._all(Phase.BEGIN, limit_s, asked)
+        layouts = {name: dict(enumerate(ranks)) for name, ranks in given.items() if ranks}
         try:
-            needs, like = {name: ranks for name, ranks in layouts.items() if ranks}, self._aim.like
-            return await in_thread(lambda: cut_offer(offer, needs, like), name=f"cut {offer.version}")
+            like = self._target.like
+            return await in_thread(lambda: cut_offer(offer, layouts, like), name=f"cut {offer.version}")
         except ManifestError as error:
-            raise ManifestError(f"version {self._aim.version}: {Phase.BEGIN}: {error}") from error
+            raise ManifestError(f"version {self._target.version}: {Phase.BEGIN}: {error}") from error
 
     async def transfer(self, offer: SyncOffer) -> tuple[Sent, dict[str, list[Echo]]]:
         """Let the source send and the members stage."""
         self._mark(Phase.TRANSFER)
         work: dict[str, Coroutine[object, object, Sent | list[Echo]]] = {
             SOURCE: self._source.send(offer),  # type: ignore[dict-item]
-            **{name: member.transfer(offer) for name, member in self._members.items()},  # type: ignore[dict-item]
+            **{name: member.transfer(offer.sync_id) for name, member in self._members.items()},  # type: ignore[dict-item]
         }
         done = await self._all(Phase.TRANSFER, self._config.transfer_timeout_s, work)
         sent = done.pop(SOURCE)
@@ -117,7 +118,7 @@ class Run:
     ) -> Label:
         """Compare every rank's echo here, let every member compare too, and return the label of the content."""
         self._mark(Phase.VERIFY)
-        where = f"version {self._aim.version}: {Phase.VERIFY}"
+        where = f"version {self._target.version}: {Phase.VERIFY}"
         label = label_of(sent, offer.bucket_bytes)
         try:
             for name, of_member in echoes.items():
@@ -125,18 +126,14 @@ class Run:
                 for echo in of_member:
                     own = own_buckets(offer, Seat(member=echo.member, rank=echo.rank), buckets)
                     check_echo(echo, sent, offer.manifest, buckets, own)
-            if (sent.version, sent.manifest_digest) != (self._aim.version, offer.manifest.digest):
+            if (sent.version, sent.manifest_digest) != (self._target.version, offer.manifest.digest):
                 raise VersionError(
                     f"the source says it sent {told(label, sent.version)}; that is not its offer"
                 )
-            self._aim.check(label)
+            self._target.check(label)
         except SyncError as error:
             raise type(error)(f"{where}: {error}") from error
-        work = {
-            name: member.verify(offer, sent)
-            for name, member in self._members.items()
-            if isinstance(member, CommittingMember)
-        }
+        work = {name: member.verify(offer.sync_id, sent) for name, member in self._members.items()}
         await self._all(Phase.VERIFY, self._config.verify_timeout_s, work)
         return label
 
@@ -146,7 +143,7 @@ class Run:
 
         async def one(name: str, member: Member) -> None:
             try:
-                self.flips[name] = await member.flip(offer, sent)
+                self.flips[name] = await member.flip(offer.sync_id, sent)
             except SyncError as error:
                 if not isinstance(error, (LoadError, TransferError)):
                     self.refused[name] = str(error)
@@ -160,7 +157,7 @@ class Run:
         await self._compare_canaries()
 
         async def one(name: str, member: Member) -> None:
-            if isinstance(member, CommittingMember) and (stands := await member.commit(label)) != label:
+            if (stands := await member.commit(label)) != label:
                 raise VersionError(
                     f"{name} committed {told(stands, stands.version)} instead of {told(label, label.version)}"
                 )
@@ -196,17 +193,16 @@ class Run:
     async def tell_fenced(self) -> None:
         """Tell those fenced off, where they can be told; who does not hear it is told when it comes back."""
 
-        async def one(member: SupervisedMember, reason: str) -> None:
+        async def one(name: str, reason: str) -> None:
             try:
                 async with asyncio.timeout(_FENCE_S):
-                    await member.fence(reason)
+                    await self._members[name].fence(reason)
             except Exception:  # noqa: BLE001 -- most likely it is dead, which is why it is fenced off
                 return
 
         async with asyncio.TaskGroup() as tasks:
             for name, reason in self.fenced.items():
-                if isinstance(member := self._members[name], SupervisedMember):
-                    tasks.create_task(one(member, reason), name=f"fence {name}")
+                tasks.create_task(one(name, reason), name=f"fence {name}")
 
     @property
     def reasons(self) -> str:
@@ -218,15 +214,18 @@ class Run:
         marks = [*(self._marks[phase] for phase in Phase), time.perf_counter()]
         return {phase: after - before for phase, before, after in zip(Phase, marks, marks[1:], strict=False)}
 
+    def _silent_s(self) -> float:
+        """How long a member is to wait for this manager: a transfer may use up its deadline, so may each phase after it."""
+        return 2 * sum(getattr(self._config, f"{phase}_timeout_s") for phase in Phase)
+
     def _mark(self, phase: Phase) -> None:
         self._marks[phase] = time.perf_counter()
 
     async def _compare_canaries(self) -> None:
         answers: dict[str, list[float]] = {}
 
-        async def one(name: str, member: Member | Source) -> None:
-            if isinstance(member, CanaryMember):
-                answers[name] = await member.canary()
+        async def one(name: str, member: Member) -> None:
+            answers[name] = await member.canary()
 
         limit_s = self._config.commit_timeout_s
         await self._each(Phase.COMMIT, limit_s, one, [*self.flips])
@@ -237,11 +236,9 @@ class Run:
 
     async def _of_source(self, limit_s: float) -> list[float]:
         """Return the source's own answer; the transfer is over, so a source that is gone is no failure."""
-        if not isinstance(self._source, CanaryMember):
-            return []
         try:
             async with asyncio.timeout(limit_s):
-                return await self._source.canary()
+                return await self._source.reference()
         except (SyncError, TimeoutError):
             return []
 
@@ -297,7 +294,7 @@ class Run:
         causes = {name: error for name, error in errors.items() if error is not None}
         slow = [name for name in tasks if name not in errors]
         self._silent.update(slow)
-        where = f"version {self._aim.version}: {phase}"
+        where = f"version {self._target.version}: {phase}"
         if causes:
             # Who found wrong bytes says more than who then lost a line.
             first = min(causes.values(), key=lambda error: not isinstance(error, DigestError))

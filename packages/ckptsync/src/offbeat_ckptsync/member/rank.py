@@ -1,18 +1,12 @@
 """One receiving rank driven by JSON messages: what runs inside an engine's worker process.
 
-A request is `{"op": .., "reply": key, "mailbox": {host, port}, ..}`. Its answer goes to the mailbox under `<reply>/<rank>` and is returned too:
+A request is `{"op": .., "reply": key, "mailbox": {host, port}, ..}` with the fields that `ops.RANK_OPS` names; its answer
+goes to the mailbox under `<reply>/<rank>`, with `"num_ranks"`, and is returned too. A failure is mailed as `{"error":
+{"type", "message"}}` and raised.
 
-    begin   offer, config, member, staged (key)   -> {"version": served, "held": content}
-            Agrees, then stages in a background thread, which mails its echo under the key `staged`.
-    verify  sync_id, sent                         -> {}
-    flip    sync_id, sent                         -> {"flip": Flip}
-    commit  label                                 -> {"label": Label}
-    abort   sync_id                               -> {"version": served}
-    status                                        -> {"status": Status}
-    layout                                        -> {"layout": {"cuts": ..}}, what the rank needs
-    distrust                                      -> {}
-
-Each answer also carries `"num_ranks"`. A failure is mailed as `{"error": {"type", "message"}}` and raised.
+`begin` agrees, then stages in a background thread, which mails its echo (or an error) under the key `staged`. `flip` compares
+digests before it writes. A request may carry `"committed"`, a label: it stands from then on, before anything else is done. So
+a commit needs no call of its own into an engine that is generating.
 """
 
 from __future__ import annotations
@@ -24,9 +18,10 @@ from typing import TYPE_CHECKING, cast
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import SyncError, WireError
 from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.ops import RANK_OPS, answer_blocking, failure
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.values import Label, Needs, Seat, Sent, Status, SyncOffer
-from offbeat_ckptsync.wire import Json, decode, encode, encode_error
+from offbeat_ckptsync.values import Flip, Label, Layout, Seat, Sent, Status, SyncOffer
+from offbeat_ckptsync.wire import Json, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -74,10 +69,10 @@ class Worker:
                 self._mailbox = self._open_mailbox(request)
             answer = self._answer(request)
         except SyncError as error:
-            self._mail(reply, {"error": encode_error(error)})
+            self._mail(reply, failure(error))
             raise
         except Exception as error:
-            self._mail(reply, {"error": encode_error(error)})
+            self._mail(reply, failure(error))
             raise SyncError(f"{request.get('op')}: {error!r}") from error
         self._mail(reply, answer)
         return answer
@@ -89,53 +84,64 @@ class Worker:
             self._transport.close()
         self._transport = self._receiver = self._mailbox = self._made_from = None
 
-    def _answer(self, request: Mapping[str, object]) -> Json:
-        match request.get("op"):
-            case "begin":
-                held = self._begin(request)
-                return {"version": self.version, "held": held}
-            case "verify":
-                self._open().verify(_text(request, "sync_id"), decode(Sent, request.get("sent")))
-                return {}
-            case "flip":
-                flip = self._open().flip(_text(request, "sync_id"), decode(Sent, request.get("sent")))
-                return {"flip": encode(flip)}
-            case "commit":
-                return {"label": encode(self._open().commit(decode(Label, request.get("label"))))}
-            case "abort":
-                return {"version": self._abort(_text(request, "sync_id"))}
-            case "status":
-                return {"status": encode(self._status())}
-            case "layout":
-                return {"layout": encode(Needs(cuts=self._sink.layout()))}
-            case "distrust":
-                if self._receiver is not None:
-                    self._receiver.distrust()
-                return {}
-            case other:
-                raise WireError(f"unknown op {other!r}; expected one of {', '.join(_OPS)}")
+    def layout(self) -> Layout:
+        """Return what this rank needs of which tensor; nothing where it needs all."""
+        return self._sink.layout()
 
-    def _begin(self, request: Mapping[str, object]) -> str:
-        offer = decode(SyncOffer, request.get("offer"))
-        config = decode(SyncConfig, request.get("config"))
-        made_from = (_text(request, "member"), config)
-        if self._receiver is None or self._transport is None or self._made_from != made_from:
-            self._version = self.version
-            if self._transport is not None:
-                self._transport.close()
-            seat = Seat(member=made_from[0], rank=self._rank, num_ranks=self._num_ranks)
-            self._receiver = Receiver(seat, self._sink, version=self._version, allow_cast=config.allow_cast)
-            self._transport = make_transport(offer.transport, config)
-            self._made_from = made_from
-        receiver, transport, key = self._receiver, self._transport, _text(request, "staged")
+    def begin(self, offer: SyncOffer, config: SyncConfig, member: str, staged: str) -> str:
+        """Agree to `offer` as a rank of `member`, then stage; see `Receiver.begin`. The echo is mailed under `staged`."""
+        receiver, transport = self._seated(offer, config, member)
         held = receiver.begin(offer)
         # A daemon: generation goes on meanwhile, and a transport that hangs must not keep the process alive.
         threading.Thread(
-            target=lambda: self._stage(receiver, transport, offer.sync_id, key),
+            target=lambda: self._stage(receiver, transport, offer.sync_id, staged),
             name=f"stage {offer.version}",
             daemon=True,
         ).start()
         return held
+
+    def flip(self, sync_id: str, sent: Sent) -> Flip:
+        """See `Receiver.flip`."""
+        return self._open().flip(sync_id, sent)
+
+    def commit(self, label: Label) -> Label:
+        """See `Receiver.commit`."""
+        return self._open().commit(label)
+
+    def abort(self, sync_id: str) -> int:
+        """Give up a sync and return the version served; see `Receiver.abort`."""
+        if self._transport is not None and sync_id:
+            self._transport.abort(sync_id)
+        return self.version if self._receiver is None else self._receiver.abort(sync_id)
+
+    def status(self) -> Status:
+        """Return what is served, and whether its label stands."""
+        if self._receiver is not None:
+            return self._receiver.status()
+        return Status(version=self._version, label=None, committed=False, state="idle")
+
+    def distrust(self) -> None:
+        """Let no label stand; see `Receiver.distrust`."""
+        if self._receiver is not None:
+            self._receiver.distrust()
+
+    def _answer(self, request: Mapping[str, object]) -> Json:
+        if "committed" in request:
+            self.commit(decode(Label, request["committed"]))
+        return answer_blocking(self, RANK_OPS, str(request.get("op")), request)
+
+    def _seated(self, offer: SyncOffer, config: SyncConfig, member: str) -> tuple[Receiver, Transport]:
+        """Return receiver and transport, made anew where another member or other settings are meant."""
+        made_from = (member, config)
+        if self._receiver is None or self._transport is None or self._made_from != made_from:
+            self._version = self.version
+            if self._transport is not None:
+                self._transport.close()
+            seat = Seat(member=member, rank=self._rank, num_ranks=self._num_ranks)
+            self._receiver = Receiver(seat, self._sink, version=self._version, allow_cast=config.allow_cast)
+            self._transport = make_transport(offer.transport, config)
+            self._made_from = made_from
+        return self._receiver, self._transport
 
     def _stage(self, receiver: Receiver, transport: Transport, sync_id: str, key: str) -> None:
         try:
@@ -143,18 +149,8 @@ class Worker:
                 self._prepare_thread()
             answer: Json = {"echo": encode(receiver.transfer(transport, sync_id))}
         except Exception as error:  # noqa: BLE001 -- mailed to the manager, which raises it
-            answer = {"error": encode_error(error)}
+            answer = failure(error)
         self._mail(key, answer)
-
-    def _abort(self, sync_id: str) -> int:
-        if self._transport is not None and sync_id:
-            self._transport.abort(sync_id)
-        return self.version if self._receiver is None else self._receiver.abort(sync_id)
-
-    def _status(self) -> Status:
-        if self._receiver is not None:
-            return self._receiver.status()
-        return Status(version=self._version, label=None, committed=False, state="idle")
 
     def _open(self) -> Receiver:
         if self._receiver is None:
@@ -179,11 +175,3 @@ class Worker:
 
 
 _MAILBOX_TIMEOUT_S = 10.0
-_OPS = ("begin", "verify", "flip", "commit", "abort", "status", "layout", "distrust")
-
-
-def _text(request: Mapping[str, object], name: str) -> str:
-    value = request.get(name)
-    if not isinstance(value, str):
-        raise WireError(f"{request.get('op')}: field {name!r} must be a string, got {value!r}")
-    return value

@@ -1,17 +1,11 @@
 """The end of a member, or of a source, that a manager elsewhere calls: it registers itself and does what it is asked.
 
-A request is {"id": n, "op": .., ..}; its answer {"id": n, "ok": {..}} or {"id": n, "error": {"type", "message"}}. Requests are
-handled side by side, so that `abort` overtakes a `transfer` that hangs. What the ops take and give:
-
-    member  layouts {} -> {ranks}
-            begin {offer, silent_s} -> {held}             transfer {offer} -> {echoes}     verify {offer, sent} -> {}
-            flip {offer, sent} -> {flip}              commit {label} -> {label}        abort {sync_id} -> {version}
-            status {} -> {status}                     fence {reason} -> {}             canary {} -> {values}
-    both    ping {} -> {}
-    source  offer {version, members} -> {offer}       send {offer} -> {sent}           abort_send {sync_id} -> {}
+A request is {"id": n, "op": .., ..}; its answer {"id": n, "ok": {..}} or {"id": n, "error": {"type", "message"}}. The
+operations are those of `ops.MEMBER_OPS` and `ops.SOURCE_OPS`, and `ping`. They are done side by side, so that `abort`
+overtakes a `transfer` that hangs.
 
 The agent says {"event": "leave"} before it goes of its own will. It gives up an open sync when the line breaks, and
-when the manager is silent for `silent_s` after `begin`; what was flipped stays.
+when the manager is silent for the offer's `silent_s` after `begin`; what was flipped stays.
 """
 
 from __future__ import annotations
@@ -21,17 +15,22 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, cast
 
-from offbeat_ckptsync.errors import SyncError, TransferError, WireError
+from offbeat_ckptsync.control.carried import Operations
+from offbeat_ckptsync.control.members import local_member
+from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.network.channel import Channel, ChannelClosed, answer
 from offbeat_ckptsync.network.membership import register
-from offbeat_ckptsync.seams import CanaryMember, CommittingMember, SlicedMember, SupervisedMember
-from offbeat_ckptsync.values import Label, Needs, Registration, Sent, SyncOffer
-from offbeat_ckptsync.wire import Json, decode, encode, encode_error
+from offbeat_ckptsync.values import Registration
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable
 
+    from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.control.gate import GenerationGate
+    from offbeat_ckptsync.control.members import AskCanary
+    from offbeat_ckptsync.member.receiver import Receiver
     from offbeat_ckptsync.seams import Member, Source
+    from offbeat_ckptsync.wire import Json
 
 _log = logging.getLogger(__name__)
 _HELLO_S = 10.0
@@ -61,8 +60,7 @@ class Agent:
             raise ValueError("`secret` is empty: anybody could give this member weights; share a random one")
         self.name = name
         self._secret = secret
-        self._member = member
-        self._source = source
+        self._operations = Operations(name, member=member, source=source)
         self._host = host
         self._server: asyncio.Server | None = None
         self._channel: Channel | None = None
@@ -71,22 +69,6 @@ class Agent:
         self._sending: str = ""  # the sync that is open at the source
         self._silence: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ops: dict[str, Callable[[Json], Awaitable[Json]]] = {
-            "ping": self._ping,
-            "layouts": self._layouts,
-            "begin": self._begin,
-            "transfer": self._transfer,
-            "verify": self._verify,
-            "flip": self._flip,
-            "commit": self._commit,
-            "abort": self._abort,
-            "status": self._status,
-            "fence": self._fence,
-            "canary": self._canary,
-            "offer": self._offer,
-            "send": self._send,
-            "abort_send": self._abort_send,
-        }
 
     @property
     def has_manager(self) -> bool:
@@ -97,10 +79,9 @@ class Agent:
         """Begin to listen, and return what to register: the address, and the `layout` that others are to know."""
         self._server = await asyncio.start_server(self._answer, self._host, 0)
         port = int(self._server.sockets[0].getsockname()[1])
-        role = "+".join(
-            role for role, there in (("member", self._member), ("source", self._source)) if there is not None
+        return Registration(
+            name=self.name, role=self._operations.role, host=self._host, port=port, layout=layout or {}
         )
-        return Registration(name=self.name, role=role, host=self._host, port=port, layout=layout or {})
 
     async def join(
         self,
@@ -187,95 +168,26 @@ class Agent:
                 await self._give_up()
 
     async def _handle(self, channel: Channel, request: Json) -> None:
-        number = request.get("id")
-        try:
-            handler = self._ops.get(str(request.get("op")))
-            if handler is None:
-                raise WireError(f"unknown op {request.get('op')!r}; expected one of {', '.join(self._ops)}")
-            reply: Json = {"id": number, "ok": await handler(request)}
-        except Exception as error:  # noqa: BLE001 -- sent to the manager, which raises it
-            reply = {"id": number, "error": encode_error(error)}
+        number, op = request.get("id"), str(request.get("op"))
+        outcome: Json = {"ok": {}} if op == "ping" else await self._operations(op, request)
+        if "ok" in outcome:
+            self._done(op, request, cast("Json", outcome["ok"]))
         with contextlib.suppress(ChannelClosed):
-            await channel.send(reply)
+            await channel.send({"id": number, **outcome})
 
-    async def _ping(self, _request: Json) -> Json:
-        return {}
-
-    async def _layouts(self, _request: Json) -> Json:
-        member = self._of_member()
-        ranks = await member.layouts() if isinstance(member, SlicedMember) else {}
-        return {"ranks": {str(rank): encode(Needs(cuts=layout)) for rank, layout in ranks.items()}}
-
-    async def _begin(self, request: Json) -> Json:
-        offer = decode(SyncOffer, request.get("offer"))
-        held = await self._of_member().begin(offer)
-        self._open = offer.sync_id
-        self._expect_word_within(float(cast("float", request.get("silent_s", 0))))
-        return {"held": held or ""}
-
-    async def _transfer(self, request: Json) -> Json:
-        echoes = await self._of_member().transfer(decode(SyncOffer, request.get("offer")))
-        return {"echoes": [encode(echo) for echo in echoes]}
-
-    async def _verify(self, request: Json) -> Json:
-        member = self._of_member()
-        if isinstance(member, CommittingMember):
-            await member.verify(decode(SyncOffer, request.get("offer")), decode(Sent, request.get("sent")))
-        return {}
-
-    async def _flip(self, request: Json) -> Json:
-        offer, sent = decode(SyncOffer, request.get("offer")), decode(Sent, request.get("sent"))
-        return {"flip": encode(await self._of_member().flip(offer, sent))}
-
-    async def _commit(self, request: Json) -> Json:
-        member, label = self._of_member(), decode(Label, request.get("label"))
-        stands = await member.commit(label) if isinstance(member, CommittingMember) else label
-        self._over()
-        return {"label": encode(stands)}
-
-    async def _abort(self, request: Json) -> Json:
-        version = await self._of_member().abort(str(request.get("sync_id")))
-        self._over()
-        return {"version": version}
-
-    async def _status(self, _request: Json) -> Json:
-        member = self._of_member()
-        if not isinstance(member, SupervisedMember):
-            raise WireError(f"{self.name} has no status")
-        return {"status": encode(await member.status())}
-
-    async def _fence(self, request: Json) -> Json:
-        member = self._of_member()
-        if isinstance(member, SupervisedMember):
-            await member.fence(str(request.get("reason")))
-        return {}
-
-    async def _canary(self, _request: Json) -> Json:
-        side = self._source if self._member is None else self._member
-        return {"values": await side.canary() if isinstance(side, CanaryMember) else []}
-
-    async def _offer(self, request: Json) -> Json:
-        members = [str(name) for name in cast("list[object]", request.get("members"))]
-        offer = await self._of_source().offer(int(cast("int", request.get("version"))), members)
-        self._sending = offer.sync_id
-        return {"offer": encode(offer)}
-
-    async def _send(self, request: Json) -> Json:
-        return {"sent": encode(await self._of_source().send(decode(SyncOffer, request.get("offer"))))}
-
-    async def _abort_send(self, request: Json) -> Json:
-        await self._of_source().abort(str(request.get("sync_id")))
-        return {}
-
-    def _of_member(self) -> Member:
-        if self._member is None:
-            raise WireError(f"{self.name} is no member")
-        return self._member
-
-    def _of_source(self) -> Source:
-        if self._source is None:
-            raise WireError(f"{self.name} is no source")
-        return self._source
+    def _done(self, op: str, request: Json, answer: Json) -> None:
+        """Keep in mind which sync is open, for when nobody goes on with it."""
+        match op:
+            case "begin":
+                offer = cast("Json", request["offer"])
+                self._open = str(offer["sync_id"])
+                self._expect_word_within(float(cast("float", offer.get("silent_s", 0.0))))
+            case "offer":
+                self._sending = str(cast("Json", answer["offer"])["sync_id"])
+            case "commit" | "abort":
+                self._over()
+            case _:
+                pass
 
     def _expect_word_within(self, silent_s: float) -> None:
         self._over(keep=self._open)
@@ -294,16 +206,26 @@ class Agent:
         sync_id, sending = self._open, self._sending
         self._over()
         self._sending = ""
-        try:
-            if self._source is not None and sending:
-                await self._source.abort(sending)
-            if self._member is not None and sync_id:
-                await self._member.abort(sync_id)
-        except SyncError as error:
-            _log.warning("%s could not give up sync %s: %s", self.name, sync_id, error)
+        for op, open_id in (("abort_send", sending), ("abort", sync_id)):
+            outcome = await self._operations(op, {"sync_id": open_id}) if open_id else {}
+            if "error" in outcome:
+                _log.warning("%s could not give up sync %s: %s", self.name, open_id, outcome["error"])
 
     def _spawn(self, work: Awaitable[None], what: str) -> None:
         task = asyncio.ensure_future(work)
         task.set_name(f"{self.name}: {what}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def agent_of(
+    receiver: Receiver,
+    config: SyncConfig,
+    secret: str,
+    *,
+    gate: GenerationGate | None = None,
+    canary: AskCanary | None = None,
+) -> Agent:
+    """Return an agent for a replica in this process: it takes weights, and hands its copy on to joiners."""
+    member = local_member(receiver, config, gate=gate, canary=canary)
+    return Agent(receiver.seat.member, secret, member=member, host=config.host)

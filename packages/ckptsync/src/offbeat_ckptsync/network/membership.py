@@ -13,11 +13,13 @@ import hashlib
 import hmac
 import json
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
+from offbeat_ckptsync.control.carried import CarriedMember, CarriedSource
 from offbeat_ckptsync.errors import SyncError, TransferError, VersionError
-from offbeat_ckptsync.network.remote import Peer, RemoteMember, RemoteSource
+from offbeat_ckptsync.network.connection import Connection
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Registration
@@ -28,11 +30,14 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.control.manager import CheckpointEngineManager
+    from offbeat_ckptsync.ops import Call
 
 _log = logging.getLogger(__name__)
 _COUNT = "offbeat/members"
 _EACH = "offbeat/member/{}"
 _POLL_S = 0.02
+_LOOK_S = 5.0
+_RETRY_S = 1.0
 _HOLE_S = 3.0  # between counting a registration and writing it
 _JOIN_S = 10.0
 _PING_S = 2.0
@@ -63,7 +68,7 @@ class Membership:
         *,
         on_leave: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Look for registrations at `store`; `on_leave` is called with the name of a peer whose line ended, and why.
+        """Look for registrations at `store`; `on_leave` is called with the name of a connection whose line ended, and why.
 
         Raises:
             ValueError: there is no secret.
@@ -76,11 +81,13 @@ class Membership:
         self._on_leave = on_leave
         self._num_read = 0
         self._hole = (0, 0.0)  # a number that was taken and has no text yet, and since when
-        self._peers: dict[str, Peer] = {}
+        self._connections: dict[str, Connection] = {}
         self._manager: CheckpointEngineManager | None = None
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self.refused: dict[str, str] = {}
         self._watch: asyncio.Task[None] | None = None
+        self._is_closed = threading.Event()
+        self._trouble = ""  # why registrations cannot be read now
 
     @classmethod
     def serve(cls, secret: str, config: SyncConfig, *, port: int = 0) -> Membership:
@@ -95,7 +102,7 @@ class Membership:
     @property
     def peers(self) -> dict[str, Registration]:
         """Who is on the line, by name."""
-        return {name: peer.registration for name, peer in self._peers.items()}
+        return {name: connection.registration for name, connection in self._connections.items()}
 
     async def start(self) -> None:
         """Begin to look for registrations."""
@@ -118,65 +125,80 @@ class Membership:
             ]
             raise TransferError(
                 f"rendezvous: missing after {timeout_s:g} s: {', '.join(missing)}; here: "
-                f"{', '.join(self._peers) or 'nobody'}"
+                f"{', '.join(self._connections) or 'nobody'}{f'; {self._trouble}' if self._trouble else ''}"
             ) from None
 
-    def source(self, name: str) -> RemoteSource:
+    def source(self, name: str) -> CarriedSource:
         """Return the source called `name`, whoever that is at the time it is asked."""
 
-        def find() -> Peer:
-            if name not in self._peers:
+        def find() -> Call:
+            if name not in self._connections:
                 raise TransferError(f"source {name} is not here; start it, it registers itself")
-            return self._peers[name]
+            return self._connections[name].call
 
-        return RemoteSource(find)
+        return CarriedSource(find)
 
     def attach(self, manager: CheckpointEngineManager) -> None:
         """Bring all members here, and all that come, to what `manager` has committed, and keep its list."""
         self._manager = manager
-        for peer in self._peers.values():
-            self._welcome(peer)
+        for connection in self._connections.values():
+            self._welcome(connection)
 
     async def fenced(self, name: str, reason: str) -> None:
         """Hang up on a member that was fenced off: if it lives it registers again and catches up. The manager's `on_fence`."""
         _log.warning("%s is fenced off: %s", name, reason)
-        if name in self._peers:
-            self._peers[name].close()
+        if name in self._connections:
+            self._connections[name].close()
 
     async def close(self) -> None:
         """Hang up on everybody."""
+        self._is_closed.set()
         tasks = [*self._tasks.values()] + ([self._watch] if self._watch is not None else [])
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for peer in list(self._peers.values()):
-            peer.close()
+        for connection in list(self._connections.values()):
+            connection.close()
 
     def _missing(self, names: list[str]) -> list[str]:
         def is_here(name: str) -> bool:
-            peer = self._peers.get(name)
-            if peer is None:
+            connection = self._connections.get(name)
+            if connection is None:
                 return False
-            if self._manager is None or "member" not in peer.registration.role:
+            if self._manager is None or "member" not in connection.registration.role:
                 return True
             return name in self._manager.members
 
         return [name for name in names if not is_here(name)]
 
     async def _look(self) -> None:
+        """Call whoever registers, for as long as this membership is there; a store that fails is asked again."""
         while True:
-            count = await in_thread(lambda: self._store.raw.add(_COUNT, 0), name="count members")
-            latest: dict[str, Registration] = {}
-            for number in range(self._num_read + 1, count + 1):
-                text = await in_thread(lambda n=number: self._store.get(_EACH.format(n)), name="read member")
+            try:
+                registered = await in_thread(self._read_new, name="membership")
+            except Exception as error:  # noqa: BLE001 -- told to who waits; without this loop nobody could join any more
+                if not self._trouble:
+                    _log.warning("the store of the members fails, asking on: %s", error)
+                self._trouble = f"the store at {self._store.host}:{self._store.port} fails: {error}"
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._trouble = ""
+            for registration in registered:
+                self._start("call", registration.name, self._call(registration))
+
+    def _read_new(self) -> list[Registration]:
+        """Wait until somebody has registered, a few seconds at most, and return the latest of each name. Blocks."""
+        until = time.monotonic() + _LOOK_S
+        latest: dict[str, Registration] = {}
+        while not latest and not self._is_closed.wait(_POLL_S) and time.monotonic() < until:
+            for number in range(self._num_read + 1, self._store.raw.add(_COUNT, 0) + 1):
+                text = self._store.get(_EACH.format(number))
                 if text is None and not self._is_given_up(number):
                     break  # counted, but not yet written
                 self._num_read = number
                 if text is not None and (registration := self._checked(text)) is not None:
                     latest[registration.name] = registration
-            for registration in latest.values():
-                self._start("call", registration.name, self._call(registration))
-            await asyncio.sleep(_POLL_S)
+        return [*latest.values()]
 
     def _is_given_up(self, number: int) -> bool:
         """Say whether who took `number` has had its time to write: it died in between, and must not hold up the others."""
@@ -211,59 +233,64 @@ class Membership:
         if await self._is_on_the_line(registration):
             return  # it registered a moment before it was called
         try:
-            peer = await Peer.call(registration, self._secret, self._config.begin_timeout_s, self._ended)
+            connection = await Connection.open(
+                registration, self._secret, self._config.begin_timeout_s, self._ended
+            )
         except SyncError as error:
             self.refused[name] = str(
                 error
             )  # most often one that registered with a manager before us, and is gone
             return
-        if (before := self._peers.pop(name, None)) is not None:
+        if (before := self._connections.pop(name, None)) is not None:
             before.close()
         self.refused.pop(name, None)
-        self._peers[name] = peer
-        self._welcome(peer)
+        self._connections[name] = connection
+        self._welcome(connection)
 
     async def _is_on_the_line(self, registration: Registration) -> bool:
-        peer = self._peers.get(registration.name)
-        if peer is None or peer.registration != registration:
+        connection = self._connections.get(registration.name)
+        if connection is None or connection.registration != registration:
             return False
         try:
             async with asyncio.timeout(_PING_S):
-                await peer.ask("ping")
+                await connection.call("ping", {})
         except (SyncError, TimeoutError):
             return False
         return True
 
-    def _welcome(self, peer: Peer) -> None:
-        if self._manager is not None and "member" in peer.registration.role:
-            self._start("admit", peer.name, self._admit(self._manager, peer))
+    def _welcome(self, connection: Connection) -> None:
+        if self._manager is not None and "member" in connection.registration.role:
+            self._start("admit", connection.name, self._admit(self._manager, connection))
 
-    async def _admit(self, manager: CheckpointEngineManager, peer: Peer) -> None:
-        manager.remove(peer.name)  # of a line before this one
-        member = RemoteMember(peer, self._config)
+    async def _admit(self, manager: CheckpointEngineManager, connection: Connection) -> None:
+        manager.remove(connection.name)  # of a line before this one
+        member = CarriedMember(connection.registration, connection.call)
         try:
             await manager.catch_up(member)
         except SyncError as error:
-            self.refused[peer.name] = str(error)
-            _log.warning("%s did not catch up: %s", peer.name, error)
+            self.refused[connection.name] = str(error)
+            _log.warning("%s did not catch up: %s", connection.name, error)
             # Where nobody holds the committed weights any more, it gets with the next sync what the others get. One
             # that is broken or takes other tensors would fail that sync too: it stays on the line and gets nothing.
             cause = error.__cause__
-            if isinstance(cause, (VersionError, TransferError)) and self._peers.get(peer.name) is peer:
+            if (
+                isinstance(cause, (VersionError, TransferError))
+                and self._connections.get(connection.name) is connection
+            ):
                 manager.enlist(member)
         else:
-            self.refused.pop(peer.name, None)
-            if self._peers.get(peer.name) is not peer:
-                manager.remove(peer.name)  # it went while it caught up
+            self.refused.pop(connection.name, None)
+            if self._connections.get(connection.name) is not connection:
+                manager.remove(connection.name)  # it went while it caught up
 
-    def _ended(self, peer: Peer, why: str) -> None:
-        if self._peers.get(peer.name) is not peer:
+    def _ended(self, connection: Connection, why: str) -> None:
+        if self._connections.get(connection.name) is not connection:
             return
-        del self._peers[peer.name]
+        del self._connections[connection.name]
         if self._manager is not None:
-            self._manager.remove(peer.name)
+            self._manager.remove(connection.name)
         if self._on_leave is not None:
-            self._on_leave(peer.name, why)
+            self._on_leave(connection.name, why)
 
 
 def _signed(registration: Registration, secret: str) -> Json:

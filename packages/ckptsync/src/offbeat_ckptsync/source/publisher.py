@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.plan.slices import CutSource
+from offbeat_ckptsync.seams import Source
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.delta_bases import Comparison, Contents
 from offbeat_ckptsync.source.pipeline import send_weights, walk
@@ -129,10 +130,9 @@ class Publisher:
         return self._buffers
 
     def _take_turn(self) -> None:
-        if not self._sending.acquire(timeout=self._config.begin_timeout_s):
-            raise PhaseError(
-                f"the source still sends another sync after {self._config.begin_timeout_s:g} s; abort that one first"
-            )
+        limit_s = self._config.begin_timeout_s / 2  # the manager waits for all of it, and is to hear why
+        if not self._sending.acquire(timeout=limit_s):
+            raise PhaseError(f"the source still sends another sync after {limit_s:g} s; abort that one first")
 
 
 def _explained(sent: Sent, transport: Transport) -> Sent:
@@ -140,8 +140,8 @@ def _explained(sent: Sent, transport: Transport) -> Sent:
     return dataclasses.replace(sent, transport=name, why=why)
 
 
-class LocalSource:
-    """Satisfies `Source` around a `Publisher` in this process; blocking calls run in threads of their own."""
+class LocalSource(Source):
+    """A `Publisher` of this process; blocking calls run in threads of their own."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher

@@ -19,10 +19,10 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.staged_copy import StagedCopy
 from offbeat_ckptsync.network.agent import Agent
+from offbeat_ckptsync.network.connection import Connection as Line
 from offbeat_ckptsync.network.membership import Membership
-from offbeat_ckptsync.network.peer import StagedCopy
-from offbeat_ckptsync.network.remote import Peer
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing.hurt import (
@@ -157,9 +157,9 @@ _PHASE_OF = {"offer": "begin", "send": "transfer"}
 
 def _hurt_asking(arms: Arms, others: dict[str, tuple[str, int]]) -> None:
     """Let faults strike when this process asks the second of two to do its part: the first was asked already."""
-    ask = Peer.ask
+    call = Line.call
 
-    async def hurt(self: Peer, op: str, request: dict[str, object] | None = None) -> dict[str, object]:
+    async def hurt(self: Line, op: str, request: dict[str, object]) -> dict[str, object]:
         phase = _PHASE_OF.get(op, op)
         if phase in others:
             kind, pid = others.pop(phase)
@@ -168,9 +168,9 @@ def _hurt_asking(arms: Arms, others: dict[str, tuple[str, int]]) -> None:
                 asyncio.get_running_loop().call_later(SLOW_S, os.kill, pid, signal.SIGCONT)
         if self.name.endswith("1") and arms.hit(phase):
             request = json.loads(_bent(json.dumps(request)))
-        return await ask(self, op, request)
+        return await call(self, op, request)
 
-    Peer.ask = hurt
+    Line.call = hurt
 
 
 def _bent(text: str) -> str:

@@ -125,9 +125,9 @@ class HurtMember(LocalMember):
         """A spoilt offer has a tensor of another name."""
         return await super().begin(_bent_offer(offer) if self.arms.hit("begin") else offer)
 
-    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
+    async def verify(self, sync_id: str, sent: Sent) -> None:
         """A spoilt comparison has another digest."""
-        await super().verify(offer, _bent_sent(sent) if self.arms.hit("verify") else sent)
+        await super().verify(sync_id, _bent_sent(sent) if self.arms.hit("verify") else sent)
 
     async def commit(self, label: Label) -> Label:
         """A spoilt answer has another content."""
@@ -186,7 +186,7 @@ class HurtSource(LocalSource):
                 tensor.zero_()
         return sent
 
-    async def canary(self) -> list[float]:
+    async def reference(self) -> list[float]:
         """Return the right answer for the weights that were sent last."""
         return self._answer
 

@@ -11,6 +11,7 @@ import pytest_asyncio
 import torch
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.gate import GenerationGate
 from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
@@ -44,7 +45,7 @@ class Source(ModuleSource):
         yield from self.change(dict(super().tensors())).items()
 
 
-class House:
+class House(GenerationGate):
     """vLLM behind a `ControlMember`, Transformers as source and reference."""
 
     def __init__(self, llm, model, mailbox):

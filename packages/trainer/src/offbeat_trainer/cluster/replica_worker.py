@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from ray.util import get_node_ip_address
+
+from offbeat_ckptsync.control.carried import Operations
+from offbeat_ckptsync.values import Registration
 from offbeat_rollout.registry import adapter_class
 from offbeat_trainer.bridge import SharedGate, make_member
 from offbeat_trainer.cluster.process import redirect_output
@@ -13,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Sequence
 
     from offbeat_ckptsync import SyncConfig
-    from offbeat_ckptsync.values import Echo, Flip, Label, Sent, Status, SyncOffer
+    from offbeat_ckptsync.wire import Json
     from offbeat_rollout import Completion, GenerateRequest, Health, RolloutEngine
     from offbeat_trainer.cluster.spec import RolloutSpec
 
@@ -34,12 +38,14 @@ class ReplicaWorker:
         self._engine: RolloutEngine = adapter_class(spec.adapter_name)(spec.rollout)
         self._gate = SharedGate(self._engine) if shared else None
 
-    async def start(self) -> None:
-        """Load the model; then the replica can generate and take weights."""
+    async def start(self) -> Registration:
+        """Load the model; then the replica can generate and take weights, and says so: this is how it joins."""
         await self._engine.start()
-        self._member = await make_member(
+        member = await make_member(
             self._name, self._engine, self._sync, recompute_kv=self._recompute_kv, shared=self._gate
         )
+        self._operations = Operations(self._name, member=member)
+        return Registration(name=self._name, role=self._operations.role, host=get_node_ip_address())
 
     async def rest(self) -> None:
         """Leave the devices to the trainer until the next sync; see `SharedGate.rest`."""
@@ -87,38 +93,6 @@ class ReplicaWorker:
         """See `RolloutEngine.stop`."""
         await self._engine.stop()
 
-    async def begin(self, offer: SyncOffer) -> str | None:
-        """See `Member.begin`."""
-        return await self._member.begin(offer)
-
-    async def transfer(self, offer: SyncOffer) -> list[Echo]:
-        """See `Member.transfer`."""
-        return await self._member.transfer(offer)
-
-    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
-        """See `CommittingMember.verify`."""
-        await self._member.verify(offer, sent)
-
-    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
-        """See `Member.flip`."""
-        return await self._member.flip(offer, sent)
-
-    async def commit(self, label: Label) -> Label:
-        """See `CommittingMember.commit`."""
-        return await self._member.commit(label)
-
-    async def canary(self) -> list[float]:
-        """See `CanaryMember.canary`."""
-        return await self._member.canary()
-
-    async def status(self) -> Status:
-        """See `SupervisedMember.status`."""
-        return await self._member.status()
-
-    async def fence(self, reason: str) -> None:
-        """See `SupervisedMember.fence`."""
-        await self._member.fence(reason)
-
-    async def abort_sync(self, sync_id: str) -> int:
-        """See `Member.abort`."""
-        return await self._member.abort(sync_id)
+    async def sync_op(self, op: str, request: Json) -> Json:
+        """Do an operation of a weight sync and return its outcome; see `offbeat_ckptsync.ops`."""
+        return await self._operations(op, request)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
+from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_rollout import NoReplica
 from offbeat_rollout.pool import ReplicaPool
+from offbeat_trainer.cluster.carrier import to_replica
 from offbeat_trainer.cluster.replicas import RemoteReplica, ReplicaStarter
 from offbeat_trainer.cluster.waits import answer, answers
 from offbeat_trainer.timeline import Timeline
@@ -18,6 +20,8 @@ from offbeat_trainer.timeline import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
 
+    from offbeat_ckptsync.seams import Member
+    from offbeat_ckptsync.values import Registration
     from offbeat_rollout import Completion, GenerateRequest
     from offbeat_trainer.cluster.placement import Rooms
     from offbeat_trainer.cluster.spec import ClusterSpec
@@ -34,8 +38,8 @@ MAX_STARTS = 3
 class Joiner(Protocol):
     """Who brings a replacement to the version that is served."""
 
-    async def join(self, name: str, handle: Any) -> None:  # noqa: ANN401
-        """Bring the started replica `name` to the served version and admit it; raises if that fails."""
+    async def join(self, member: Member) -> None:
+        """Bring a replica that has announced itself to the served version and admit it; raises if that fails."""
         ...
 
     async def rescue(self) -> None:
@@ -57,6 +61,7 @@ class RolloutGroup:
             None  # where they are shared: to be held while a replica starts
         )
         self.handles: dict[str, Any] = {}
+        self.members: dict[str, Member] = {}  # as they announced themselves
         self.joiner: Joiner | None = None
         self.lost: dict[str, str] = {}  # why; until the replacement is admitted
         self.replacing: set[str] = set()
@@ -71,12 +76,14 @@ class RolloutGroup:
         """Reserve devices and bring up all replicas; they serve nothing until their first sync."""
         spec, cluster = self._spec, self._spec.cluster
         self.handles = {name: self._starter.launch(name) for name in self._starter.names}
-        await answers(
+        joining = await answers(
             [handle.start.remote() for handle in self.handles.values()],
             owners=list(self.handles),
             what="load the model and become able to generate",
             timeout_s=cluster.start_timeout_s,
         )
+        for registration in joining:
+            self._announced(registration)
         self._replicas = {
             name: RemoteReplica(name, handle, spec.step_timeout_s, self._timeline)
             for name, handle in self.handles.items()
@@ -235,7 +242,7 @@ class RolloutGroup:
         ray.kill(self.handles[name])  # one that hangs must not hold its devices
         async with nullcontext() if self.devices_free is None else self.devices_free:
             handle = self.handles[name] = self._starter.launch(name)
-            await answer(
+            registration = await answer(
                 handle.start.remote(),
                 owner=name,
                 what="load the model and become able to generate",
@@ -244,13 +251,20 @@ class RolloutGroup:
             self._replicas[name].handle = handle
             if self.devices_free is not None:
                 await self._replicas[name].rest()
+        member = self._announced(registration)
         if self.joiner is not None:
-            await self.joiner.join(name, handle)
+            await self.joiner.join(member)
         elif self._started_with is not None:
             self.admit(name, self._started_with)
         else:  # before the first sync, for which it is ready now
             self.lost.pop(name)
             self.replacing.discard(name)
+
+    def _announced(self, registration: Registration) -> Member:
+        name = registration.name
+        call = to_replica(name, self.handles[name], lambda: self._timeline)
+        self.members[name] = CarriedMember(registration, call)
+        return self.members[name]
 
     async def _reason_unwell(self, name: str) -> str:
         try:

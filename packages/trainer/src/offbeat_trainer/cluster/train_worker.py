@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import TYPE_CHECKING
 
 import ray
 import torch
 
+from offbeat_ckptsync.ops import SOURCE_OPS, answer_blocking, failure
 from offbeat_ckptsync.source.pipeline import walk
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_engine import World, engine_class
@@ -17,10 +19,12 @@ from offbeat_trainer.cluster.process import redirect_output
 from offbeat_trainer.roles import Actor, Reference
 
 if TYPE_CHECKING:
-    from offbeat_ckptsync.values import Sent, SyncOffer
+    from offbeat_ckptsync.wire import Json
     from offbeat_engine import Engine, EngineConfig, TrainBatch
     from offbeat_trainer.cluster.spec import TrainSpec
     from offbeat_trainer.metrics import Metric
+
+log = logging.getLogger(__name__)
 
 
 class TrainWorker:
@@ -97,20 +101,19 @@ class TrainWorker:
         """Load a checkpoint; see `Engine.load_checkpoint`."""
         return self._engines[0].load_checkpoint(self._spec.checkpoint_dir, global_step=step)
 
-    def offer_weights(self, version: int, members: list[str]) -> SyncOffer:
-        """Prepare to send the current weights (rank 0)."""
-        return self._publisher().offer(version, members)
+    def sync_op(self, op: str, request: Json) -> Json:
+        """Do an operation of a weight sync as its source and return the outcome; see `offbeat_ckptsync.ops`.
 
-    def send_weights(self, offer: SyncOffer) -> Sent | None:
-        """Send the weights (rank 0) or take part in gathering them (the others)."""
+        Rank 0 does it, `abort_send` also beside a `send`; the others take part in gathering what is sent.
+        """
         if self._rank:
             walk(self._weights())
-            return None
-        return self._publisher().send(offer)
-
-    def abort_weights(self, sync_id: str) -> None:
-        """Give up a sync (rank 0); may run beside `send_weights`."""
-        self._publisher().abort(sync_id)
+            return {}
+        try:
+            return {"ok": answer_blocking(self._publisher(), SOURCE_OPS, op, request)}
+        except Exception as error:
+            log.exception("a weight sync failed in %r", op)
+            return failure(error)
 
     def _publisher(self) -> Publisher:
         if self._sender is None:

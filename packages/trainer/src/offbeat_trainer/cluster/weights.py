@@ -4,114 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offbeat_ckptsync import SyncError, SyncFailed
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
-from offbeat_trainer.cluster.waits import answer
+from offbeat_trainer.cluster.carrier import TrainSource
 from offbeat_trainer.errors import WorkerGone
 
 if TYPE_CHECKING:
     from offbeat_ckptsync import SyncConfig, SyncReport
-    from offbeat_ckptsync.values import Echo, Flip, Label, Sent, Status, SyncOffer
+    from offbeat_ckptsync.seams import Member
     from offbeat_trainer.cluster.rollout_group import RolloutGroup
     from offbeat_trainer.cluster.train_group import TrainGroup
 
 log = logging.getLogger(__name__)
-
-SLACK_S = 5.0
-"""Added to the deadline of a remote call: the manager's own deadline, which names the phase, should come first."""
-
-
-class RemoteSource:
-    """Satisfies `Source`: rank 0 sends while the other ranks walk along, because gathering is a collective."""
-
-    def __init__(self, group: TrainGroup) -> None:
-        self._group = group
-
-    async def offer(self, version: int, members: list[str]) -> SyncOffer:
-        """Let rank 0 prepare."""
-        return await self._group.control("offer_weights", version, members, what=f"offer version {version}")
-
-    async def send(self, offer: SyncOffer) -> Sent:
-        """Let all ranks iterate their weights; rank 0 sends them."""
-        return (await self._group.call("send_weights", offer, what=f"send version {offer.version}"))[0]
-
-    async def abort(self, sync_id: str) -> None:
-        """Let rank 0 give up; a `send` that runs ends by itself."""
-        await self._group.control("abort_weights", sync_id, what="give up a sync")
-
-
-class RemoteMember:
-    """Satisfies all that members may do but for peers: forwards to the receiving end in a replica's process."""
-
-    def __init__(self, name: str, handle: Any, config: SyncConfig, rollout: RolloutGroup) -> None:  # noqa: ANN401
-        self._name = name
-        self._handle = handle
-        self._config = config
-        self._rollout = rollout
-
-    @property
-    def name(self) -> str:
-        """The replica's name."""
-        return self._name
-
-    async def begin(self, offer: SyncOffer) -> str | None:
-        """Forward."""
-        return await self._ask(
-            self._handle.begin.remote(offer), "agree to a sync", self._config.begin_timeout_s
-        )
-
-    async def transfer(self, offer: SyncOffer) -> list[Echo]:
-        """Forward."""
-        return await self._ask(
-            self._handle.transfer.remote(offer), "receive weights", self._config.transfer_timeout_s
-        )
-
-    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
-        """Forward."""
-        await self._ask(
-            self._handle.verify.remote(offer, sent), "compare digests", self._config.verify_timeout_s
-        )
-
-    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
-        """Forward, and draw the pause on the replica's track."""
-        flip: Flip = await self._ask(
-            self._handle.flip.remote(offer, sent), "change over", self._config.flip_timeout_s
-        )
-        self._rollout.timeline.past(self._name, "paused", flip.pause_s, version=sent.version)
-        return flip
-
-    async def commit(self, label: Label) -> Label:
-        """Forward."""
-        return await self._ask(
-            self._handle.commit.remote(label), "commit a version", self._config.commit_timeout_s
-        )
-
-    async def canary(self) -> list[float]:
-        """Forward."""
-        return await self._ask(
-            self._handle.canary.remote(), "answer the canary", self._config.commit_timeout_s
-        )
-
-    async def status(self) -> Status:
-        """Forward."""
-        return await self._ask(
-            self._handle.status.remote(), "say what it serves", self._config.begin_timeout_s
-        )
-
-    async def fence(self, reason: str) -> None:
-        """Forward."""
-        await self._ask(self._handle.fence.remote(reason), "be fenced off", self._config.begin_timeout_s)
-
-    async def abort(self, sync_id: str) -> int:
-        """Forward."""
-        return await self._ask(
-            self._handle.abort_sync.remote(sync_id), "drop staged weights", self._config.begin_timeout_s
-        )
-
-    async def _ask(self, call: Any, what: str, timeout_s: float) -> Any:  # noqa: ANN401
-        return await answer(call, owner=self._name, what=what, timeout_s=timeout_s + SLACK_S)
 
 
 class ClusterPublisher:
@@ -126,13 +32,12 @@ class ClusterPublisher:
     def __init__(self, train: TrainGroup, rollout: RolloutGroup, config: SyncConfig) -> None:
         self._train = train
         self._rollout = rollout
-        self._config = config
-        self._manager = CheckpointEngineManager(RemoteSource(train), config, on_fence=self._fence)
-        for name, handle in rollout.handles.items():
-            self._manager.add(RemoteMember(name, handle, config, rollout))
+        self._manager = CheckpointEngineManager(TrainSource(train), config, on_fence=self._fence)
+        for member in rollout.members.values():
+            self._manager.add(member)
         self._report: SyncReport | None = None  # of the version last committed
         self._updates = 0  # that training had made then
-        self._waiting: dict[str, tuple[RemoteMember, asyncio.Future[None]]] = {}
+        self._waiting: dict[str, tuple[Member, asyncio.Future[None]]] = {}
         rollout.joiner = self
 
     async def publish(self, version: int) -> SyncReport:
@@ -153,11 +58,14 @@ class ClusterPublisher:
             if not self._members_left():
                 await self._rollout.until(lambda: bool(self._waiting) or bool(self._rollout.serving))
 
-    async def join(self, name: str, handle: Any) -> None:  # noqa: ANN401
+    async def join(self, member: Member) -> None:
         """See `Joiner.join`."""
-        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        name = member.name
         self._manager.remove(name)
-        self._waiting[name] = (RemoteMember(name, handle, self._config, self._rollout), arrived)
+        if await self._comes_from_a_peer(member):
+            return
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = (member, arrived)
         self._rollout.touch()
         try:
             await self.rescue()
@@ -165,6 +73,19 @@ class ClusterPublisher:
         finally:
             if self._waiting.get(name, (None, None))[1] is arrived:
                 del self._waiting[name]
+
+    async def _comes_from_a_peer(self, member: Member) -> bool:
+        """Bring a replacement to the committed version by what another replica kept of it, while training goes on."""
+        if self._report is None or self._rollout.devices_free is not None:
+            return False  # on shared devices it may not load while something trains
+        try:
+            await self._manager.catch_up(member, peers_only=True)
+        except (SyncError, ConnectionError, TimeoutError) as error:
+            log.info("%s gets nothing from the other replicas: %s", member.name, error)
+            return False
+        assert self._manager.version is not None
+        self._admit(member.name, self._manager.version)
+        return True
 
     async def rescue(self) -> None:
         """See `Joiner.rescue`."""
@@ -182,7 +103,7 @@ class ClusterPublisher:
         elif not self._rollout.serving and self._members_left():
             await self._sync(self._report.version + ahead)
 
-    async def _catch_up(self, name: str, member: RemoteMember) -> None:
+    async def _catch_up(self, name: str, member: Member) -> None:
         assert self._report is not None
         try:
             await self._manager.catch_up(member)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.control.members import AskCanary
     from offbeat_ckptsync.seams import Transport
-    from offbeat_ckptsync.values import Echo, Flip, Label, Manifest, Sent, Status, SyncOffer
+    from offbeat_ckptsync.values import Flip, Label, Manifest, Sent, Status, SyncOffer
 
 
 class PauseMode(StrEnum):
@@ -53,8 +53,8 @@ class Loading:
     expected: Manifest | None = None
 
 
-class SglangMember:
-    """Satisfies all that members may do but for peers. Runs where the server sees the same files."""
+class SglangMember(LocalMember):
+    """A member of this process whose sink lets the server load. Runs where the server sees the same files."""
 
     def __init__(
         self,
@@ -71,32 +71,17 @@ class SglangMember:
         self._config = config
         self._sink = _ServerSink(server, config, loading)
         receiver = Receiver(Seat(member=name), self._sink, allow_cast=config.allow_cast)
-        self._inner = LocalMember(receiver, transport, canary=canary)
+        super().__init__(receiver, transport, canary=canary)
         self._served = ""  # the weight version that the server has said back; "" before the first flip
 
-    @property
-    def name(self) -> str:
-        """A name for messages, unique among the members."""
-        return self._inner.name
-
-    async def begin(self, offer: SyncOffer) -> str | None:
+    async def begin(self, offer: SyncOffer) -> str:
         """Make sure that the server is the one that was synced last, and check the offer."""
-        limit_s = self._config.begin_timeout_s
-        await self._require_same(limit_s)
-        await in_thread(lambda: self._sink.find_expected(limit_s), name="read specs")
-        return await self._inner.begin(offer)
+        await self._require_same(self._config.begin_timeout_s)
+        return await super().begin(offer)
 
-    async def transfer(self, offer: SyncOffer) -> list[Echo]:
-        """Stage in this process."""
-        return await self._inner.transfer(offer)
-
-    async def verify(self, offer: SyncOffer, sent: Sent) -> None:
-        """Compare digests."""
-        await self._inner.verify(offer, sent)
-
-    async def flip(self, offer: SyncOffer, sent: Sent) -> Flip:
+    async def flip(self, sync_id: str, sent: Sent) -> Flip:
         """Write and compare the folder, pause, load, hear the version back, go on; after a torn load it stays paused."""
-        flip = await self._inner.flip(offer, sent)
+        flip = await super().flip(sync_id, sent)
         self._served = str(sent.version)
         sink = self._sink
         return dataclasses.replace(flip, pause_s=sink.pause_s, load_s=sink.load_s, drain_s=sink.drain_s)
@@ -104,28 +89,20 @@ class SglangMember:
     async def commit(self, label: Label) -> Label:
         """Hear the version from the server once more, then let `label` stand."""
         await self._require_same(self._config.commit_timeout_s)
-        return await self._inner.commit(label)
-
-    async def canary(self) -> list[float]:
-        """Ask the canary, where there is one."""
-        return await self._inner.canary()
+        return await super().commit(label)
 
     async def status(self) -> Status:
         """Say what is served; nobody vouches for it where the server names another version than it was told."""
-        status = await self._inner.status()
+        status = await super().status()
         if await self._version_there(self._config.begin_timeout_s) == self._served or not self._served:
             return status
         return dataclasses.replace(status, label=None, committed=False)
 
     async def fence(self, reason: str) -> None:
         """Take back the label, and stop the server's generation until the next flip."""
-        await self._inner.fence(reason)
+        await super().fence(reason)
         limit_s = self._config.begin_timeout_s
         await in_thread(lambda: self._server.pause(PauseMode.ABORT, limit_s), name="fence")
-
-    async def abort(self, sync_id: str) -> int:
-        """Drop what was staged and return the version served."""
-        return await self._inner.abort(sync_id)
 
     async def _version_there(self, limit_s: float) -> str:
         return (await in_thread(lambda: self._server.model_info(limit_s), name="model info"))[0]
@@ -150,16 +127,12 @@ class _ServerSink(WeightSink):
         self._looked = loading.expected is not None
         self.pause_s = self.load_s = self.drain_s = 0.0
 
-    def find_expected(self, limit_s: float) -> None:
-        """Read names and shapes from the server's model folder, once, if it can be seen from here."""
-        if self._looked:
-            return
-        place = Path(self._server.model_info(limit_s)[1])
-        specs = folder_specs(place) if place.is_dir() else ()
-        self._expected = make_manifest(specs) if specs else None
-        self._looked = True
-
     def expected(self) -> Manifest | None:
+        """Return names and shapes of the server's model folder, read once, if it can be seen from here."""
+        if not self._looked:
+            place = Path(self._server.model_info(self._config.begin_timeout_s)[1])
+            specs = folder_specs(place) if place.is_dir() else ()
+            self._expected, self._looked = make_manifest(specs) if specs else None, True
         return self._expected
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -5,13 +5,12 @@ engine with `WeightTransferConfig(backend="offbeat")` and drive it with `Control
 
     start_weight_update()
     update_weights({"op": "begin", ..})     every rank checks the offer and stages it while generation goes on
-    update_weights({"op": "verify", ..})
     pause_generation(mode="keep")
-    update_weights({"op": "flip", ..})      the only step that touches live weights
+    update_weights({"op": "flip", ..})      compares digests, then touches live weights: the only step that does
     finish_weight_update("7")
     resume_generation()
 
-`offbeat_ckptsync.member.rank` says what the requests hold and where answers go. Keys and values that were computed under
+`offbeat_ckptsync.ops` says what the requests hold, `member.rank` how a commit travels and where answers go. Keys and values that were computed under
 the old weights stay, as does the prefix cache: clear them in `pause_generation(clear_cache=True)` where that matters.
 
 To send a low-rank adapter alone, start the engine with `enable_lora`, with `additional_config={"offbeat": {"adapter": {"id": 1,
