@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 
 import pytest
 
@@ -370,3 +371,70 @@ async def test_a_member_that_does_not_prove_what_every_rank_staged_is_refused(be
     member.bend = Echoing.bend
     await house.manager.sync(1)
     assert_same(sink.weights, awkward_weights(1))
+
+
+class Waiting(DictSink):
+    """Writes only when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def load(self, tensors, version):
+        self.began.set()
+        assert self.go_on.wait(120)
+        super().load(tensors, version)
+
+
+class Door(GenerationGate):
+    """Counts how often it is closed; fails to close while it is told to."""
+
+    def __init__(self):
+        self.closed, self.stuck = 0, False
+
+    async def pause(self):
+        self.closed += 1
+        if self.stuck:
+            raise RuntimeError("stuck half-way")
+
+    async def resume(self):
+        self.closed -= 1
+
+
+async def test_a_sync_cancelled_while_weights_change_is_ended_first():
+    house, sink, door = house_of({}), Waiting(), Door()
+    house.manager.add(LocalMember(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=door))
+    work = asyncio.create_task(house.manager.sync(1), name="a sync")
+    async with asyncio.timeout(120):
+        while not sink.began.is_set():  # noqa: ASYNC110 -- set by another thread
+            await asyncio.sleep(0.01)
+    work.cancel()
+    await asyncio.sleep(0.05)
+    sink.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert (sink.version, door.closed, house.manager.version, house.manager.members) == (1, 0, 1, ["m"])
+    house.source.weights = awkward_weights(2)
+    await house.manager.sync(2)
+    assert_same(sink.weights, awkward_weights(2))
+
+
+async def test_a_gate_that_does_not_close_is_a_refusal_and_the_member_stays():
+    house, sink, door = house_of({}), DictSink(), Door()
+    house.manager.add(LocalMember(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=door))
+    door.stuck = True
+    with pytest.raises(SyncFailed, match=r"m: flip: m could not be paused: .*stuck half-way") as caught:
+        await house.manager.sync(1)
+    assert (caught.value.served, house.manager.members, door.closed) == ({"m": 0}, ["m"], 0)
+    door.stuck = False
+    await house.manager.sync(1)
+    assert_same(sink.weights, awkward_weights(1))
+
+
+async def test_a_source_that_still_sends_says_so_before_the_manager_stops_waiting():
+    house = house_of(served("a", seed=0), begin_timeout_s=2)
+    house.publisher._sending.acquire()
+    with pytest.raises(SyncFailed, match=r"begin: source: .*still sends another sync after 1 s"):
+        await house.manager.sync(1)
+    house.publisher._sending.release()
+    await house.manager.sync(1)

@@ -188,3 +188,57 @@ async def test_a_mailbox_names_the_rank_that_is_silent():
     await asyncio.sleep(0.05)
     post.set("k2/0", json.dumps({"num_ranks": 1, "x": 1}))
     assert await waiting == [{"num_ranks": 1, "x": 1}]
+
+
+async def test_a_rank_that_refuses_is_heard_though_one_before_it_hangs():
+    mailbox = Mailbox()
+    post = Store.join(str(mailbox.address["host"]), int(str(mailbox.address["port"])), 60)
+    refusal = {"error": {"type": "ManifestError", "message": "no"}, "num_ranks": 3}
+    post.set("k/2", json.dumps(refusal))
+    assert await mailbox.read("k", who="vllm", timeout_s=300, num_ranks=3) == [refusal]
+    post.set("k/2", json.dumps(refusal))
+    with pytest.raises(TransferError, match=r"ranks 0, 1 of vllm did not answer within 0\.2 s"):
+        await mailbox.read("k", who="vllm", timeout_s=0.2, num_ranks=3, hear_all=True)
+
+
+class Counted(Replica):
+    """Writes down the calls it gets, those of its gate among them."""
+
+    def __init__(self, num_ranks):
+        super().__init__(num_ranks)
+        self.calls = []
+
+    async def control(self, op, payload):
+        self.calls.append(payload.get("op", op))
+        await super().control(op, payload)
+
+    async def pause(self):
+        self.calls.append("pause")
+        await super().pause()
+
+    async def resume(self):
+        self.calls.append("resume")
+        await super().resume()
+
+
+async def test_a_sync_makes_six_calls_of_an_engine_and_the_next_one_tells_its_ranks_of_the_commit():
+    replica = Counted(2)
+    source = DictSource(awkward_weights(1))
+    publisher = Publisher(source, CONFIG)
+    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
+    member = ControlMember("m", replica.control, mailbox=Mailbox(), config=CONFIG, gate=replica)
+    manager.add(member)
+    await manager.sync(1)
+    replica.calls.clear()
+    await manager.sync(2)
+    assert replica.calls == ["start", "begin", "pause", "flip", "finish", "resume"]
+    assert (await member.status()).committed
+    # Another one that drives the same engine, as after a death, finds the label of the last sync uncommitted.
+    await manager.sync(3)
+    other = ControlMember("m", replica.control, mailbox=Mailbox(), config=CONFIG, gate=replica)
+    status = await other.status()
+    assert (status.label, status.committed) == (manager.label, False)
+    assert await other.commit(manager.label) == manager.label
+    assert (await other.status()).committed
+    publisher.close()
+    replica.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 
 import pytest
 
@@ -18,6 +19,7 @@ from offbeat_ckptsync.network.agent import Agent, agent_of
 from offbeat_ckptsync.network.membership import Membership, register
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.values import Registration, Seat, Status
 
@@ -204,3 +206,40 @@ def test_an_agent_or_a_manager_without_a_secret_is_refused():
         Membership.serve("", dataclasses.replace(CONFIG))
     with pytest.raises(ValueError, match="a member or a source"):
         Agent("one", SECRET)
+
+
+async def test_a_store_that_fails_is_told_of_and_asked_again(monkeypatch, caplog):
+    async with Party() as party:
+
+        def fails(self, key):
+            raise RuntimeError("the store is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "get", fails)
+            joining = asyncio.create_task(party.join("one"), name="join")
+            await until(lambda: party.membership._trouble)
+            with pytest.raises(
+                TransferError, match=r"here: nobody; the store at .* fails: the store is gone"
+            ):
+                await party.membership.wait_for(["one"], 0.1)
+        await joining
+        await party.manager.sync(1)
+        assert "asking on: the store is gone" in caplog.text
+
+
+async def test_looking_for_members_starts_no_thread_for_each_look():
+    before = threading.Thread.start
+    started = []
+
+    def start(thread):
+        started.append(thread.name)
+        before(thread)
+
+    async with Party() as party:
+        await party.join("one")
+        threading.Thread.start = start
+        try:
+            await asyncio.sleep(0.5)  # some 25 looks
+        finally:
+            threading.Thread.start = before
+    assert len(started) <= 2, started
