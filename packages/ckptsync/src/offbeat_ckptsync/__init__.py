@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.errors import SyncError, SyncFailed
     from offbeat_ckptsync.member.receiver import Receiver
     from offbeat_ckptsync.member.sinks import ModuleSink, ModuleSource
-    from offbeat_ckptsync.network.membership import Membership
     from offbeat_ckptsync.network.agent import Agent, agent_of
+    from offbeat_ckptsync.network.membership import Membership
     from offbeat_ckptsync.seams import Transport, WeightSink, WeightSource
     from offbeat_ckptsync.source.publisher import LocalSource, Publisher
     from offbeat_ckptsync.values import Manifest, Seat, SyncReport

@@ -29,6 +29,7 @@ from offbeat_ckptsync.testing.hurt import (
     SLOW_S,
     Arms,
     HurtMember,
+    HurtPublisher,
     HurtSource,
     HurtWeights,
     LiveSink,
@@ -90,8 +91,8 @@ async def sender(pipe: Connection, store: tuple[str, int], config: SyncConfig, n
     """Be a trainer: commands `arm`, `weights` seed, `kill_at` bytes seconds."""
     arms = Arms()
     weights = HurtWeights(arms)
-    publisher = Publisher(weights, config, transport=faulty_transport(config, arms, sends=True))
-    agent = Agent(name, SECRET, source=HurtSource(publisher, weights, arms))
+    publisher = HurtPublisher(weights, config, arms, transport=faulty_transport(config, arms, sends=True))
+    agent = Agent(name, SECRET, source=HurtSource(publisher))
 
     async def arm(phase: str, kind: str) -> None:
         arms.arm(phase, kind)
@@ -167,13 +168,13 @@ def _hurt_asking(arms: Arms, others: dict[str, tuple[str, int]]) -> None:
             if kind == "slow":
                 asyncio.get_running_loop().call_later(SLOW_S, os.kill, pid, signal.SIGCONT)
         if self.name.endswith("1") and arms.hit(phase):
-            request = json.loads(_bent(json.dumps(request)))
+            request = json.loads(bent(json.dumps(request)))
         return await call(self, op, request)
 
     Line.call = hurt
 
 
-def _bent(text: str) -> str:
+def bent(text: str) -> str:
     """Change one hex digit of every digest."""
     import re
 

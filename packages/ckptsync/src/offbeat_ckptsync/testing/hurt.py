@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.seams import Transport
     from offbeat_ckptsync.values import Label, Manifest, Sent, SyncOffer
 
 SLOW_S = 0.2
@@ -160,25 +161,27 @@ class HurtWeights(DictSource):
             yield name, tensor
 
 
-class HurtSource(LocalSource):
+class HurtPublisher(Publisher):
     """Faults of a sender."""
 
-    def __init__(self, publisher: Publisher, weights: HurtWeights, arms: Arms) -> None:
-        super().__init__(publisher)
+    def __init__(
+        self, weights: HurtWeights, config: SyncConfig, arms: Arms, *, transport: Transport | None = None
+    ) -> None:
+        super().__init__(weights, config, transport=transport)
         self._weights = weights
         self._arms = arms
-        self._answer: list[float] = []
+        self.answer: list[float] = []  # to the canary, for the weights that were sent last
 
-    async def offer(self, version: int, members: list[str]) -> SyncOffer:
+    def offer(self, version: int, members: list[str]) -> SyncOffer:
         """A spoilt offer has a tensor of another name."""
         spoil = self._arms.hit("begin")
-        offer = await super().offer(version, members)
+        offer = super().offer(version, members)
         return _bent_offer(offer) if spoil else offer
 
-    async def send(self, offer: SyncOffer) -> Sent:
+    def send(self, offer: SyncOffer) -> Sent:
         """Spoilt after the transfer: a wrong digest, or weights that the trainer has changed meanwhile."""
-        self._answer = canary_of(self._weights.weights)
-        sent = await super().send(offer)
+        self.answer = canary_of(self._weights.weights)
+        sent = super().send(offer)
         if self._arms.hit("verify"):
             sent = _bent_sent(sent)
         if self._arms.hit("flip") or self._arms.hit("commit"):
@@ -186,9 +189,17 @@ class HurtSource(LocalSource):
                 tensor.zero_()
         return sent
 
+
+class HurtSource(LocalSource):
+    """A hurt publisher that knows the answer to the canary."""
+
+    def __init__(self, publisher: HurtPublisher) -> None:
+        super().__init__(publisher)
+        self._hurt = publisher
+
     async def reference(self) -> list[float]:
         """Return the right answer for the weights that were sent last."""
-        return self._answer
+        return self._hurt.answer
 
 
 def _bent_offer(offer: SyncOffer) -> SyncOffer:
