@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import threading
 
+import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.errors import VersionError
 from offbeat_ckptsync.member.rank import Worker
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.labels import label_of
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource
@@ -55,5 +58,34 @@ def test_a_staging_thread_that_comes_late_leaves_the_next_sync_alone():
     early.set()
     sending.join(120)
     assert "echo" in mailed("second")
+    publisher.close()
+    worker.close()
+
+
+def test_a_commit_travels_with_a_request_and_may_come_again_while_the_next_sync_is_open():
+    publisher, worker = Publisher(DictSource({"a": torch.ones(1000)}), CONFIG), Worker(DictSink())
+    mailbox = Store.serve("127.0.0.1")
+
+    def ask(op, **fields):
+        where = {"host": mailbox.host, "port": mailbox.port}
+        return worker.handle({"op": op, "mailbox": where, **fields})
+
+    def begin(version, **more):
+        offer = publisher.offer(version, ["m"])
+        ask("begin", offer=encode(offer), config=encode(CONFIG), member="m", staged=f"s{version}", **more)
+        return offer
+
+    first = begin(1)
+    sent = publisher.send(first)
+    assert not mailbox.wait(["s1/0"], 120, lambda: False)
+    ask("flip", sync_id=first.sync_id, sent=encode(sent))
+    label = encode(label_of(sent, first.bucket_bytes))
+    assert ask("status")["status"]["committed"] is False
+    with pytest.raises(VersionError, match="was asked to commit"):
+        ask("status", committed={**label, "content_digest": "0" * 32})
+    second = begin(2, committed=label)
+    assert ask("abort", sync_id=second.sync_id, committed=label) == {"version": 1}
+    status = ask("status")["status"]
+    assert (status["label"], status["committed"], status["state"]) == (label, True, "idle")
     publisher.close()
     worker.close()

@@ -127,7 +127,9 @@ class Worker:
 
     def _answer(self, request: Mapping[str, object]) -> Json:
         if "committed" in request:
-            self.commit(decode(Label, request["committed"]))
+            label, status = decode(Label, request["committed"]), self.status()
+            if (status.label, status.committed) != (label, True):  # it comes until one request has succeeded
+                self.commit(label)
         return answer_blocking(self, RANK_OPS, str(request.get("op")), request)
 
     def _seated(self, offer: SyncOffer, config: SyncConfig, member: str) -> tuple[Receiver, Transport]:
