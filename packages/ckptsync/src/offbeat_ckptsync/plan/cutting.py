@@ -47,10 +47,10 @@ def cut_offer(offer: SyncOffer, layouts: Layouts, like: SyncOffer | None = None)
     """
     manifest = offer.manifest
     if like is not None:
-        ranks = _Ranks(manifest, layouts)
         if like.whole is None or like.whole.digest != manifest.digest:
             return offer
-        cut, cells, audiences = like.manifest, like.cells, ranks.audiences_of(like.manifest, like.cells)
+        cut, cells = like.manifest, like.cells
+        audiences = _Ranks(manifest, layouts).audiences_of(cut, cells) if layouts else {}
     elif all(not layout for ranks in layouts.values() for layout in ranks.values()):
         return offer
     else:
