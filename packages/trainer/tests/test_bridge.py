@@ -170,10 +170,11 @@ class Forgetful(Controlled):
 async def test_an_engine_with_workers_is_told_with_the_version(recompute_kv):
     engine = Controlled()
     member = await make_member("r", engine, SyncConfig(), recompute_kv=recompute_kv)
-    await member._control("start", {})
-    await member._control("update", {"bucket": 0})
-    await member._control("finish", {"version": 3})
-    await member._control("finish", {})
+    control = member._ranks._control
+    await control("start", {})
+    await control("update", {"bucket": 0})
+    await control("finish", {"version": 3})
+    await control("finish", {})
     assert engine.updates.calls == [
         ("begin",),
         ("update", {"bucket": 0}),
