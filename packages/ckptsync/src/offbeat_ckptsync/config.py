@@ -40,11 +40,11 @@ class SyncConfig:
     picks for each sync by where its ranks are.
     `host` is the address the source listens on and receivers connect to: loopback unless told otherwise. `device`
     is where payloads are when they travel: "cuda" means NCCL. `allow_cast` lets a receiver convert floating dtypes.
-    `limit_gb_per_s` is what this machine's link can do, as `offbeat-sync-bench` measures it; reports then say how much
-    of it a sync reached. `canary` asks every replica a fixed question after its flip; an answer further than
+    `canary` asks every replica a fixed question after its flip; an answer further than
     `canary_tolerance` (log-probs: nats) from what most say fences it off. It needs room for a few requests at once.
     With `delta` "auto" a bucket of which at most `delta_max_fraction` of the elements changed since the last committed
     version goes as a delta, where the transport carries deltas and every member still holds that version's bytes. It
+    is for slow links (a network of some Gbit/s): comparing takes a thread a second for one or two GB. It
     costs the source two packed copies of the weights, and each receiving rank one more than it keeps anyway.
     """
 
@@ -59,7 +59,6 @@ class SyncConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     allow_cast: bool = False
     disk_path: str = ""  # folder shared by all members; needed by `disk`
-    limit_gb_per_s: float = 0.0
     canary: bool = False
     canary_tolerance: float = 0.05
     delta: Literal["off", "auto"] = "off"

@@ -248,10 +248,8 @@ class SyncReport:
     phases: dict[str, float] = field(default_factory=dict[str, float])
     digest_s: float = 0.0  # of the source
     receiver_digest_s: float = 0.0  # of the slowest rank
-    limit_gb_per_s: float = (
-        0.0  # as measured by offbeat-sync-bench and set in the config; 0 where it is not known
-    )
-    fraction_of_limit: float | None = None
+    limit_gb_per_s: float = 0.0  # of one thread's memcpy, as the manager's process measured it at its start
+    fraction_of_limit: float = 0.0
     why: str = ""  # the reason for `transport`, where it was picked for this sync
     members: dict[str, Flip] = field(default_factory=dict[str, Flip])
     fenced: dict[str, str] = field(default_factory=dict[str, str])  # member: why it is no longer one

@@ -44,7 +44,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
         "engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
         "rollout.cpu_threads",
-        "algorithm.correction_low algorithm.correction_high sync.limit_gb_per_s sync.canary_tolerance",
+        "algorithm.correction_low algorithm.correction_high sync.canary_tolerance",
         "sync.delta_max_fraction",
     ),
     "-1": ("evaluation.step",),

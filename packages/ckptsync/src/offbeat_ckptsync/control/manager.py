@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from offbeat_ckptsync.control.report import make_report
+from offbeat_ckptsync.control.report import make_report, memcpy_gb_per_s
 from offbeat_ckptsync.control.sync import Run, Target
 from offbeat_ckptsync.errors import DigestError, SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.plan.buckets import plan_buckets
@@ -51,6 +51,7 @@ class CheckpointEngineManager:
         self._like: SyncOffer | None = None  # the offer last committed, for its cut
         self._book = LabelBook()
         self._turn = asyncio.Lock()
+        memcpy_gb_per_s()  # now, while nothing else runs; reports are held against it
         self._doubt = (
             False  # a sync found bytes that were not what was sent: what deltas stand on may be such
         )
@@ -220,8 +221,7 @@ class CheckpointEngineManager:
         if not run.flips:
             raise SyncFailed(f"version {version}: no member changed over: {run.reasons}")
         self._like, self._label = done.offer, done.label
-        limit = self._config.limit_gb_per_s
-        report = make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips, limit_gb_per_s=limit)
+        report = make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips)
         return dataclasses.replace(
             report,
             fenced=run.fenced,

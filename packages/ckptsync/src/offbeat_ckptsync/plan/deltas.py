@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from offbeat_ckptsync.errors import DigestError
@@ -88,13 +89,14 @@ def find_delta(
     There is no payload where more than `max_fraction` of the words changed, or where it would not be smaller than
     the bucket itself.
     """
-    masks = [run.words(base) != run.words(fresh) for run in runs]
-    changed = [int(mask.count_nonzero()) for mask in masks]
+    find = _find_on_host if fresh.device.type == "cpu" else _find_on_device
     num_words = sum(run.num_words for run in runs)
+    found = find(runs, base, fresh, max_fraction * num_words)
+    changed = [int(of_run.counts.sum()) for of_run in found]
     parts = _parts(runs, changed)
     payload = None
     if sum(changed) <= max_fraction * num_words and parts[-1] < fresh.numel():
-        payload = _encode(runs, masks, fresh, parts)
+        payload = _encode(runs, found, fresh, parts)
     return Delta(payload=payload, num_changed=sum(changed), num_words=num_words)
 
 
@@ -144,23 +146,71 @@ def common_base(bases: Sequence[str], held: Mapping[str, str | None]) -> tuple[s
     return contents.pop(), ""
 
 
+@dataclass(slots=True)
+class _Changes:
+    """Of one run: how many words of each block changed, the places of those in their blocks, and what they are now."""
+
+    counts: torch.Tensor  # int64 [num_blocks]
+    places: torch.Tensor  # int16, with the bits of the unsigned numbers
+    values: torch.Tensor  # the run's words
+
+
+def _find_on_host(
+    runs: Sequence[Run], base: torch.Tensor, fresh: torch.Tensor, most: float
+) -> list[_Changes]:
+    """Compare block by block, while a cache holds both; where more than `most` words changed, they are counted only."""
+    found, total = list[_Changes](), 0
+    for run in runs:
+        old, new = run.words(base).numpy(), run.words(fresh).numpy()
+        counts, places, values = [], [np.empty(0, np.uint16)], [new[:0]]
+        for start in range(0, len(new), BLOCK_WORDS):
+            block = new[start : start + BLOCK_WORDS]
+            differs = old[start : start + BLOCK_WORDS] != block
+            counts.append(int(np.count_nonzero(differs)))
+            total += counts[-1]
+            if counts[-1] and total <= most:
+                where = np.flatnonzero(differs)
+                places.append(where.astype(np.uint16))
+                values.append(block[where])
+        found.append(
+            _Changes(
+                counts=torch.tensor(counts, dtype=torch.int64),
+                places=torch.from_numpy(np.concatenate(places).view(np.int16)),
+                values=torch.from_numpy(np.concatenate(values)),
+            )
+        )
+    return found
+
+
+def _find_on_device(
+    runs: Sequence[Run], base: torch.Tensor, fresh: torch.Tensor, most: float
+) -> list[_Changes]:
+    found: list[_Changes] = []
+    for run in runs:
+        words = run.words(fresh)
+        where = (run.words(base) != words).nonzero().flatten()
+        places = where % BLOCK_WORDS
+        places -= (
+            places >> 15
+        ) << 16  # above 32767 they become negative, with the bits of the unsigned number
+        counts = torch.bincount(where // BLOCK_WORDS, minlength=run.num_blocks)
+        found.append(_Changes(counts=counts, places=places.to(torch.int16), values=words[where]))
+    return found
+
+
 def _encode(
-    runs: Sequence[Run], masks: Sequence[torch.Tensor], fresh: torch.Tensor, parts: list[int]
+    runs: Sequence[Run], found: Sequence[_Changes], fresh: torch.Tensor, parts: list[int]
 ) -> torch.Tensor:
     payload = torch.zeros(parts[-1], dtype=torch.uint8, device=fresh.device)
     counted, placed = 0, parts[0]
-    for run, mask, start in zip(runs, masks, parts[1:-1], strict=True):
-        where = mask.nonzero().flatten()
-        counts = torch.bincount(where // BLOCK_WORDS, minlength=run.num_blocks)
-        payload[counted : counted + 4 * run.num_blocks].view(torch.int32).copy_(counts)
-        # Places above 32767 become negative here, with the bits of the unsigned number.
-        places = where % BLOCK_WORDS
-        places -= (places >> 15) << 16
-        payload[placed : placed + 2 * where.numel()].view(torch.int16).copy_(places)
-        values = payload[start : start + run.word_bytes * where.numel()].view(_WORDS[run.word_bytes])
-        torch.index_select(run.words(fresh), 0, where, out=values)
+    for run, of_run, start in zip(runs, found, parts[1:-1], strict=True):
+        num_changed = of_run.values.numel()
+        payload[counted : counted + 4 * run.num_blocks].view(torch.int32).copy_(of_run.counts)
+        payload[placed : placed + 2 * num_changed].view(torch.int16).copy_(of_run.places)
+        values = payload[start : start + run.word_bytes * num_changed]
+        values.view(_WORDS[run.word_bytes]).copy_(of_run.values)
         counted += 4 * run.num_blocks
-        placed += 2 * where.numel()
+        placed += 2 * num_changed
     return payload
 
 
