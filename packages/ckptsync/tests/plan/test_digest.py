@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import xxhash
 
 from offbeat_ckptsync.plan import digest as module
-from offbeat_ckptsync.plan.digest import digest, sum64
+from offbeat_ckptsync.plan.digest import digest, sum64, sum64_by_kernel
 
 WORD = 1 << 64
 
@@ -57,7 +61,44 @@ def test_on_the_host_a_digest_is_xxh3():
     assert digest(payload) == xxhash.xxh3_128_hexdigest(bytes(payload.tolist()))
 
 
+SIZES = [0, 1, 8, 13, 8 * 2048, 8 * 2048 * 8, 3 * 8 * 2048 * 8 + 77]
+
+
+def print_digests_by_kernel():
+    """For a process in which Triton interprets, before it is imported."""
+    for size in SIZES:
+        print(sum64_by_kernel(some(size)))
+        print(sum64_by_kernel(some(size + 3)[3:]))
+
+
+@pytest.mark.spawns
+def test_the_kernel_computes_what_the_reference_does():
+    pytest.importorskip("triton", reason="no Triton here")
+    ran = subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    expected = [sum64(each) for size in SIZES for each in (some(size), some(size + 3)[3:])]
+    assert ran.stdout.split() == expected
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_kernel_computes_on_a_gpu_what_the_reference_does(size):
+    payload = some(size).cuda()
+    assert sum64_by_kernel(payload) == sum64(payload)
+
+
 @pytest.mark.gpu(1)
 def test_a_gpu_computes_what_the_host_does():
     payload = some((40 << 20) + 5)
     assert digest(payload.cuda()) == sum64(payload)
+
+
+if __name__ == "__main__":
+    print_digests_by_kernel()
