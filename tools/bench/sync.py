@@ -200,6 +200,9 @@ def _summary(answer: dict[str, Any]) -> dict[str, Any]:
             figures.setdefault("verify_share", {})[tensors] = one["verify_share"]
         if one and four:
             figures.setdefault("shm_four_over_one", {})[tensors] = four["seconds"] / one["seconds"]
+    for tensors, counts in answer.get("shm_adopted", {}).items():
+        if one := counts.get("1"):
+            figures.setdefault("shm_adopted_over_memcpy", {})[tensors] = one["fraction_of_limit"]
     for tensors, counts in answer.get("broadcast", {}).items():
         if counts:
             figures.setdefault("broadcast_over_gloo", {})[tensors] = counts["1"]["fraction_of_limit"]

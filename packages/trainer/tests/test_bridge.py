@@ -69,6 +69,36 @@ async def test_a_sync_keeps_keys_and_values_or_has_them_computed_anew(replicas, 
     assert gap <= 1e-4 if recompute_kv else gap > 1e-2, gap
 
 
+@pytest.mark.parametrize("transport", ["shm", "loopback"])
+async def test_a_transformers_replica_serves_shared_memory_from_where_it_lies(replicas, tmp_path, transport):
+    import transformers
+
+    config = SyncConfig(transport=transport)
+    request = {"prompt_ids": (1, 2, 3), "sampling": SamplingParams(max_tokens=4, temperature=0.0)}
+    trained = transformers.AutoModelForCausalLM.from_pretrained(
+        make_tiny_model(tmp_path / "other", seed=1, vocab_size=VOCAB)
+    ).eval()
+    publisher = Publisher(ModuleSource(trained), config)
+    manager = CheckpointEngineManager(LocalSource(publisher), config)
+    for number, engine in enumerate(replicas):
+        manager.add(await make_member(f"replica {number}", engine, config))
+    own = [each._worker._model.get_input_embeddings().weight.data_ptr() for each in replicas]
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.mul_(1.01)
+        await manager.sync(version)
+        for engine, before in zip(replicas, own, strict=True):
+            model = engine._worker._model
+            assert (model.get_input_embeddings().weight.data_ptr() == before) == (transport == "loopback")
+            assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+            for name, tensor in trained.state_dict().items():
+                assert torch.equal(tensor, model.state_dict()[name]), name
+            done = await engine.generate(GenerateRequest(request_id=f"{version}", **request))
+            assert list(done.policy_versions) == [version] * len(done.policy_versions)
+    publisher.close()
+
+
 class Sleeper(HfEngine):
     """A Transformers engine that says it gives memory back when it sleeps; it writes down when it is told to."""
 

@@ -70,6 +70,10 @@ class WeightSink(ABC):
         """
         return {}
 
+    adopts_private = True
+    """Whether `adopt` is asked for memory of this rank alone, too. Two such memories then take turns, and no copy of what is
+    served stays for joiners and deltas; where it is False, what is not the transport's is copied."""
+
     def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
         """Serve tensors in host memory from where they lie, and say so; False leaves them to `load`.
 

@@ -47,6 +47,15 @@ class TensorUpdates(ABC):
             UpdateRefused: the set does not fit; no parameter changed.
         """
 
+    async def adopt(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, recompute_kv: bool = False
+    ) -> bool:
+        """As `load`, but serve the tensors, in host memory, from where they lie; False: not looked at, `load` them.
+
+        They stay as they are while they live, also if the engine writes into them.
+        """
+        return False
+
 
 class WorkerUpdates(ABC):
     """New weights for an engine that loads them in its workers, by a backend of its library.

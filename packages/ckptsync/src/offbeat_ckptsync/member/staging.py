@@ -44,7 +44,8 @@ class Staged:
 
 def give(sink: WeightSink, staged: Staged, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
     """Give `sink` views of what is staged, to keep if it can and they are in host memory; say whether it left a copy."""
-    if staged.memory.device.type == "cpu" and sink.adopt(tensors, version):
+    may_stay = staged.memory.device.type == "cpu" and (staged.kept is None or sink.adopts_private)
+    if may_stay and sink.adopt(tensors, version):
         return False  # what it writes into its weights later would be seen in them, and is not counted
     written = writes_to(staged.memory)
     sink.load(tensors, version)

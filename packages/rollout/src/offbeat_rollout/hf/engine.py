@@ -204,6 +204,13 @@ class HfEngine(RolloutEngine, TensorUpdates):
         worker = self._running()
         await self._ask(lambda: worker.load_weights(tensors, version, recompute_kv), "load")
 
+    async def adopt(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, recompute_kv: bool = False
+    ) -> bool:
+        """See `TensorUpdates`; on a CPU, and not with LoRA, whose sum is the engine's own."""
+        worker = self._running()
+        return await self._ask(lambda: worker.adopt_weights(tensors, version, recompute_kv), "adopt")
+
     async def health(self) -> Health:
         """Say whether the worker thread is there; answers at once, also in the middle of a token."""
         worker = self._worker

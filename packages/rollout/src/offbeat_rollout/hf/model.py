@@ -97,10 +97,13 @@ def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in state.items():
         # Distinct empty tensors all have data pointer 0: only a real address says "the same memory".
-        where: tuple[object, ...] = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        groups.setdefault(where if tensor.numel() else (name,), []).append(name)
+        groups.setdefault(_memory_of(tensor) if tensor.numel() else (name,), []).append(name)
     kept = {next((name for name in names if name not in secondary), names[0]) for names in groups.values()}
     return {name: tensor for name, tensor in state.items() if name in kept}
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -161,3 +164,15 @@ class WholeWeights:
         with torch.no_grad():
             for name, tensor in named_weights(self._model).items():
                 tensor.copy_(given[name])
+
+    def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Check all, then point the model at the tensors themselves, in host memory (tied weights at the same one)."""
+        given = check_given(self.specs(), tensors)
+        state = cast("dict[str, torch.Tensor]", self._model.state_dict(keep_vars=True))
+        fresh = {
+            _memory_of(tensor): given[name].contiguous()
+            for name, tensor in named_weights(self._model).items()
+            if tensor.numel()
+        }
+        for tensor, data in [(each, fresh[_memory_of(each)]) for each in state.values() if each.numel()]:
+            tensor.data = data

@@ -148,6 +148,18 @@ class Worker:
         if recompute_kv:
             self._batch.recompute()
 
+    def adopt_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool
+    ) -> bool:
+        """As `load_weights`, from where the tensors lie; False, and nothing done, where the model must have its own."""
+        if self._config.device != "cpu" or not isinstance(self._weights, WholeWeights):
+            return False
+        self._weights.adopt(tensors)
+        self.version = version
+        if recompute_kv:
+            self._batch.recompute()
+        return True
+
     def move_model(self, device: str, *, asleep: bool) -> None:
         """Move the weights; nothing may be running, keys and values are dropped."""
         if self._batch.rows or self._waiting:
