@@ -22,6 +22,7 @@ BUILT_IN = {
     "cuda_ipc": f"{_OURS}.cuda_ipc:CudaIpcTransport.from_config",
     "disk": f"{_OURS}.disk:DiskTransport.from_config",
     "loopback": f"{_OURS}.loopback:LoopbackTransport.from_config",
+    "relay": f"{_OURS}.relay:RelayTransport.from_config",
     "shm": f"{_OURS}.shm:ShmTransport.from_config",
 }
 """The transports of this package, in the form of entry points."""

@@ -123,6 +123,15 @@ class BucketReceiver(ABC):
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         """Fill the uint8 `into` [bucket.num_bytes] with the bucket's bytes; called in bucket order."""
 
+    def told(self, bucket: Bucket) -> str | None:
+        """Return the digest of a bucket that was received, taken of the very memory that was lent; None: take it here."""
+        return None
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Bytes that came over a wire for this rank and its neighbours; None: as many as it takes."""
+        return None
+
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         """Return the delta, uint8, that comes for this bucket, or None: then `receive` brings it whole.
 

@@ -170,6 +170,9 @@ class Echo:
     transfer_s: float = 0.0
     digest_s: float = 0.0
     num_bytes: int = 0  # of the buckets that this rank took
+    wire_bytes: int = (
+        0  # that it brought to its machine: 0 where a neighbour, or the source, had brought them
+    )
     num_ranks: int = 1  # of the member
 
 
@@ -264,3 +267,6 @@ class SyncReport:
     rank_bytes: dict[str, int] = field(
         default_factory=dict[str, int]
     )  # content that each rank took, by "member/rank"
+    received_bytes: dict[str, int] = field(
+        default_factory=dict[str, int]
+    )  # and what it brought to its machine, where one rank of it receives for all

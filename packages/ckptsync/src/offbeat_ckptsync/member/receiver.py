@@ -191,7 +191,8 @@ class Receiver:
             bucket_digests=staged.digests,
             transfer_s=time.perf_counter() - mark,
             digest_s=staged.digest_s,
-            num_bytes=sum(bucket.num_bytes for bucket in staged.buckets),
+            num_bytes=staged.num_bytes,
+            wire_bytes=staged.wire_bytes,
             num_ranks=self.seat.num_ranks,
         )
         with self._lock:

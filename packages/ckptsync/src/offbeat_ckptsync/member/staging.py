@@ -35,6 +35,16 @@ class Staged:
     starts: list[int]  # where each of them lies
     end: BucketReceiver
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buckets that this rank gets."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank brought to its machine."""
+        return self.num_bytes if self.end.wire_bytes is None else self.end.wire_bytes
+
     def close(self) -> Memory | None:
         """Let go of everything; return the memory if a later sync may receive into it."""
         self.memory = self.memory.new_empty(0)  # first: whoever fills it next looks who else holds it
@@ -128,11 +138,20 @@ class _Desk:
         """Receive the buckets that have a place, by index, and return their digests."""
         on_host = self._memory.device.type == "cpu"
         stream = SideStream(str(self._memory.device))
+
+        def proof(complete: Callable[[], torch.Tensor], told: str | None) -> str:
+            if told is not None:
+                return told  # by who put it there
+            with stream.after():  # what has arrived has been waited for
+                payload = complete()
+                with clock:
+                    return digest(payload)
+
         with ThreadPoolExecutor(
             num_movers() if on_host else 1, thread_name_prefix=f"digest for {self._who}"
         ) as pool:
             waiting = [
-                pool.submit(_digest, self.receive(end, bucket, places[bucket.index]), clock, stream)
+                pool.submit(proof, self.receive(end, bucket, places[bucket.index]), end.told(bucket))
                 if bucket.index in places
                 else self.pass_over(end, bucket)
                 for bucket in buckets
@@ -172,10 +191,3 @@ class _Desk:
         except DigestError as error:
             raise DigestError(f"{self._who}: bucket {bucket.index}: {error}") from error
         return into
-
-
-def _digest(complete: Callable[[], torch.Tensor], clock: BusyClock, stream: SideStream) -> str:
-    with stream.after():  # what has arrived has been waited for
-        payload = complete()
-        with clock:
-            return digest(payload)

@@ -177,9 +177,10 @@ class _Ranks:
             specs = self._manifest.specs[start : start + _AT_A_TIME]
             names = [spec.name for spec in specs]
             columns = [list(map(need.get, names)) for need in self._needs]
+            ways_of = zip(*columns, strict=True) if columns else [()] * len(specs)
             found += [
                 kinds.setdefault((spec.shape, ways), len(kinds))
-                for spec, ways in zip(specs, zip(*columns, strict=True), strict=True)
+                for spec, ways in zip(specs, ways_of, strict=True)
             ]
         return found
 

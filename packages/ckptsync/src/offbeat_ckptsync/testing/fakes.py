@@ -154,6 +154,15 @@ class _FaultyReceiver(BucketReceiver):
         if self._fault is not None:
             self._fault.strike(bucket, into)
 
+    @property
+    def wire_bytes(self) -> int | None:
+        return self._inner.wire_bytes
+
+    def told(self, bucket: Bucket) -> str | None:
+        return (
+            self._inner.told(bucket) if self._fault is None else None
+        )  # else it is not that memory any more
+
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         delta = self._inner.receive_delta(bucket)
         if delta is not None and self._fault is not None:

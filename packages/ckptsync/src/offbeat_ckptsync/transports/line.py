@@ -27,7 +27,7 @@ from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from offbeat_ckptsync.values import SyncOffer
 
@@ -155,8 +155,14 @@ class Reception:
         """Return what a receiver needs to call here."""
         return {"address": self._name, "token": self._token}
 
-    def meet(self, offer: SyncOffer, members: list[str], stop: Callable[[], bool]) -> list[Guest]:
-        """Wait until every rank of `members` has called; in the order of `members` and ranks.
+    def meet(
+        self,
+        offer: SyncOffer,
+        members: list[str],
+        stop: Callable[[], bool],
+        seats: Sequence[tuple[str, int]] = (),
+    ) -> list[Guest]:
+        """Wait until every rank of `members`, and each of `seats`, has called; in order of names and ranks.
 
         Raises:
             TransferError: someone did not within the offer's `rendezvous_s`, or `stop()` said so; names who is missing.
@@ -164,7 +170,7 @@ class Reception:
         timeout_s = float(offer.endpoint["rendezvous_s"])
         deadline = time.monotonic() + timeout_s
         guests: dict[tuple[str, int], Guest] = {}
-        while missing := _missing(guests, members):
+        while missing := [*_missing(guests, members), *_absent(guests, seats)]:
             if stop() or time.monotonic() > deadline:
                 for guest in guests.values():
                     guest.line.close()
@@ -175,7 +181,7 @@ class Reception:
             guest = self._next(offer)
             if guest is not None:
                 guests[guest.seat.member, guest.seat.rank] = guest
-        return sorted(guests.values(), key=lambda guest: (members.index(guest.seat.member), guest.seat.rank))
+        return [guests[seat] for seat in sorted(guests)]
 
     def close(self) -> None:
         """Listen no more."""
@@ -241,6 +247,10 @@ def _missing(guests: dict[tuple[str, int], Guest], members: list[str]) -> list[s
         for rank in range(ranks.get(member, 1))
         if (member, rank) not in guests
     ]
+
+
+def _absent(guests: dict[tuple[str, int], Guest], seats: Sequence[tuple[str, int]]) -> list[str]:
+    return [f"rank {rank} of {member}" for member, rank in seats if (member, rank) not in guests]
 
 
 def _bytes_of(name: str) -> bytes:

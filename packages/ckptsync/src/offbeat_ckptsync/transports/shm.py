@@ -8,7 +8,7 @@ over the bytes for the source, two for a receiver; one for a receiver whose sink
     receiver: hello, with "has": ids of the segments it has mapped
     source:   {"welcome": segment id, "num_bytes": n, "keep": ids still in use}; with the segment as an open file where
               the receiver does not have it
-    source:   {"bucket": k} for k = 0, 1, ..
+    source:   {"bucket": k, "digest": d} for k = 0, 1, ..; d is "" where receivers are to take it (see `relay`)
 
 A rank's connection is its lease on what it staged: it stays open for as long as any tensor over the segment lives, and
 the kernel closes it when the rank dies. The source writes to a segment only when it has no lease left, and takes
@@ -29,6 +29,8 @@ from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, cal
 from offbeat_ckptsync.transports.segments import Mapping, Segment
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from offbeat_ckptsync.config import SyncConfig
@@ -102,14 +104,14 @@ class ShmTransport(Transport):
                 self._segments.append(chosen)
             return chosen
 
-    def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
-        """Wait for the calls of all ranks and hand them the segment."""
+    def sender(self, offer: SyncOffer, members: list[str], seats: Sequence[tuple[str, int]] = ()) -> _Sender:
+        """Wait for the calls of all ranks of `members`, and of `seats`, and hand them the segment."""
         reception = self._reception
         assert reception is not None, "`open` comes first"
         if offer.sync_id not in self._open:
             self.lend(offer, bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))[1])
         segment = self._open[offer.sync_id]
-        guests = reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id))
+        guests = reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id), seats)
         with self._lock:
             # Before they see the segment: from here on it is theirs until they close.
             segment.leases += [
@@ -134,6 +136,14 @@ class ShmTransport(Transport):
             line.close()
             raise
         return _Receiver(self, offer, seat, line, mapping)
+
+    def discard(self, sync_id: str) -> None:
+        """Use this sync's segment no more: somebody may still write to it."""
+        with self._lock:
+            segment = self._open.pop(sync_id, None)
+            if segment is not None:
+                self._segments.remove(segment)
+                segment.close()
 
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here, and hang up on its receivers; they keep their leases."""
@@ -176,13 +186,14 @@ class _Sender(BucketSender):
             mapped = segment.id in guest.hello["has"]
             self._say(guest, welcome, "the welcome", None if mapped else segment.fd)
 
-    def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+    def send(self, bucket: Bucket, payload: torch.Tensor, taken: str = "") -> None:
+        """Say that a bucket is there; `taken` is its digest, where it need not be taken again."""
         start = self._starts[bucket.index]
         place = self._segment.memory[start : start + bucket.num_bytes]
         if place.data_ptr() != payload.data_ptr():
             place.copy_(payload)
         for guest in self._guests:
-            self._say(guest, {"bucket": bucket.index}, f"bucket {bucket.index}")
+            self._say(guest, {"bucket": bucket.index, "digest": taken}, f"bucket {bucket.index}")
 
     def close(self) -> None:
         """The lines stay open: they are the receivers' leases."""
@@ -209,6 +220,7 @@ class _Receiver(BucketReceiver):
         self._line = line
         self._mapping = mapping
         self._num_whole = 0  # buckets that are whole
+        self._told: list[str] = []  # their digests, where somebody has taken them for all
         self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         own = own_buckets(offer, seat, self._buckets)
         self._last = own[-1].index if own else -1
@@ -231,11 +243,19 @@ class _Receiver(BucketReceiver):
             )
             if packet.get("bucket") != self._num_whole:
                 raise TransferError(f"{what}: the source says {packet}, expected bucket {self._num_whole}")
+            self._told.append(str(packet["digest"]))
             self._num_whole += 1
         if self._memory is None:  # nobody asked for the segment itself
             starts, _ = bucket_starts(self._buckets)
             start = starts[bucket.index]
             into.copy_(self._mapping.view()[start : start + bucket.num_bytes])
+
+    @property
+    def wire_bytes(self) -> int:
+        return 0  # it is there already
+
+    def told(self, bucket: Bucket) -> str | None:
+        return self._told[bucket.index] or None
 
     def close(self) -> None:
         was_lent, self._memory = self._memory is not None, None

@@ -69,6 +69,11 @@ def here(device: str) -> Place:
     )
 
 
+def machine_of(place: Place) -> str:
+    """Return what ranks have in common that can share memory."""
+    return f"{place.host}/{place.user}/{place.network}"
+
+
 def choose(
     source: Place,
     receivers: Mapping[str, Place],

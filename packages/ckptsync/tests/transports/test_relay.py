@@ -1,0 +1,84 @@
+"""One rank of each machine receives, its neighbours read its segment; machines are played by names, on one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.member import staging
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.testing import DictSource, House, assert_same, awkward_weights
+from offbeat_ckptsync.testing.contract import CASES, check_case, check_transport
+from offbeat_ckptsync.transports.relay import RelayTransport
+
+CONFIG = SyncConfig(transport="relay", bucket_mib=4096 / (1 << 20))
+
+
+def on(*machines):
+    """Return what makes the transport of the source, then those of the receivers, each on its machine."""
+    names = itertools.cycle(machines)
+    return lambda: RelayTransport(machine=next(names))
+
+
+PLACES = {
+    "two machines beside the source's": ("s", "a", "a", "b", "b", "b"),
+    "one, and the source's": ("s", "s", "a", "a"),
+    "the source's alone": ("s", "s", "s"),
+    "each its own": ("s", "a", "b"),
+}
+
+
+@pytest.mark.parametrize("machines", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_contract_holds_wherever_ranks_are(case, machines):
+    asyncio.run(check_case(case, on(*machines), CONFIG, num_receivers=len(machines) - 1))
+
+
+@pytest.mark.parametrize("machines", PLACES.values(), ids=PLACES)
+def test_faults_are_refused_and_the_next_sync_is_good(machines):
+    asyncio.run(check_transport(on(*machines), CONFIG, num_receivers=len(machines) - 1))
+
+
+async def test_a_version_crosses_to_each_machine_once_and_is_digested_there_once(monkeypatch):
+    machines = ("s", "a", "a", "a", "b", "b")
+    sinks = {f"r{i}": DictSink() for i in range(5)}
+    house = House(DictSource(awkward_weights(1)), dict(sinks), CONFIG, on(*machines))
+    taken = []
+    monkeypatch.setattr(staging, "digest", taken.append)
+    for version in (1, 2, 3):
+        house.source.weights = awkward_weights(version)
+        report = await house.manager.sync(version)
+        for sink in sinks.values():
+            assert_same(sink.weights, awkward_weights(version))
+        num_bytes = report.num_bytes
+        assert report.received_bytes == {
+            "r0/0": num_bytes,
+            "r1/0": 0,
+            "r2/0": 0,
+            "r3/0": num_bytes,
+            "r4/0": 0,
+        }
+    assert taken == [], "no rank takes a digest of what its relay has taken one of"
+    house.close()
+
+
+async def test_what_one_rank_writes_into_what_it_was_given_is_not_seen_by_its_neighbours():
+    class Writing(DictSink):
+        def load(self, tensors, version):
+            given = list(tensors)
+            for _, tensor in given:
+                tensor.zero_()
+            super().load(given, version)
+
+    sinks = {"r0": Writing(), "r1": DictSink(), "r2": DictSink()}
+    house = House(DictSource(awkward_weights(1)), dict(sinks), CONFIG, on("s", "a", "a", "a"))
+    for version in (1, 2, 3):
+        house.source.weights = awkward_weights(version)
+        await house.manager.sync(version)
+        assert_same(sinks["r1"].weights, awkward_weights(version))
+        assert_same(sinks["r2"].weights, awkward_weights(version))
+        assert not any(tensor.any() for tensor in sinks["r0"].weights.values())
+    house.close()
