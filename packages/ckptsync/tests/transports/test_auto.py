@@ -24,7 +24,7 @@ async def synced(house, version):
     return report
 
 
-async def test_on_one_machine_it_is_shm_and_elsewhere_broadcast_and_the_report_says_why(monkeypatch):
+async def test_on_one_machine_it_is_shm_and_elsewhere_relay_and_the_report_says_why(monkeypatch):
     sinks = {"a": DictSink(), "b": DictSink()}
     house = House(DictSource(awkward_weights(1)), dict(sinks), CONFIG, lambda: make_transport("auto", CONFIG))
     report = await synced(house, 1)
@@ -38,7 +38,7 @@ async def test_on_one_machine_it_is_shm_and_elsewhere_broadcast_and_the_report_s
 
     monkeypatch.setattr(auto, "here", far_away)
     report = await synced(house, 2)
-    assert report.transport == "broadcast"
+    assert report.transport == "relay"
     assert "is on another machine" in report.why
     monkeypatch.undo()
     report = await synced(house, 3)

@@ -86,7 +86,7 @@ def test_any_manifest_crosses_in_buckets_of_any_size(name, delta, tmp_path_facto
 
 
 def test_an_unknown_transport_is_refused_with_the_names_there_are():
-    with pytest.raises(SyncError, match="auto, broadcast, cuda_ipc, disk, loopback, shm"):
+    with pytest.raises(SyncError, match="auto, broadcast, cuda_ipc, disk, loopback, relay, shm"):
         make_transport("pigeon", SyncConfig())
     with pytest.raises(ValueError, match=r"no transport is called 'pigeon'; there are .*shm"):
         SyncConfig(transport="pigeon")

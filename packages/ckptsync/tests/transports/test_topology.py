@@ -32,7 +32,9 @@ FAR = {"host": "boot-2", "hostname": "two"}
     ("places", "transport", "why"),
     [
         ({"a": at(), "b": at()}, "shm", "all 2 receiving ranks are on the source's machine, one"),
-        ({"a": at(), "b": at(**FAR)}, "broadcast", "b is on another machine (two; "),
+        ({"b": at(**FAR)}, "broadcast", "b is on another machine (two; "),
+        ({"a": at(), "b": at(**FAR)}, "relay", "b is on another machine (two; "),
+        ({"a": at(**FAR), "b": at(**FAR)}, "relay", "a is on another machine (two; "),
         ({"a": at(user=8)}, "broadcast", "a is of another user (8; the source is of 7)"),
         ({"a": at(network=43)}, "broadcast", "a is in another network namespace"),
         ({}, "broadcast", "nobody"),
@@ -57,8 +59,12 @@ def test_in_host_memory_the_choice_and_its_reason(places, transport, why):
         ({"a": at(), "b": at(gpu="GPU-d")}, "shm", "cpu", "the source and a share a GPU, which NCCL refuses"),
         ({"a": at(), "b": at(gpu="GPU-e")}, "shm", "cpu", "nvidia-ml-py is not installed"),
         ({"a": at(gpu="GPU-d"), "b": at(gpu="GPU-d")}, "shm", "cpu", "a and b share a GPU"),
-        ({"a": at(), "b": at(gpu="GPU-b", **FAR)}, "broadcast", "cpu", "b is on another machine (two; the source"),
-        ({"a": at(), "b": at(gpu="GPU-b", **FAR)}, "broadcast", "cpu", "the source and a share a GPU"),
+        ({"a": at(), "b": at(gpu="GPU-b", **FAR)}, "relay", "cpu", "b is on another machine (two; the source"),
+        ({"a": at(), "b": at(gpu="GPU-b", **FAR)}, "relay", "cpu", "the source and a share a GPU"),
+        # One rank per machine receives, into host memory.
+        ({"a": at(gpu="GPU-b", **FAR), "b": at(gpu="GPU-c", **FAR)}, "relay", "cuda", "a is on another machine"),
+        ({"a": at(gpu="GPU-b", **FAR), "b": at(gpu="GPU-b", **FAR)}, "relay", "cuda", "a is on another machine"),
+        ({"a": at(gpu="GPU-b", free_bytes=99, **FAR)}, "relay", "cuda", "100 bytes do not fit on the GPU of a"),
         # What does not fit beside the served weights is staged in host memory.
         ({"a": at(gpu="GPU-b"), "b": at(gpu="GPU-c", free_bytes=99)}, "shm", "cpu", "100 bytes do not fit on the GPU of b"),
     ],
@@ -81,6 +87,9 @@ def test_nccl_is_never_chosen_where_two_ranks_share_a_gpu(places):
     gpus = [HOME.gpu, *(place.gpu for place in places.values())]
     if (choice.transport, choice.device) == ("broadcast", "cuda"):
         assert len({*gpus}) == len(gpus)
+    if (choice.transport, choice.device) == ("relay", "cuda"):  # a machine's first rank is its relay
+        firsts = {place.host: place.gpu for place in reversed(places.values())}
+        assert len({HOME.gpu, *firsts.values()}) == 1 + len(firsts)
 
 
 def test_this_process_knows_its_place_and_it_crosses_a_wire():

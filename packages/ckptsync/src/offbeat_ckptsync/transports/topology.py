@@ -85,30 +85,51 @@ def choose(
     """Pick how `num_bytes` reach ranks at these places, by their names; pure but for `link` (two GPU UUIDs; NVML's word).
 
     One machine, user and network namespace: `shm`, but on GPUs `cuda_ipc` where every pair shares a GPU or has a
-    peer-to-peer link, or `broadcast` where NCCL can, as long as everything fits beside what is served. Else `broadcast`:
-    by NCCL where every rank has a GPU of its own, which it demands, through host memory otherwise.
+    peer-to-peer link, or `broadcast` where NCCL can, as long as everything fits beside what is served. Across machines
+    `broadcast`, or `relay` where one of them has several ranks (the source's own counts): by NCCL where those that it
+    reaches have GPUs of their own, which it demands, through host memory otherwise.
     """
     if not receivers:
         return Choice(transport="broadcast", device=device, why="there is nobody to send to")
     far = next(
         (f"{name} is {_apart(source, at)}" for name, at in receivers.items() if _apart(source, at)), ""
     )
-    if device == "cpu":
-        near = f"all {len(receivers)} receiving ranks are on the source's machine, {source.hostname}"
-        return Choice(transport="broadcast" if far else "shm", device="cpu", why=far or near)
-    shared = _shared_gpu(source, receivers)
     if far:
-        if shared:
-            why = f"{far}; {shared}, which NCCL refuses, so everything goes through host memory"
-            return Choice(transport="broadcast", device="cpu", why=why)
-        return Choice(transport="broadcast", device="cuda", why=far)
-    full = next((name for name, place in receivers.items() if place.free_bytes < num_bytes), "")
-    if full:
-        why = (
-            f"{num_bytes} bytes do not fit on the GPU of {full}, where {receivers[full].free_bytes} are free"
-        )
+        return _across(source, receivers, device, num_bytes, far)
+    if device == "cpu":
+        why = f"all {len(receivers)} receiving ranks are on the source's machine, {source.hostname}"
         return Choice(transport="shm", device="cpu", why=why)
+    if full := _full(receivers, num_bytes):
+        return Choice(transport="shm", device="cpu", why=full)
+    shared = _shared_gpu(source, receivers)
     return _by_links(source, receivers, shared, link_between if link is None else link)
+
+
+def _across(source: Place, receivers: Mapping[str, Place], device: str, num_bytes: int, far: str) -> Choice:
+    """Pick among the ways from machine to machine; `far` says who is elsewhere."""
+    machines: dict[str, dict[str, Place]] = {}
+    for name, place in receivers.items():
+        machines.setdefault(machine_of(place), {})[name] = place
+    heads = {name: place for ranks in machines.values() for name, place in [*ranks.items()][:1]}
+    several = len(heads) < len(receivers)
+    if device == "cpu":
+        relays = several or machine_of(source) in machines
+        return Choice(transport="relay" if relays else "broadcast", device="cpu", why=far)
+    if shared := _shared_gpu(source, heads):
+        why = f"{far}; {shared}, which NCCL refuses, so everything goes through host memory"
+        return Choice(transport="relay", device="cpu", why=why)
+    full = _full(receivers, num_bytes)
+    if several or full:
+        return Choice(transport="relay", device="cuda", why="; ".join(filter(None, (far, full))))
+    return Choice(transport="broadcast", device="cuda", why=far)
+
+
+def _full(receivers: Mapping[str, Place], num_bytes: int) -> str:
+    """Say on whose GPU there is no room for everything beside what it serves, or nothing."""
+    for name, place in receivers.items():
+        if place.free_bytes < num_bytes:
+            return f"{num_bytes} bytes do not fit on the GPU of {name}, where {place.free_bytes} are free"
+    return ""
 
 
 def _by_links(
