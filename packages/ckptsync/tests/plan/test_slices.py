@@ -419,6 +419,7 @@ class GivesAll:
         class Plain:
             picks, receive_delta = False, inner.receive_delta
             lend, receive, close = inner.lend, inner.receive, inner.close
+            told, wire_bytes = inner.told, inner.wire_bytes
 
         return Plain()
 

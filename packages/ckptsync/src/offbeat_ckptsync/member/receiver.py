@@ -181,8 +181,7 @@ class Receiver:
         except SyncError:
             raise
         except Exception as error:
-            what = f"{self._who()}: transfer of version {session.offer.version}"
-            raise TransferError(f"{what}: {error!r}") from error
+            raise TransferError(f"{self._who()}: version {session.offer.version}: {error!r}") from error
         echo = Echo(
             member=self.seat.member,
             rank=self.seat.rank,

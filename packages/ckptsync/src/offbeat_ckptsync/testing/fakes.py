@@ -159,9 +159,8 @@ class _FaultyReceiver(BucketReceiver):
         return self._inner.wire_bytes
 
     def told(self, bucket: Bucket) -> str | None:
-        return (
-            self._inner.told(bucket) if self._fault is None else None
-        )  # else it is not that memory any more
+        spoilt = self._fault is not None and self._fault.kind == "corrupt"
+        return None if spoilt else self._inner.told(bucket)  # what it spoils is no longer what was digested
 
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         delta = self._inner.receive_delta(bucket)
