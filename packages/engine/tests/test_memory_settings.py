@@ -91,6 +91,17 @@ def test_when_weights_are_let_go_of_changes_nothing(model, two_ranks, changes, m
     assert usual == 1  # the group outside the layers, which backward needs at once
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "mixtral"])
+def test_an_embedding_of_its_own_is_a_group_of_its_own(family, tmp_path, two_ranks):
+    path = make_tiny_model(tmp_path / family, family=family, layers=3, tie_word_embeddings=False)
+    alone, _ = run(World(), path, {})
+    got, held = two_ranks.run(run, path, {})[0]
+    assert held == 2  # both ends of the model, which are never gathered into one buffer
+    assert two_ranks.run(run, path, {"reshard": "always"})[0][1] == 0
+    first = [name for name in got if name.startswith(("loss", "norm", "gradient 0"))]
+    assert [name for name in first if not torch.allclose(got[name], alone[name], rtol=1e-4, atol=1e-6)] == []
+
+
 def test_weights_kept_among_neighbours_change_nothing(model, four_ranks):
     same(four_ranks.run(run, model, {"reshard": 2})[0][0], four_ranks.run(run, model, {})[0][0])
 

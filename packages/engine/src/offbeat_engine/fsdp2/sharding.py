@@ -56,6 +56,9 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
         after_forward = config.reshard if isinstance(config.reshard, int) else config.reshard != "never"
         for layer in layers_of(scorer):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
+        if (table := _own_table(scorer)) is not None:
+            # By itself, so that a gather never holds two copies of both ends of the model at once.
+            fully_shard(table, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard == "always")
     # What is outside the layers is needed first in backward: letting go of it in between gains nothing but for "always".
     fully_shard(
         scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard == "always" and not once
@@ -67,6 +70,14 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
     register_fsdp_forward_method(scorer, "plain")
     _place(scorer, world)
     return True
+
+
+def _own_table(scorer: Scorer) -> torch.nn.Module | None:
+    """Return the embedding of tokens where no other module holds its weights."""
+    table = scorer.hf.get_input_embeddings()
+    own = {id(param) for param in table.parameters()}
+    everywhere = [id(param) for _, param in scorer.named_parameters(remove_duplicate=False)]
+    return table if sum(param in own for param in everywhere) == len(own) else None
 
 
 def _place(scorer: Scorer, world: World) -> None:
