@@ -12,7 +12,7 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import VersionError
 from offbeat_ckptsync.member.rank import Worker
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.plan.labels import label_of
+from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource

@@ -9,7 +9,7 @@ import pytest
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import DigestError, LoadError, ManifestError, PhaseError, VersionError
 from offbeat_ckptsync.member.receiver import TRANSITIONS, Receiver, State, Step
-from offbeat_ckptsync.plan.labels import label_of
+from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.testing import DictSource, TornSink, assert_same, awkward_weights

@@ -10,7 +10,7 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.plan.labels import label_of
+from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, assert_same, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport

@@ -7,7 +7,7 @@ import pytest
 import xxhash
 
 from offbeat_ckptsync.errors import VersionError
-from offbeat_ckptsync.plan.labels import LabelBook, label_of
+from offbeat_ckptsync.plan.digest import LabelBook, label_of
 from offbeat_ckptsync.values import Sent
 
 SENT = Sent(

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.source.delta_bases import Contents
+from offbeat_ckptsync.source.delta_bases import Bases
 from offbeat_ckptsync.values import SyncOffer
 
 MANIFEST = manifest_of([("w", torch.zeros(100))])
@@ -23,7 +23,7 @@ def pack(contents, digest, *, base="", sync_id="", bucket_bytes=4096):
 
 
 def test_the_base_is_kept_and_the_other_memory_is_used_again():
-    contents = Contents()
+    contents = Bases()
     first = pack(contents, "c1")
     second = pack(contents, "c2", base="c1")
     assert contents.digests(MANIFEST, 4096) == ("c1", "c2")
@@ -36,7 +36,7 @@ def test_the_base_is_kept_and_the_other_memory_is_used_again():
 
 
 def test_members_that_still_hold_the_older_content_decide():
-    contents = Contents()
+    contents = Bases()
     first = pack(contents, "c1")
     pack(contents, "lost", base="c1")
     assert pack(contents, "c2", base="c1").data_ptr() != first.data_ptr()
@@ -44,7 +44,7 @@ def test_members_that_still_hold_the_older_content_decide():
 
 
 def test_what_was_not_completed_is_no_base_and_its_memory_is_not_used_again():
-    contents = Contents()
+    contents = Bases()
     pack(contents, "c1")
     torn = pack(contents, "", base="c1")
     contents.drop()
@@ -53,7 +53,7 @@ def test_what_was_not_completed_is_no_base_and_its_memory_is_not_used_again():
 
 
 def test_what_was_aborted_is_no_base_and_gives_way_first():
-    contents = Contents()
+    contents = Bases()
     first = pack(contents, "c1")
     lost = pack(contents, "c2", base="c1")
     contents.aborted("c2")
@@ -63,7 +63,7 @@ def test_what_was_aborted_is_no_base_and_gives_way_first():
 
 
 def test_without_a_base_the_newest_content_stays():
-    contents = Contents()
+    contents = Bases()
     pack(contents, "c1")
     pack(contents, "c2", base="c1")
     pack(contents, "for a joiner")
@@ -71,7 +71,7 @@ def test_without_a_base_the_newest_content_stays():
 
 
 def test_contents_of_another_plan_are_no_bases():
-    contents = Contents()
+    contents = Bases()
     pack(contents, "c1")
     other = manifest_of([("v", torch.zeros(100))])
     assert contents.digests(other, 4096) == ()

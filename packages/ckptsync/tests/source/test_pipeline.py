@@ -12,7 +12,7 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import ManifestError, PhaseError, TransferError
 from offbeat_ckptsync.plan.buckets import bytes_of, plan_buckets
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.source.buffers import Buffers, Filling
+from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.source.pipeline import send_weights, walk
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.testing import DictSource, LyingSource, awkward_weights
@@ -102,7 +102,7 @@ def test_where_memory_runs_out_the_source_is_walked_to_its_end(monkeypatch):
     def add(*_):
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(Filling, "add", add)
+    monkeypatch.setattr(BucketBuilder, "add", add)
     with pytest.raises(torch.OutOfMemoryError):
         send_weights(source, offer_of(source), Collector)
     assert source.walks == 2
@@ -120,7 +120,7 @@ def test_a_send_that_was_aborted_before_it_began_walks_too():
 
 def test_nothing_of_a_source_is_read_after_a_send_has_failed(monkeypatch):
     source, running = StayingDict(awkward_weights(1)), []
-    add = Filling.add
+    add = BucketBuilder.add
 
     def slow(*arguments):
         running.append(1)
@@ -128,11 +128,11 @@ def test_nothing_of_a_source_is_read_after_a_send_has_failed(monkeypatch):
         add(*arguments)
         running.pop()
 
-    monkeypatch.setattr(Filling, "add", slow)
+    monkeypatch.setattr(BucketBuilder, "add", slow)
     with pytest.raises(TransferError):
         send_weights(source, offer_of(source), lambda: Collector(fail_at=0))
     assert running == []
-    monkeypatch.setattr(Filling, "add", lambda *_: running.append(1))
+    monkeypatch.setattr(BucketBuilder, "add", lambda *_: running.append(1))
     time.sleep(0.2)
     assert running == []
 
@@ -227,7 +227,9 @@ def test_a_digest_of_pieces_is_that_of_the_bucket(monkeypatch, block_bytes):
     names = [spec.name for spec in offer.manifest.specs]
     for bucket in plan_buckets(offer.manifest, offer.bucket_bytes):
         both = [
-            Filling(bucket, torch.full((bucket.num_bytes,), 255, dtype=torch.uint8), digests_pieces=pieces)
+            BucketBuilder(
+                bucket, torch.full((bucket.num_bytes,), 255, dtype=torch.uint8), digests_pieces=pieces
+            )
             for pieces in (False, True)
         ]
         for filling in both:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat_ckptsync.control.ranks import Ranks
 from offbeat_ckptsync.errors import LoadError, TransferError
 from offbeat_ckptsync.ops import RANK_OPS, request_of, value_of
-from offbeat_ckptsync.plan.labels import label_of
+from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.values import Echo, Label, Sent, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, decode_error, encode
 

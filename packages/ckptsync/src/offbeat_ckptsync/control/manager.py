@@ -12,7 +12,7 @@ from offbeat_ckptsync.control.report import make_report, memcpy_gb_per_s
 from offbeat_ckptsync.control.sync import Run, Target
 from offbeat_ckptsync.errors import DigestError, SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.plan.buckets import plan_buckets
-from offbeat_ckptsync.plan.labels import LabelBook, told
+from offbeat_ckptsync.plan.digest import LabelBook, told
 from offbeat_ckptsync.values import Echo, Label, Phase, Sent, SyncOffer, SyncReport
 
 if TYPE_CHECKING:

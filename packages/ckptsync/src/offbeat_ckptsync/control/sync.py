@@ -20,8 +20,7 @@ from offbeat_ckptsync.errors import (
 )
 from offbeat_ckptsync.plan.cutting import cut_offer
 from offbeat_ckptsync.plan.deltas import common_base
-from offbeat_ckptsync.plan.digest import check_echo, require_every_rank
-from offbeat_ckptsync.plan.labels import label_of, told
+from offbeat_ckptsync.plan.digest import check_echo, label_of, require_every_rank, told
 from offbeat_ckptsync.plan.slices import own_buckets
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Seat, Sent, SyncOffer

@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import weakref
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from offbeat_ckptsync.member.pages import Pages
 from offbeat_ckptsync.plan.buckets import tensor_views
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from offbeat_ckptsync.values import Bucket, Manifest
+
+
+class Pages:
+    """The first `num_bytes` of a mapping."""
+
+    def __init__(self, mapping: mmap.mmap, num_bytes: int) -> None:
+        """Look at `mapping`; it lives as long as any array over it."""
+        self._mapping = mapping
+        self._num_bytes = num_bytes
+        self._lent: weakref.ref[NDArray[np.uint8]] | None = None
+
+    def array(self) -> NDArray[np.uint8]:
+        """Return the bytes, for a look that nobody needs to know of."""
+        return np.frombuffer(self._mapping, dtype=np.uint8, count=self._num_bytes)
+
+    def lend(self) -> NDArray[np.uint8]:
+        """Return the bytes; the array lives as long as the storage of any tensor made from it."""
+        array = None if self._lent is None else self._lent()
+        if array is None:
+            array = self.array()
+            self._lent = weakref.ref(array)
+        return array
+
+    def is_lent(self) -> bool:
+        """Say whether what was lent is still in use."""
+        return self._lent is not None and self._lent() is not None
 
 
 class Memory:
@@ -41,7 +70,7 @@ class Memory:
         return isinstance(self._bytes, Pages) and self._bytes.is_lent()
 
 
-class Shelf:
+class StagingPool:
     """Staging memory that is not in use, and a copy of what is served, where there is one.
 
     After a load the memory that was staged in holds such a copy, which joiners may be given and deltas stand on. While

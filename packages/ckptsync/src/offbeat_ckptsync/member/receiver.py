@@ -9,11 +9,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
-from offbeat_ckptsync.member.memory import Shelf
+from offbeat_ckptsync.member.memory import StagingPool
 from offbeat_ckptsync.member.staging import Staged, give, stage
 from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
-from offbeat_ckptsync.plan.digest import check_echo
-from offbeat_ckptsync.plan.labels import label_of, told
+from offbeat_ckptsync.plan.digest import check_echo, label_of, told
 from offbeat_ckptsync.plan.manifest import check_digest, require_match
 from offbeat_ckptsync.plan.slices import assemble, check_cut, own_buckets
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
@@ -101,7 +100,7 @@ class Receiver:
         self._committed = False
         self._state = State.IDLE
         self._session: _Session | None = None
-        self._shelf = Shelf()
+        self._pool = StagingPool()
         self._lock = threading.RLock()
 
     @property
@@ -173,8 +172,8 @@ class Receiver:
             self._move(Step.TRANSFER)
             held = self._held(session)
             keeps = held != "" and held in session.offer.bases
-            base = self._shelf.base() if keeps else None
-            spare = self._shelf.take(keep=keeps)
+            base = self._pool.base() if keeps else None
+            spare = self._pool.take(keep=keeps)
         mark = time.perf_counter()
         try:
             staged = stage(transport, session.offer, self.seat, session.buckets, spare, base)
@@ -196,7 +195,7 @@ class Receiver:
         )
         with self._lock:
             if self._session is not session:
-                self._shelf.put_back(staged.close())  # nobody else holds it: its own thread is here
+                self._pool.put_back(staged.close())  # nobody else holds it: its own thread is here
                 raise PhaseError(f"{self._who()}: sync {session.offer.sync_id} was aborted while it came")
             self._move(Step.ARRIVED)
             session.staged, session.echo = staged, echo
@@ -243,7 +242,7 @@ class Receiver:
             with self._lock:
                 self._move(Step.BREAK)
                 self._session = session.staged = None
-                self._shelf.put_back(staged.close())
+                self._pool.put_back(staged.close())
             raise LoadError(
                 f"{self._who()}: loading version {sent.version} failed half-way: {error!r}; its weights are torn, "
                 "take it out of service and start it anew"
@@ -254,9 +253,9 @@ class Receiver:
             self._version = sent.version
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
             kept, session.staged = staged.close(), None
-            self._shelf.keep(kept, session.offer.manifest, session.buckets)
+            self._pool.keep(kept, session.offer.manifest, session.buckets)
             if not left_a_copy or session.offer.whole is not None:
-                self._shelf.forget()  # nor is a part of a version a copy that a joiner could be given
+                self._pool.forget()  # nor is a part of a version a copy that a joiner could be given
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def commit(self, label: Label) -> Label:
@@ -282,7 +281,7 @@ class Receiver:
             if self._state is not State.BROKEN:
                 self.abort("")  # whoever is told this gets no word of the sync any more
             self._label, self._committed = None, False
-            self._shelf.forget()
+            self._pool.forget()
 
     def copy(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]]:
         """Return what is served, as it lies in the memory it was staged in; nothing is copied, and it stays as it is.
@@ -291,7 +290,7 @@ class Receiver:
             TransferError: there is no such copy, or its label does not stand.
         """
         with self._lock:
-            copy = self._shelf.read() if self._committed else None
+            copy = self._pool.read() if self._committed else None
             if copy is None:
                 raise TransferError(f"{self._who()} keeps no copy of a committed version")
             return copy
@@ -311,7 +310,7 @@ class Receiver:
                 if self._state is State.IDLE:
                     self._session = None
                     if session.staged is not None:
-                        self._shelf.put_back(session.staged.close())
+                        self._pool.put_back(session.staged.close())
             return self._version
 
     def _load(self, offer: SyncOffer, staged: Staged, version: int) -> bool:
@@ -319,10 +318,10 @@ class Receiver:
         return give(self._sink, staged, assemble(offer, self.layout(), views), version)
 
     def _held(self, session: _Session) -> str:
-        """Return which content the copy on the shelf is, where the buckets of `session` can be compared with it."""
+        """Return which content the copy in the pool is, where the buckets of `session` can be compared with it."""
         if self._label is None or not self._committed:
             return ""
-        holds = self._shelf.holds(session.offer.manifest, session.buckets)
+        holds = self._pool.holds(session.offer.manifest, session.buckets)
         return self._label.content_digest if holds else ""
 
     def _check_label(self, sent: Sent, session: _Session) -> None:

@@ -98,10 +98,10 @@ def stage(
             memory = kept.lend()
         else:
             kept, starts, memory = None, [all_starts[bucket.index] for bucket in own], lent
-        desk = _Desk(offer, seat, memory, base)
+        intake = _Intake(offer, seat, memory, base)
         places = dict(zip((bucket.index for bucket in own), starts, strict=True))
         with SideStream(str(memory.device)).after(mark_of(memory)):
-            digests = desk.take(end, buckets, places, clock)
+            digests = intake.take(end, buckets, places, clock)
     except BaseException:
         end.close()
         raise
@@ -122,7 +122,7 @@ def _fitting(spare: Memory | None, num_bytes: int, device: str) -> Memory:
     return Memory(num_bytes, device)
 
 
-class _Desk:
+class _Intake:
     """Where one rank puts buckets as they come."""
 
     def __init__(self, offer: SyncOffer, seat: Seat, memory: torch.Tensor, base: torch.Tensor | None) -> None:

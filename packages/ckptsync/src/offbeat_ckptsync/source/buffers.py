@@ -54,7 +54,7 @@ class Buffers:
         return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
 
 
-class Filling:
+class BucketBuilder:
     """One bucket being filled: its pieces, then its digest.
 
     With `digests_pieces` each block of a piece is digested right after it was copied, while a cache holds it: a GiB is then

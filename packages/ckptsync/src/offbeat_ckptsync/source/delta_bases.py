@@ -11,7 +11,7 @@ import torch
 
 from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets
 from offbeat_ckptsync.plan.deltas import find_delta, runs_of
-from offbeat_ckptsync.plan.labels import label_of
+from offbeat_ckptsync.plan.digest import label_of
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
@@ -30,7 +30,7 @@ class _Content:
     digest: str = ""  # the content digest of its label, while members may hold it
 
 
-class Contents:
+class Bases:
     """The last two contents that were packed, whichever of them was committed.
 
     A source is not told of a commit. It need not be: members say at `begin` which content they hold, and they hold only
@@ -79,14 +79,12 @@ class Contents:
                 each.digest = ""
 
 
-class Comparison:
+class DeltaSession:
     """One sync of a source with deltas switched on: lends the memory to pack into, finds what changed, counts."""
 
-    def __init__(
-        self, contents: Contents, transport: Transport, offer: SyncOffer, config: SyncConfig
-    ) -> None:
-        """Compare what `offer` sends with its `base`; `contents` keeps it for the next sync."""
-        self._contents = contents
+    def __init__(self, bases: Bases, transport: Transport, offer: SyncOffer, config: SyncConfig) -> None:
+        """Compare what `offer` sends with its `base`; `bases` keeps it for the next sync."""
+        self._bases = bases
         self._transport = transport
         self._offer = offer
         self._max_fraction = config.delta_max_fraction
@@ -108,13 +106,13 @@ class Comparison:
                 ": receivers read the source's own memory" if lent is not None else ""
             )
             return lent
-        self._base = self._contents.base(self._offer.base)
+        self._base = self._bases.base(self._offer.base)
         self._keeps = True
         if self._base is None:
             self._why = "no content to compare with" + (
                 " that all members hold" if self._offer.bases else " was sent before"
             )
-        return self._contents.room(self._offer, num_bytes, self._transport.device)
+        return self._bases.room(self._offer, num_bytes, self._transport.device)
 
     def delta(self, bucket: Bucket, payload: torch.Tensor) -> torch.Tensor | None:
         """Return what changed in `bucket` since the base, or None where it is to go whole. Called in any thread."""
@@ -136,9 +134,9 @@ class Comparison:
         if not self._keeps:
             return
         if sent is None:
-            self._contents.drop()
+            self._bases.drop()
         else:
-            self._contents.is_whole(label_of(sent, self._offer.bucket_bytes).content_digest)
+            self._bases.is_whole(label_of(sent, self._offer.bucket_bytes).content_digest)
 
     def explained(self, sent: Sent) -> Sent:
         """Return `sent` with what was measured."""

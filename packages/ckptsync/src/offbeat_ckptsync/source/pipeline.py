@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.buckets import bucket_starts, bytes_of, plan_buckets
 from offbeat_ckptsync.plan.manifest import dtype_name
-from offbeat_ckptsync.source.buffers import Buffers, Filling
+from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.source.shipper import Shipper
 from offbeat_ckptsync.threads import BusyClock
 from offbeat_ckptsync.values import Bucket, Piece, Sent, SyncOffer, TensorSpec
@@ -169,7 +169,7 @@ class BucketStream:
     def _open_bucket(self, bucket: Bucket) -> _Open:
         if bucket.index not in self._open:
             buffer = self._shipper.buffer(bucket)
-            self._open[bucket.index] = _Open(Filling(bucket, buffer, digests_pieces=self._later))
+            self._open[bucket.index] = _Open(BucketBuilder(bucket, buffer, digests_pieces=self._later))
         return self._open[bucket.index]
 
     def _complete(self, bucket: Bucket, opened: _Open) -> str:
@@ -184,7 +184,7 @@ class BucketStream:
 
 @dataclass(slots=True)
 class _Open:
-    filling: Filling
+    filling: BucketBuilder
     waiting: list[tuple[Piece, torch.Tensor]] = field(default_factory=list["tuple[Piece, torch.Tensor]"])
 
 

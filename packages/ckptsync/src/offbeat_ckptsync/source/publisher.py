@@ -12,7 +12,7 @@ from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.plan.slices import CutSource
 from offbeat_ckptsync.seams import Source
 from offbeat_ckptsync.source.buffers import Buffers
-from offbeat_ckptsync.source.delta_bases import Comparison, Contents
+from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession
 from offbeat_ckptsync.source.pipeline import send_weights, walk
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Sent, SyncOffer
@@ -38,7 +38,7 @@ class Publisher:
         self._config = config
         self._transport = make_transport(config.transport, config) if transport is None else transport
         self._members: dict[str, list[str]] = {}
-        self._contents = Contents()
+        self._bases = Bases()
         self._buffers: Buffers | None = None
         self._sending = threading.Lock()
 
@@ -67,7 +67,7 @@ class Publisher:
             bucket_bytes=bucket_bytes,
             transport=self._config.transport,
             endpoint=endpoint,
-            bases=self._contents.digests(manifest, bucket_bytes),
+            bases=self._bases.digests(manifest, bucket_bytes),
         )
 
     def send(self, offer: SyncOffer) -> Sent:
@@ -104,20 +104,20 @@ class Publisher:
 
         if self._config.delta == "off":
             return send(lambda num_bytes: self._transport.lend(offer, num_bytes))
-        comparison = Comparison(self._contents, self._transport, offer, self._config)
+        session = DeltaSession(self._bases, self._transport, offer, self._config)
         try:
-            sent = send(comparison.lend, comparison.delta)
+            sent = send(session.lend, session.delta)
         except BaseException:
-            comparison.end(None)
+            session.end(None)
             raise
-        comparison.end(sent)
-        return comparison.explained(sent)
+        session.end(sent)
+        return session.explained(sent)
 
     def abort(self, sync_id: str) -> None:
         """Give up a sync; a running `send` of it ends with an error after the source is iterated to its end."""
         if self._members.pop(sync_id, None) is not None:
             self._transport.abort(sync_id)
-            self._contents.aborted(sync_id)
+            self._bases.aborted(sync_id)
 
     def close(self) -> None:
         """Leave all connections."""

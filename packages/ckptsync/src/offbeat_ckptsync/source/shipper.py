@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.seams import BucketSender
-    from offbeat_ckptsync.source.buffers import Buffers, Filling
+    from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
     from offbeat_ckptsync.values import Bucket, SyncOffer
 
 NUM_BUFFERS = 3
@@ -59,7 +59,7 @@ class Shipper:
         self._lent = lent
         self._starts, _ = bucket_starts(buckets)
         self._free: queue.Queue[torch.Tensor | None] = queue.Queue()
-        self._full: queue.Queue[tuple[Bucket, Filling, Future[str]] | None] = queue.Queue()
+        self._full: queue.Queue[tuple[Bucket, BucketBuilder, Future[str]] | None] = queue.Queue()
         self._digests: list[str] = []
         self._digest_s = self._wire_s = 0.0
         self._wire_bytes = 0
@@ -109,7 +109,7 @@ class Shipper:
             raise self._failure()
         return buffer
 
-    def ship(self, bucket: Bucket, filling: Filling, complete: Callable[[], str]) -> None:
+    def ship(self, bucket: Bucket, filling: BucketBuilder, complete: Callable[[], str]) -> None:
         """Call `complete`, which fills what is missing and returns the digest, and then send the bucket."""
         mark = mark_of(filling.payload)
 
@@ -173,7 +173,9 @@ class Shipper:
             self._error = error
             self._free.put(None)  # wakes a packer that waits for a buffer
 
-    def _send(self, sender: BucketSender, bucket: Bucket, filling: Filling, digested: Future[str]) -> None:
+    def _send(
+        self, sender: BucketSender, bucket: Bucket, filling: BucketBuilder, digested: Future[str]
+    ) -> None:
         result = digested.result(self._timeout_s)
         mark = time.perf_counter()
         with self._wire_stream.after():  # a digest has waited for the filling

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.member.pages import Pages
+from offbeat_ckptsync.member.memory import Pages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
