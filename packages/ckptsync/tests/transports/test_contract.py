@@ -19,9 +19,15 @@ test_shm = transport_contract("shm")
 test_broadcast_over_gloo = transport_contract("broadcast")
 test_disk = transport_contract("disk")
 test_auto = transport_contract("auto", num_receivers=(2,))
-test_cuda_ipc = pytest.mark.gpu(1)(transport_contract("cuda_ipc", device="cuda"))
+test_shm_between_processes = pytest.mark.spawns(transport_contract("shm", num_receivers=(2,), apart=True))
+test_broadcast_between_processes = pytest.mark.spawns(
+    transport_contract("broadcast", num_receivers=(2,), apart=True)
+)
+test_cuda_ipc = pytest.mark.gpu(1)(
+    transport_contract("cuda_ipc", apart=True, device="cuda", gpus=("cuda:0",))
+)
 test_broadcast_over_nccl = pytest.mark.gpu(2)(
-    transport_contract("broadcast", num_receivers=(1,), device="cuda")
+    transport_contract("broadcast", num_receivers=(1,), apart=True, device="cuda", gpus=("cuda:1",))
 )
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "uint8", "int64", "bool"])

@@ -16,33 +16,27 @@ import torch
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.carried import CarriedMember, Operations
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.plan.buckets import bytes_of
-from offbeat_ckptsync.plan.digest import digest
-from offbeat_ckptsync.testing.fakes import Fault, FaultyTransport
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport, prints_of
 from offbeat_ckptsync.threads import in_thread, use_device
 from offbeat_ckptsync.transports.relay import RelayTransport
 from offbeat_ckptsync.values import Manifest, Registration, Seat
 from offbeat_ckptsync.wire import Json, decode, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
+    from offbeat_ckptsync.seams import Transport
     from offbeat_ckptsync.values import Bucket
 
 START_S = 600.0
 """For a process to come up; generous, because only a defect uses it up."""
-
-
-def prints_of(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return dtype, shape and a digest of the bits of each tensor."""
-    return {
-        name: f"{tensor.dtype} {tuple(tensor.shape)} {digest(bytes_of(tensor.cpu()))}"
-        for name, tensor in weights.items()
-    }
 
 
 class RankApart(CarriedMember):
@@ -106,6 +100,45 @@ class RankApart(CarriedMember):
             for waiting in self._waiting.values():
                 if waiting.set_running_or_notify_cancel():
                     waiting.set_exception(TransferError(f"{self.name} died"))
+
+
+class HouseApart:
+    """A `House` whose members are in processes of their own, each on its own of `gpus` where there are some."""
+
+    def __init__(
+        self,
+        source: DictSource,
+        expected: dict[str, Manifest],
+        config: SyncConfig,
+        make: Callable[[], Transport],
+        gpus: tuple[str, ...] = (),
+    ) -> None:
+        """Start a rank for each name in `expected`, and a source here."""
+        self.source = source
+        self._expected = expected
+        self.publisher = Publisher(source, config, transport=make())
+        self.manager = CheckpointEngineManager(LocalSource(self.publisher), config)
+        self.ranks = {
+            name: RankApart(name, config, gpu=gpus[number % len(gpus)] if gpus else "")
+            for number, name in enumerate(expected)
+        }
+        for rank in self.ranks.values():
+            self.manager.add(rank)
+
+    async def start(self) -> None:
+        """Tell every rank what it expects."""
+        for name, rank in self.ranks.items():
+            await rank.expect(self._expected[name])
+
+    async def serving(self) -> dict[str, tuple[int, dict[str, str]]]:
+        """Return the version that each member serves, and `prints_of` its weights."""
+        return {name: await rank.serving() for name, rank in self.ranks.items()}
+
+    def close(self) -> None:
+        """End everything."""
+        for rank in self.ranks.values():
+            rank.close()
+        self.publisher.close()
 
 
 class _Harm(Fault):

@@ -18,8 +18,8 @@ from offbeat_ckptsync.testing.fakes import (
     Fault,
     FaultyTransport,
     House,
-    assert_same,
     awkward_weights,
+    prints_of,
 )
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_ckptsync.seams import Transport
+    from offbeat_ckptsync.testing.apart import HouseApart
 
     Tensors = dict[str, torch.Tensor]
 
@@ -46,16 +47,21 @@ def transport_contract(
     name: str,
     *,
     num_receivers: tuple[int, ...] = (1, 3),
+    apart: bool = False,
+    gpus: tuple[str, ...] = (),
     **settings: Any,  # noqa: ANN401 -- fields of `SyncConfig`, each of its own type
 ) -> Callable[..., None]:
     """Return a pytest test of every case for the transport called `name`, once per number of receivers.
 
-    `settings` are fields of `SyncConfig`. A transport that needs a folder finds a fresh one in `disk_path`.
+    With `apart` the receivers are in processes of their own, which are on `gpus` in turn: CUDA hands memory to other processes
+    only, and NCCL takes one rank per GPU and process. `settings` are fields of `SyncConfig`. A transport that needs a folder finds a fresh one in `disk_path`.
     """
     import pytest
 
+    checks = ["faults"] if apart else [*_CHECKS]
+
     @pytest.mark.parametrize("receivers", num_receivers)
-    @pytest.mark.parametrize("case", [*CASES, *_CHECKS], ids=lambda case: getattr(case, "name", case))
+    @pytest.mark.parametrize("case", [*CASES, *checks], ids=lambda case: getattr(case, "name", case))
     def test_contract(case: Case | str, receivers: int, tmp_path: Path) -> None:
         given: dict[str, Any] = {
             "disk_path": str(tmp_path),
@@ -65,7 +71,9 @@ def transport_contract(
         }
         config = SyncConfig(transport=name, bucket_mib=BUCKET_BYTES / (1 << 20), **given)
         make = lambda: make_transport(name, config)  # noqa: E731
-        if isinstance(case, Case):
+        if apart:
+            asyncio.run(_check_apart(case, make, config, receivers, gpus))
+        elif isinstance(case, Case):
             asyncio.run(check_case(case, make, config, num_receivers=receivers))
         else:
             asyncio.run(_CHECKS[case](make, config, num_receivers=receivers))
@@ -87,14 +95,49 @@ async def check_case(
     sinks = {f"replica-{i}": DictSink(manifest_of(case.make(0).items())) for i in range(num_receivers)}
     house = House(DictSource(case.make(1)), dict(sinks), config, make)
     try:
-        await _good(house, sinks, 1, case.make(1))
-        await _good(house, sinks, 2, case.make(2))
-        first, *_ = house.source.weights
-        house.source.weights = {
-            f"{name}-renamed" if name == first else name: tensor for name, tensor in case.make(9).items()
-        }
-        await _refused(house, sinks, 3, f"{first}-renamed")
-        await _good(house, sinks, 3, case.make(3))
+        await _check_case(house, case)
+    finally:
+        house.close()
+
+
+async def _check_case(house: House | HouseApart, case: Case) -> None:
+    await _good(house, 1, case.make(1))
+    await _good(house, 2, case.make(2))
+    first, *_ = house.source.weights
+    house.source.weights = {
+        f"{name}-renamed" if name == first else name: tensor for name, tensor in case.make(9).items()
+    }
+    await _refused(house, 3, f"{first}-renamed")
+    await _good(house, 3, case.make(3))
+
+
+async def _check_apart(
+    case: Case | str,
+    make: Callable[[], Transport],
+    config: SyncConfig,
+    num_receivers: int,
+    gpus: tuple[str, ...],
+) -> None:
+    from offbeat_ckptsync.testing.apart import HouseApart
+
+    weights = case.make if isinstance(case, Case) else awkward_weights
+    expected = {f"replica-{i}": manifest_of(weights(0).items()) for i in range(num_receivers)}
+    fault = Fault("die", 2, times=0)
+    faulty = lambda: FaultyTransport(make(), on_send=fault)  # noqa: E731
+    house = HouseApart(DictSource(weights(1)), expected, config, faulty, gpus)
+    try:
+        await house.start()
+        if isinstance(case, Case):
+            await _check_case(house, case)
+            return
+        await _good(house, 1, weights(1))
+        await house.ranks["replica-0"].arm("corrupt", 1)
+        house.source.weights = weights(2)
+        await _refused(house, 2, "bucket 1")
+        await _good(house, 2, weights(2))
+        fault.left, house.source.weights = 1, weights(3)
+        await _refused(house, 3, "bucket")
+        await _good(house, 3, weights(3))
     finally:
         house.close()
 
@@ -119,12 +162,12 @@ async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, 
         ),
     )
     try:
-        await _good(house, sinks, 1, awkward_weights(1))
+        await _good(house, 1, awkward_weights(1))
         for version, fault in enumerate(faults, start=2):
             house.source.weights = awkward_weights(version)
             fault.left = 1
-            await _refused(house, sinks, version, "bucket")
-            await _good(house, sinks, version, awkward_weights(version))
+            await _refused(house, version, "bucket")
+            await _good(house, version, awkward_weights(version))
     finally:
         house.close()
 
@@ -132,26 +175,26 @@ async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, 
 _CHECKS = {"faults": check_transport, "deltas": check_deltas}
 
 
-async def _good(house: House, sinks: dict[str, DictSink], version: int, weights: Tensors) -> None:
+async def _good(house: House | HouseApart, version: int, weights: Tensors) -> None:
     house.source.weights = weights
     report = await house.manager.sync(version)
     assert report.version == version
-    for name, sink in sinks.items():
-        assert sink.version == version, f"{name} serves {sink.version} after a sync to {version}"
-        assert_same(sink.weights, weights)
+    want = (version, prints_of(weights))
+    for name, got in (await house.serving()).items():
+        assert got == want, f"{name} serves {got}, not {want}"
 
 
-async def _refused(house: House, sinks: dict[str, DictSink], version: int, named: str) -> None:
-    before = {name: {key: t.clone() for key, t in sink.weights.items()} for name, sink in sinks.items()}
+async def _refused(house: House | HouseApart, version: int, named: str) -> None:
+    before = await house.serving()
     told = ""
     try:
         await house.manager.sync(version)
     except SyncFailed as error:
         told = str(error)
     assert named in told, f"version {version} was to be refused, naming {named}; said: {told or 'nothing'}"
-    for name, sink in sinks.items():
-        assert sink.version == version - 1
-        assert_same(sink.weights, before[name])
+    after = await house.serving()
+    assert after == before
+    assert {served for served, _ in after.values()} == {version - 1}
 
 
 def _normal(seed: int, *shape: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -14,6 +14,8 @@ from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.member.rank import Worker
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.buckets import bytes_of
+from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport, WeightSource
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
@@ -214,6 +216,14 @@ def sums_of(weights: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(tensor.double().sum()) for name, tensor in weights.items()}
 
 
+def prints_of(weights: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Return dtype, shape and a digest of the bits of each tensor."""
+    return {
+        name: f"{tensor.dtype} {tuple(tensor.shape)} {digest(bytes_of(tensor.cpu()))}"
+        for name, tensor in weights.items()
+    }
+
+
 class House:
     """A source, a manager and members in this process over one transport: the smallest whole."""
 
@@ -225,6 +235,7 @@ class House:
         make: Callable[[], Transport],
     ) -> None:
         self.source = source
+        self.sinks = sinks
         self.config = config
         self.make = make
         self.publisher = Publisher(source, config, transport=make())
@@ -236,6 +247,13 @@ class House:
         self._transports = [make() for _ in self.receivers]
         for receiver, transport in zip(self.receivers.values(), self._transports, strict=True):
             self.manager.add(LocalMember(receiver, transport))
+
+    async def serving(self) -> dict[str, tuple[int, dict[str, str]]]:
+        """Return the version that each member serves, and `prints_of` its weights; for members with a `DictSink`."""
+        return {
+            name: (receiver.version, prints_of(cast("DictSink", self.sinks[name]).weights))
+            for name, receiver in self.receivers.items()
+        }
 
     def close(self) -> None:
         """Leave all connections."""
