@@ -13,6 +13,7 @@ from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.member.rank import Worker
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink
 from offbeat_ckptsync.plan.buckets import bytes_of
+from offbeat_ckptsync.seams import WeightSource
 from offbeat_ckptsync.threads import in_thread
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Weights(torch.nn.Module):
         return hasher.hexdigest()
 
 
-class ModuleSourceOf:
+class ModuleSourceOf(WeightSource):
     """Satisfies `WeightSource` with a `Weights`."""
 
     tensors_stay = True

@@ -57,9 +57,10 @@ class EngineRanks(Ranks):
             case "commit" if values == (self._flipped,):
                 self._committed = self._flipped
                 return [self._flipped] * self._num_ranks
-            case "distrust":
-                self._flipped = self._committed = None
-        return await self._aside(op, values)
+            case _:
+                if op == "distrust":
+                    self._flipped = self._committed = None
+                return await self._aside(op, values)
 
     async def _begin(self, offer: SyncOffer) -> list[str]:
         """Open the engine's update session and let every rank check the offer, say what it keeps, and start staging."""

@@ -44,8 +44,7 @@ class LocalRank(Ranks):
                 return [await in_thread(lambda: method(self._transport, sync_id), name=f"stage {sync_id}")]
             case "begin" | "flip":
                 return [await in_thread(lambda: method(*values), name=op)]
-            case "abort":
-                (sync_id,) = values
-                if sync_id:
-                    self._transport.abort(sync_id)
-        return [method(*values)]
+            case _:
+                if op == "abort" and values[0]:
+                    self._transport.abort(values[0])
+                return [method(*values)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from ray.util import get_node_ip_address
+import ray
 
 from offbeat_ckptsync.control.carried import Operations
 from offbeat_ckptsync.values import Registration
@@ -45,7 +45,7 @@ class ReplicaWorker:
             self._name, self._engine, self._sync, recompute_kv=self._recompute_kv, shared=self._gate
         )
         self._operations = Operations(self._name, member=member)
-        return Registration(name=self._name, role=self._operations.role, host=get_node_ip_address())
+        return Registration(name=self._name, role=self._operations.role, host=_host())
 
     async def rest(self) -> None:
         """Leave the devices to the trainer until the next sync; see `SharedGate.rest`."""
@@ -96,3 +96,8 @@ class ReplicaWorker:
     async def sync_op(self, op: str, request: Json) -> Json:
         """Do an operation of a weight sync and return its outcome; see `offbeat_ckptsync.ops`."""
         return await self._operations(op, request)
+
+
+def _host() -> str:
+    """Return the address of this process's node, as Ray's other nodes see it."""
+    return cast("str", cast("Any", ray).util.get_node_ip_address())
