@@ -148,9 +148,7 @@ class BroadcastTransport(Transport):
     def _join_group(self, group: Group, store: Store, offer: SyncOffer, *, rank: int) -> None:
         if self._group is group:
             return
-        # NCCL holds its limit against every call, gloo against the forming alone: who is lost there is missed sooner.
-        limit = "rendezvous_s" if self.device == "cpu" else "timeout_s"
-        group.build(store, rank, self._host, self.device, float(offer.endpoint[limit]))
+        group.build(store, rank, self._host, self.device, float(offer.endpoint["rendezvous_s"]))
         with self._lock:
             self._group = group
 
@@ -178,6 +176,9 @@ class _End:
         self._offer = offer
         self._group = group
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
+        seats = [Seat(member=str(member), rank=int(rank)) for member, rank in group.seats]
+        self._parts = [parts_of(offer, seat) for seat in seats]  # of each rank but the source
+        self._ranks: dict[int, list[int]] = {}  # that get the buckets of a part
 
     def move(self, bucket: Bucket, payload: torch.Tensor, what: str) -> None:
         if self._transport.is_aborted(self._offer.sync_id):
@@ -199,9 +200,11 @@ class _End:
 
     def _audience(self, bucket: Bucket) -> list[int]:
         """Return the group ranks of those who get a bucket."""
-        seats = [Seat(member=str(member), rank=int(rank)) for member, rank in self._group.seats]
-        parts = [parts_of(self._offer, seat) for seat in seats]
-        return [rank for rank, own in enumerate(parts, start=1) if own is None or bucket.part in own]
+        if bucket.part not in self._ranks:
+            self._ranks[bucket.part] = [
+                rank for rank, own in enumerate(self._parts, start=1) if own is None or bucket.part in own
+            ]
+        return self._ranks[bucket.part]
 
 
 class _Sender(_End, BucketSender):
