@@ -163,3 +163,9 @@ def test_memory_slots_and_places_are_of_the_gpu_by_its_index(gpus, monkeypatch):
         assert Buffers("cuda:1").take(1, 100)[0].device == torch.device("cuda:1")
         slots = _Slots.make(100, "cuda:1").slots
         assert {slot.device for slot in slots} == {torch.device("cuda:1")}
+
+
+def test_buckets_are_larger_on_gpus_unless_they_are_set():
+    assert SyncConfig().bucket_bytes == 32 << 20
+    assert SyncConfig(device="cuda").bucket_bytes == 512 << 20
+    assert SyncConfig(device="cuda", bucket_mib=1.5).bucket_bytes == 3 << 19

@@ -41,6 +41,7 @@ class SyncConfig:
     picks for each sync by where its ranks are.
     `host` is the address the source listens on and receivers connect to: loopback unless told otherwise. `device`
     is where payloads are when they travel: "cuda" means NCCL. `allow_cast` lets a receiver convert floating dtypes.
+    Buckets have `bucket_mib`; without it 32 in host memory and 512 on GPUs (where nothing was measured yet).
     `canary` asks every replica a fixed question after its flip; an answer further than
     `canary_tolerance` (log-probs: nats) from what most say fences it off. It needs room for a few requests at once.
     With `delta` "auto" a bucket of which at most `delta_max_fraction` of the elements changed since the last committed
@@ -50,7 +51,7 @@ class SyncConfig:
     """
 
     transport: str = "broadcast"
-    bucket_mib: float = 32.0
+    bucket_mib: float | None = None  # 32 in host memory, 512 on GPUs
     begin_timeout_s: float = 30.0
     transfer_timeout_s: float = 300.0
     verify_timeout_s: float = 30.0
@@ -72,6 +73,16 @@ class SyncConfig:
             raise ValueError(
                 f"`delta_max_fraction` is a part of the elements, 0 to 1, got {self.delta_max_fraction}"
             )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a bucket on the wire, at most."""
+        mib = _BUCKET_MIB[self.device] if self.bucket_mib is None else self.bucket_mib
+        return int(mib * (1 << 20))
+
+
+_BUCKET_MIB = {"cpu": 32.0, "cuda": 512.0}
+"""A bucket on a GPU costs the latency of a ring and a look at the device, which larger ones share."""
 
 
 def require_transport(name: str) -> None:

@@ -68,7 +68,7 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
             *reference,
             (f"gathered weights, {config.model.dtype.value}, at most", params * width),
             (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
-            ("buckets of the weight sync", int(_SYNC_BUCKETS * config.sync.bucket_mib * MIB)),
+            ("buckets of the weight sync", _SYNC_BUCKETS * config.sync_config().bucket_bytes),
             *packed,
         ),
         certain=sum(num_bytes for _, num_bytes in (*states, *reference)),

@@ -311,7 +311,7 @@ def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Itera
             limits["more_than"] = 0
         for name, limit in limits.items():
             words, holds = _LIMITS[name]
-            if not holds(value, limit):
+            if value is not None and not holds(value, limit):  # None: left to the code
                 yield f"`{path}`: expected {words} {limit:g}, got {value}"
 
 

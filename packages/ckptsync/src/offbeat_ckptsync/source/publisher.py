@@ -59,7 +59,7 @@ class Publisher:
             "rendezvous_s": min(self._config.begin_timeout_s, self._config.transfer_timeout_s),
         }
         self._members = {sync_id: list(members)}
-        manifest, bucket_bytes = self._source.manifest(), int(self._config.bucket_mib * (1 << 20))
+        manifest, bucket_bytes = self._source.manifest(), self._config.bucket_bytes
         return SyncOffer(
             sync_id=sync_id,
             version=version,
