@@ -159,10 +159,12 @@ def _find_on_host(
     runs: Sequence[Run], base: torch.Tensor, fresh: torch.Tensor, most: float
 ) -> list[_Changes]:
     """Compare block by block, while a cache holds both; where more than `most` words changed, they are counted only."""
-    found, total = list[_Changes](), 0
+    found: list[_Changes] = []
+    total = 0
     for run in runs:
         old, new = run.words(base).numpy(), run.words(fresh).numpy()
-        counts, places, values = [], [np.empty(0, np.uint16)], [new[:0]]
+        counts: list[int] = []
+        places, values = [np.empty(0, np.uint16)], [new[:0]]
         for start in range(0, len(new), BLOCK_WORDS):
             block = new[start : start + BLOCK_WORDS]
             differs = old[start : start + BLOCK_WORDS] != block

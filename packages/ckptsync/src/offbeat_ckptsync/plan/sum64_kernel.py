@@ -6,7 +6,7 @@ Imported where there is a GPU; Triton comes with torch's wheels for CUDA.
 # Triton is not typed.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
-# pyright: reportMissingParameterType=false, reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportMissingParameterType=false, reportOperatorIssue=false, reportIndexIssue=false, reportArgumentType=false
 # ruff: noqa: ANN001 -- what Triton compiles is no Python
 
 from __future__ import annotations
