@@ -100,7 +100,7 @@ def test_in_bf16_a_confident_tokens_small_gradient_is_not_lost(monkeypatch, trai
 def peak_bytes(run):
     """Return the most bytes that `run` had allocated at a time, from every allocation and release on the way."""
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as prof:
         run()
     held = peak = 0

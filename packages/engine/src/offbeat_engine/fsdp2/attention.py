@@ -90,6 +90,13 @@ class PlanRows(Protocol):
         ...
 
 
+class Unseen:
+    """A plan that the compiler passes on without a look: torch 2.11 opens frozen dataclasses, and compiles anew for each."""
+
+    def __init__(self, plan: RowPlan) -> None:
+        self.plan = plan
+
+
 @dataclass(frozen=True, slots=True)
 class LengthClass:
     """Sequences that attend together: where their tokens lie in the packed row."""
@@ -176,7 +183,8 @@ def packed_attention(
     Returns:
         [1, N, A, D] and None (no attention weights).
     """
-    plan: RowPlan | None = options.get("packed")
+    held: RowPlan | Unseen | None = options.get("packed")
+    plan = held.plan if isinstance(held, Unseen) else held
     if plan is None or attention_mask is not None:
         raise ConfigError(
             f"{type(module).__name__} does not hand the packing plan down to attention; set `packing: false`"

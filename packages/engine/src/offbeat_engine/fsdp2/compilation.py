@@ -10,16 +10,18 @@ import shutil
 import sysconfig
 import warnings
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat_engine.fsdp2.attention import Unseen
 from offbeat_engine.fsdp2.sharding import layers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.scorer import Scorer
@@ -40,7 +42,16 @@ def compile_layers(scorer: Scorer) -> None:
             for module in layer.modules():
                 if any(param.dim() > 2 for param in module.parameters(recurse=False)):
                     module.forward = torch.compiler.disable(module.forward)
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = _with_unseen_plan(torch.compile(layer.forward, dynamic=True))
+
+
+def _with_unseen_plan(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 a layer's own
+        plan = options.get("packed")
+        return forward(*args, **options if plan is None else {**options, "packed": Unseen(plan)})
+
+    return call
 
 
 @contextmanager
