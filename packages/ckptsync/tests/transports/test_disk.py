@@ -25,11 +25,11 @@ async def test_any_tool_can_read_the_file_and_only_the_last_version_stays(tmp_pa
     for version in (1, 2):
         house.source.weights = awkward_weights(version)
         await house.manager.sync(version)
-    (folder,) = tmp_path.iterdir()
+    (folder,) = tmp_path.glob("*/*")
     assert_same(safetensors.torch.load_file(folder / "model.safetensors"), awkward_weights(2))
     about = json.loads((folder / "sync.json").read_text())
     manifest = manifest_of(awkward_weights(2).items())
-    assert (about["version"], about["manifest_digest"]) == (2, manifest.digest)
+    assert about == {"version": 2, "manifest_digest": manifest.digest, "bucket_bytes": 4096}
     assert set(folder_specs(folder)) == set(manifest.specs)
 
 
@@ -37,8 +37,27 @@ async def test_what_was_not_completed_leaves_nothing_behind(tmp_path):
     house = house_in(tmp_path, Fault("die", 2))
     with pytest.raises(SyncFailed, match="bucket 2"):
         await house.manager.sync(1)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("*/*")) == []
     await house.manager.sync(1)
+
+
+async def test_two_sources_of_one_folder_leave_each_other_s_syncs_alone(tmp_path):
+    one, other = house_in(tmp_path), house_in(tmp_path)
+    await one.manager.sync(1)
+    for version in (1, 2):
+        await other.manager.sync(version)
+    kept = [json.loads((folder / "sync.json").read_text())["version"] for folder in tmp_path.glob("*/*")]
+    assert sorted(kept) == [1, 2]
+    await one.manager.sync(2)
+
+
+def test_a_receiver_that_gives_up_takes_nothing_from_the_source(tmp_path):
+    house = house_in(tmp_path)
+    offer = house.publisher.offer(1, ["a"])
+    sender = house.publisher._transport.sender(offer, ["a"])
+    DiskTransport(str(tmp_path)).abort(offer.sync_id)
+    sender.close()
+    assert [path.name for path in tmp_path.glob("*/*")] == [offer.sync_id]
 
 
 def test_a_folder_must_be_named():

@@ -1,10 +1,11 @@
-"""Through a shared folder: one safetensors file per version that any tool can read, with its digests beside it.
+"""Through a shared folder: one safetensors file per version, which any tool can read.
 
-`<folder>/<sync id>/model.safetensors` holds the tensors, `sync.json` version and digests. The folder appears by one
-rename when both are complete; the sync before it is removed when the next one appears.
+`<folder>/<source id>/<sync id>/model.safetensors` holds the tensors, `sync.json` says of which version and manifest. The
+folder appears by one rename when both are complete; the same source's sync before it is removed when the next one appears.
+What another source wrote is its own: one that died leaves its last version there.
 
 A sync with deltas writes `changes.bin` in place of the tensors: for each bucket in order its delta, or the bucket itself. `sync.json`
-then has "changes", a list of [1 for a delta or 0, number of bytes], and no digests.
+then has "changes", a list of [1 for a delta or 0, number of bytes].
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import json
 import shutil
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,6 @@ import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import gaps
-from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.transports.weight_files import write_header
 
@@ -50,13 +51,13 @@ class DiskTransport(Transport):
         """Keep syncs under `folder`, which is made where it is missing."""
         if not folder:
             raise SyncError("transport `disk` needs `disk_path`, a folder that all members share")
-        self._folder = Path(folder)
+        self._own = Path(folder) / uuid.uuid4().hex  # a source's; a receiver goes where the offer says
         self._aborted: set[str] = set()
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Say where the sync will appear."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return {"path": str(self._folder / sync_id)}
+        self._own.mkdir(parents=True, exist_ok=True)
+        return {"path": str(self._own / sync_id)}
 
     def lend(self, offer: SyncOffer, num_bytes: int) -> None:
         """Nothing to lend: buckets are packed into buffers."""
@@ -72,9 +73,9 @@ class DiskTransport(Transport):
         )
 
     def abort(self, sync_id: str) -> None:
-        """Stop waiting, and remove what was written."""
+        """Stop waiting, and remove what this source wrote."""
         self._aborted.add(sync_id)
-        shutil.rmtree(_partial(self._folder / sync_id), ignore_errors=True)
+        shutil.rmtree(_partial(self._own / sync_id), ignore_errors=True)
 
     def close(self) -> None:
         """Nothing is held; the last version stays on disk."""
@@ -111,7 +112,6 @@ class _Writer(BucketSender):
 class _Sender(_Writer):
     def __init__(self, offer: SyncOffer, path: Path) -> None:
         super().__init__(offer, path)
-        self._digests: list[str] = []
         header, self._starts = write_header(offer.manifest.specs)
         self._target = _partial(path) / "model.safetensors"
         self._target.write_bytes(header)
@@ -126,10 +126,9 @@ class _Sender(_Writer):
                     file.write(data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
         except OSError as error:
             raise self.failure(bucket, error) from error
-        self._digests.append(digest(payload))
 
     def close(self) -> None:
-        self.complete(bucket_digests=self._digests)
+        self.complete()
 
 
 class _DeltaSender(_Writer):
