@@ -1,7 +1,7 @@
 """Settings of a weight sync, and the transports that can be set. Imports nothing heavy."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -39,7 +39,8 @@ class SyncConfig:
 
     `transport` is a built-in name or one that a package adds through the entry-point group `offbeat.transports`; "auto"
     picks for each sync by where its ranks are.
-    `host` is the address the source listens on and receivers connect to: loopback unless told otherwise. `device`
+    `host` is the address the source listens on and receivers connect to: loopback unless told otherwise. Who does not
+    know `secret` gets no seat where ranks meet at a store; it never travels with an offer. `device`
     is where payloads are when they travel: "cuda" means NCCL. `allow_cast` lets a receiver convert floating dtypes.
     Buckets have `bucket_mib`; without it 32 in host memory and 512 on GPUs (where nothing was measured yet).
     `canary` asks every replica a fixed question after its flip; an answer further than
@@ -58,6 +59,7 @@ class SyncConfig:
     flip_timeout_s: float = 60.0
     commit_timeout_s: float = 30.0
     host: str = "127.0.0.1"
+    secret: str = field(default="", repr=False)
     device: Literal["cpu", "cuda"] = "cpu"
     allow_cast: bool = False
     disk_path: str = ""  # folder shared by all members; needed by `disk`

@@ -1,21 +1,14 @@
-"""A small key-value store over TCP for rendezvous and control mail: torch's TCPStore with deadlines that name keys."""
+"""A small key-value store over TCP for rendezvous and control mail: torch's TCPStore on one address."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
-import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore
 
 from offbeat_ckptsync.errors import TransferError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_POLL_S = 0.001
-_POLL_MAX_S = 0.01
 
 
 class Store:
@@ -68,17 +61,27 @@ class Store:
         """Forget `key`; harmless when it is not there."""
         self.raw.delete_key(key)
 
-    def wait(self, keys: list[str], timeout_s: float, stop: Callable[[], bool]) -> list[str]:
-        """Wait until all `keys` are there; return those that are not when the time is over or `stop()` says so."""
-        deadline = time.monotonic() + timeout_s
-        pause_s = _POLL_S
-        missing = keys
-        while True:
-            missing = [key for key in missing if not self.raw.check([key])]
-            if not missing or stop() or time.monotonic() > deadline:
-                return missing
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+    def clear(self, keep: str = "") -> None:
+        """Forget every key that does not begin with `keep`; with "" all."""
+        for key in self.raw.list_keys():
+            if not (keep and key.startswith(keep)):
+                self.raw.delete_key(key)
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether `host`, a name or an address, is known on its own machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def own_address(host: str, port: int) -> str:
+    """Return the address of this machine from which `host` is reached; `host` itself where that is this machine's."""
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)  # sends nothing: the kernel only chooses the way
+        return str(probe.getsockname()[0])
 
 
 _EACH = timedelta(seconds=30)  # one request to a store that answers takes microseconds

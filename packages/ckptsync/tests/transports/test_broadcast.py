@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import subprocess
 import sys
 import threading
@@ -8,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.buckets import plan_buckets
 from offbeat_ckptsync.source.publisher import Publisher
-from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.testing import DictSource, awkward_weights
+from offbeat_ckptsync.testing import DictSource, House, awkward_weights
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
-from offbeat_ckptsync.transports.roll import answer
+from offbeat_ckptsync.transports.rendezvous import Rendezvous
 from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.wire import encode
 
 CONFIG = SyncConfig(bucket_mib=4096 / (1 << 20))
 
@@ -26,9 +29,9 @@ class Line:
 
     def __init__(self, *seats):
         self.source = DictSource(awkward_weights(1))
-        self.transport = BroadcastTransport()
+        self.transport = BroadcastTransport(CONFIG)
         self.publisher = Publisher(self.source, CONFIG, transport=self.transport)
-        self.seats = {seat: BroadcastTransport() for seat in seats}
+        self.seats = {seat: BroadcastTransport(CONFIG) for seat in seats}
         self.version = 0
 
     def sync(self, seats=None):
@@ -79,30 +82,120 @@ def test_a_receiver_that_was_started_anew_gets_a_new_group():
     line = Line(A, B0, B1)
     line.sync()
     line.seats[B1].close()
-    line.seats[B1] = BroadcastTransport()
+    line.seats[B1] = BroadcastTransport(CONFIG)
     line.sync()
+    line.close()
+
+
+@pytest.mark.parametrize("name", ["broadcast", "auto", "relay"])
+async def test_a_store_holds_no_more_keys_after_twenty_syncs_than_after_one(name):
+    config = dataclasses.replace(CONFIG, transport=name)
+    house = House(
+        DictSource(awkward_weights(1)), {"a": DictSink()}, config, lambda: make_transport(name, config)
+    )
+    counts = {}
+    for version in range(1, 21):
+        house.source.weights = awkward_weights(version)
+        await house.manager.sync(version)
+        counts[version] = house.publisher._transport.rendezvous.store.raw.num_keys()
+    assert counts[1] == counts[10] == counts[20]
+    house.close()
+
+
+def test_groups_and_syncs_that_are_over_leave_no_keys():
+    line = Line(A, B0, B1)
+    counts = []
+    for _ in range(3):
+        line.sync()
+        line.sync([A])
+        counts.append(line.transport.rendezvous.store.raw.num_keys())
+    assert counts[0] == counts[1] == counts[2]
     line.close()
 
 
 def test_the_roll_call_names_who_is_missing_and_the_wait_ends_on_time():
     config = SyncConfig(begin_timeout_s=0.3)
-    transport = BroadcastTransport()
+    transport = BroadcastTransport(CONFIG)
     publisher = Publisher(DictSource(awkward_weights(1)), config, transport=transport)
     offer = publisher.offer(1, ["here", "b", "gone"])
-    store = transport._served
-    store.set(f"{offer.sync_id}/here/here/0", '{"num_ranks": 1, "group": ""}')
-    store.set(f"{offer.sync_id}/here/b/0", '{"num_ranks": 2, "group": ""}')
+    say_here(offer, Seat(member="here"))
+    say_here(offer, B0)
     with pytest.raises(TransferError, match=r"no answer within 0\.3 s .* missing: rank 0 of gone$"):
         publisher.send(offer)
     offer = publisher.offer(1, ["b"])
-    store.set(f"{offer.sync_id}/here/b/0", '{"num_ranks": 2, "group": ""}')
+    say_here(offer, B0)
     with pytest.raises(TransferError, match=r"missing: rank 1 of b$"):
         publisher.send(offer)
     transport.close()
 
 
+def say_here(offer, seat, secret=""):
+    config = dataclasses.replace(CONFIG, secret=secret)
+    Rendezvous("broadcast", config, asked="here", told="go").answer(offer, seat, {"group": ""})
+
+
+def test_who_does_not_know_the_secret_gets_no_seat_and_no_word():
+    config = dataclasses.replace(CONFIG, begin_timeout_s=0.5, secret="ours")
+    transport = BroadcastTransport(config)
+    publisher = Publisher(DictSource(awkward_weights(1)), config, transport=transport)
+    offer = publisher.offer(1, ["a"])
+    say_here(offer, A, secret="theirs")
+    with pytest.raises(TransferError, match=r"missing: rank 0 of a \(it answered without our secret\)$"):
+        publisher.send(offer)
+    offer = publisher.offer(1, ["a"])
+    transport.rendezvous.store.set(f"{offer.sync_id}/here/a/0", '{"num_ranks": 1, "group": ""}')
+    with pytest.raises(TransferError, match=r"rank 0 of a \(it answered without our secret\)$"):
+        publisher.send(offer)
+    offer = publisher.offer(1, ["a"])
+    transport.rendezvous.store.set(f"{offer.sync_id}/go", '{"group": "g", "seats": [["a", 0]]}')
+    with pytest.raises(TransferError, match="what is there was written without our secret"):
+        BroadcastTransport(config).receiver(offer, A)
+    transport.close()
+
+
+async def test_a_stranger_who_answers_first_is_passed_over():
+    config = dataclasses.replace(CONFIG, transport="broadcast", secret="ours")
+    house = House(
+        DictSource(awkward_weights(1)), {"a": DictSink()}, config, lambda: BroadcastTransport(config)
+    )
+    opened = house.publisher._transport.open
+
+    def open_with_a_stranger(sync_id, members):
+        endpoint = opened(sync_id, members)
+        house.publisher._transport.rendezvous.store.set(
+            f"{sync_id}/here/a/0", '{"num_ranks": 5, "group": ""}'
+        )
+        return endpoint
+
+    house.publisher._transport.open = open_with_a_stranger
+    await house.manager.sync(1)
+    assert house.receivers["a"].version == 1
+    house.close()
+
+
+def test_the_secret_is_in_no_offer_and_in_no_print():
+    config = dataclasses.replace(CONFIG, transport="auto", secret="not to be told")
+    publisher = Publisher(DictSource(awkward_weights(1)), config)
+    assert "not to be told" not in json.dumps(encode(publisher.offer(1, ["a"]))) + repr(config)
+    publisher.close()
+
+
+@pytest.mark.parametrize("name", ["broadcast", "auto", "relay"])
+def test_loopback_of_another_machine_is_refused_with_the_remedy(name):
+    config = dataclasses.replace(CONFIG, transport=name)
+    publisher = Publisher(DictSource(awkward_weights(1)), config)
+    offer = publisher.offer(1, ["replica 3"])
+    offer.endpoint.update(machine="of another boot/1", hostname="far")
+    told = (
+        r"on loopback, but rank 0 of replica 3 is on another machine \(.*; the source is on far\): let `host`"
+    )
+    with pytest.raises(TransferError, match=told):
+        make_transport(name, config).receiver(offer, Seat(member="replica 3"))
+    publisher.close()
+
+
 def test_an_abort_ends_the_wait_at_once():
-    transport = BroadcastTransport()
+    transport = BroadcastTransport(CONFIG)
     publisher = Publisher(DictSource(awkward_weights(1)), CONFIG, transport=transport)
     offer = publisher.offer(1, ["gone"])
     threading.Timer(0.1, publisher.abort, args=(offer.sync_id,)).start()
@@ -112,7 +205,7 @@ def test_an_abort_ends_the_wait_at_once():
 
 
 def test_nothing_listens_beyond_loopback():
-    transport = BroadcastTransport()
+    transport = BroadcastTransport(CONFIG)
     port = int(transport.open("s", [])["port"])
     tables = [Path(f"/proc/net/{table}").read_text() for table in ("tcp", "tcp6")]
     lines = [line.split() for table in tables for line in table.splitlines() if f":{port:04X} " in line]
@@ -122,23 +215,22 @@ def test_nothing_listens_beyond_loopback():
 
 
 def test_a_source_that_is_not_there_is_said_so():
-    transport = BroadcastTransport()
+    transport = BroadcastTransport(CONFIG)
     publisher = Publisher(
         DictSource(awkward_weights(1)), SyncConfig(begin_timeout_s=0.5), transport=transport
     )
     offer = publisher.offer(1, ["a"])
     offer.endpoint["port"] = 1
     with pytest.raises(TransferError, match=r"no store answers at 127\.0\.0\.1:1 within 0\.5 s"):
-        BroadcastTransport().receiver(offer, A)
+        BroadcastTransport(CONFIG).receiver(offer, A)
     transport.close()
 
 
 def test_who_is_lost_while_the_group_forms_is_missed_at_the_deadline_of_the_rendezvous():
-    transport = BroadcastTransport()
+    transport = BroadcastTransport(CONFIG)
     config = SyncConfig(begin_timeout_s=1)
     offer = Publisher(DictSource(awkward_weights(1)), config, transport=transport).offer(1, ["a"])
-    store = Store.join(str(offer.endpoint["host"]), int(offer.endpoint["port"]), 60.0)
-    answer(store, f"{offer.sync_id}/here/", A, {"group": ""})  # and was not seen again
+    say_here(offer, A)  # and was not seen again
     with pytest.raises(TransferError, match=r"the group of 2 \(source, rank 0 of a\) did not form"):
         transport.sender(offer, ["a"])
     transport.close()

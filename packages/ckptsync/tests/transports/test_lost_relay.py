@@ -35,7 +35,7 @@ async def synced(manager, source, ranks, version):
 
 async def test_a_relay_that_dies_is_named_and_the_old_version_stays():
     source = DictSource(awkward_weights(0))
-    publisher = Publisher(source, CONFIG, transport=RelayTransport(machine="s"))
+    publisher = Publisher(source, CONFIG, transport=RelayTransport(CONFIG, machine="s"))
     manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
     ranks = {name: RankApart(name, CONFIG, machine=machine) for name, machine in MACHINES.items()}
     try:

@@ -20,7 +20,7 @@ CONFIG = SyncConfig(transport="relay", bucket_mib=4096 / (1 << 20))
 def on(*machines):
     """Return what makes the transport of the source, then those of the receivers, each on its machine."""
     names = itertools.cycle(machines)
-    return lambda: RelayTransport(machine=next(names))
+    return lambda: RelayTransport(CONFIG, machine=next(names))
 
 
 PLACES = {

@@ -175,9 +175,7 @@ class _Rank:
         self._name = name
         self._fault = _Harm("corrupt", 0, times=0)
         bare = (
-            RelayTransport(machine=machine, device=config.device)
-            if machine
-            else make_transport(config.transport, config)
+            RelayTransport(config, machine=machine) if machine else make_transport(config.transport, config)
         )
         self._transport = FaultyTransport(bare, on_receive=self._fault)
         self._serve(None)

@@ -3,8 +3,11 @@
 The group is private (beside any default group) and is kept while the membership stays the same. Every sync begins
 with a roll call on a TCPStore of the source:
 
-    receiver: set <sync>/here/<member>/<rank> = {"num_ranks": .., "group": id of the group it is in, or ""}
-    source:   wait for all of them; set <sync>/go = {"group": id, "seats": [[member, rank], ..]}
+    receiver: <sync>/here/<member>/<rank> = {"num_ranks": .., "group": id of the group it is in, or ""}
+    source:   waits for all of them; <sync>/go = {"group": id, "seats": [[member, rank], ..]}
+
+Both are signed (see `rendezvous`), and a group meets under keys that begin with HMAC(secret, "private " id). What
+travels in the group is neither signed nor encrypted: gloo and NCCL want a network in which nobody is a stranger.
 
 In a sync whose offer has `bases` each bucket is announced by a broadcast of 8 bytes: an int64, little-endian, the length
 of the delta that follows, or -1 where the bucket itself does.
@@ -17,7 +20,6 @@ as rank 0 and seats[i] as rank i + 1. A failure on any side drops its group, so 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 import uuid
@@ -28,14 +30,15 @@ import torch
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.slices import parts_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
-from offbeat_ckptsync.store import Store
+from offbeat_ckptsync.store import own_address
 from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.group import Group, Seats
-from offbeat_ckptsync.transports.roll import Word, answer, call_roll, forget
+from offbeat_ckptsync.transports.rendezvous import Rendezvous
 from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.store import Store
     from offbeat_ckptsync.values import Bucket, SyncOffer
 
 _WHOLE = -1
@@ -50,81 +53,63 @@ class BroadcastTransport(Transport):
     @classmethod
     def from_config(cls, config: SyncConfig) -> BroadcastTransport:
         """Make the one that a sync of these settings uses."""
-        return cls(host=config.host, device=config.device)
+        return cls(config)
 
-    def __init__(self, *, host: str = "127.0.0.1", device: str = "cpu") -> None:
-        """Listen, as a source, and bind gloo's sockets on `host`; payloads live on `device`."""
-        self.device = own_device(device)
-        self._host = host
+    def __init__(self, config: SyncConfig) -> None:
+        """Listen, as a source, on `config.host`; payloads live on `config.device`."""
+        self.device = own_device(config.device)
         self._lock = threading.Lock()
-        self._served: Store | None = None
-        self._joined: dict[tuple[str, int], Store] = {}
+        self.rendezvous = Rendezvous("broadcast", config, asked="here", told="go")
         self._group: Group | None = None
-        # Kept: a wait of a sync that is over may look only after the next one has begun.
-        self._aborted: set[str] = set()
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Host the store (once) and say where it is."""
-        with self._lock:
-            if self._served is None:
-                self._served = Store.serve(self._host)
-            return {"host": self._served.host, "port": self._served.port}
+        group = self._group
+        return self.rendezvous.open(keep="" if group is None else f"{group.prefix}/")
 
     def lend(self, offer: SyncOffer, num_bytes: int) -> None:
         """Nothing to lend: buckets are packed into buffers."""
 
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Call the roll and build or reuse the group."""
-        store = self._served
-        assert store is not None, "`open` comes first"
-        roll = _call_roll(self, store, offer, members)
-        seats: Seats = [[member, rank] for member in members for rank in range(roll[member][0]["num_ranks"])]
+        roll = self.rendezvous.call_roll(offer, members)
+        seats: Seats = [[member, rank] for member, words in roll.items() for rank in range(len(words))]
         group = self._group
         together = all(
             here["group"] == (group.id if group else "") for ranks in roll.values() for here in ranks
         )
         if group is None or group.seats != seats or not together:
-            group = Group(uuid.uuid4().hex, seats)
+            group = self._new_group(uuid.uuid4().hex, seats)
             self._drop()
-        store.set(f"{offer.sync_id}/go", json.dumps({"group": group.id, "seats": seats}))
-        self._join_group(group, store, offer, rank=0)
-        return _Sender(self, offer, group, store, seats)
+        self.rendezvous.tell(offer, {"group": group.id, "seats": seats})
+        self._join_group(group, self.rendezvous.store, offer, rank=0)
+        return _Sender(self, offer, group)
 
     def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
         """Answer the roll call and build or reuse the group."""
-        store = self._store_of(offer)
-        timeout_s = float(offer.endpoint["rendezvous_s"])
-        answer(store, f"{offer.sync_id}/here/", seat, {"group": self._group.id if self._group else ""})
-        go = f"{offer.sync_id}/go"
-        if store.wait([go], timeout_s, lambda: self.is_aborted(offer.sync_id)):
-            raise TransferError(
-                f"broadcast: rank {seat.rank} of {seat.member} waited {timeout_s:g} s for the source's word; a member "
-                "is missing or the sync was aborted"
-            )
-        told = json.loads(store.get(go) or "{}")
+        self.rendezvous.answer(offer, seat, {"group": self._group.id if self._group else ""})
+        told = self.rendezvous.hear(offer, seat)
         if self._group is None or self._group.id != told["group"]:
             self._drop()
-            group = Group(told["group"], told["seats"])
-            self._join_group(group, store, offer, rank=1 + told["seats"].index([seat.member, seat.rank]))
+            group = self._new_group(told["group"], told["seats"])
+            rank = 1 + told["seats"].index([seat.member, seat.rank])
+            self._join_group(group, self.rendezvous.source_store(offer, seat), offer, rank=rank)
         assert self._group is not None
         return _Receiver(self, offer, self._group)
 
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here and drop the group: what hangs in it is left to its deadline."""
-        with self._lock:
-            self._aborted.add(sync_id)
-            self._joined = {}  # torch does not mend a connection that was cut: the next sync makes a new one
+        self.rendezvous.abort(sync_id)
         self._drop()
 
     def close(self) -> None:
         """Leave the group and the stores."""
         self._drop()
-        self._served = None
-        self._joined.clear()
+        self.rendezvous.close()
 
     def is_aborted(self, sync_id: str) -> bool:
         """Say whether `abort` was called for this sync."""
-        return sync_id in self._aborted
+        return self.rendezvous.is_aborted(sync_id)
 
     def failed(self, group: Group) -> None:
         """Forget a group in which something failed."""
@@ -139,33 +124,17 @@ class BroadcastTransport(Transport):
         if group is not None:
             group.leave()
 
-    def _store_of(self, offer: SyncOffer) -> Store:
-        where = (str(offer.endpoint["host"]), int(offer.endpoint["port"]))
-        if where not in self._joined:
-            self._joined = {where: Store.join(*where, float(offer.endpoint["rendezvous_s"]))}
-        return self._joined[where]
+    def _new_group(self, group_id: str, seats: Seats) -> Group:
+        return Group(group_id, seats, prefix=self.rendezvous.private(group_id))
 
     def _join_group(self, group: Group, store: Store, offer: SyncOffer, *, rank: int) -> None:
         if self._group is group:
             return
-        group.build(store, rank, self._host, self.device, float(offer.endpoint["rendezvous_s"]))
+        # Peers reach a rank at the address from which it reaches the source; what a host is called may lead elsewhere.
+        host = own_address(store.host, store.port)
+        group.build(store, rank, host, self.device, float(offer.endpoint["rendezvous_s"]))
         with self._lock:
             self._group = group
-
-
-def _call_roll(
-    transport: BroadcastTransport, store: Store, offer: SyncOffer, members: list[str]
-) -> dict[str, list[Word]]:
-    try:
-        return call_roll(
-            store,
-            f"{offer.sync_id}/here/",
-            members,
-            float(offer.endpoint["rendezvous_s"]),
-            lambda: transport.is_aborted(offer.sync_id),
-        )
-    except TransferError as error:
-        raise TransferError(f"broadcast: {error}") from error
 
 
 class _End:
@@ -210,18 +179,6 @@ class _End:
 class _Sender(_End, BucketSender):
     sends = True
 
-    def __init__(
-        self,
-        transport: BroadcastTransport,
-        offer: SyncOffer,
-        group: Group,
-        store: Store,
-        seats: Seats,
-    ) -> None:
-        super().__init__(transport, offer, group)
-        self._store = store
-        self._seats = seats
-
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
         if self._offer.bases:
             self._announce(bucket, _WHOLE, payload.device)
@@ -236,8 +193,7 @@ class _Sender(_End, BucketSender):
         self.move(bucket, word.view(torch.uint8), "announced")
 
     def close(self) -> None:
-        seats = [(str(member), int(rank)) for member, rank in self._seats]
-        forget(self._store, f"{self._offer.sync_id}/here/", seats)
+        """The group stays for the next sync."""
 
 
 class _Receiver(_End, BucketReceiver):

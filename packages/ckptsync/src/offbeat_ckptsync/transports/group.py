@@ -47,24 +47,29 @@ LEAVE_S = 2.0
 Seats = list[list[str | int]]
 """[member, rank] of every receiving rank, in the order of group ranks 1, 2, ..."""
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOOK_S = 0.0002  # between two looks at a work
 
 
 class Group:
     """The source as rank 0, and `seats[i]` as rank i + 1."""
 
-    def __init__(self, group_id: str, seats: Seats) -> None:
+    def __init__(self, group_id: str, seats: Seats, *, prefix: str = "") -> None:
+        """Meet under keys that begin with `prefix`, the id where it is empty."""
         self.id = group_id
+        self.prefix = prefix or group_id
         self.seats = seats
         self._held: list[Any] = []  # the process group, once built
         self._left = threading.Event()
         self._chunk_bytes = CHUNK_BYTES
 
     def build(self, store: Store, rank: int, host: str, device: str, timeout_s: float) -> None:
-        """Meet the others as `rank`; raises `TransferError`, naming them, where the group does not form."""
+        """Meet the others as `rank`, who is reached at `host`.
+
+        Raises:
+            TransferError: the group does not form; names its ranks.
+        """
         world = len(self.seats) + 1
-        own = PrefixStore(self.id, store.raw)
+        own = PrefixStore(self.prefix, store.raw)
         try:
             if device == "cpu":
                 self._held = [_gloo(own, rank, world, host, timeout_s)]
@@ -223,12 +228,8 @@ def _gloo(store: PrefixStore, rank: int, world: int, host: str, timeout_s: float
     options: Any = ProcessGroupGloo._Options()  # noqa: SLF001 -- torch gives no public way
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- as above
     options._threads = GLOO_THREADS  # noqa: SLF001 -- as above
-    # Peers reach a loopback source over loopback; elsewhere gloo finds this machine's own address.
     options._devices = [  # noqa: SLF001 -- as above
-        ProcessGroupGloo.create_device(hostname=host)
-        if host in _LOOPBACK
-        else ProcessGroupGloo.create_default_device()
-        for _ in range(GLOO_DEVICES)
+        ProcessGroupGloo.create_device(hostname=host) for _ in range(GLOO_DEVICES)
     ]
     return ProcessGroupGloo(store, rank, world, options)
 

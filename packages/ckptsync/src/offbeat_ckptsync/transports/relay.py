@@ -3,8 +3,10 @@
 Every rank says at the source's store on which machine it is and where it could be called (`line`). The source names the first
 rank of each machine its relay; those on its own machine, where payloads are in host memory, read what it packs:
 
-    rank:   set <sync>/node/<member>/<rank> = {"num_ranks", "node", "address", "token"}
-    source: set <sync>/nodes = [{"seats": [[member, rank], ..], "address", "token", "relayed": whether the first seat relays}, ..]
+    rank:   <sync>/node/<member>/<rank> = {"num_ranks", "node", "address", "token"}
+    source: <sync>/nodes = {"nodes": [{"seats": [[member, rank], ..], "address", "token", "relayed": whether the first seat relays}, ..]}
+
+Both are signed (see `rendezvous`).
 
 A relay takes part in the broadcast as `relay <member>/<rank>`, receives every bucket into a segment (from a GPU through two
 landing buckets), digests it once, and says to the ranks of its machine, itself among them, {"bucket": k, "digest": d}. They
@@ -15,7 +17,6 @@ digests a version once, and holds it once, in host memory, whatever the number o
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,9 @@ from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
-from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import SideStream, own_device, use_device
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
-from offbeat_ckptsync.transports.roll import answer, call_roll, forget
+from offbeat_ckptsync.transports.rendezvous import Rendezvous
 from offbeat_ckptsync.transports.shm import ShmTransport
 from offbeat_ckptsync.transports.topology import here, machine_of
 from offbeat_ckptsync.values import Seat
@@ -50,21 +50,22 @@ class RelayTransport(Transport):
     @classmethod
     def from_config(cls, config: SyncConfig) -> RelayTransport:
         """Make the one that a sync of these settings uses."""
-        return cls(host=config.host, device=config.device)
+        return cls(config)
 
-    def __init__(self, *, host: str = "127.0.0.1", device: str = "cpu", machine: str = "") -> None:
-        """Listen, as a source, on `host`; what crosses between machines lives on `device`. `machine`: this one's name.
+    def __init__(self, config: SyncConfig, *, machine: str = "") -> None:
+        """Listen, as a source, on `config.host`; what crosses between machines lives on `config.device`. `machine`: this one's name.
 
         Without it, ranks share a machine if they share its boot, user and network namespace.
         """
-        self.device = own_device(device)
+        self.device = own_device(config.device)
         self._machine = machine or machine_of(here("cpu"))
-        self._wire = BroadcastTransport(host=host, device=device)
+        self._wire = BroadcastTransport(config)
+        self.rendezvous = Rendezvous(
+            "relay", config, asked="node", told="nodes", beside=self._wire.rendezvous
+        )
         self._near = ShmTransport()
         self._nodes: dict[str, list[Node]] = {}  # by sync, at the source
-        self._joined: dict[tuple[str, int], Store] = {}
         self._members: dict[str, list[str]] = {}
-        self._aborted: set[str] = set()
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Host the store (once) and say where it is."""
@@ -89,16 +90,9 @@ class RelayTransport(Transport):
 
     def receiver(self, offer: SyncOffer, seat: Seat) -> _Reader:
         """Say where this rank is, and read from its relay; become that relay where the source says so."""
-        store, timeout_s = self._store_of(offer), float(offer.endpoint["rendezvous_s"])
         place = {"node": self._machine, **self._near.open(offer.sync_id, [])}
-        answer(store, f"{offer.sync_id}/node/", seat, place)
-        key = f"{offer.sync_id}/nodes"
-        if store.wait([key], timeout_s, lambda: self.is_aborted(offer.sync_id)):
-            raise TransferError(
-                f"relay: rank {seat.rank} of {seat.member} waited {timeout_s:g} s to hear from whom to read; a member is "
-                "missing or the sync was aborted"
-            )
-        nodes: list[Node] = json.loads(store.get(key) or "[]")
+        self.rendezvous.answer(offer, seat, place)
+        nodes: list[Node] = self.rendezvous.hear(offer, seat)["nodes"]
         node = next(node for node in nodes if (seat.member, seat.rank) in _seats(node))
         limits = {name: offer.endpoint[name] for name in ("timeout_s", "rendezvous_s")}
         endpoint = {"address": node["address"], "token": node["token"], **limits}
@@ -113,8 +107,7 @@ class RelayTransport(Transport):
 
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here, those of a relay too."""
-        self._aborted.add(sync_id)
-        self._joined = {}  # as `broadcast` does: a connection that was cut is not mended
+        self.rendezvous.abort(sync_id)
         self._wire.abort(sync_id)
         self._near.abort(sync_id)
 
@@ -122,19 +115,14 @@ class RelayTransport(Transport):
         """Leave the group, the stores and the segments."""
         self._wire.close()
         self._near.close()
-        self._joined.clear()
+        self.rendezvous.close()
 
     def is_aborted(self, sync_id: str) -> bool:
         """Say whether `abort` was called for this sync."""
-        return sync_id in self._aborted
+        return self.rendezvous.is_aborted(sync_id)
 
     def _meet(self, offer: SyncOffer) -> list[Node]:
-        store, prefix = self._store_of(offer), f"{offer.sync_id}/node/"
-        members, timeout_s = self._members[offer.sync_id], float(offer.endpoint["rendezvous_s"])
-        try:
-            roll = call_roll(store, prefix, members, timeout_s, lambda: self.is_aborted(offer.sync_id))
-        except TransferError as error:
-            raise TransferError(f"relay: {error}") from error
+        roll = self.rendezvous.call_roll(offer, self._members[offer.sync_id])
         nodes: dict[str, Node] = {}
         for member, words in roll.items():
             for rank, word in enumerate(words):
@@ -143,17 +131,8 @@ class RelayTransport(Transport):
                 node = nodes.setdefault(word["node"], {"seats": [], **at, "relayed": not own})
                 node["seats"].append([member, rank])
         self._nodes = {offer.sync_id: [*nodes.values()]}
-        store.set(f"{offer.sync_id}/nodes", json.dumps([*nodes.values()]))
-        forget(
-            store, prefix, [(member, rank) for member, words in roll.items() for rank in range(len(words))]
-        )
+        self.rendezvous.tell(offer, {"nodes": self._nodes[offer.sync_id]})
         return self._nodes[offer.sync_id]
-
-    def _store_of(self, offer: SyncOffer) -> Store:
-        where = (str(offer.endpoint["host"]), int(offer.endpoint["port"]))
-        if where not in self._joined:
-            self._joined = {where: Store.join(*where, float(offer.endpoint["rendezvous_s"]))}
-        return self._joined[where]
 
 
 class _Sender(BucketSender):

@@ -30,6 +30,11 @@ class Place:
     gpu: str = ""  # UUID of its GPU, or empty
     free_bytes: int = 0  # of that GPU's memory, now
 
+    @property
+    def loopback(self) -> str:
+        """What those have in common who reach each other over loopback."""
+        return f"{self.host}/{self.network}"
+
 
 class Link(StrEnum):
     """How two GPUs of one machine reach each other's memory."""
