@@ -131,8 +131,9 @@ def test_placement_on_shared_gpus_names_whose_they_are():
     assert plan.placement[-1].where == "the GPU(s) of ranks 2 to 3, in turns"
 
 
-def test_the_transport_follows_placement_unless_it_is_named():
-    assert compose_run([]).sync_config().transport == "broadcast"
+def test_the_transport_follows_where_processes_are_unless_it_is_named():
+    assert compose_run([]).sync_config().transport == "auto"
+    assert compose_run(["sync=broadcast"]).sync_config().transport == "broadcast"
     assert compose_run([COLOCATED]).sync_config().transport == "auto"
     assert compose_run([COLOCATED, "sync=disk"]).sync_config().transport == "disk"
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
-from offbeat_ckptsync.config import SyncConfig, require_transport
+from offbeat_ckptsync.config import SyncConfig
 from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig
 from offbeat_engine.registry import engine_config_class
 from offbeat_rollout.config import LoraConfig, RolloutConfig
@@ -188,19 +188,12 @@ class RolloutSection(RolloutConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSection(SyncConfig):
-    """How new weights reach the replicas.
+    """How new weights reach the replicas: by where the processes are, unless a `transport` is named."""
 
-    Without a `transport`, `cluster.placement` decides: "broadcast" between separate pools, "auto" on shared devices.
-    """
-
-    transport: str = ""
+    transport: str = "auto"
     host: str = field(default="127.0.0.1", metadata={"derived": "cluster.rendezvous_host"})
+    secret: str = field(default="", repr=False, metadata={"derived": "the run, which makes one"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
-
-    def __post_init__(self) -> None:
-        """Refuse a transport that nobody has; raises `ValueError` with the names there are."""
-        if self.transport:
-            require_transport(self.transport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,9 +329,8 @@ class RunConfig:
     def sync_config(self) -> SyncConfig:
         """Return the settings of the weight sync; without `disk_path`, files go to the run folder."""
         derived: dict[str, Any] = {
-            "host": self.cluster.rendezvous_host,
+            "host": self.cluster.rendezvous_host or "127.0.0.1",
             "device": self.device,
-            "transport": self.sync.transport or ("auto" if self.colocated else "broadcast"),
             "disk_path": self.sync.disk_path or str((self.folder / "sync").absolute()),
         }
         return SyncConfig(**{**_as(SyncConfig, self.sync), **derived})

@@ -144,7 +144,7 @@ def _shared_gpus(config: RunConfig) -> Iterator[Refusal]:
         yield Refusal(
             "sync.transport",
             "broadcast is NCCL here, which takes no two processes of one GPU, and replicas share the ranks'",
-            "sync=placed, sync=auto or sync=disk",
+            "sync=auto or sync=disk",
         )
 
 

@@ -175,7 +175,7 @@ def _sampling_and_sync(config: RunConfig) -> Iterator[Refusal]:
         yield Refusal(
             "sync.transport",
             "loopback stays within one process, and replicas have their own",
-            "sync=broadcast or sync=disk",
+            "sync=auto or sync=disk",
         )
 
 
