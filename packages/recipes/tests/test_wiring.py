@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from offbeat_recipes.errors import SettingError
 from offbeat_recipes.run_folder import open_run_folder
 from offbeat_recipes.settings import parse, to_dict
 from offbeat_recipes.wiring import (
@@ -108,6 +109,19 @@ def test_what_the_processes_are_told(folder, monkeypatch):
     # Other processes have other working directories.
     assert train.checkpoint_dir == str(folder.checkpoints.absolute() / "policy")
     assert spec.log_dir == str(folder.logs.absolute())
+
+
+def test_each_run_makes_a_secret_that_nobody_sets_and_nobody_reads(folder):
+    config = parse({})
+    one, other = (cluster_spec(config, folder, "/m") for _ in range(2))
+    secret = one.train.sync.secret
+    assert len(bytes.fromhex(secret)) == 32
+    assert secret != other.train.sync.secret
+    assert secret not in repr(one)
+    with pytest.raises(
+        SettingError, match=r"`sync\.secret` cannot be set: it follows from the run, which makes one"
+    ):
+        parse({"sync": {"secret": "mine"}})
 
 
 def test_a_model_folder_holds_the_weights_to_start_from(tmp_path):

@@ -183,14 +183,15 @@ def test_the_secret_is_in_no_offer_and_in_no_print():
 @pytest.mark.parametrize("name", ["broadcast", "auto", "relay"])
 def test_loopback_of_another_machine_is_refused_with_the_remedy(name):
     config = dataclasses.replace(CONFIG, transport=name)
-    publisher = Publisher(DictSource(awkward_weights(1)), config)
+    publisher, receiving = Publisher(DictSource(awkward_weights(1)), config), make_transport(name, config)
     offer = publisher.offer(1, ["replica 3"])
     offer.endpoint.update(machine="of another boot/1", hostname="far")
     told = (
         r"on loopback, but rank 0 of replica 3 is on another machine \(.*; the source is on far\): let `host`"
     )
     with pytest.raises(TransferError, match=told):
-        make_transport(name, config).receiver(offer, Seat(member="replica 3"))
+        receiving.receiver(offer, Seat(member="replica 3"))
+    receiving.close()
     publisher.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,8 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
             checkpoint_dir=str((folder.checkpoints / "policy").absolute()),
             keep_checkpoints=config.trainer.keep_checkpoints,
             collective_timeout_s=config.engine.collective_timeout_s,
-            sync=config.sync_config(),
+            # Fresh for each run; the processes get it over Ray, and nothing writes it down.
+            sync=replace(config.sync_config(), secret=secrets.token_hex(32)),
         ),
         rollout=RolloutSpec(
             adapter_name=config.rollout.name,

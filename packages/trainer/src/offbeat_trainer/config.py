@@ -222,7 +222,9 @@ class ClusterConfig:
     On CPU the devices of a pool are the cores: training and generation take turns in sync mode, so each pool may
     use them all. On GPU every rank and every tensor-parallel rank of a replica has a device of its own, unless
     `placement` is "colocated" (sync mode only): then ranks and replicas share theirs. `num_devices` 0 = count them.
-    Replicas are asked for their health every `health_period_s`; one that takes longer than `health_timeout_s` to answer
+    With `ray_address` the run may have several machines. On CPU ranks run beside the driver, and replicas are spread. Processes
+    meet at `rendezvous_host`, an address of training rank 0's machine; empty, it is loopback while all are on one machine,
+    else the address that Ray knows that machine by. Replicas are asked for their health every `health_period_s`; one that takes longer than `health_timeout_s` to answer
     is replaced.
     """
 
@@ -232,5 +234,5 @@ class ClusterConfig:
     start_timeout_s: float = 300.0
     health_period_s: float = 5.0
     health_timeout_s: float = 60.0
-    rendezvous_host: str = "127.0.0.1"
+    rendezvous_host: str = ""
     object_store_mib: int = 512

@@ -8,7 +8,7 @@ from offbeat_ckptsync.control.carried import CarriedSource
 from offbeat_trainer.cluster.waits import answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from offbeat_ckptsync.ops import Call
     from offbeat_ckptsync.wire import Json
@@ -38,9 +38,10 @@ def to_replica(name: str, handle: Any, timeline: Callable[[], Timeline] | None =
 class TrainSource(CarriedSource):
     """The training ranks as a source: rank 0 sends while the others walk along, because gathering is a collective."""
 
-    def __init__(self, group: TrainGroup) -> None:
-        """Send what `group` trains."""
+    def __init__(self, group: TrainGroup, nodes: Mapping[str, str]) -> None:
+        """Send what `group` trains to members on the machines `nodes`, by name, which may change between syncs."""
         self._group = group
+        self._nodes = nodes
         super().__init__(lambda: self._carry)
 
     async def reference(self) -> list[float]:
@@ -49,6 +50,10 @@ class TrainSource(CarriedSource):
 
     async def _carry(self, op: str, request: Json) -> Json:
         what = f"do {op!r} of a weight sync"
+        if op == "offer":
+            members = cast("list[str]", request["members"])
+            host = self._group.host_for({name: self._nodes[name] for name in members})
+            await self._group.control("meet_at", host, what="let members meet it")
         if op == "send":
             return (await self._group.call("sync_op", op, request, what=what))[0]
         return await self._group.control("sync_op", op, request, what=what)

@@ -9,6 +9,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from offbeat_trainer.cluster.nodes import beside_the_driver
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.config import Placement
 from offbeat_trainer.errors import PlanRefused
@@ -96,29 +97,36 @@ class Rooms:
     def _bundle(self, pool: Pool, index: int) -> PlacementGroupSchedulingStrategy:
         if pool not in self._groups:
             self._groups[pool] = _reserve(
-                pool, self._bundles(pool), timeout_s=self._spec.cluster.start_timeout_s
+                pool,
+                self._bundles(pool),
+                strategy="SPREAD" if pool == "rollout" and not self._gpus_of_a_replica else "PACK",
+                timeout_s=self._spec.cluster.start_timeout_s,
             )
         return PlacementGroupSchedulingStrategy(self._groups[pool], index)
 
     def _bundles(self, pool: Pool) -> list[dict[str, float]]:
         ranks, replicas = self._spec.train.num_ranks, self._spec.rollout.num_replicas
         gpu = 1 if self._spec.train.device == "cuda" else 0
+        # Cores are not reserved, so on CPU any machine would do: ranks stay where the run folder is.
+        beside = {} if gpu else beside_the_driver()
         match pool:
             case "train":
-                return [_bundle(1, gpu)] * ranks
+                return [_bundle(1, gpu) | beside] * ranks
             case "rollout":
                 return [_bundle(1, self._gpus_of_a_replica)] * replicas
             case "shared":
-                return [_bundle(2, gpu)] * max(ranks, replicas * self._width)
+                return [_bundle(2, gpu) | beside] * max(ranks, replicas * self._width)
 
 
 def _bundle(num_processes: int, gpus: int) -> dict[str, float]:
     return {"CPU": num_processes * CPUS_PER_PROCESS, **({"GPU": gpus} if gpus else {})}
 
 
-def _reserve(name: str, bundles: list[dict[str, float]], *, timeout_s: float) -> PlacementGroup:
-    """Reserve `bundles`, packed on as few hosts as possible."""
-    group = placement_group(bundles, strategy="PACK", name=name)
+def _reserve(
+    name: str, bundles: list[dict[str, float]], *, strategy: str, timeout_s: float
+) -> PlacementGroup:
+    """Reserve `bundles`: "PACK" on as few machines as possible, "SPREAD" over as many."""
+    group = placement_group(bundles, strategy=strategy, name=name)
     if not group.wait(timeout_s):
         remove_placement_group(group)
         raise PlanRefused(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, cast
-
-import ray
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.control.carried import Operations
 from offbeat_ckptsync.values import Registration
 from offbeat_rollout.registry import adapter_class
 from offbeat_trainer.bridge import SharedGate, make_member
+from offbeat_trainer.cluster.nodes import this_node
 from offbeat_trainer.cluster.process import redirect_output
+from offbeat_trainer.cluster.supplies import take_piece
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection, Sequence
@@ -34,9 +35,22 @@ class ReplicaWorker:
         redirect_output(log_path)
         self._name = name
         self._sync = sync
+        self._model_path = spec.rollout.model_path
         self._recompute_kv = spec.recompute_kv
         self._engine: RolloutEngine = adapter_class(spec.adapter_name)(spec.rollout)
         self._gate = SharedGate(self._engine) if shared else None
+
+    def node(self) -> str:
+        """Return the address of this replica's machine."""
+        return this_node()
+
+    def lacks_model(self) -> bool:
+        """Say whether the model's folder is not on this machine."""
+        return not Path(self._model_path).exists()
+
+    def take_piece(self, name: str, piece: bytes | None) -> None:
+        """Append to file `name` of the model's folder, which appears, whole, after the last one; see `supplies`."""
+        take_piece(Path(self._model_path), name, piece)
 
     async def start(self) -> Registration:
         """Load the model; then the replica can generate and take weights, and says so: this is how it joins."""
@@ -45,7 +59,7 @@ class ReplicaWorker:
             self._name, self._engine, self._sync, recompute_kv=self._recompute_kv, shared=self._gate
         )
         self._operations = Operations(self._name, member=member)
-        return Registration(name=self._name, role=self._operations.role, host=_host())
+        return Registration(name=self._name, role=self._operations.role, host=this_node())
 
     async def rest(self) -> None:
         """Leave the devices to the trainer until the next sync; see `SharedGate.rest`."""
@@ -96,8 +110,3 @@ class ReplicaWorker:
     async def sync_op(self, op: str, request: Json) -> Json:
         """Do an operation of a weight sync and return its outcome; see `offbeat_ckptsync.ops`."""
         return await self._operations(op, request)
-
-
-def _host() -> str:
-    """Return the address of this process's node, as Ray's other nodes see it."""
-    return cast("str", cast("Any", ray).util.get_node_ip_address())

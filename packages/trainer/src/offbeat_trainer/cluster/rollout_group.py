@@ -14,6 +14,7 @@ from offbeat_rollout import NoReplica
 from offbeat_rollout.pool import ReplicaPool
 from offbeat_trainer.cluster.carrier import to_replica
 from offbeat_trainer.cluster.replicas import RemoteReplica, ReplicaStarter
+from offbeat_trainer.cluster.supplies import Supplies
 from offbeat_trainer.cluster.waits import answer, answers
 from offbeat_trainer.timeline import Timeline
 
@@ -62,6 +63,8 @@ class RolloutGroup:
         )
         self.handles: dict[str, Any] = {}
         self.members: dict[str, Member] = {}  # as they announced themselves
+        self.nodes: dict[str, str] = {}  # the machine of each replica
+        self._supplies = Supplies(spec.rollout.rollout.model_path, spec.cluster.start_timeout_s)
         self.joiner: Joiner | None = None
         self.lost: dict[str, str] = {}  # why; until the replacement is admitted
         self.replacing: set[str] = set()
@@ -76,6 +79,15 @@ class RolloutGroup:
         """Reserve devices and bring up all replicas; they serve nothing until their first sync."""
         spec, cluster = self._spec, self._spec.cluster
         self.handles = {name: self._starter.launch(name) for name in self._starter.names}
+        nodes = await answers(
+            [handle.node.remote() for handle in self.handles.values()],
+            owners=list(self.handles),
+            what="say where it is",
+            timeout_s=cluster.start_timeout_s,
+        )
+        self.nodes.update(zip(self.handles, nodes, strict=True))
+        for name, handle in self.handles.items():
+            await self._supplies.bring(name, handle, self.nodes[name])
         joining = await answers(
             [handle.start.remote() for handle in self.handles.values()],
             owners=list(self.handles),
@@ -242,6 +254,13 @@ class RolloutGroup:
         ray.kill(self.handles[name])  # one that hangs must not hold its devices
         async with nullcontext() if self.devices_free is None else self.devices_free:
             handle = self.handles[name] = self._starter.launch(name)
+            self.nodes[name] = await answer(
+                handle.node.remote(),
+                owner=name,
+                what="say where it is",
+                timeout_s=self._spec.cluster.start_timeout_s,
+            )
+            await self._supplies.bring(name, handle, self.nodes[name])
             registration = await answer(
                 handle.start.remote(),
                 owner=name,

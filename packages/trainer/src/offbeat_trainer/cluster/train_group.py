@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 
 from offbeat_trainer.cluster.liveness import guarded
+from offbeat_trainer.cluster.nodes import meeting_host, this_node
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.cluster.waits import answer, answers
 from offbeat_trainer.concurrency import together
-from offbeat_trainer.errors import DeadlineExceeded
+from offbeat_trainer.errors import DeadlineExceeded, PlanRefused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 
     from offbeat_engine import EngineConfig, TrainBatch
     from offbeat_trainer.cluster.placement import Rooms
@@ -69,14 +71,40 @@ class TrainGroup:
             for rank, seat in enumerate(seats)
         ]
         timeout_s = spec.cluster.start_timeout_s
+        self._nodes = await self.call("node", what="say where it is", timeout_s=timeout_s)
+        await self._require_run_folder()
         address = await answer(
-            self._workers[0].address.remote(spec.cluster.rendezvous_host),
+            self._workers[0].address.remote(self.host_for(dict(zip(self._names, self._nodes, strict=True)))),
             owner=self._names[0],
             what="find a free port",
             timeout_s=timeout_s,
         )
         await self.call("join", address, what="meet the other ranks", timeout_s=timeout_s)
         self._rooms.ranks_hold(await self.call("device", what="name its device", timeout_s=timeout_s))
+
+    def host_for(self, others: Mapping[str, str]) -> str:
+        """Return the address at which processes on these machines, by name, meet rank 0.
+
+        Raises:
+            PlanRefused: the settings say loopback, and one of them is elsewhere.
+        """
+        return meeting_host(self._spec.cluster.rendezvous_host, self._nodes[0], others)
+
+    async def _require_run_folder(self) -> None:
+        """Ranks write checkpoints where the driver looks for them: a rank that does not see the driver's folder is refused."""
+        with NamedTemporaryFile(dir=self._spec.log_dir, prefix=".seen-") as seen:
+            seen_by = await self.call(
+                "sees",
+                seen.name,
+                what="look into the run folder",
+                timeout_s=self._spec.cluster.start_timeout_s,
+            )
+        for name, node, sees in zip(self._names, self._nodes, seen_by, strict=True):
+            if not sees:
+                raise PlanRefused(
+                    f"{name} runs on {node} and does not see the run folder of the driver's machine, {this_node()}: checkpoints "
+                    "go there. Let run_dir be a folder that both share"
+                )
 
     async def build(
         self,

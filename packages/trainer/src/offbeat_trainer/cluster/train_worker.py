@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
@@ -15,7 +17,9 @@ from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_engine import World, engine_class
 from offbeat_engine.losses import SftLoss
 from offbeat_trainer.bridge import EngineWeights
+from offbeat_trainer.cluster.nodes import LOOPBACK, this_node
 from offbeat_trainer.cluster.process import redirect_output
+from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.roles import Actor, Reference
 
 if TYPE_CHECKING:
@@ -36,12 +40,26 @@ class TrainWorker:
         self._rank = rank
         self._engines: list[Engine] = []
         self._sender: Publisher | None = None
+        self._host = LOOPBACK
+
+    def node(self) -> str:
+        """Return the address of this rank's machine."""
+        return this_node()
+
+    def sees(self, path: str) -> bool:
+        """Say whether a file of the driver's is there for this rank, too."""
+        return Path(path).exists()
 
     def address(self, host: str) -> str:
-        """Return `host:port` with a port that is free on this rank's host now."""
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+        """Return `host:port` with a port that is free now; raises `PlanRefused` where `host` is not this machine's."""
+        try:
+            with socket.create_server((host, 0)) as probe:
+                return f"{host}:{probe.getsockname()[1]}"
+        except OSError as error:
+            raise PlanRefused(
+                f"cluster.rendezvous_host={host} is no address of training rank 0's machine, {this_node()} ({error}): leave "
+                "it empty, or let it be one"
+            ) from error
 
     def join(self, store_address: str) -> None:
         """Meet the other ranks. Called in the thread that computes, whose number of threads is set here."""
@@ -101,6 +119,13 @@ class TrainWorker:
         """Load a checkpoint; see `Engine.load_checkpoint`."""
         return self._engines[0].load_checkpoint(self._spec.checkpoint_dir, global_step=step)
 
+    def meet_at(self, host: str) -> None:
+        """Let the members of coming syncs meet rank 0 at `host`."""
+        if self._sender is not None and host != self._host:
+            self._sender.close()  # members are elsewhere now: a replacement may start on another machine
+            self._sender = None
+        self._host = host
+
     def sync_op(self, op: str, request: Json) -> Json:
         """Do an operation of a weight sync as its source and return the outcome; see `offbeat_ckptsync.ops`.
 
@@ -117,7 +142,7 @@ class TrainWorker:
 
     def _publisher(self) -> Publisher:
         if self._sender is None:
-            self._sender = Publisher(self._weights(), self._spec.sync)
+            self._sender = Publisher(self._weights(), replace(self._spec.sync, host=self._host))
         return self._sender
 
     def _weights(self) -> EngineWeights:

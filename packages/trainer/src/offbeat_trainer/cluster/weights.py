@@ -32,7 +32,9 @@ class ClusterPublisher:
     def __init__(self, train: TrainGroup, rollout: RolloutGroup, config: SyncConfig) -> None:
         self._train = train
         self._rollout = rollout
-        self._manager = CheckpointEngineManager(TrainSource(train), config, on_fence=self._fence)
+        self._manager = CheckpointEngineManager(
+            TrainSource(train, rollout.nodes), config, on_fence=self._fence
+        )
         for member in rollout.members.values():
             self._manager.add(member)
         self._report: SyncReport | None = None  # of the version last committed

@@ -1,0 +1,47 @@
+"""The machines of a run, by the addresses that Ray knows them by: which of them is whose, and where processes meet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ray
+from ray.util import get_node_ip_address
+
+from offbeat_ckptsync.store import is_loopback
+from offbeat_trainer.errors import PlanRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LOOPBACK = "127.0.0.1"
+
+
+def this_node() -> str:
+    """Return the address of the machine that this process runs on."""
+    return str(get_node_ip_address())
+
+
+def beside_the_driver() -> dict[str, float]:
+    """Return what a process asks of Ray to run on the driver's machine; nothing where that is none of Ray's."""
+    resource = f"node:{this_node()}"
+    return {resource: 0.001} if resource in ray.cluster_resources() else {}
+
+
+def meeting_host(setting: str, host_node: str, others: Mapping[str, str]) -> str:
+    """Return the address of `host_node` at which `others`, machines by process, meet a process there.
+
+    Without a setting that is loopback while all are on one machine, else what Ray knows that machine by.
+
+    Raises:
+        PlanRefused: `setting` is loopback, and somebody is elsewhere.
+    """
+    apart = {name: node for name, node in others.items() if node != host_node}
+    if not setting:
+        return host_node if apart else LOOPBACK
+    if apart and is_loopback(setting):
+        name, node = next(iter(apart.items()))
+        raise PlanRefused(
+            f"cluster.rendezvous_host={setting} is loopback, but {name} is on another machine ({node}; training rank 0 is on "
+            f"{host_node}): leave it empty, or let it be an address of {host_node} that all machines reach"
+        )
+    return setting

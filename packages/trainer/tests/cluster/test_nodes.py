@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from offbeat_trainer.cluster.nodes import meeting_host
+from offbeat_trainer.cluster.train_worker import TrainWorker
+from offbeat_trainer.errors import PlanRefused
+
+HERE, FAR = "10.0.0.1", "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("setting", "others", "host"),
+    [
+        ("", {}, "127.0.0.1"),
+        ("", {"replica 0": HERE, "replica 1": HERE}, "127.0.0.1"),
+        ("", {"replica 0": HERE, "replica 1": FAR}, HERE),
+        ("192.168.0.1", {"replica 0": FAR}, "192.168.0.1"),
+        ("192.168.0.1", {"replica 0": HERE}, "192.168.0.1"),
+        ("127.0.0.1", {"replica 0": HERE}, "127.0.0.1"),
+    ],
+)
+def test_processes_meet_on_loopback_while_all_are_on_one_machine(setting, others, host):
+    assert meeting_host(setting, HERE, others) == host
+
+
+@pytest.mark.parametrize("setting", ["127.0.0.1", "localhost", "::1", "127.0.1.1"])
+def test_loopback_is_refused_with_the_remedy_where_somebody_is_elsewhere(setting):
+    told = (
+        f"cluster.rendezvous_host={setting} is loopback, but replica 3 is on another machine .*leave it empty"
+    )
+    with pytest.raises(PlanRefused, match=told):
+        meeting_host(setting, HERE, {"replica 0": HERE, "replica 3": FAR})
+
+
+def test_an_address_of_another_machine_is_refused(monkeypatch):
+    monkeypatch.setattr("offbeat_trainer.cluster.train_worker.this_node", lambda: HERE)
+    worker = TrainWorker.__new__(TrainWorker)
+    with pytest.raises(
+        PlanRefused, match=rf"192\.0\.2\.1 is no address of training rank 0's machine, {HERE}"
+    ):
+        worker.address("192.0.2.1")  # of the block that is nobody's (RFC 5737)
+    host, port = worker.address("127.0.0.1").split(":")
+    assert (host, int(port) > 0) == ("127.0.0.1", True)
