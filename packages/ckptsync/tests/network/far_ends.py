@@ -1,0 +1,77 @@
+"""The two ends of test_two_hosts.py, each a process on a host of its own: `near` sends and manages, `far` receives."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.errors import SyncError
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.network.membership import Membership
+from offbeat_ckptsync.network.peer import agent_of
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.testing import DictSource, awkward_weights, sums_of
+from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.values import Seat
+
+SECRET = "of the tests only"
+CONFIG = SyncConfig(
+    transport="auto", begin_timeout_s=5.0, transfer_timeout_s=10.0, secret=SECRET, bucket_mib=0.01
+)
+
+
+def say(**told: object) -> None:
+    print(json.dumps(told), flush=True)
+
+
+async def commands() -> list[str]:
+    return (await in_thread(sys.stdin.readline, name="commands")).split()
+
+
+async def near(host: str, source_host: str) -> None:
+    source = DictSource(awkward_weights(0))
+    membership = Membership.serve(SECRET, dataclasses.replace(CONFIG, host=host))
+    publisher = Publisher(source, dataclasses.replace(CONFIG, host=source_host))
+    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG, on_fence=membership.fenced)
+    await membership.start()
+    membership.attach(manager)
+    say(port=membership.address[1])
+    while words := await commands():
+        match words:
+            case ["wait", timeout_s]:
+                try:
+                    await membership.wait_for(["far"], float(timeout_s))
+                    say(members=manager.members)
+                except SyncError as error:
+                    say(error=str(error))
+            case ["sync", version]:
+                source.weights = awkward_weights(int(version))
+                try:
+                    report = await manager.sync(int(version))
+                    say(members=[*report.members], transport=report.transport, why=report.why)
+                except SyncError as error:
+                    say(error=str(error))
+            case _:
+                raise AssertionError(words)
+    await membership.close()
+    publisher.close()
+
+
+async def far(host: str, near_host: str, port: str) -> None:
+    sink = DictSink()
+    receiver = Receiver(Seat(member="far"), sink)
+    agent = agent_of(receiver, dataclasses.replace(CONFIG, host=host), SECRET)
+    await agent.join(near_host, int(port))
+    say(joined=True)
+    while await commands():
+        status = receiver.status()
+        say(version=status.version, committed=status.committed, sums=sums_of(sink.weights))
+    await agent.leave()
+
+
+asyncio.run({"near": near, "far": far}[sys.argv[1]](*sys.argv[2:]))
