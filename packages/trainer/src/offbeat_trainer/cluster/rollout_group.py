@@ -145,7 +145,8 @@ class RolloutGroup:
     def admit(self, name: str, version: int) -> None:
         """Give the replica traffic: it serves `version`, verified."""
         self._open().admit(name, version)
-        self.lost.pop(name, None)
+        if self.lost.pop(name, None) is not None:
+            log.warning("%s serves again, version %d on %s", name, version, self.nodes[name])
         self.replacing.discard(name)
         self.touch()
 
