@@ -159,3 +159,11 @@ def test_a_run_outlives_lost_replicas_and_a_cut_link(hosts):
     assert (len(replicas_on(near)), len(replicas_on(far))) == (1, 1)
     run.driver.send_signal(signal.SIGINT)
     assert run.driver.wait(WAIT_S) == 130, run.log
+
+
+def test_loopback_is_refused_at_the_first_sync_with_the_remedy(hosts):
+    _, far = hosts
+    run = Run(hosts, "loopback", "trainer.steps=2", "cluster.rendezvous_host=127.0.0.1")
+    assert run.driver.wait(WAIT_S) == 1, run.log
+    assert "cluster.rendezvous_host=127.0.0.1 is loopback, but replica" in run.log
+    assert f"is on another machine ({far.address}; training rank 0 is on" in run.log

@@ -69,9 +69,10 @@ class Store:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether `host`, a name or an address, is known on its own machine alone."""
+    """Say whether `host`, a name or an address, leads every machine to itself; so does 0.0.0.0."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        return address.is_loopback or address.is_unspecified
     except ValueError:
         return host == "localhost"
 

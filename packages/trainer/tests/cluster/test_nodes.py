@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from offbeat_trainer.cluster.nodes import meeting_host
+from offbeat_trainer.cluster.train_group import TrainGroup
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.errors import PlanRefused
 
@@ -24,7 +27,7 @@ def test_processes_meet_on_loopback_while_all_are_on_one_machine(setting, others
     assert meeting_host(setting, HERE, others) == host
 
 
-@pytest.mark.parametrize("setting", ["127.0.0.1", "localhost", "::1", "127.0.1.1"])
+@pytest.mark.parametrize("setting", ["127.0.0.1", "localhost", "::1", "127.0.1.1", "0.0.0.0"])
 def test_loopback_is_refused_with_the_remedy_where_somebody_is_elsewhere(setting):
     told = (
         f"cluster.rendezvous_host={setting} is loopback, but replica 3 is on another machine .*leave it empty"
@@ -42,3 +45,33 @@ def test_an_address_of_another_machine_is_refused(monkeypatch):
         worker.address("192.0.2.1")  # of the block that is nobody's (RFC 5737)
     host, port = worker.address("127.0.0.1").split(":")
     assert (host, int(port) > 0) == ("127.0.0.1", True)
+
+
+class Rank:
+    """The handle of a rank that answers `sees` where it is, without Ray."""
+
+    def __init__(self, root):
+        self.sees = self
+        self._worker, self._root = TrainWorker.__new__(TrainWorker), root
+
+    async def remote(self, path):
+        return self._worker.sees(path.replace("/own/", f"/{self._root}/"))
+
+
+async def test_a_rank_that_does_not_see_the_driver_s_run_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("offbeat_trainer.cluster.train_group.this_node", lambda: HERE)
+    for name in ("own", "far"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+    group = TrainGroup.__new__(TrainGroup)
+    group._spec = SimpleNamespace(
+        log_dir=str(tmp_path / "own" / "logs"), cluster=SimpleNamespace(start_timeout_s=60.0)
+    )
+    group._names, group._nodes = ["training rank 0", "training rank 1"], [HERE, FAR]
+    group._workers = [Rank("own"), Rank("own")]
+    await group._require_run_folder()
+    group._workers = [Rank("own"), Rank("far")]
+    with pytest.raises(
+        PlanRefused, match=rf"training rank 1 runs on {FAR} and does not see the run folder .*{HERE}"
+    ):
+        await group._require_run_folder()
+    assert [*(tmp_path / "own" / "logs").iterdir()] == []

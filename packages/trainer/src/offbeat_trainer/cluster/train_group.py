@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager
+from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 
@@ -92,7 +93,7 @@ class TrainGroup:
 
     async def _require_run_folder(self) -> None:
         """Ranks write checkpoints where the driver looks for them: a rank that does not see the driver's folder is refused."""
-        with NamedTemporaryFile(dir=self._spec.log_dir, prefix=".seen-") as seen:
+        with _seen_in(Path(self._spec.log_dir)) as seen:
             seen_by = await self.call(
                 "sees",
                 seen.name,
@@ -199,3 +200,8 @@ class TrainGroup:
         for worker in getattr(self, "_workers", []):
             ray.kill(worker)
         self._workers = []
+
+
+def _seen_in(folder: Path) -> IO[bytes]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return NamedTemporaryFile(dir=folder, prefix=".seen-")
