@@ -1,5 +1,8 @@
 """The machines of a run, by the addresses that Ray knows them by: which of them is whose, and where processes meet."""
 
+# Ray's utilities have no types.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
