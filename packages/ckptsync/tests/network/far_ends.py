@@ -12,8 +12,8 @@ from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.network.agent import agent_of
 from offbeat_ckptsync.network.membership import Membership
-from offbeat_ckptsync.network.peer import agent_of
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.testing import DictSource, awkward_weights, sums_of
 from offbeat_ckptsync.threads import in_thread

@@ -24,6 +24,12 @@ def this_node() -> str:
     return str(get_node_ip_address())
 
 
+def own_host() -> str:
+    """Return where others reach a server of this process: loopback where Ray has this machine alone."""
+    machines = [name for name in ray.cluster_resources() if name.startswith("node:") and name[-1].isdigit()]
+    return this_node() if len(machines) > 1 else LOOPBACK
+
+
 def beside_the_driver() -> dict[str, float]:
     """Return what a process asks of Ray to run on the driver's machine; nothing where that is none of Ray's."""
     resource = f"node:{this_node()}"

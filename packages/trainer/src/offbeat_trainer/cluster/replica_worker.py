@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from offbeat_ckptsync.control.carried import Operations
 from offbeat_ckptsync.values import Registration
 from offbeat_rollout.registry import adapter_class
 from offbeat_trainer.bridge import SharedGate, make_member
-from offbeat_trainer.cluster.nodes import this_node
+from offbeat_trainer.cluster.nodes import own_host, this_node
 from offbeat_trainer.cluster.process import redirect_output
 from offbeat_trainer.cluster.supplies import take_piece
 
@@ -34,7 +35,7 @@ class ReplicaWorker:
     ) -> None:
         redirect_output(log_path)
         self._name = name
-        self._sync = sync
+        self._sync = replace(sync, host=own_host())  # it hands its copy on to joiners
         self._model_path = spec.rollout.model_path
         self._recompute_kv = spec.recompute_kv
         self._engine: RolloutEngine = adapter_class(spec.adapter_name)(spec.rollout)
