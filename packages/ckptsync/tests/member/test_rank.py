@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ CONFIG = SyncConfig(transport="loopback")
 
 
 def test_a_staging_thread_that_comes_late_leaves_the_next_sync_alone():
-    early, late, gone = (threading.Event() for _ in range(3))
+    early, late = threading.Event(), threading.Event()
     threads = iter([late, early])
 
     publisher = Publisher(DictSource({"a": torch.ones(1000)}), CONFIG)
@@ -44,7 +45,7 @@ def test_a_staging_thread_that_comes_late_leaves_the_next_sync_alone():
         return offer
 
     def mailed(key):
-        assert not mailbox.wait([f"{key}/0"], 120, gone.is_set)
+        mailbox.raw.wait([f"{key}/0"], timedelta(seconds=120))
         return json.loads(mailbox.get(f"{key}/0"))
 
     first = begin("first")  # its thread is held up before it takes anything
@@ -77,7 +78,7 @@ def test_a_commit_travels_with_a_request_and_may_come_again_while_the_next_sync_
 
     first = begin(1)
     sent = publisher.send(first)
-    assert not mailbox.wait(["s1/0"], 120, lambda: False)
+    mailbox.raw.wait(["s1/0"], timedelta(seconds=120))
     ask("flip", sync_id=first.sync_id, sent=encode(sent))
     label = encode(label_of(sent, first.bucket_bytes))
     assert ask("status")["status"]["committed"] is False
