@@ -51,6 +51,7 @@ class Worker:
         self._transport: Transport | None = None
         self._made_from: tuple[str, SyncConfig] | None = None
         self._mailbox: Store | None = None
+        self._staging: threading.Thread | None = None
 
     @property
     def version(self) -> int:
@@ -82,7 +83,9 @@ class Worker:
         self._version = self.version
         if self._transport is not None:
             self._transport.close()
-        self._transport = self._receiver = self._mailbox = self._made_from = None
+        if self._staging is not None:  # a thread that mails while the interpreter ends would take the process down
+            self._staging.join(_STAGING_ENDS_S)
+        self._transport = self._receiver = self._mailbox = self._made_from = self._staging = None
 
     def layout(self) -> Layout:
         """Return what this rank needs of which tensor; nothing where it needs all."""
@@ -93,11 +96,12 @@ class Worker:
         receiver, transport = self._seated(offer, config, member)
         held = receiver.begin(offer)
         # A daemon: generation goes on meanwhile, and a transport that hangs must not keep the process alive.
-        threading.Thread(
+        self._staging = threading.Thread(
             target=lambda: self._stage(receiver, transport, offer.sync_id, staged),
             name=f"stage {offer.version}",
             daemon=True,
-        ).start()
+        )
+        self._staging.start()
         return held
 
     def flip(self, sync_id: str, sent: Sent) -> Flip:
@@ -177,3 +181,4 @@ class Worker:
 
 
 _MAILBOX_TIMEOUT_S = 10.0
+_STAGING_ENDS_S = 2.0  # of a sync that was aborted, or whose transport is closed
