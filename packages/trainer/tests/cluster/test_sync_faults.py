@@ -61,6 +61,7 @@ def hurt_workers():
         def __init__(self, name, spec, sync, log_path, *, shared=False):
             redirect_output(log_path)
             self._name, self._sync = name, sync
+            self._model_path = spec.rollout.model_path
 
         async def start(self):
             self.arms = HurtMember.arms = Arms()

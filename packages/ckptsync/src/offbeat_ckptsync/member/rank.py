@@ -83,7 +83,8 @@ class Worker:
         self._version = self.version
         if self._transport is not None:
             self._transport.close()
-        if self._staging is not None:  # a thread that mails while the interpreter ends would take the process down
+        # A thread that mails while the interpreter ends would take the process down.
+        if self._staging is not None:
             self._staging.join(_STAGING_ENDS_S)
         self._transport = self._receiver = self._mailbox = self._made_from = self._staging = None
 
