@@ -22,7 +22,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.testing.troupe import Troupe
+from offbeat_ckptsync.testing.processes import FaultProcesses
 
 DEADLINE_S = 60.0
 """Of one sync, all phases together; a sync here takes a tenth of a second."""
@@ -45,14 +45,14 @@ class Count:
 
 
 class Chaos:
-    """One troupe and what became of it."""
+    """One cluster and what became of it."""
 
     def __init__(self, transport: str, seed: int, log: bool) -> None:
         from offbeat_ckptsync.testing.hurt import content_of, weights_of
 
         phases = ("begin", "transfer", "verify", "flip", "commit")
         deadlines = {f"{phase}_timeout_s": DEADLINE_S / len(phases) for phase in phases}
-        self._troupe = Troupe(SyncConfig(transport=transport, bucket_mib=1 / 64, **deadlines))
+        self._troupe = FaultProcesses(SyncConfig(transport=transport, bucket_mib=1 / 64, **deadlines))
         self._content = lambda version: content_of(weights_of(version))
         self._num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights_of(0).values())
         self._random = random.Random(seed)

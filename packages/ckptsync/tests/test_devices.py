@@ -17,7 +17,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.publisher import Publisher
-from offbeat_ckptsync.testing import DictSource, House, assert_same, awkward_weights
+from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.threads import own_device, use_device
 from offbeat_ckptsync.transports import auto, topology
 from offbeat_ckptsync.transports.cuda_ipc import _Slots
@@ -142,15 +142,17 @@ async def test_auto_goes_through_host_memory_where_a_receiver_shares_the_sources
     monkeypatch.setattr(auto, "here", lambda device: topology.here(f"cuda:{next(calls) % 2}"))
     config = SyncConfig(transport="auto", device="cuda", bucket_mib=4096 / (1 << 20))
     sinks = {"a": DictSink(), "b": DictSink()}
-    house = House(DictSource(awkward_weights(1)), dict(sinks), config, lambda: make_transport("auto", config))
+    local = LocalSync(
+        DictSource(awkward_weights(1)), dict(sinks), config, lambda: make_transport("auto", config)
+    )
     for version in (1, 2):
-        house.source.weights = awkward_weights(version)
-        report = await house.manager.sync(version)
+        local.source.weights = awkward_weights(version)
+        report = await local.manager.sync(version)
         assert report.transport == "shm"
         assert "share a GPU, which NCCL refuses" in report.why
         for sink in sinks.values():
             assert_same(sink.weights, awkward_weights(version))
-    house.close()
+    local.close()
 
 
 def test_memory_slots_and_places_are_of_the_gpu_by_its_index(gpus, monkeypatch):

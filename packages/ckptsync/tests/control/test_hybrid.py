@@ -12,7 +12,7 @@ from offbeat_ckptsync.testing import (
     DictSource,
     Fault,
     FaultyTransport,
-    House,
+    LocalSync,
     TornSink,
     assert_same,
     awkward_weights,
@@ -57,9 +57,9 @@ class Shared:
         self.sink = TornSink(manifest_of(awkward_weights(0).items()))
         self.sink.weights = awkward_weights(0)
         self.gate = gate(self.sink)
-        self.house = House(DictSource(awkward_weights(1)), {}, CONFIG, LoopbackTransport)
+        self.local = LocalSync(DictSource(awkward_weights(1)), {}, CONFIG, LoopbackTransport)
         transport = FaultyTransport(LoopbackTransport(), on_receive=fault)
-        self.house.manager.add(LocalMember(Receiver(Seat(member="m"), self.sink), transport, gate=self.gate))
+        self.local.manager.add(LocalMember(Receiver(Seat(member="m"), self.sink), transport, gate=self.gate))
 
 
 @pytest.mark.parametrize(
@@ -74,30 +74,30 @@ class Shared:
 )
 async def test_it_sleeps_from_begin_and_wakes_around_the_flip(gate, told):
     shared = Shared(gate)
-    report = await shared.house.manager.sync(1)
+    report = await shared.local.manager.sync(1)
     assert shared.gate.log == told
     assert report.members.keys() == {"m"}
     assert_same(shared.sink.weights, awkward_weights(1))
-    await shared.house.manager.sync(2)
+    await shared.local.manager.sync(2)
     assert [word for word, _ in shared.gate.log] == [word for word, _ in told] * 2
 
 
 async def test_a_failure_before_the_flip_wakes_it_as_it_was():
     shared = Shared(DeviceGate, Fault("corrupt", 1))
     with pytest.raises(SyncFailed, match="bucket 1"):
-        await shared.house.manager.sync(1)
+        await shared.local.manager.sync(1)
     words = ["pause", "sleep", "wake weights", "wake kv_cache", "resume"]
     assert [word for word, _ in shared.gate.log] == words
     assert_same(shared.sink.weights, awkward_weights(0))
-    await shared.house.manager.sync(1)
+    await shared.local.manager.sync(1)
     assert_same(shared.sink.weights, awkward_weights(1))
 
 
 async def test_one_that_refuses_the_offer_goes_on_generating():
     shared = Shared(DeviceGate)
-    del shared.house.source.weights["half"]
+    del shared.local.source.weights["half"]
     with pytest.raises(SyncFailed, match="missing tensor 'half'"):
-        await shared.house.manager.sync(1)
+        await shared.local.manager.sync(1)
     assert shared.gate.log == []
 
 
@@ -105,5 +105,5 @@ async def test_one_that_tears_stays_paused():
     shared = Shared(DeviceGate)
     shared.sink.fail = True
     with pytest.raises(SyncFailed, match="torn"):
-        await shared.house.manager.sync(1)
+        await shared.local.manager.sync(1)
     assert "resume" not in [word for word, _ in shared.gate.log]

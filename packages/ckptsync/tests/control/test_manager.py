@@ -19,7 +19,7 @@ from offbeat_ckptsync.testing import (
     DictSource,
     Fault,
     FaultyTransport,
-    House,
+    LocalSync,
     LyingSource,
     TornSink,
     assert_same,
@@ -34,9 +34,9 @@ CONFIG = SyncConfig(
 )
 
 
-def house_of(sinks, make=LoopbackTransport, source=None, **deadlines):
+def local_of(sinks, make=LoopbackTransport, source=None, **deadlines):
     config = dataclasses.replace(CONFIG, **deadlines)
-    return House(source or DictSource(awkward_weights(1)), sinks, config, make)
+    return LocalSync(source or DictSource(awkward_weights(1)), sinks, config, make)
 
 
 def served(*names, seed):
@@ -47,8 +47,8 @@ def served(*names, seed):
 
 
 async def test_a_report_says_where_the_time_went():
-    house = house_of(served("a", "b", seed=0))
-    report = await house.manager.sync(1)
+    local = local_of(served("a", "b", seed=0))
+    report = await local.manager.sync(1)
     phases = report.begin_s + report.transfer_s + report.verify_s + report.flip_s + report.commit_s
     assert phases == pytest.approx(report.total_s)
     assert (report.version, report.num_members, report.num_tensors, set(report.members)) == (
@@ -59,17 +59,17 @@ async def test_a_report_says_where_the_time_went():
     )
     assert report.num_buckets > 4
     assert report.gb_per_s == pytest.approx(report.num_bytes / report.total_s / 1e9)
-    assert house.manager.version == 1
+    assert local.manager.version == 1
 
 
 async def test_versions_must_rise_and_somebody_must_be_there():
-    house = house_of(served("a", seed=0))
-    await house.manager.sync(3)
+    local = local_of(served("a", seed=0))
+    await local.manager.sync(3)
     with pytest.raises(VersionError, match="version 3 after 3"):
-        await house.manager.sync(3)
-    house.manager.remove("a")
+        await local.manager.sync(3)
+    local.manager.remove("a")
     with pytest.raises(SyncFailed, match="nobody"):
-        await house.manager.sync(4)
+        await local.manager.sync(4)
 
 
 def without(name):
@@ -92,14 +92,14 @@ def without(name):
 )
 async def test_weights_that_do_not_fit_are_refused_by_name(weights, named):
     sinks = served("a", "b", seed=0)
-    house = house_of(sinks)
-    house.source.weights = weights
+    local = local_of(sinks)
+    local.source.weights = weights
     with pytest.raises(SyncFailed, match=f"version 1: begin: a: .*{named}") as caught:
-        await house.manager.sync(1)
+        await local.manager.sync(1)
     assert caught.value.served == {"a": 0, "b": 0}
     assert_same(sinks["a"].weights, awkward_weights(0))
-    house.source.weights = awkward_weights(2)
-    await house.manager.sync(1)
+    local.source.weights = awkward_weights(2)
+    await local.manager.sync(1)
     assert_same(sinks["b"].weights, awkward_weights(2))
 
 
@@ -108,13 +108,13 @@ async def test_weights_that_do_not_fit_are_refused_by_name(weights, named):
 async def test_a_fault_on_the_way_changes_nothing_and_the_next_sync_is_good(kind, where):
     fault = Fault(kind, 1)
     sinks = served("a", "b", seed=0)
-    house = house_of(sinks, lambda: FaultyTransport(LoopbackTransport(), **{where: fault}))
+    local = local_of(sinks, lambda: FaultyTransport(LoopbackTransport(), **{where: fault}))
     with pytest.raises(SyncFailed, match="bucket 1"):
-        await house.manager.sync(1)
+        await local.manager.sync(1)
     for sink in sinks.values():
         assert_same(sink.weights, awkward_weights(0))
-    house.source.weights = awkward_weights(7)
-    await house.manager.sync(1)
+    local.source.weights = awkward_weights(7)
+    await local.manager.sync(1)
     for sink in sinks.values():
         assert_same(sink.weights, awkward_weights(7))
 
@@ -124,43 +124,43 @@ async def test_a_side_that_hangs_is_given_up_at_its_deadline(where):
     fault = Fault("hang", 1)
     sinks = served("a", "b", seed=0)
     make = lambda: FaultyTransport(LoopbackTransport(), **{where: fault})  # noqa: E731
-    house = house_of(sinks, make, transfer_timeout_s=2)
+    local = local_of(sinks, make, transfer_timeout_s=2)
     with pytest.raises(SyncFailed, match="transfer"):
-        await house.manager.sync(1)
+        await local.manager.sync(1)
     fault.release.set()
     await asyncio.sleep(0.1)
-    house.source.weights = awkward_weights(7)
-    await house.manager.sync(1)
+    local.source.weights = awkward_weights(7)
+    await local.manager.sync(1)
     for sink in sinks.values():
         assert_same(sink.weights, awkward_weights(7))
 
 
 async def test_a_source_that_lies_about_itself_changes_nothing():
     sinks = served("a", seed=0)
-    house = house_of(sinks, source=LyingSource(without("half"), manifest_of(awkward_weights(0).items())))
+    local = local_of(sinks, source=LyingSource(without("half"), manifest_of(awkward_weights(0).items())))
     with pytest.raises(SyncFailed, match="where it offered 'half'"):
-        await house.manager.sync(1)
+        await local.manager.sync(1)
     assert_same(sinks["a"].weights, awkward_weights(0))
-    assert house.source.walks == 1
+    assert local.source.walks == 1
 
 
 async def test_a_member_that_dies_in_the_flip_is_fenced_off_and_the_others_go_on():
     sinks = served("a", "b", seed=0)
-    house = house_of(sinks)
+    local = local_of(sinks)
     fenced = []
 
     async def on_fence(name, reason):
         fenced.append((name, reason))
 
-    manager = CheckpointEngineManager(LocalSource(house.publisher), CONFIG, on_fence=on_fence)
-    for receiver in house.receivers.values():
+    manager = CheckpointEngineManager(LocalSource(local.publisher), CONFIG, on_fence=on_fence)
+    for receiver in local.receivers.values():
         manager.add(LocalMember(receiver, LoopbackTransport()))
     sinks["b"].fail = True
     report = await manager.sync(1)
     assert (manager.members, list(report.members), list(report.fenced)) == (["a"], ["a"], ["b"])
     assert fenced == [("b", report.fenced["b"])]
     assert "torn" in fenced[0][1]
-    house.source.weights = awkward_weights(2)
+    local.source.weights = awkward_weights(2)
     await manager.sync(2)
     assert_same(sinks["a"].weights, awkward_weights(2))
 
@@ -168,11 +168,11 @@ async def test_a_member_that_dies_in_the_flip_is_fenced_off_and_the_others_go_on
 async def test_when_nobody_changes_over_the_sync_failed():
     sinks = served("a", seed=0)
     sinks["a"].fail = True
-    house = house_of(sinks)
+    local = local_of(sinks)
     with pytest.raises(SyncFailed, match=r"no member changed over: a: flip: .*torn"):
-        await house.manager.sync(1)
-    assert house.manager.members == []
-    assert house.manager.version is None
+        await local.manager.sync(1)
+    assert local.manager.members == []
+    assert local.manager.version is None
 
 
 class StuckGate(GenerationGate):
@@ -185,62 +185,62 @@ class StuckGate(GenerationGate):
 
 async def test_a_member_that_hangs_in_the_flip_is_fenced_off_at_the_deadline():
     sinks = served("a", seed=0)
-    house = house_of(sinks, flip_timeout_s=2)
+    local = local_of(sinks, flip_timeout_s=2)
     stuck = Receiver(Seat(member="stuck"), DictSink())
-    house.manager.add(LocalMember(stuck, LoopbackTransport(), gate=StuckGate()))
-    report = await house.manager.sync(1)
+    local.manager.add(LocalMember(stuck, LoopbackTransport(), gate=StuckGate()))
+    report = await local.manager.sync(1)
     assert report.fenced == {"stuck": "flip: took longer than 2 s"}
-    assert house.manager.members == ["a"]
+    assert local.manager.members == ["a"]
 
 
 async def test_a_late_joiner_is_brought_to_the_committed_version():
-    house = house_of(served("a", seed=0))
+    local = local_of(served("a", seed=0))
     late = DictSink()
     joiner = LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport())
-    await house.manager.sync(5)
+    await local.manager.sync(5)
     with pytest.raises(SyncError, match="catch_up"):
-        house.manager.add(joiner)
-    report = await house.manager.catch_up(joiner)
-    assert (report.version, late.version, house.manager.members) == (5, 5, ["a", "late"])
+        local.manager.add(joiner)
+    report = await local.manager.catch_up(joiner)
+    assert (report.version, late.version, local.manager.members) == (5, 5, ["a", "late"])
     assert_same(late.weights, awkward_weights(1))
     with pytest.raises(SyncError, match="'late' already"):
-        await house.manager.catch_up(joiner)
+        await local.manager.catch_up(joiner)
 
 
 async def test_two_contents_cannot_have_one_label():
-    house = house_of(served("a", seed=0))
-    await house.manager.sync(5)
-    house.source.weights = awkward_weights(6)  # the trainer has stepped on
+    local = local_of(served("a", seed=0))
+    await local.manager.sync(5)
+    local.source.weights = awkward_weights(6)  # the trainer has stepped on
     late = DictSink()
     with pytest.raises(SyncFailed, match="no longer those committed as version 5"):
-        await house.manager.catch_up(LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport()))
+        await local.manager.catch_up(LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport()))
     assert late.version is None
-    assert house.manager.members == ["a"]
+    assert local.manager.members == ["a"]
 
 
 async def test_before_the_first_sync_a_joiner_is_simply_a_member():
-    house = house_of(served("a", seed=0))
+    local = local_of(served("a", seed=0))
     assert (
-        await house.manager.catch_up(LocalMember(Receiver(Seat(member="b"), DictSink()), LoopbackTransport()))
+        await local.manager.catch_up(LocalMember(Receiver(Seat(member="b"), DictSink()), LoopbackTransport()))
         is None
     )
-    assert house.manager.members == ["a", "b"]
+    assert local.manager.members == ["a", "b"]
 
 
 async def test_a_member_that_went_does_not_fail_the_others():
     fault = Fault("die", 1)
     sinks = served("a", "b", seed=0)
-    house = house_of(sinks, lambda: FaultyTransport(LoopbackTransport(), on_receive=fault))
+    local = local_of(sinks, lambda: FaultyTransport(LoopbackTransport(), on_receive=fault))
     strike = fault.strike
 
     def leave_and_die(bucket, payload):
         if fault.left and bucket.index == fault.bucket:
-            house.manager.remove("b")
+            local.manager.remove("b")
         strike(bucket, payload)
 
     fault.strike = leave_and_die
-    report = await house.manager.sync(1)
-    assert (fault.left, set(report.members), house.manager.members) == (0, {"a"}, ["a"])
+    report = await local.manager.sync(1)
+    assert (fault.left, set(report.members), local.manager.members) == (0, {"a"}, ["a"])
     assert_same(sinks["a"].weights, awkward_weights(1))
 
 
@@ -255,29 +255,29 @@ class RefusingSink(DictSink):
 
 async def test_when_all_refuse_in_the_flip_nobody_is_fenced_and_the_label_is_free():
     sinks = {"a": RefusingSink(), "b": RefusingSink()}
-    house = house_of(sinks)
+    local = local_of(sinks)
     for sink in sinks.values():
         sink.refuse = True
     with pytest.raises(SyncFailed, match=r"a: flip: not now; b: flip: not now") as caught:
-        await house.manager.sync(1)
-    assert (caught.value.served, house.manager.members) == ({"a": 0, "b": 0}, ["a", "b"])
+        await local.manager.sync(1)
+    assert (caught.value.served, local.manager.members) == ({"a": 0, "b": 0}, ["a", "b"])
     for sink in sinks.values():
         sink.refuse = False
-    house.source.weights = awkward_weights(2)
-    await house.manager.sync(1)
+    local.source.weights = awkward_weights(2)
+    await local.manager.sync(1)
     assert_same(sinks["b"].weights, awkward_weights(2))
 
 
 async def test_one_that_refuses_in_the_flip_is_fenced_and_catches_up():
     sinks = {"a": RefusingSink(), "b": RefusingSink()}
-    house = house_of(sinks)
+    local = local_of(sinks)
     sinks["b"].refuse = True
-    report = await house.manager.sync(1)
-    assert report.fenced == {"b": "flip: not now"} == house.manager.fenced
+    report = await local.manager.sync(1)
+    assert report.fenced == {"b": "flip: not now"} == local.manager.fenced
     sinks["b"].refuse = False
-    joiner = LocalMember(house.receivers["b"], LoopbackTransport())
-    assert (await house.manager.catch_up(joiner)).members.keys() == {"b"}
-    assert house.manager.fenced == {}
+    joiner = LocalMember(local.receivers["b"], LoopbackTransport())
+    assert (await local.manager.catch_up(joiner)).members.keys() == {"b"}
+    assert local.manager.fenced == {}
     assert_same(sinks["b"].weights, sinks["a"].weights)
 
 
@@ -299,37 +299,37 @@ class SlippingSink(DictSink):
 
 async def test_the_canary_fences_the_odd_one_which_is_loaded_anew():
     sinks = {name: SlippingSink() for name in "abc"}
-    house = house_of({})
+    local = local_of({})
     members = {
         name: LocalMember(Receiver(Seat(member=name), sink), LoopbackTransport(), canary=canary_of(sink))
         for name, sink in sinks.items()
     }
     for member in members.values():
-        house.manager.add(member)
+        local.manager.add(member)
     sinks["c"].slip = True
-    report = await house.manager.sync(1)
+    report = await local.manager.sync(1)
     assert set(report.members) == {"a", "b"}
     assert "c: " not in report.fenced["c"]
     assert "canary: answers 129 away" in report.fenced["c"]
     assert (await members["c"].status()).label is None
     sinks["c"].slip = False
-    await house.manager.catch_up(members["c"])
+    await local.manager.catch_up(members["c"])
     assert_same(sinks["c"].weights, awkward_weights(1))
-    assert (await members["c"].status()).label == house.manager.label
+    assert (await members["c"].status()).label == local.manager.label
 
 
 async def test_a_joiner_that_serves_the_committed_content_already_is_taken_as_it_is():
     sinks = served("a", "b", seed=0)
-    house = house_of(sinks)
-    await house.manager.sync(1)
-    house.manager.remove("b")
-    walks = house.source.walks
-    assert await house.manager.catch_up(LocalMember(house.receivers["b"], LoopbackTransport())) is None
-    assert (house.source.walks, house.manager.members) == (walks, ["a", "b"])
+    local = local_of(sinks)
+    await local.manager.sync(1)
+    local.manager.remove("b")
+    walks = local.source.walks
+    assert await local.manager.catch_up(LocalMember(local.receivers["b"], LoopbackTransport())) is None
+    assert (local.source.walks, local.manager.members) == (walks, ["a", "b"])
 
 
 async def test_a_manager_refuses_a_label_that_members_know_with_another_content():
-    one, two = house_of(served("a", seed=0)), house_of(served("b", seed=0))
+    one, two = local_of(served("a", seed=0)), local_of(served("b", seed=0))
     two.source.weights = awkward_weights(2)
     await one.manager.sync(1)
     await two.manager.sync(1)
@@ -361,15 +361,15 @@ class Echoing(LocalMember):
     ids=["none", "twice", "another rank", "one of two", "of another"],
 )
 async def test_a_member_that_does_not_prove_what_every_rank_staged_is_refused(bend, told):
-    house, sink = house_of({}), DictSink()
+    local, sink = local_of({}), DictSink()
     member = Echoing(Receiver(Seat(member="m"), sink), LoopbackTransport())
-    house.manager.add(member)
+    local.manager.add(member)
     member.bend = bend
     with pytest.raises(SyncFailed, match=f"version 1: verify: .*{told}"):
-        await house.manager.sync(1)
+        await local.manager.sync(1)
     assert sink.version is None
     member.bend = Echoing.bend
-    await house.manager.sync(1)
+    await local.manager.sync(1)
     assert_same(sink.weights, awkward_weights(1))
 
 
@@ -402,9 +402,9 @@ class Door(GenerationGate):
 
 
 async def test_a_sync_cancelled_while_weights_change_is_ended_first():
-    house, sink, door = house_of({}), Waiting(), Door()
-    house.manager.add(LocalMember(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=door))
-    work = asyncio.create_task(house.manager.sync(1), name="a sync")
+    local, sink, door = local_of({}), Waiting(), Door()
+    local.manager.add(LocalMember(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=door))
+    work = asyncio.create_task(local.manager.sync(1), name="a sync")
     async with asyncio.timeout(120):
         while not sink.began.is_set():  # noqa: ASYNC110 -- set by another thread
             await asyncio.sleep(0.01)
@@ -413,28 +413,28 @@ async def test_a_sync_cancelled_while_weights_change_is_ended_first():
     sink.go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await work
-    assert (sink.version, door.closed, house.manager.version, house.manager.members) == (1, 0, 1, ["m"])
-    house.source.weights = awkward_weights(2)
-    await house.manager.sync(2)
+    assert (sink.version, door.closed, local.manager.version, local.manager.members) == (1, 0, 1, ["m"])
+    local.source.weights = awkward_weights(2)
+    await local.manager.sync(2)
     assert_same(sink.weights, awkward_weights(2))
 
 
 async def test_a_gate_that_does_not_close_is_a_refusal_and_the_member_stays():
-    house, sink, door = house_of({}), DictSink(), Door()
-    house.manager.add(LocalMember(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=door))
+    local, sink, door = local_of({}), DictSink(), Door()
+    local.manager.add(LocalMember(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=door))
     door.stuck = True
     with pytest.raises(SyncFailed, match=r"m: flip: m could not be paused: .*stuck half-way") as caught:
-        await house.manager.sync(1)
-    assert (caught.value.served, house.manager.members, door.closed) == ({"m": 0}, ["m"], 0)
+        await local.manager.sync(1)
+    assert (caught.value.served, local.manager.members, door.closed) == ({"m": 0}, ["m"], 0)
     door.stuck = False
-    await house.manager.sync(1)
+    await local.manager.sync(1)
     assert_same(sink.weights, awkward_weights(1))
 
 
 async def test_a_source_that_still_sends_says_so_before_the_manager_stops_waiting():
-    house = house_of(served("a", seed=0), begin_timeout_s=2)
-    house.publisher._sending.acquire()
+    local = local_of(served("a", seed=0), begin_timeout_s=2)
+    local.publisher._sending.acquire()
     with pytest.raises(SyncFailed, match=r"begin: source: .*still sends another sync after 1 s"):
-        await house.manager.sync(1)
-    house.publisher._sending.release()
-    await house.manager.sync(1)
+        await local.manager.sync(1)
+    local.publisher._sending.release()
+    await local.manager.sync(1)

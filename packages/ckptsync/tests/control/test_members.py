@@ -94,7 +94,7 @@ def replicas():
 
 
 @pytest.fixture(scope="module")
-def house(replicas):
+def local(replicas):
     source = DictSource(awkward_weights(1))
     publisher = Publisher(source, CONFIG)
     manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
@@ -105,8 +105,8 @@ def house(replicas):
     publisher.close()
 
 
-async def test_two_replicas_of_one_and_two_ranks_take_three_versions(house, replicas):
-    source, manager = house
+async def test_two_replicas_of_one_and_two_ranks_take_three_versions(local, replicas):
+    source, manager = local
     for version in (1, 2, 3):
         source.weights = awkward_weights(version)
         report = await manager.sync(version)
@@ -117,9 +117,9 @@ async def test_two_replicas_of_one_and_two_ranks_take_three_versions(house, repl
 
 
 async def test_replicas_of_several_ranks_take_deltas_and_one_that_was_started_anew_makes_it_a_whole_one(
-    house, replicas
+    local, replicas
 ):
-    source, manager = house
+    source, manager = local
     for version, one_weight in ((4, 1.0), (5, 2.0)):
         source.weights = {name: tensor.clone() for name, tensor in awkward_weights(3).items()}
         source.weights["transposed"][3, 4] = one_weight
@@ -138,8 +138,8 @@ async def test_replicas_of_several_ranks_take_deltas_and_one_that_was_started_an
     third.close()
 
 
-async def test_a_refusal_comes_back_with_its_names_from_every_kind_of_replica(house, replicas):
-    source, manager = house
+async def test_a_refusal_comes_back_with_its_names_from_every_kind_of_replica(local, replicas):
+    source, manager = local
     kept = source.weights
     source.weights = {name.replace("mask", "masque"): tensor for name, tensor in awkward_weights(8).items()}
     with pytest.raises(SyncFailed, match=r"begin: .*unknown tensor 'masque'") as caught:
@@ -151,16 +151,16 @@ async def test_a_refusal_comes_back_with_its_names_from_every_kind_of_replica(ho
     assert await replicas["two"].sums() == [[8, sums_of(awkward_weights(8))]] * 2
 
 
-async def test_a_session_that_a_dead_manager_left_open_is_taken_over(house, replicas):
-    source, manager = house
+async def test_a_session_that_a_dead_manager_left_open_is_taken_over(local, replicas):
+    source, manager = local
     await replicas["one"].control("start", {})
     source.weights = awkward_weights(9)
     await manager.sync(9)
     assert replicas["one"].active is False
 
 
-async def test_a_replica_that_is_killed_fails_the_sync_and_the_others_live_on(house, replicas):
-    source, manager = house
+async def test_a_replica_that_is_killed_fails_the_sync_and_the_others_live_on(local, replicas):
+    source, manager = local
     third = Replica(1)
     source.weights = awkward_weights(9)
     await manager.catch_up(

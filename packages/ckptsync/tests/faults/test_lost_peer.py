@@ -6,7 +6,7 @@ import pytest
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.testing.hurt import content_of, weights_of
-from offbeat_ckptsync.testing.troupe import Troupe
+from offbeat_ckptsync.testing.processes import FaultProcesses
 
 pytestmark = pytest.mark.spawns
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.spawns
         pytest.param(("cuda", 3), id="nccl-3", marks=pytest.mark.gpu(4)),
     ],
 )
-def troupe(request):
+def cluster(request):
     device, receivers = request.param
     config = SyncConfig(
         transport="broadcast",
@@ -28,36 +28,36 @@ def troupe(request):
         begin_timeout_s=120.0,
         transfer_timeout_s=10.0,  # where no socket breaks, as within one node over NCCL, only this says that a peer is lost
     )
-    made = Troupe(config, receivers=tuple(f"r{i}" for i in range(receivers)))
+    made = FaultProcesses(config, receivers=tuple(f"r{i}" for i in range(receivers)))
     yield made
     made.close()
 
 
-def sync(troupe):
-    troupe.version += 1
-    troupe.sender.ask("weights", troupe.version)
-    return troupe.manager.ask("sync", troupe.version, {})
+def sync(cluster):
+    cluster.version += 1
+    cluster.sender.ask("weights", cluster.version)
+    return cluster.manager.ask("sync", cluster.version, {})
 
 
 @pytest.mark.parametrize("lost", [-1, 0])
-def test_the_survivors_live_and_the_next_sync_is_good(troupe, lost):
-    victim = troupe.receivers[lost]
-    others = [name for name in troupe.receivers if name != victim]
-    result = sync(troupe)
-    assert sorted(result["members"]) == sorted(troupe.receivers), result
-    pids = {name: actor.pid for name, actor in troupe.actors.items() if name != victim}
-    troupe.actors[victim].ask("arm", "transfer", "killed")
-    result = sync(troupe)
-    troupe.actors[victim].process.join(60)
+def test_the_survivors_live_and_the_next_sync_is_good(cluster, lost):
+    victim = cluster.receivers[lost]
+    others = [name for name in cluster.receivers if name != victim]
+    result = sync(cluster)
+    assert sorted(result["members"]) == sorted(cluster.receivers), result
+    pids = {name: actor.pid for name, actor in cluster.actors.items() if name != victim}
+    cluster.actors[victim].ask("arm", "transfer", "killed")
+    result = sync(cluster)
+    cluster.actors[victim].process.join(60)
     assert victim in (result.get("error", "") + str(result.get("left", ""))), result
-    for name, (version, content, *_) in troupe.serving().items():
+    for name, (version, content, *_) in cluster.serving().items():
         assert content == content_of(weights_of(version)), f"{name} serves what is not version {version}"
-    assert all(troupe.actors[name].is_alive() for name in pids)
+    assert all(cluster.actors[name].is_alive() for name in pids)
     if others:
         assert sorted(result["members"]) == sorted(others), result
-    assert troupe.heal() == [victim]
-    result = sync(troupe)
-    assert sorted(result["members"]) == sorted(troupe.receivers), result
-    good = [troupe.version, content_of(weights_of(troupe.version)), True, "idle"]
-    assert troupe.serving() == dict.fromkeys(troupe.receivers, good)
-    assert {name: troupe.actors[name].pid for name in pids} == pids
+    assert cluster.heal() == [victim]
+    result = sync(cluster)
+    assert sorted(result["members"]) == sorted(cluster.receivers), result
+    good = [cluster.version, content_of(weights_of(cluster.version)), True, "idle"]
+    assert cluster.serving() == dict.fromkeys(cluster.receivers, good)
+    assert {name: cluster.actors[name].pid for name in pids} == pids

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.testing.hurt import content_of, weights_of
-from offbeat_ckptsync.testing.troupe import Troupe
+from offbeat_ckptsync.testing.processes import FaultProcesses
 
 pytestmark = pytest.mark.spawns
 
@@ -91,64 +91,64 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def troupes():
+def clusters():
     made = {}
 
     def get(transport):
         if transport not in made:
-            made[transport] = Troupe(CONFIG[transport])
+            made[transport] = FaultProcesses(CONFIG[transport])
         made[transport].heal()  # after a case that failed
         return made[transport]
 
     yield get
-    for troupe in made.values():
-        troupe.close()
+    for cluster in made.values():
+        cluster.close()
 
 
-def good_sync(troupe):
+def good_sync(cluster):
     """Sync the next version; all receivers serve it bit for bit, and committed."""
-    troupe.version += 1
-    troupe.sender.ask("weights", troupe.version)
-    result = troupe.manager.ask("sync", troupe.version, {})
+    cluster.version += 1
+    cluster.sender.ask("weights", cluster.version)
+    result = cluster.manager.ask("sync", cluster.version, {})
     assert sorted(result.get("members", [])) == ["r0", "r1"], result
     assert result["fenced"] == result["left"] == {}, result
-    good = [troupe.version, content_of(weights_of(troupe.version)), True, "idle"]
-    assert troupe.serving() == {"r0": good, "r1": good}
+    good = [cluster.version, content_of(weights_of(cluster.version)), True, "idle"]
+    assert cluster.serving() == {"r0": good, "r1": good}
     return result
 
 
-def plant(troupe, role, phase, kind):
+def plant(cluster, role, phase, kind):
     """Plant a fault; return what the manager is to be asked."""
     idle_sender = role == "sender" and phase in ("verify", "flip", "commit") and kind != "corrupting"
     if idle_sender:  # it has nothing to do there, so it is struck from outside
-        troupe.manager.ask("strike", phase, kind, troupe.sender.pid)
+        cluster.manager.ask("strike", phase, kind, cluster.sender.pid)
     else:
-        troupe.actors["r1" if role == "receiver" else role].ask("arm", phase, kind)
+        cluster.actors["r1" if role == "receiver" else role].ask("arm", phase, kind)
     if kind != "hung" or role == "manager":
         return {}
     # A sender that hangs after the transfer is waited for once: by the canary.
     return {f"{'commit' if idle_sender else phase}_timeout_s": LOST_S if idle_sender else SHORT_S}
 
 
-def run_faulty_sync(troupe, role, phase, kind):
+def run_faulty_sync(cluster, role, phase, kind):
     """Return what the manager said, or None where it cannot say anything any more."""
-    deadlines = plant(troupe, role, phase, kind)
-    troupe.version += 1
-    troupe.sender.ask("weights", troupe.version)
-    troupe.manager.tell("sync", troupe.version, deadlines)
+    deadlines = plant(cluster, role, phase, kind)
+    cluster.version += 1
+    cluster.sender.ask("weights", cluster.version)
+    cluster.manager.tell("sync", cluster.version, deadlines)
     if role == "manager" and kind in ("killed", "hung"):
         if kind == "hung":
-            troupe.manager.wait_stopped(BOUND_S)
+            cluster.manager.wait_stopped(BOUND_S)
         else:
             with pytest.raises(EOFError):
-                troupe.manager.answer(BOUND_S)
-        served = troupe.serving()
-        troupe.kill("manager")  # it is as good as dead
+                cluster.manager.answer(BOUND_S)
+        served = cluster.serving()
+        cluster.kill("manager")  # it is as good as dead
         return None, served
-    result = troupe.manager.answer(BOUND_S)
+    result = cluster.manager.answer(BOUND_S)
     if kind == "killed":
-        troupe.actors["r1" if role == "receiver" else role].process.join(60)
-    return result, troupe.serving()
+        cluster.actors["r1" if role == "receiver" else role].process.join(60)
+    return result, cluster.serving()
 
 
 def usual(transport, role, phase, kind):
@@ -178,22 +178,22 @@ CASES = [pytest.param(*case, marks=() if case in USUAL else pytest.mark.deep) fo
 
 
 @pytest.mark.parametrize(("transport", "role", "phase", "kind"), CASES)
-def test_new_everywhere_or_old_bit_for_bit(troupes, transport, role, phase, kind):
-    troupe = troupes(transport)
-    before, new = troupe.version, troupe.version + 1
+def test_new_everywhere_or_old_bit_for_bit(clusters, transport, role, phase, kind):
+    cluster = clusters(transport)
+    before, new = cluster.version, cluster.version + 1
     if before == 0:
-        good_sync(troupe)
+        good_sync(cluster)
         before, new = 1, 2
-    result, served = run_faulty_sync(troupe, role, phase, kind)
+    result, served = run_faulty_sync(cluster, role, phase, kind)
     contents = {version: content_of(weights_of(version)) for version in (before, new)}
     if result is None:
         check_without_manager(phase, served, contents, new)
     else:
         check(result, served, contents, new, EXPECTED.get((role, phase, kind), WHOLE))
-    troupe.heal()
-    good_sync(troupe)
+    cluster.heal()
+    good_sync(cluster)
     if transport == "deltas":
-        assert good_sync(troupe)["num_deltas"] > 0
+        assert good_sync(cluster)["num_deltas"] > 0
 
 
 def check(result, served, contents, new, outcome):

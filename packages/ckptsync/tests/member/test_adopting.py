@@ -43,7 +43,7 @@ def assert_equal(one, other):
         assert torch.equal(tensor, other[name]), name
 
 
-class House:
+class LocalSync:
     """A source, and receivers of it in this process."""
 
     def __init__(self, transport, sinks, folder):
@@ -98,25 +98,25 @@ class House:
 
 
 @pytest.fixture
-def open_house(tmp_path):
-    houses = []
+def open_local(tmp_path):
+    locals_made = []
 
     def make(transport, *sinks):
-        houses.append(House(transport, sinks, tmp_path / "disk"))
-        return houses[-1]
+        locals_made.append(LocalSync(transport, sinks, tmp_path / "disk"))
+        return locals_made[-1]
 
     yield make
-    for house in houses:
-        house.close()
+    for local in locals_made:
+        local.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "loopback", "broadcast", "disk"])
-def test_every_version_is_served_to_the_bit_over_any_transport(open_house, transport):
+def test_every_version_is_served_to_the_bit_over_any_transport(open_local, transport):
     model = Model(99)
-    house = open_house(transport, AdoptingModuleSink(model))
-    house.sync(1)
+    local = open_local(transport, AdoptingModuleSink(model))
+    local.sync(1)
     for seed in (2, 3, 4):
-        flip = house.stage(seed)
+        flip = local.stage(seed)
         assert_equal(model.bits(), Model(seed - 1).bits())
         flip()
         assert_equal(model.bits(), Model(seed).bits())
@@ -124,102 +124,102 @@ def test_every_version_is_served_to_the_bit_over_any_transport(open_house, trans
 
 
 @pytest.mark.parametrize("transport", ["shm", "broadcast", "disk"])
-def test_nothing_is_copied_and_two_memories_take_turns(open_house, transport):
+def test_nothing_is_copied_and_two_memories_take_turns(open_local, transport):
     model = Model(99)
-    house = open_house(transport, AdoptingModuleSink(model))
+    local = open_local(transport, AdoptingModuleSink(model))
     seen = []
     for seed in range(1, 7):
         before = model.places()
-        house.sync(seed)
+        local.sync(seed)
         assert not set(before) & set(model.places()), "a sync wrote where weights were served"
         seen.append(tuple(model.places()))
     assert len(set(seen)) == 2, "memory is kept"
     if transport == "shm":
-        assert len(house.segments()) == 2
+        assert len(local.segments()) == 2
 
 
-def test_what_copies_keeps_its_tensors_where_they_are(open_house):
+def test_what_copies_keeps_its_tensors_where_they_are(open_local):
     model = Model(99)
-    house = open_house("shm", ModuleSink(model))
+    local = open_local("shm", ModuleSink(model))
     before = model.places()
-    house.sync(1)
+    local.sync(1)
     assert model.places() == before
     assert_equal(model.bits(), Model(1).bits())
 
 
 @pytest.mark.parametrize("transport", ["shm", "broadcast"])
-def test_weights_that_somebody_still_holds_stay_as_they_were(open_house, transport):
+def test_weights_that_somebody_still_holds_stay_as_they_were(open_local, transport):
     model = Model(99)
-    house = open_house(transport, AdoptingModuleSink(model))
-    house.sync(1)
+    local = open_local(transport, AdoptingModuleSink(model))
+    local.sync(1)
     held = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for seed in (2, 3, 4):
-        house.sync(seed)
+        local.sync(seed)
     assert_equal(held, Model(1).bits())
     if transport == "shm":
-        assert len(house.segments()) == 3
+        assert len(local.segments()) == 3
     del held
     gc.collect()
-    house.sync(5)
-    house.sync(6)
+    local.sync(5)
+    local.sync(6)
     assert_equal(model.bits(), Model(6).bits())
 
 
 @pytest.mark.parametrize("transport", ["shm", "broadcast"])
-def test_a_replica_that_writes_into_its_weights_changes_nothing_for_others_or_later(open_house, transport):
+def test_a_replica_that_writes_into_its_weights_changes_nothing_for_others_or_later(open_local, transport):
     models = Model(98), Model(99)
-    house = open_house(transport, *map(AdoptingModuleSink, models))
-    house.sync(1)
+    local = open_local(transport, *map(AdoptingModuleSink, models))
+    local.sync(1)
     with torch.no_grad():
         models[0].embed.add_(1)  # torch counts this on the parameter, not on the memory below
     models[0].table.numpy()[:] = 7  # and this nowhere
     assert_equal(models[1].bits(), Model(1).bits())
     for seed in (2, 3, 4, 5):
-        house.sync(seed)
+        local.sync(seed)
         for model in models:
             assert_equal(model.bits(), Model(seed).bits())
 
 
-def test_a_replica_that_wrote_and_let_go_before_the_next_sync_takes_that_one_whole(open_house):
+def test_a_replica_that_wrote_and_let_go_before_the_next_sync_takes_that_one_whole(open_local):
     model = Model(99)
-    house = open_house("shm", AdoptingModuleSink(model))
-    house.sync(1)
+    local = open_local("shm", AdoptingModuleSink(model))
+    local.sync(1)
     with torch.no_grad():
         model.embed.add_(1)
     for tensor in model.state_dict(keep_vars=True).values():
         tensor.data = tensor.detach().clone()
     gc.collect()
     for seed in (2, 3):
-        house.sync(seed)
+        local.sync(seed)
         assert_equal(model.bits(), Model(seed).bits())
 
 
-def test_what_is_served_from_where_it_was_staged_is_no_copy_for_joiners(open_house):
+def test_what_is_served_from_where_it_was_staged_is_no_copy_for_joiners(open_local):
     # Who serves may write into it, and nothing counts that.
     copies, adopts = Model(98), Model(99)
-    house = open_house("broadcast", ModuleSink(copies), AdoptingModuleSink(adopts))
-    house.sync(1)
-    _, tensors = house.receivers["m0"].copy()
+    local = open_local("broadcast", ModuleSink(copies), AdoptingModuleSink(adopts))
+    local.sync(1)
+    _, tensors = local.receivers["m0"].copy()
     assert_equal(dict(tensors), {name: tensor for name, tensor in copies.bits().items() if name != "head"})
     with pytest.raises(TransferError, match="keeps no copy"):
-        house.receivers["m1"].copy()
+        local.receivers["m1"].copy()
 
 
-def test_a_copy_that_is_being_read_is_not_staged_over(open_house):
+def test_a_copy_that_is_being_read_is_not_staged_over(open_local):
     model = Model(99)
-    house = open_house("broadcast", ModuleSink(model))
-    house.sync(1)
-    _, tensors = house.receivers["m0"].copy()
-    house.sync(2)
+    local = open_local("broadcast", ModuleSink(model))
+    local.sync(1)
+    _, tensors = local.receivers["m0"].copy()
+    local.sync(2)
     assert_equal(dict(tensors), {name: tensor for name, tensor in Model(1).bits().items() if name != "head"})
 
 
-def test_what_does_not_fit_is_refused_before_a_pointer_changes(open_house):
+def test_what_does_not_fit_is_refused_before_a_pointer_changes(open_local):
     model = Model(99, width=SIZE + 1)
     before, places = model.bits(), model.places()
-    house = open_house("shm", AdoptingModuleSink(model))
+    local = open_local("shm", AdoptingModuleSink(model))
     with pytest.raises(ManifestError, match="embed"):
-        house.sync(1)
+        local.sync(1)
     assert_equal(model.bits(), before)
     assert model.places() == places
 

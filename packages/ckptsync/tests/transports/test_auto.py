@@ -9,25 +9,27 @@ from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.source.publisher import Publisher
-from offbeat_ckptsync.testing import DictSource, House, assert_same, awkward_weights
+from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports import auto
 from offbeat_ckptsync.transports.topology import here
 
 CONFIG = SyncConfig(transport="auto", bucket_mib=4096 / (1 << 20))
 
 
-async def synced(house, version):
-    house.source.weights = awkward_weights(version)
-    report = await house.manager.sync(version)
-    for receiver in house.receivers.values():
+async def synced(local, version):
+    local.source.weights = awkward_weights(version)
+    report = await local.manager.sync(version)
+    for receiver in local.receivers.values():
         assert receiver.version == version
     return report
 
 
 async def test_on_one_machine_it_is_shm_and_elsewhere_relay_and_the_report_says_why(monkeypatch):
     sinks = {"a": DictSink(), "b": DictSink()}
-    house = House(DictSource(awkward_weights(1)), dict(sinks), CONFIG, lambda: make_transport("auto", CONFIG))
-    report = await synced(house, 1)
+    local = LocalSync(
+        DictSource(awkward_weights(1)), dict(sinks), CONFIG, lambda: make_transport("auto", CONFIG)
+    )
+    report = await synced(local, 1)
     assert report.transport == "shm"
     assert "all 2 receiving ranks are on the source's machine" in report.why
     calls = itertools.count()
@@ -37,15 +39,15 @@ async def test_on_one_machine_it_is_shm_and_elsewhere_relay_and_the_report_says_
         return dataclasses.replace(place, host="elsewhere") if next(calls) == 0 else place
 
     monkeypatch.setattr(auto, "here", far_away)
-    report = await synced(house, 2)
+    report = await synced(local, 2)
     assert report.transport == "relay"
     assert "is on another machine" in report.why
     monkeypatch.undo()
-    report = await synced(house, 3)
+    report = await synced(local, 3)
     assert report.transport == "shm"
     for sink in sinks.values():
         assert_same(sink.weights, awkward_weights(3))
-    house.close()
+    local.close()
 
 
 def test_it_names_who_is_missing():

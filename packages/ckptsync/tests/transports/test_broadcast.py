@@ -15,7 +15,7 @@ from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.buckets import plan_buckets
 from offbeat_ckptsync.source.publisher import Publisher
-from offbeat_ckptsync.testing import DictSource, House, awkward_weights
+from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
 from offbeat_ckptsync.values import Seat
@@ -90,16 +90,16 @@ def test_a_receiver_that_was_started_anew_gets_a_new_group():
 @pytest.mark.parametrize("name", ["broadcast", "auto", "relay"])
 async def test_a_store_holds_no_more_keys_after_twenty_syncs_than_after_one(name):
     config = dataclasses.replace(CONFIG, transport=name)
-    house = House(
+    local = LocalSync(
         DictSource(awkward_weights(1)), {"a": DictSink()}, config, lambda: make_transport(name, config)
     )
     counts = {}
     for version in range(1, 21):
-        house.source.weights = awkward_weights(version)
-        await house.manager.sync(version)
-        counts[version] = house.publisher._transport.rendezvous.store.raw.num_keys()
+        local.source.weights = awkward_weights(version)
+        await local.manager.sync(version)
+        counts[version] = local.publisher._transport.rendezvous.store.raw.num_keys()
     assert counts[1] == counts[10] == counts[20]
-    house.close()
+    local.close()
 
 
 def test_groups_and_syncs_that_are_over_leave_no_keys():
@@ -155,22 +155,22 @@ def test_who_does_not_know_the_secret_gets_no_seat_and_no_word():
 
 async def test_a_stranger_who_answers_first_is_passed_over():
     config = dataclasses.replace(CONFIG, transport="broadcast", secret="ours")
-    house = House(
+    local = LocalSync(
         DictSource(awkward_weights(1)), {"a": DictSink()}, config, lambda: BroadcastTransport(config)
     )
-    opened = house.publisher._transport.open
+    opened = local.publisher._transport.open
 
     def open_with_a_stranger(sync_id, members):
         endpoint = opened(sync_id, members)
-        house.publisher._transport.rendezvous.store.set(
+        local.publisher._transport.rendezvous.store.set(
             f"{sync_id}/here/a/0", '{"num_ranks": 5, "group": ""}'
         )
         return endpoint
 
-    house.publisher._transport.open = open_with_a_stranger
-    await house.manager.sync(1)
-    assert house.receivers["a"].version == 1
-    house.close()
+    local.publisher._transport.open = open_with_a_stranger
+    await local.manager.sync(1)
+    assert local.receivers["a"].version == 1
+    local.close()
 
 
 def test_the_secret_is_in_no_offer_and_in_no_print():

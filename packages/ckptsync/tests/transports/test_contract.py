@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offbeat_ckptsync.config import SyncConfig, make_transport, transport_names
 from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.testing import DictSource, House, assert_same, check_case, transport_contract
+from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, check_case, transport_contract
 from offbeat_ckptsync.testing.contract import CASES
 
 test_loopback = transport_contract("loopback")
@@ -71,22 +71,22 @@ def test_any_manifest_crosses_in_buckets_of_any_size(name, delta, tmp_path_facto
             delta=delta,
         )
         sinks = {f"r{i}": DictSink() for i in range(num_receivers)}
-        house = House(DictSource({}), dict(sinks), config, lambda: make_transport(name, config))
+        local = LocalSync(DictSource({}), dict(sinks), config, lambda: make_transport(name, config))
 
         async def sync_thrice():
             for version in (1, 2, 3):
                 # The third has the bits of the second but for a few.
-                house.source.weights = weights_of(rows, min(version, 2))
+                local.source.weights = weights_of(rows, min(version, 2))
                 if version == 3:
-                    house.source.weights = {name: nudged(t) for name, t in house.source.weights.items()}
-                await house.manager.sync(version)
+                    local.source.weights = {name: nudged(t) for name, t in local.source.weights.items()}
+                await local.manager.sync(version)
                 for sink in sinks.values():
-                    assert_same(sink.weights, house.source.weights)
+                    assert_same(sink.weights, local.source.weights)
 
         try:
             asyncio.run(sync_thrice())
         finally:
-            house.close()
+            local.close()
 
     check()
 

@@ -9,22 +9,29 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import SyncError, SyncFailed
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, House, assert_same, awkward_weights
+from offbeat_ckptsync.testing import (
+    DictSource,
+    Fault,
+    FaultyTransport,
+    LocalSync,
+    assert_same,
+    awkward_weights,
+)
 from offbeat_ckptsync.transports.disk import DiskTransport
 from offbeat_ckptsync.transports.weight_files import folder_specs
 
 
-def house_in(folder, fault=None):
+def local_in(folder, fault=None):
     config = SyncConfig(transport="disk", disk_path=str(folder), bucket_mib=4096 / (1 << 20))
     make = lambda: FaultyTransport(DiskTransport(str(folder)), on_send=fault)  # noqa: E731
-    return House(DictSource(awkward_weights(1)), {"a": DictSink()}, config, make)
+    return LocalSync(DictSource(awkward_weights(1)), {"a": DictSink()}, config, make)
 
 
 async def test_any_tool_can_read_the_file_and_only_the_last_version_stays(tmp_path):
-    house = house_in(tmp_path)
+    local = local_in(tmp_path)
     for version in (1, 2):
-        house.source.weights = awkward_weights(version)
-        await house.manager.sync(version)
+        local.source.weights = awkward_weights(version)
+        await local.manager.sync(version)
     (folder,) = tmp_path.glob("*/*")
     assert_same(safetensors.torch.load_file(folder / "model.safetensors"), awkward_weights(2))
     about = json.loads((folder / "sync.json").read_text())
@@ -34,15 +41,15 @@ async def test_any_tool_can_read_the_file_and_only_the_last_version_stays(tmp_pa
 
 
 async def test_what_was_not_completed_leaves_nothing_behind(tmp_path):
-    house = house_in(tmp_path, Fault("die", 2))
+    local = local_in(tmp_path, Fault("die", 2))
     with pytest.raises(SyncFailed, match="bucket 2"):
-        await house.manager.sync(1)
+        await local.manager.sync(1)
     assert list(tmp_path.glob("*/*")) == []
-    await house.manager.sync(1)
+    await local.manager.sync(1)
 
 
 async def test_two_sources_of_one_folder_leave_each_other_s_syncs_alone(tmp_path):
-    one, other = house_in(tmp_path), house_in(tmp_path)
+    one, other = local_in(tmp_path), local_in(tmp_path)
     await one.manager.sync(1)
     for version in (1, 2):
         await other.manager.sync(version)
@@ -52,9 +59,9 @@ async def test_two_sources_of_one_folder_leave_each_other_s_syncs_alone(tmp_path
 
 
 def test_a_receiver_that_gives_up_takes_nothing_from_the_source(tmp_path):
-    house = house_in(tmp_path)
-    offer = house.publisher.offer(1, ["a"])
-    sender = house.publisher._transport.sender(offer, ["a"])
+    local = local_in(tmp_path)
+    offer = local.publisher.offer(1, ["a"])
+    sender = local.publisher._transport.sender(offer, ["a"])
     DiskTransport(str(tmp_path)).abort(offer.sync_id)
     sender.close()
     assert [path.name for path in tmp_path.glob("*/*")] == [offer.sync_id]

@@ -10,7 +10,7 @@ import pytest
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.member import staging
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.testing import DictSource, House, assert_same, awkward_weights
+from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.testing.contract import CASES, check_case, check_transport
 from offbeat_ckptsync.transports.relay import RelayTransport
 
@@ -45,12 +45,12 @@ def test_faults_are_refused_and_the_next_sync_is_good(machines):
 async def test_a_version_crosses_to_each_machine_once_and_is_digested_there_once(monkeypatch):
     machines = ("s", "a", "a", "a", "b", "b")
     sinks = {f"r{i}": DictSink() for i in range(5)}
-    house = House(DictSource(awkward_weights(1)), dict(sinks), CONFIG, on(*machines))
+    local = LocalSync(DictSource(awkward_weights(1)), dict(sinks), CONFIG, on(*machines))
     taken = []
     monkeypatch.setattr(staging, "digest", taken.append)
     for version in (1, 2, 3):
-        house.source.weights = awkward_weights(version)
-        report = await house.manager.sync(version)
+        local.source.weights = awkward_weights(version)
+        report = await local.manager.sync(version)
         for sink in sinks.values():
             assert_same(sink.weights, awkward_weights(version))
         num_bytes = report.num_bytes
@@ -62,7 +62,7 @@ async def test_a_version_crosses_to_each_machine_once_and_is_digested_there_once
             "r4/0": 0,
         }
     assert taken == [], "no rank takes a digest of what its relay has taken one of"
-    house.close()
+    local.close()
 
 
 async def test_what_one_rank_writes_into_what_it_was_given_is_not_seen_by_its_neighbours():
@@ -74,11 +74,11 @@ async def test_what_one_rank_writes_into_what_it_was_given_is_not_seen_by_its_ne
             super().load(given, version)
 
     sinks = {"r0": Writing(), "r1": DictSink(), "r2": DictSink()}
-    house = House(DictSource(awkward_weights(1)), dict(sinks), CONFIG, on("s", "a", "a", "a"))
+    local = LocalSync(DictSource(awkward_weights(1)), dict(sinks), CONFIG, on("s", "a", "a", "a"))
     for version in (1, 2, 3):
-        house.source.weights = awkward_weights(version)
-        await house.manager.sync(version)
+        local.source.weights = awkward_weights(version)
+        await local.manager.sync(version)
         assert_same(sinks["r1"].weights, awkward_weights(version))
         assert_same(sinks["r2"].weights, awkward_weights(version))
         assert not any(tensor.any() for tensor in sinks["r0"].weights.values())
-    house.close()
+    local.close()

@@ -102,8 +102,8 @@ class RankApart(CarriedMember):
                     waiting.set_exception(TransferError(f"{self.name} died"))
 
 
-class HouseApart:
-    """A `House` whose members are in processes of their own, each on its own of `gpus` where there are some."""
+class SyncApart:
+    """A `LocalSync` whose members are in processes of their own, each on its own of `gpus` where there are some."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from offbeat_ckptsync.testing.fakes import (
     DictSource,
     Fault,
     FaultyTransport,
-    House,
+    LocalSync,
     awkward_weights,
     prints_of,
 )
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_ckptsync.seams import Transport
-    from offbeat_ckptsync.testing.apart import HouseApart
+    from offbeat_ckptsync.testing.apart import SyncApart
 
     Tensors = dict[str, torch.Tensor]
 
@@ -93,22 +93,22 @@ async def check_case(
         AssertionError: it does not hold.
     """
     sinks = {f"replica-{i}": DictSink(manifest_of(case.make(0).items())) for i in range(num_receivers)}
-    house = House(DictSource(case.make(1)), dict(sinks), config, make)
+    local = LocalSync(DictSource(case.make(1)), dict(sinks), config, make)
     try:
-        await _check_case(house, case)
+        await _check_case(local, case)
     finally:
-        house.close()
+        local.close()
 
 
-async def _check_case(house: House | HouseApart, case: Case) -> None:
-    await _good(house, 1, case.make(1))
-    await _good(house, 2, case.make(2))
-    first, *_ = house.source.weights
-    house.source.weights = {
+async def _check_case(local: LocalSync | SyncApart, case: Case) -> None:
+    await _good(local, 1, case.make(1))
+    await _good(local, 2, case.make(2))
+    first, *_ = local.source.weights
+    local.source.weights = {
         f"{name}-renamed" if name == first else name: tensor for name, tensor in case.make(9).items()
     }
-    await _refused(house, 3, f"{first}-renamed")
-    await _good(house, 3, case.make(3))
+    await _refused(local, 3, f"{first}-renamed")
+    await _good(local, 3, case.make(3))
 
 
 async def _check_apart(
@@ -118,28 +118,28 @@ async def _check_apart(
     num_receivers: int,
     gpus: tuple[str, ...],
 ) -> None:
-    from offbeat_ckptsync.testing.apart import HouseApart
+    from offbeat_ckptsync.testing.apart import SyncApart
 
     weights = case.make if isinstance(case, Case) else awkward_weights
     expected = {f"replica-{i}": manifest_of(weights(0).items()) for i in range(num_receivers)}
     fault = Fault("die", 2, times=0)
     faulty = lambda: FaultyTransport(make(), on_send=fault)  # noqa: E731
-    house = HouseApart(DictSource(weights(1)), expected, config, faulty, gpus)
+    local = SyncApart(DictSource(weights(1)), expected, config, faulty, gpus)
     try:
-        await house.start()
+        await local.start()
         if isinstance(case, Case):
-            await _check_case(house, case)
+            await _check_case(local, case)
             return
-        await _good(house, 1, weights(1))
-        await house.ranks["replica-0"].arm("corrupt", 1)
-        house.source.weights = weights(2)
-        await _refused(house, 2, "bucket 1")
-        await _good(house, 2, weights(2))
-        fault.left, house.source.weights = 1, weights(3)
-        await _refused(house, 3, "bucket")
-        await _good(house, 3, weights(3))
+        await _good(local, 1, weights(1))
+        await local.ranks["replica-0"].arm("corrupt", 1)
+        local.source.weights = weights(2)
+        await _refused(local, 2, "bucket 1")
+        await _good(local, 2, weights(2))
+        fault.left, local.source.weights = 1, weights(3)
+        await _refused(local, 3, "bucket")
+        await _good(local, 3, weights(3))
     finally:
-        house.close()
+        local.close()
 
 
 async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, num_receivers: int) -> None:
@@ -153,7 +153,7 @@ async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, 
     """
     sinks = {f"replica-{i}": DictSink(manifest_of(awkward_weights(0).items())) for i in range(num_receivers)}
     faults = [Fault("corrupt", 1, times=0), Fault("die", 2, times=0), Fault("corrupt", 0, times=0)]
-    house = House(
+    local = LocalSync(
         DictSource(awkward_weights(1)),
         dict(sinks),
         config,
@@ -162,37 +162,37 @@ async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, 
         ),
     )
     try:
-        await _good(house, 1, awkward_weights(1))
+        await _good(local, 1, awkward_weights(1))
         for version, fault in enumerate(faults, start=2):
-            house.source.weights = awkward_weights(version)
+            local.source.weights = awkward_weights(version)
             fault.left = 1
-            await _refused(house, version, "bucket")
-            await _good(house, version, awkward_weights(version))
+            await _refused(local, version, "bucket")
+            await _good(local, version, awkward_weights(version))
     finally:
-        house.close()
+        local.close()
 
 
 _CHECKS = {"faults": check_transport, "deltas": check_deltas}
 
 
-async def _good(house: House | HouseApart, version: int, weights: Tensors) -> None:
-    house.source.weights = weights
-    report = await house.manager.sync(version)
+async def _good(local: LocalSync | SyncApart, version: int, weights: Tensors) -> None:
+    local.source.weights = weights
+    report = await local.manager.sync(version)
     assert report.version == version
     want = (version, prints_of(weights))
-    for name, got in (await house.serving()).items():
+    for name, got in (await local.serving()).items():
         assert got == want, f"{name} serves {got}, not {want}"
 
 
-async def _refused(house: House | HouseApart, version: int, named: str) -> None:
-    before = await house.serving()
+async def _refused(local: LocalSync | SyncApart, version: int, named: str) -> None:
+    before = await local.serving()
     told = ""
     try:
-        await house.manager.sync(version)
+        await local.manager.sync(version)
     except SyncFailed as error:
         told = str(error)
     assert named in told, f"version {version} was to be refused, naming {named}; said: {told or 'nothing'}"
-    after = await house.serving()
+    after = await local.serving()
     assert after == before
     assert {served for served, _ in after.values()} == {version - 1}
 

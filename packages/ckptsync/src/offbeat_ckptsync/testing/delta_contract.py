@@ -12,7 +12,7 @@ from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport, House, assert_same
+from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport, LocalSync, assert_same
 from offbeat_ckptsync.values import Seat, SyncReport
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ async def check_deltas(make: Callable[[], Transport], config: SyncConfig, *, num
 
 async def _joiners(town: _Town) -> None:
     """One that comes with nothing makes the next sync whole; one that has caught up does not."""
-    town.house.manager.enlist(town.member("late"))
+    town.local.manager.enlist(town.member("late"))
     await town.sync(0.01, deltas=False, why="late kept no copy")
     await town.sync(0.01, deltas=True)
-    await town.house.manager.catch_up(town.member("later"))
+    await town.local.manager.catch_up(town.member("later"))
     await town.sync(0.01, deltas=True)
 
 
@@ -68,7 +68,7 @@ async def _failures(town: _Town) -> None:
 
 
 class _Town:
-    """A house with deltas switched on, whose weights change by parts."""
+    """A local with deltas switched on, whose weights change by parts."""
 
     def __init__(self, make: Callable[[], Transport], config: SyncConfig, num_receivers: int) -> None:
         self._make = make
@@ -79,7 +79,7 @@ class _Town:
         self._sinks = {f"replica-{i}": DictSink(self._expected) for i in range(num_receivers)}
         self._version = 0
         self._transports: list[Transport] = []
-        self.house = House(DictSource(self._weights), dict(self._sinks), config, self._transport)
+        self.local = LocalSync(DictSource(self._weights), dict(self._sinks), config, self._transport)
 
     @property
     def carries(self) -> bool:
@@ -95,7 +95,7 @@ class _Town:
         """Change a fraction of the elements, sync, and look at what arrived and how."""
         self._change(fraction)
         self._version += 1
-        report = await self.house.manager.sync(self._version)
+        report = await self.local.manager.sync(self._version)
         for sink in self._sinks.values():
             assert_same(_bits(sink.weights), _bits(self._weights))
         if not self.carries:
@@ -118,7 +118,7 @@ class _Town:
         planted.kind, planted.bucket, planted.left = fault.kind, fault.bucket, 1
         told = ""
         try:
-            await self.house.manager.sync(self._version + 1)
+            await self.local.manager.sync(self._version + 1)
         except SyncFailed as error:
             told = str(error)
         planted.left = 0
@@ -131,7 +131,7 @@ class _Town:
 
     def close(self) -> None:
         """Leave all connections."""
-        self.house.close()
+        self.local.close()
         for transport in self._transports:
             transport.close()
 
@@ -149,7 +149,7 @@ class _Town:
             words = changed.view(_INTS[tensor.element_size()]).view(-1)
             words ^= (torch.rand(words.shape, generator=self._rng) < fraction).to(words.dtype)
             fresh[name] = changed
-        self._weights = self.house.source.weights = fresh
+        self._weights = self.local.source.weights = fresh
 
 
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

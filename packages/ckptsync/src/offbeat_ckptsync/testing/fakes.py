@@ -224,7 +224,7 @@ def prints_of(weights: dict[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-class House:
+class LocalSync:
     """A source, a manager and members in this process over one transport: the smallest whole."""
 
     def __init__(

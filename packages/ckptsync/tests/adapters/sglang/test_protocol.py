@@ -74,7 +74,7 @@ class Server:
         self.process.stdout.close()
 
 
-class House:
+class LocalSync:
     """A source, a server, and the member between them."""
 
     def __init__(self, server, folder, pause_mode=PauseMode.RETRACT):
@@ -123,56 +123,56 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def house(server, tmp_path, request):
-    house = House(server, tmp_path, getattr(request, "param", PauseMode.RETRACT))
-    house.ask("/reset", {})
-    return house
+def local(server, tmp_path, request):
+    local = LocalSync(server, tmp_path, getattr(request, "param", PauseMode.RETRACT))
+    local.ask("/reset", {})
+    return local
 
 
 UPDATE = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 
 
-@pytest.mark.parametrize("house", [*PauseMode], indirect=True)
-async def test_versions_are_loaded_said_back_and_answered_with(house, request):
+@pytest.mark.parametrize("local", [*PauseMode], indirect=True)
+async def test_versions_are_loaded_said_back_and_answered_with(local, request):
     for version in (1, 2, 3):
-        house.train()
-        report = await house.manager.sync(version)
-        assert house.answer() == {
-            "logprobs": pytest.approx(house.net.answer(), abs=1e-6),
+        local.train()
+        report = await local.manager.sync(version)
+        assert local.answer() == {
+            "logprobs": pytest.approx(local.net.answer(), abs=1e-6),
             "weight_version": str(version),
         }
-        status = await house.member.status()
+        status = await local.member.status()
         assert (status.version, status.committed) == (version, True)
         assert status.label.content_digest == report.content_digest
         flip = report.members["sglang-0"]
         assert 0 < flip.load_s <= flip.pause_s
-    assert house.asked() == UPDATE * 3
-    pause, load, _ = (body for _, body in house.ask("/record")["record"][-3:])
-    mode = request.node.callspec.params["house"]
+    assert local.asked() == UPDATE * 3
+    pause, load, _ = (body for _, body in local.ask("/record")["record"][-3:])
+    mode = request.node.callspec.params["local"]
     assert pause == {"mode": str(mode)}
     assert load["flush_cache"] is (mode is not PauseMode.IN_PLACE)
-    assert [path.name for path in house.folder.iterdir()] == ["version-3"], "the folder before is removed"
+    assert [path.name for path in local.folder.iterdir()] == ["version-3"], "the folder before is removed"
 
 
-async def refused(house, named):
+async def refused(local, named):
     """Sync; it must fail so that the server was asked for nothing, and answers as before; then the next one works."""
-    before, asked = house.answer(), house.asked()
+    before, asked = local.answer(), local.asked()
     with pytest.raises(SyncFailed, match=named):
-        await house.manager.sync(9)
-    assert house.answer() == before
-    assert house.asked() == asked
+        await local.manager.sync(9)
+    assert local.answer() == before
+    assert local.asked() == asked
 
 
-async def test_a_flipped_byte_on_the_way_is_refused_before_the_server_is_asked(house):
-    house.train()
-    house.fault.left = 1
-    await refused(house, "arrived with digest")
-    await house.manager.sync(10)
-    assert house.answer()["weight_version"] == "10"
+async def test_a_flipped_byte_on_the_way_is_refused_before_the_server_is_asked(local):
+    local.train()
+    local.fault.left = 1
+    await refused(local, "arrived with digest")
+    await local.manager.sync(10)
+    assert local.answer()["weight_version"] == "10"
 
 
-async def test_a_flipped_byte_in_the_folder_is_refused_before_the_server_is_asked(house, monkeypatch):
-    house.train()
+async def test_a_flipped_byte_in_the_folder_is_refused_before_the_server_is_asked(local, monkeypatch):
+    local.train()
     write = folder_module._write
 
     def damaged(path, whole):
@@ -183,20 +183,20 @@ async def test_a_flipped_byte_in_the_folder_is_refused_before_the_server_is_aske
 
     with monkeypatch.context() as patch:
         patch.setattr(folder_module, "_write", damaged)
-        await refused(house, "is not what was written")
-    assert list(house.folder.iterdir()) == []
-    await house.manager.sync(10)
-    assert house.answer()["weight_version"] == "10"
+        await refused(local, "is not what was written")
+    assert list(local.folder.iterdir()) == []
+    await local.manager.sync(10)
+    assert local.answer()["weight_version"] == "10"
 
 
-async def test_other_shapes_than_those_of_its_model_folder_are_refused_by_name(house):
-    house.net.head = torch.nn.Linear(9, 16, bias=False)
-    await refused(house, r"'head\.weight' has shape \(16, 9\), expected \(16, 8\)")
+async def test_other_shapes_than_those_of_its_model_folder_are_refused_by_name(local):
+    local.net.head = torch.nn.Linear(9, 16, bias=False)
+    await refused(local, r"'head\.weight' has shape \(16, 9\), expected \(16, 8\)")
 
 
-def add_plain_member(house):
+def add_plain_member(local):
     sink = DictSink()
-    house.manager.add(LocalMember(Receiver(Seat(member="plain"), sink), make_transport("loopback", CONFIG)))
+    local.manager.add(LocalMember(Receiver(Seat(member="plain"), sink), make_transport("loopback", CONFIG)))
     return sink
 
 
@@ -208,62 +208,62 @@ def add_plain_member(house):
         ("liar", "was given weight version '1' and says 'default'"),
     ],
 )
-async def test_what_fails_after_the_server_was_asked_fences_it_off_paused_and_others_go_on(house, how, named):
-    sink = add_plain_member(house)
-    house.train()
-    house.ask("/misbehave", {"how": how})
+async def test_what_fails_after_the_server_was_asked_fences_it_off_paused_and_others_go_on(local, how, named):
+    sink = add_plain_member(local)
+    local.train()
+    local.ask("/misbehave", {"how": how})
     if how == "silent":
-        house.manager._config = dataclasses.replace(CONFIG, flip_timeout_s=2)
-    report = await house.manager.sync(1)
+        local.manager._config = dataclasses.replace(CONFIG, flip_timeout_s=2)
+    report = await local.manager.sync(1)
     assert list(report.members) == ["plain"]
     assert named in report.fenced["sglang-0"]
-    assert house.manager.members == ["plain"]
-    assert torch.equal(sink.weights["head.weight"], house.net.head.weight)
-    assert house.ask("/record")["paused"], "a server whose weights may be torn answers nobody"
+    assert local.manager.members == ["plain"]
+    assert torch.equal(sink.weights["head.weight"], local.net.head.weight)
+    assert local.ask("/record")["paused"], "a server whose weights may be torn answers nobody"
     with pytest.raises(urllib.error.HTTPError, match="503"):
-        house.answer()
+        local.answer()
 
 
-async def test_a_server_started_anew_is_found_out_at_begin_and_comes_back_as_a_new_member(house):
-    sink = add_plain_member(house)
-    house.train()
-    await house.manager.sync(1)
-    house.server.end()
-    house.server.start()
-    house.member._server.url = house.server.url  # a port would be the same; here the system chooses one
-    status = await house.member.status()
+async def test_a_server_started_anew_is_found_out_at_begin_and_comes_back_as_a_new_member(local):
+    sink = add_plain_member(local)
+    local.train()
+    await local.manager.sync(1)
+    local.server.end()
+    local.server.start()
+    local.member._server.url = local.server.url  # a port would be the same; here the system chooses one
+    status = await local.member.status()
     assert (status.label, status.committed) == (None, False)
     with pytest.raises(SyncFailed, match="serves weight version 'default', and '1' was put there"):
-        await house.manager.sync(2)
-    house.manager.remove("sglang-0")
+        await local.manager.sync(2)
+    local.manager.remove("sglang-0")
     fresh = SglangMember(
         "sglang-0",
-        SglangServer(house.server.url),
+        SglangServer(local.server.url),
         make_transport("loopback", CONFIG),
         CONFIG,
-        Loading(folder=house.folder),
+        Loading(folder=local.folder),
     )
-    await house.manager.catch_up(fresh)
-    assert house.answer() == {"logprobs": pytest.approx(house.net.answer(), abs=1e-6), "weight_version": "1"}
-    assert torch.equal(sink.weights["head.weight"], house.net.head.weight)
+    await local.manager.catch_up(fresh)
+    assert local.answer() == {"logprobs": pytest.approx(local.net.answer(), abs=1e-6), "weight_version": "1"}
+    assert torch.equal(sink.weights["head.weight"], local.net.head.weight)
 
 
-async def test_a_server_that_is_gone_is_named(house):
-    house.server.end()
-    with pytest.raises(SyncFailed, match=rf"sglang-0: {house.server.url}/model_info gave no answer"):
-        await house.manager.sync(1)
-    house.server.start()
+async def test_a_server_that_is_gone_is_named(local):
+    local.server.end()
+    with pytest.raises(SyncFailed, match=rf"sglang-0: {local.server.url}/model_info gave no answer"):
+        await local.manager.sync(1)
+    local.server.start()
 
 
-async def test_fencing_stops_it_until_the_next_flip(house):
-    house.train()
-    await house.manager.sync(1)
-    await house.member.fence("a test says so")
-    assert house.ask("/record")["paused"]
-    assert (await house.member.status()).label is None
-    house.train()
-    await house.manager.sync(2)
-    assert house.answer()["weight_version"] == "2"
+async def test_fencing_stops_it_until_the_next_flip(local):
+    local.train()
+    await local.manager.sync(1)
+    await local.member.fence("a test says so")
+    assert local.ask("/record")["paused"]
+    assert (await local.member.status()).label is None
+    local.train()
+    await local.manager.sync(2)
+    assert local.answer()["weight_version"] == "2"
 
 
 def test_the_url_must_be_one_of_http():

@@ -45,7 +45,7 @@ class Source(ModuleSource):
         yield from self.change(dict(super().tensors())).items()
 
 
-class House(GenerationGate):
+class LocalSync(GenerationGate):
     """vLLM behind a `ControlMember`, Transformers as source and reference."""
 
     def __init__(self, llm, model, mailbox):
@@ -115,7 +115,7 @@ class House(GenerationGate):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory):
+async def local(tmp_path_factory):
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
     }  # fmt: skip
@@ -138,7 +138,7 @@ async def house(tmp_path_factory):
         enable_prefix_caching=False,
     )  # fmt: skip
     llm = AsyncLLM.from_engine_args(args)
-    made = House(llm, model, Mailbox())
+    made = LocalSync(llm, model, Mailbox())
     try:
         yield made
     finally:
@@ -146,29 +146,29 @@ async def house(tmp_path_factory):
         llm.shutdown()
 
 
-async def test_several_versions_are_each_served_as_transformers_computes_them(house):
-    await house.assert_serves_the_model()
+async def test_several_versions_are_each_served_as_transformers_computes_them(local):
+    await local.assert_serves_the_model()
     for _ in range(4):
-        report = await house.sync()
-        await house.assert_serves_the_model()
-        assert await house.llm.get_weight_version() == str(report.version)
+        report = await local.sync()
+        await local.assert_serves_the_model()
+        assert await local.llm.get_weight_version() == str(report.version)
         print(f"total {report.total_s:.4f} pause {report.pause_s:.4f} load {report.load_s:.4f} begin {report.begin_s:.4f} "
               f"transfer {report.transfer_s:.4f} flip {report.flip_s:.4f}")  # fmt: skip
 
 
-async def test_a_request_in_flight_survives_a_sync_and_says_which_tokens_are_whose(house):
-    before = house.version
+async def test_a_request_in_flight_survives_a_sync_and_says_which_tokens_are_whose(local):
+    before = local.version
     begun = asyncio.Event()
-    running = asyncio.create_task(house.generate(max_tokens=400, begun=begun), name="long request")
+    running = asyncio.create_task(local.generate(max_tokens=400, begun=begun), name="long request")
     await begun.wait()
-    report = await house.sync()
+    report = await local.sync()
     assert not running.done(), "the request was to be in flight during the sync"
     out = await running
     assert len(out.token_ids) == 400
     print("pause_s", report.pause_s, "spans", out.weight_versions)
     assert out.weight_versions[-1].version == str(report.version)
     assert len(out.weight_versions) == 2, f"{before} then {report.version}: {out.weight_versions}"
-    await house.assert_serves_the_model()
+    await local.assert_serves_the_model()
 
 
 def renamed(named):
@@ -198,28 +198,28 @@ def cast(named):
         (cast, "'model.norm.weight' has dtype bfloat16, expected float32"),
     ],
 )
-async def test_weights_that_do_not_fit_are_refused_by_name_and_the_old_version_answers(house, change, named):
-    await refused(house, lambda: setattr(house.source, "change", change), named)
+async def test_weights_that_do_not_fit_are_refused_by_name_and_the_old_version_answers(local, change, named):
+    await refused(local, lambda: setattr(local.source, "change", change), named)
 
 
-async def test_a_flipped_byte_is_refused_and_the_old_version_answers(house):
-    await refused(house, lambda: setattr(house.fault, "left", 1), "bucket 0 .* arrived with digest")
+async def test_a_flipped_byte_is_refused_and_the_old_version_answers(local):
+    await refused(local, lambda: setattr(local.fault, "left", 1), "bucket 0 .* arrived with digest")
 
 
-async def test_a_line_that_is_cut_leaves_the_old_version_answering(house):
-    house.fault.kind = "die"
-    await refused(house, lambda: setattr(house.fault, "left", 1), "bucket 0|could not be received")
-    house.fault.kind = "corrupt"
+async def test_a_line_that_is_cut_leaves_the_old_version_answering(local):
+    local.fault.kind = "die"
+    await refused(local, lambda: setattr(local.fault, "left", 1), "bucket 0|could not be received")
+    local.fault.kind = "corrupt"
 
 
-async def refused(house, plant, named):
-    ids, before = await house.logprobs()
+async def refused(local, plant, named):
+    ids, before = await local.logprobs()
     plant()
     with pytest.raises(SyncFailed, match=named) as caught:
-        await house.sync()
-    assert caught.value.served == {"vllm-0": house.version}
-    after_ids, after = await house.logprobs()
+        await local.sync()
+    assert caught.value.served == {"vllm-0": local.version}
+    after_ids, after = await local.logprobs()
     assert (after_ids, after.tolist()) == (ids, before.tolist()), "the old version answers bit for bit"
-    house.source.change = lambda named: named
-    await house.sync_again()
-    await house.assert_serves_the_model()
+    local.source.change = lambda named: named
+    await local.sync_again()
+    await local.assert_serves_the_model()

@@ -108,8 +108,8 @@ class Actor:
             raise EOFError(f"{self.name} died before it answered {what}") from error
 
 
-class Troupe:
-    """The whole cast; whoever is dead is replaced by `heal`."""
+class FaultProcesses:
+    """A manager, a sender and receivers in processes of their own; whoever is dead is replaced by `heal`."""
 
     def __init__(self, config: SyncConfig, *, receivers: tuple[str, ...] = ("r0", "r1")) -> None:
         """Start all and wait until they have found one another."""
