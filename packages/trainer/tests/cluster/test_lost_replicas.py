@@ -84,7 +84,7 @@ def check_account(journal):
     assert all(one.num_tokens for index in taken for one in finished[index].completions)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 1])
+@pytest.mark.parametrize("num_replicas", [pytest.param(2, marks=pytest.mark.deep), 1])
 async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas, lively, requests, until, pid_of):
     async with lively(tmp_path, num_replicas=num_replicas) as cluster:
         recorder, journal = Recorder(), MemoryJournal()
