@@ -54,8 +54,8 @@ class Store:
         self.raw.set(key, text)
 
     def get(self, key: str) -> str | None:
-        """Return what is under `key`, or None; does not wait."""
-        return self.raw.get(key).decode() if self.raw.check([key]) else None
+        """Return what is under `key`, or None; does not wait. What is no UTF-8 comes with marks in its place."""
+        return self.raw.get(key).decode(errors="replace") if self.raw.check([key]) else None
 
     def delete(self, key: str) -> None:
         """Forget `key`; harmless when it is not there."""

@@ -150,9 +150,12 @@ async def test_who_does_not_know_the_secret_is_not_called_and_told_by_name(caplo
 async def test_rubbish_at_the_store_is_passed_over():
     async with Party() as party:
         store = party.membership._store
-        for number, text in enumerate(("no json", "[]", json.dumps({"registration": {"name": 1}})), start=1):
-            assert store.raw.add("offbeat/members", 1) == number
-            store.set(f"offbeat/member/{number}", text)
+        role = {"name": "x", "role": "member", "host": "127.0.0.1", "port": 1, "layout": {}}
+        rubbish = (b"no json", b"[]", b'{"registration": {"name": 1}}', b"\xff\xfe no text")
+        proof = json.dumps({"registration": role, "proof": "\u00e9"}).encode()
+        for number, text in enumerate((*rubbish, proof)):
+            store.raw.set(f"offbeat/member/{number}", text)
+            store.set("offbeat/members", str(number))
         gone = Registration(name="gone", role="member", host="127.0.0.1", port=1)
         await register(*party.membership.address, gone, SECRET)
         await party.join("one")
@@ -160,14 +163,19 @@ async def test_rubbish_at_the_store_is_passed_over():
             await party.membership.wait_for(["gone"], 0.5)
 
 
-async def test_a_number_without_text_and_a_proof_that_is_no_ascii_hold_up_nobody():
+@pytest.mark.parametrize("how", ["jumps", "is no number"])
+async def test_a_stranger_who_changes_the_mark_of_the_store_holds_up_nobody(how):
     async with Party() as party:
-        store = party.membership._store
-        assert store.raw.add("offbeat/members", 1) == 1  # who took it was killed before it wrote
-        assert store.raw.add("offbeat/members", 1) == 2
-        role = {"name": "x", "role": "member", "host": "127.0.0.1", "port": 1, "layout": {}}
-        store.set("offbeat/member/2", json.dumps({"registration": role, "proof": "\u00e9"}))
         await party.join("one")
+        store = Store.join(*party.membership.address, 5)  # a line of its own, as a stranger has
+        if how == "jumps":
+            store.set("offbeat/members", "0")
+            store.raw.add("offbeat/members", 100_000)
+        else:
+            store.set("offbeat/members", "many")
+        await party.join("two")
+        await party.manager.sync(1)
+        assert sorted(party.manager.members) == ["one", "two"]
 
 
 async def test_an_agent_gives_up_a_sync_when_the_manager_is_silent():

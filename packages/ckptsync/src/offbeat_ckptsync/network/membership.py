@@ -1,9 +1,10 @@
 """Who takes part: members and sources write their address and layout to a TCPStore, the manager calls them.
 
 A registration is a JSON object {"registration": {name, role, host, port, layout}, "proof": HMAC-SHA256(secret,
-canonical JSON of the registration), in hex}. The n-th lies under "offbeat/member/<n>", n counted from 1 by "offbeat/members"
-(the store's atomic add). The manager reads each once, drops those with a wrong proof, and calls the address; the line then proves
-both sides (see `channel`), so a registration that somebody repeats leads nowhere. Who loses its manager registers again.
+canonical JSON of the registration), in hex, "turn": another word each time}. It lies under "offbeat/member/<name>"; whoever wrote one
+then sets "offbeat/members" to another word. When that word changes the manager reads what is new, drops what has a wrong proof, and
+calls the address; the line then proves both sides (see `channel`), so a registration that somebody repeats leads nowhere. Who loses
+its manager registers again. The store asks nobody for the secret: nothing here counts or waits for what a stranger may have written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import logging
 import threading
 import time
+import uuid
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.control.carried import CarriedMember, CarriedSource
@@ -33,12 +35,11 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.ops import Call
 
 _log = logging.getLogger(__name__)
-_COUNT = "offbeat/members"
-_EACH = "offbeat/member/{}"
+_CHANGED = "offbeat/members"
+_EACH = "offbeat/member/"
 _POLL_S = 0.02
 _LOOK_S = 5.0
 _RETRY_S = 1.0
-_HOLE_S = 3.0  # between counting a registration and writing it
 _JOIN_S = 10.0
 _PING_S = 2.0
 
@@ -49,8 +50,9 @@ async def register(host: str, port: int, registration: Registration, secret: str
     def write() -> None:
         try:
             store = Store.join(host, port, _JOIN_S)
-            number = store.raw.add(_COUNT, 1)
-            store.set(_EACH.format(number), json.dumps(_signed(registration, secret)))
+            turn = uuid.uuid4().hex
+            store.set(_EACH + registration.name, json.dumps({**_signed(registration, secret), "turn": turn}))
+            store.set(_CHANGED, turn)  # after it: whoever sees this word finds the registration
         except RuntimeError as error:  # torch's: the store went away in between
             raise TransferError(f"the store at {host}:{port} is gone: {error}") from error
 
@@ -79,8 +81,8 @@ class Membership:
         self._secret = secret
         self._config = config
         self._on_leave = on_leave
-        self._num_read = 0
-        self._hole = (0, 0.0)  # a number that was taken and has no text yet, and since when
+        self._changed: str | None = None  # the word that was there when registrations were last read
+        self._read: dict[str, str] = {}  # the last text of each
         self._connections: dict[str, Connection] = {}
         self._manager: CheckpointEngineManager | None = None
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -187,26 +189,22 @@ class Membership:
                 self._start("call", registration.name, self._call(registration))
 
     def _read_new(self) -> list[Registration]:
-        """Wait until somebody has registered, a few seconds at most, and return the latest of each name. Blocks."""
+        """Wait until somebody has registered, a few seconds at most, and return what is new. Blocks."""
         until = time.monotonic() + _LOOK_S
-        latest: dict[str, Registration] = {}
-        while not latest and not self._is_closed.wait(_POLL_S) and time.monotonic() < until:
-            for number in range(self._num_read + 1, self._store.raw.add(_COUNT, 0) + 1):
-                text = self._store.get(_EACH.format(number))
-                if text is None and not self._is_given_up(number):
-                    break  # counted, but not yet written
-                self._num_read = number
-                if text is not None and (registration := self._checked(text)) is not None:
-                    latest[registration.name] = registration
-        return [*latest.values()]
-
-    def _is_given_up(self, number: int) -> bool:
-        """Say whether who took `number` has had its time to write: it died in between, and must not hold up the others."""
-        found, since = self._hole
-        if found != number:
-            self._hole = (number, time.monotonic())
-            return False
-        return time.monotonic() - since > _HOLE_S
+        new: list[Registration] = []
+        while not new and not self._is_closed.wait(_POLL_S) and time.monotonic() < until:
+            word = self._store.get(_CHANGED)
+            if word == self._changed:
+                continue
+            self._changed = word  # before reading: who comes meanwhile sets another one
+            for key in self._store.raw.list_keys():
+                text = self._store.get(key) if key.startswith(_EACH) else None
+                if text is None or text == self._read.get(key):
+                    continue
+                self._read[key] = text
+                if (registration := self._checked(text)) is not None:
+                    new.append(registration)
+        return new
 
     def _start(self, what: str, name: str, work: Coroutine[object, object, None]) -> None:
         """Run `work` in a task that takes the place of the one before it for the same name."""
