@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +14,11 @@ from hypothesis import HealthCheck, settings
 # Workers of pytest inherit the token; each Ray on its own would write one to the home folder, where two might meet.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+# `sync_faults`, which tests of several packages share and none ships; processes that they start find it by this variable.
+SHARED = str(Path(__file__).parent / "packages" / "ckptsync" / "tests" / "shared")
+sys.path.insert(0, SHARED)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SHARED, os.environ.get("PYTHONPATH"))))
 
 # Nothing is timed: on a busy machine an example, or drawing it, may take seconds, and that is no failure. Where examples
 # are dear, a test takes a share of these numbers: `settings(max_examples=settings().max_examples // 8)`.

@@ -20,9 +20,14 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.testing.processes import FaultProcesses
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "ckptsync" / "tests" / "shared"))
+
+from sync_faults.hurt import content_of, weights_of
+from sync_faults.processes import FaultProcesses
 
 DEADLINE_S = 60.0
 """Of one sync, all phases together; a sync here takes a tenth of a second."""
@@ -48,8 +53,6 @@ class Chaos:
     """One cluster and what became of it."""
 
     def __init__(self, transport: str, seed: int, log: bool) -> None:
-        from offbeat_ckptsync.testing.hurt import content_of, weights_of
-
         phases = ("begin", "transfer", "verify", "flip", "commit")
         deadlines = {f"{phase}_timeout_s": DEADLINE_S / len(phases) for phase in phases}
         self._troupe = FaultProcesses(SyncConfig(transport=transport, bucket_mib=1 / 64, **deadlines))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_ckptsync.testing.hosts import lacking, two_hosts
+from sync_faults.hosts import lacking, two_hosts
 
 pytestmark = [pytest.mark.ray, pytest.mark.spawns, pytest.mark.slow, pytest.mark.deep]
 

@@ -13,12 +13,12 @@ from offbeat_ckptsync.testing import (
     Fault,
     FaultyTransport,
     LocalSync,
-    TornSink,
     assert_same,
     awkward_weights,
 )
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import Seat
+from sync_faults.planted import TornSink
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 

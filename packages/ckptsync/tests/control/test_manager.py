@@ -20,13 +20,12 @@ from offbeat_ckptsync.testing import (
     Fault,
     FaultyTransport,
     LocalSync,
-    LyingSource,
-    TornSink,
     assert_same,
     awkward_weights,
 )
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import Seat
+from sync_faults.planted import LyingSource, TornSink
 
 CONFIG = SyncConfig(
     transport="loopback",

@@ -16,8 +16,9 @@ from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.errors import SyncFailed, TransferError
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.testing import DictSource, awkward_weights, serve_worker, sums_of
+from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
 from offbeat_ckptsync.threads import in_thread
+from sync_faults.ranks import serve_worker
 
 pytestmark = pytest.mark.spawns
 
@@ -32,7 +33,7 @@ class Replica(GenerationGate):
 
     def __init__(self, num_ranks):
         context = mp.get_context("forkserver")  # which has loaded torch, once for all of them
-        context.set_forkserver_preload(["offbeat_ckptsync.testing.actors"])
+        context.set_forkserver_preload(["offbeat_ckptsync.testing.apart"])
         pairs = [context.Pipe() for _ in range(num_ranks)]
         self.pipes = [near for near, _ in pairs]
         self.processes = [
@@ -68,8 +69,8 @@ class Replica(GenerationGate):
             pipe.send_bytes(message)
         return [await in_thread(pipe.recv_bytes, name="ask") for pipe in self.pipes]
 
-    async def sums(self):
-        return [json.loads(text) for text in await self.ask(b"sum")]
+    async def serving(self):
+        return [json.loads(text) for text in await self.ask(b"serving")]
 
     async def pause(self):
         self.paused += 1
@@ -112,7 +113,7 @@ async def test_two_replicas_of_one_and_two_ranks_take_three_versions(local, repl
         report = await manager.sync(version)
         assert set(report.members) == {"one", "two"}
         for replica in replicas.values():
-            assert await replica.sums() == [[version, sums_of(source.weights)]] * len(replica.pipes)
+            assert await replica.serving() == [[version, prints_of(source.weights)]] * len(replica.pipes)
             assert (replica.label, replica.paused, replica.active) == (version, 0, False)
 
 
@@ -127,7 +128,7 @@ async def test_replicas_of_several_ranks_take_deltas_and_one_that_was_started_an
         assert report.num_deltas == report.num_buckets > 4
         assert report.wire_bytes < report.num_bytes / 20
         for replica in replicas.values():
-            assert await replica.sums() == [[version, sums_of(source.weights)]] * len(replica.pipes)
+            assert await replica.serving() == [[version, prints_of(source.weights)]] * len(replica.pipes)
     third = Replica(2)
     manager.enlist(ControlMember("third", third.control, mailbox=Mailbox(), config=CONFIG, gate=third))
     report = await manager.sync(6)
@@ -145,10 +146,10 @@ async def test_a_refusal_comes_back_with_its_names_from_every_kind_of_replica(lo
     with pytest.raises(SyncFailed, match=r"begin: .*unknown tensor 'masque'") as caught:
         await manager.sync(8)
     assert caught.value.served == {"one": 7, "two": 7}
-    assert await replicas["two"].sums() == [[7, sums_of(kept)]] * 2
+    assert await replicas["two"].serving() == [[7, prints_of(kept)]] * 2
     source.weights = awkward_weights(8)
     await manager.sync(8)
-    assert await replicas["two"].sums() == [[8, sums_of(awkward_weights(8))]] * 2
+    assert await replicas["two"].serving() == [[8, prints_of(awkward_weights(8))]] * 2
 
 
 async def test_a_session_that_a_dead_manager_left_open_is_taken_over(local, replicas):
@@ -174,7 +175,7 @@ async def test_a_replica_that_is_killed_fails_the_sync_and_the_others_live_on(lo
     assert caught.value.served == {"one": 9, "two": 9}
     manager.remove("third")
     await manager.sync(10)
-    assert await replicas["one"].sums() == [[10, sums_of(awkward_weights(10))]]
+    assert await replicas["one"].serving() == [[10, prints_of(awkward_weights(10))]]
     third.close()
 
 

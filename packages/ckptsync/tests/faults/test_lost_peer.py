@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.testing.hurt import content_of, weights_of
-from offbeat_ckptsync.testing.processes import FaultProcesses
+from sync_faults.hurt import content_of, weights_of
+from sync_faults.processes import FaultProcesses
 
 pytestmark = pytest.mark.spawns
 

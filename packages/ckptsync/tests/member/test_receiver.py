@@ -12,9 +12,10 @@ from offbeat_ckptsync.member.receiver import TRANSITIONS, Receiver, State, Step
 from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.publisher import Publisher
-from offbeat_ckptsync.testing import DictSource, TornSink, assert_same, awkward_weights
+from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import Seat, Status
+from sync_faults.planted import TornSink
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 

@@ -15,7 +15,7 @@ from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.network.agent import agent_of
 from offbeat_ckptsync.network.membership import Membership
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
-from offbeat_ckptsync.testing import DictSource, awkward_weights, sums_of
+from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Seat
 
@@ -70,7 +70,7 @@ async def far(host: str, near_host: str, port: str) -> None:
     say(joined=True)
     while await commands():
         status = receiver.status()
-        say(version=status.version, committed=status.committed, sums=sums_of(sink.weights))
+        say(version=status.version, committed=status.committed, prints=prints_of(sink.weights))
     await agent.leave()
 
 

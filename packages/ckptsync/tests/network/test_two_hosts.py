@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_ckptsync.testing import awkward_weights, sums_of
-from offbeat_ckptsync.testing.hosts import lacking, two_hosts
+from offbeat_ckptsync.testing import awkward_weights, prints_of
+from sync_faults.hosts import lacking, two_hosts
 
 pytestmark = pytest.mark.spawns
 
@@ -77,14 +77,14 @@ def test_weights_cross_and_a_cut_link_is_named_and_heals(hosts):
     assert told["members"] == ["far"]
     assert told["transport"] == "broadcast"
     assert "rank 0 of far is in another network namespace" in told["why"]
-    assert replica.ask("status") == {"version": 1, "committed": True, "sums": sums_of(awkward_weights(1))}
+    assert replica.ask("status") == {"version": 1, "committed": True, "prints": prints_of(awkward_weights(1))}
     near.cut()
     told = source.ask("sync", 2)
     assert "far" in told["error"]
-    assert replica.ask("status")["sums"] == sums_of(awkward_weights(1))
+    assert replica.ask("status")["prints"] == prints_of(awkward_weights(1))
     near.mend()
     assert synced_until_well(source, 3)["members"] == ["far"]
-    assert replica.ask("status") == {"version": 3, "committed": True, "sums": sums_of(awkward_weights(3))}
+    assert replica.ask("status") == {"version": 3, "committed": True, "prints": prints_of(awkward_weights(3))}
 
 
 def test_a_source_on_loopback_is_refused_with_the_remedy(hosts):

@@ -15,7 +15,8 @@ from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.source.pipeline import send_weights, walk
 from offbeat_ckptsync.source.publisher import Publisher
-from offbeat_ckptsync.testing import DictSource, LyingSource, awkward_weights
+from offbeat_ckptsync.testing import DictSource, awkward_weights
+from sync_faults.planted import LyingSource
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 

@@ -21,11 +21,12 @@ from offbeat_ckptsync.member.staging import stage
 from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.publisher import Publisher
-from offbeat_ckptsync.testing import DictSource, TornSink, assert_same, awkward_weights
+from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports.line import Line
 from offbeat_ckptsync.transports.segments import Mapping, Segment
 from offbeat_ckptsync.transports.shm import ShmTransport
 from offbeat_ckptsync.values import Seat, SyncOffer
+from sync_faults.planted import TornSink
 
 CONFIG = SyncConfig(transport="shm", bucket_mib=4096 / (1 << 20))
 

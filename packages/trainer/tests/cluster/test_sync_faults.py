@@ -14,8 +14,8 @@ import sys
 import pytest
 
 from offbeat_ckptsync import SyncConfig, SyncFailed
-from offbeat_ckptsync.testing.actors import bent
-from offbeat_ckptsync.testing.hurt import SLOW_S, content_of, weights_of
+from sync_faults.actors import bent
+from sync_faults.hurt import SLOW_S, content_of, weights_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -42,7 +42,13 @@ def hurt_workers():
     from offbeat_ckptsync.member.receiver import Receiver
     from offbeat_ckptsync.member.staged_copy import StagedCopy
     from offbeat_ckptsync.source.publisher import LocalSource, Publisher
-    from offbeat_ckptsync.testing.hurt import (
+    from offbeat_ckptsync.values import Registration, Seat
+    from offbeat_rollout import Health
+    from offbeat_trainer.cluster import replicas, train_group
+    from offbeat_trainer.cluster.process import redirect_output
+    from offbeat_trainer.cluster.replica_worker import ReplicaWorker
+    from offbeat_trainer.cluster.train_worker import TrainWorker
+    from sync_faults.hurt import (
         Arms,
         HurtMember,
         HurtPublisher,
@@ -50,12 +56,6 @@ def hurt_workers():
         LiveSink,
         faulty_transport,
     )
-    from offbeat_ckptsync.values import Registration, Seat
-    from offbeat_rollout import Health
-    from offbeat_trainer.cluster import replicas, train_group
-    from offbeat_trainer.cluster.process import redirect_output
-    from offbeat_trainer.cluster.replica_worker import ReplicaWorker
-    from offbeat_trainer.cluster.train_worker import TrainWorker
 
     class Replica(ReplicaWorker):
         def __init__(self, name, spec, sync, log_path, *, shared=False):

@@ -1,4 +1,4 @@
-"""For tests: fakes that satisfy the protocols, faults to plant, and the contract that every transport must hold.
+"""For tests: fakes that satisfy the seams, faults to plant, and the contract that every transport must hold.
 
 A package with a transport of its own, named in the entry-point group `offbeat.transports`, runs the contract with
 
@@ -14,12 +14,9 @@ from offbeat_ckptsync.testing.fakes import (
     Fault,
     FaultyTransport,
     LocalSync,
-    LyingSource,
-    TornSink,
     assert_same,
     awkward_weights,
-    serve_worker,
-    sums_of,
+    prints_of,
 )
 
 __all__ = [
@@ -29,14 +26,11 @@ __all__ = [
     "Fault",
     "FaultyTransport",
     "LocalSync",
-    "LyingSource",
-    "TornSink",
     "assert_same",
     "awkward_weights",
     "check_case",
     "check_deltas",
     "check_transport",
-    "serve_worker",
-    "sums_of",
+    "prints_of",
     "transport_contract",
 ]

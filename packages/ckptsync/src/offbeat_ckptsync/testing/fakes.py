@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from typing import TYPE_CHECKING, cast
 
@@ -10,10 +9,7 @@ import torch
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
-from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.member.rank import Worker
 from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
@@ -22,10 +18,10 @@ from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.values import Manifest, Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable, Iterator
 
     from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.member.sinks import DictSink
     from offbeat_ckptsync.seams import WeightSink
     from offbeat_ckptsync.values import Bucket, SyncOffer
 
@@ -45,18 +41,6 @@ class DictSource(WeightSource):
         """Yield the dictionary's tensors and count the pass when it is complete."""
         yield from self.weights.items()
         self.walks += 1
-
-
-class LyingSource(DictSource):
-    """Offers one manifest and yields other tensors: what a source with a defect does."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], offered: Manifest) -> None:
-        super().__init__(weights)
-        self._offered = offered
-
-    def manifest(self) -> Manifest:
-        """Return what it was told to pretend."""
-        return self._offered
 
 
 class Fault:
@@ -172,48 +156,6 @@ class _FaultyReceiver(BucketReceiver):
 
     def close(self) -> None:
         self._inner.close()
-
-
-class TornSink(DictSink):
-    """Fails in the middle of a load, once told to: what a replica that dies in the flip does."""
-
-    fail = False
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load, or replace the first tensor only and fail."""
-        if self.fail:
-            name, tensor = next(iter(tensors))
-            self.weights[name] = tensor.clone()
-            raise OSError("planted: died in the flip")
-        super().load(tensors, version)
-
-
-def serve_worker(pipe: Connection, rank: int, num_ranks: int) -> None:
-    """Be one rank of a replica: a `Worker` that takes `awkward_weights`, driven through `pipe`; for a process of its own.
-
-    Says b"ready" first. A JSON request is handled and answered with the text of its error, or with nothing, as engines do; b"sum" is
-    answered with [version, {name: sum}]; b"end" ends it.
-    """
-    torch.set_num_threads(1)
-    sink = DictSink(manifest_of(awkward_weights(0).items()))
-    worker = Worker(sink, rank=rank, num_ranks=num_ranks)
-    pipe.send_bytes(b"ready")
-    while (request := pipe.recv_bytes()) != b"end":
-        if request == b"sum":
-            pipe.send_bytes(json.dumps([worker.version, sums_of(sink.weights)]).encode())
-            continue
-        try:
-            worker.handle(json.loads(request))
-        except SyncError as error:
-            pipe.send_bytes(str(error).encode())
-        else:
-            pipe.send_bytes(b"")
-    worker.close()
-
-
-def sums_of(weights: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the sum of each tensor in float64: a fingerprint that crosses a pipe."""
-    return {name: float(tensor.double().sum()) for name, tensor in weights.items()}
 
 
 def prints_of(weights: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -217,7 +217,7 @@ def faulty_transport(config: SyncConfig, arms: Arms, *, sends: bool) -> FaultyTr
     """Return the configured transport with the faults of a transfer in it, at the third bucket."""
 
     class Struck(Fault):
-        def strike(self, bucket: Any, payload: torch.Tensor) -> None:  # noqa: ANN401 -- as `Fault`
+        def strike(self, bucket: Any, payload: torch.Tensor) -> None:
             if bucket.index == self.bucket and (not sends or arms.peek() == ("transfer", "corrupting")):
                 self.left = 1 if arms.hit("transfer") else 0
                 super().strike(bucket, payload)

@@ -25,7 +25,10 @@ from offbeat_ckptsync.network.connection import Connection as Line
 from offbeat_ckptsync.network.membership import Membership
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.testing.hurt import (
+from offbeat_ckptsync.threads import in_thread, use_device
+from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.wire import decode
+from sync_faults.hurt import (
     SLOW_S,
     Arms,
     HurtMember,
@@ -37,9 +40,6 @@ from offbeat_ckptsync.testing.hurt import (
     faulty_transport,
     weights_of,
 )
-from offbeat_ckptsync.threads import in_thread, use_device
-from offbeat_ckptsync.values import Seat
-from offbeat_ckptsync.wire import decode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

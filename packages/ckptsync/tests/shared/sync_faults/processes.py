@@ -28,10 +28,11 @@ class Actor:
 
     def __init__(self, role: str, name: str, store: Store, config: SyncConfig) -> None:
         """Start it; `wait_ready` returns when it has found its manager."""
-        from offbeat_ckptsync.testing.actors import act
+        from sync_faults.actors import act
 
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["offbeat_ckptsync.testing.actors"])
+        # Not `actors`: a fork server finds what is installed.
+        context.set_forkserver_preload(["offbeat_ckptsync.testing.apart"])
         self.name = name
         self.pipe: Connection
         self.pipe, far = context.Pipe()
@@ -51,7 +52,7 @@ class Actor:
         """Wait until it takes commands."""
         self._answer("start", START_S)
 
-    def ask(self, command: str, *arguments: object, timeout_s: float = START_S) -> Any:  # noqa: ANN401 -- JSON
+    def ask(self, command: str, *arguments: object, timeout_s: float = START_S) -> Any:
         """Send a command and return its answer.
 
         Raises:
@@ -68,7 +69,7 @@ class Actor:
         except OSError as error:
             raise EOFError(f"{self.name} died before it was told {command}") from error
 
-    def answer(self, timeout_s: float) -> Any:  # noqa: ANN401 -- JSON
+    def answer(self, timeout_s: float) -> Any:
         """Return the answer to what was told; raises as `ask`."""
         return self._answer("the last command", timeout_s)
 
@@ -95,7 +96,7 @@ class Actor:
         self.process.join(60)
         self.pipe.close()
 
-    def _answer(self, what: str, timeout_s: float) -> Any:  # noqa: ANN401 -- JSON
+    def _answer(self, what: str, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         while not self.pipe.poll(0.02):
             if not self.process.is_alive() and not self.pipe.poll(0):

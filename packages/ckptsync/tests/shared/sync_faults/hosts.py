@@ -68,7 +68,7 @@ class Host:
         told = self._holder.stdout.readline()
         assert told == "held\n", f"{name} has no mounts of its own: {told!r}"
 
-    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:  # noqa: ANN401 -- those of Popen
+    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """Run a command on this host, in a session of its own; `close` ends it, and what it has started."""
         enter = ["nsenter", "--target", str(self._holder.pid), "--mount", "--net", "--uts", "--"]
         process = subprocess.Popen([*enter, *words], text=True, start_new_session=True, **options)
