@@ -84,9 +84,9 @@ def test_alone(): meet("alone", "ordinary")
 
 @pytest.fixture(autouse=True)
 def only_needed_plugins(monkeypatch):
-    """Start pytest without the plugins of the workspace: each of these tests starts it several times."""
+    """Start pytest without the plugins of the workspace and with one worker: each of these tests starts it several times."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist.plugin")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist.plugin --maxprocesses 1")
 
 
 def run(small_checkout, *arguments: str):
