@@ -23,7 +23,7 @@ ALL = {item.path for item in all_settings() if item.path.startswith("mode.")}
     [
         (["mode.max_staleness=2"], "`mode.max_staleness` belongs to mode=fully_async; this run has mode=sync"),
         (["mode.sync_every=1"], "`mode.sync_every` belongs to mode=fully_async; this run has mode=sync"),
-        (["mode.on_stall=report"], "belongs to mode=fully_async or one_step_off; this run has mode=sync"),
+        (["mode.order=first_in"], "belongs to mode=fully_async; this run has mode=sync"),
         (["mode=one_step_off", "mode.partial=keep"], "belongs to mode=fully_async; this run has mode=one_step_off"),
     ],
 )  # fmt: skip
@@ -35,8 +35,9 @@ def test_a_setting_without_effect_is_refused_with_the_mode_that_takes_it(setting
 
 def test_what_the_loops_are_told():
     assert compose_run([]).asynchrony == AsyncConfig()
-    one = compose_run(["mode=one_step_off", "mode.max_attempts=7", "mode.on_stall=report"])
-    assert one.asynchrony == AsyncConfig(max_attempts=7, on_stall=OnStall.REPORT)
+    for mode in ("sync", "one_step_off"):
+        told = compose_run([f"mode={mode}", "mode.max_attempts=7", "mode.on_stall=report"]).asynchrony
+        assert told == AsyncConfig(max_attempts=7, on_stall=OnStall.REPORT)
     fully = compose_run(["mode=fully_async", "mode.max_staleness=5", "mode.recompute_kv=true"])
     assert fully.asynchrony is fully.mode
     assert (fully.asynchrony.max_staleness, fully.asynchrony.recompute_kv) == (5, True)

@@ -205,6 +205,7 @@ def test_a_run_whose_training_rank_dies_says_so_and_goes_on_later_until_it_is_te
 
 
 @pytest.mark.vllm
+@pytest.mark.deep
 def test_a_killed_asynchronous_run_with_vllm_loses_nothing_and_trains_nothing_twice(
     tmp_path: Path, shared_ray: str
 ):

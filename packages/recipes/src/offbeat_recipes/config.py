@@ -33,9 +33,11 @@ Device: TypeAlias = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncMode:
-    """Generate and train in turns, on fresh weights."""
+    """Generate and train in turns, on fresh weights. What `AsyncConfig` has else is its nature."""
 
     name: Literal["sync"] = "sync"
+    max_attempts: int = 3
+    on_stall: OnStall = OnStall.STOP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,14 +261,10 @@ class RunConfig:
 
     @property
     def asynchrony(self) -> AsyncConfig:
-        """What the loop is told of running ahead; of it, `sync` reads nothing."""
-        match self.mode:
-            case FullyAsyncMode():
-                return self.mode
-            case OneStepOffMode():
-                return AsyncConfig(max_attempts=self.mode.max_attempts, on_stall=self.mode.on_stall)
-            case SyncMode():
-                return AsyncConfig()
+        """What the loop is told of running ahead; the rest is the nature of `sync` and `one_step_off`."""
+        if isinstance(self.mode, FullyAsyncMode):
+            return self.mode
+        return AsyncConfig(max_attempts=self.mode.max_attempts, on_stall=self.mode.on_stall)
 
     @property
     def num_updates(self) -> int:

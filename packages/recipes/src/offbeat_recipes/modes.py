@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 from offbeat_recipes.journals import open_journal
 from offbeat_recipes.replay import recorded_schedule
 from offbeat_trainer.generation import GroupGenerator
-from offbeat_trainer.journal.memory import MemoryJournal
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.parts import Parts
@@ -34,7 +33,6 @@ class Loop(Protocol):
 def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
     """Return what the loop of this run works with. The caller closes journal and timeline."""
     config = session.config
-    journal = MemoryJournal() if config.mode.name == "sync" else open_journal(session.folder.path)
     timeline = Timeline(session.folder.trace)
     cluster.draw_on(timeline)
     return Parts(
@@ -50,7 +48,7 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
         sampling=config.sampling,
         stop=session.stop,
         asynchrony=config.asynchrony,
-        journal=journal,
+        journal=open_journal(session.folder.path),
         replay=recorded_schedule(config),
         timeline=timeline,
         watchdog=Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall),

@@ -70,12 +70,17 @@ def test_a_reward_that_hangs_is_named_and_keeps_the_process_from_nothing():
     assert "waited 0.2 s for the rewards of 1 groups; that of rows.jsonl:7 is under way" in done.stdout
 
 
-def test_after_its_last_attempt_a_group_is_dropped_with_its_reason_and_never_scored(tmp_path):
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_after_its_last_attempt_a_group_is_dropped_with_its_reason_and_another_takes_its_place(
+    tmp_path, mode
+):
     run = run_with(
         tmp_path,
         lambda request, attempt: EngineStateError("gone") if request.prompt_ids == FIRST_PROMPT else None,
+        mode=mode,
     )
     assert dropped(run) == [(0, "failed")]
+    assert [len(set(numbers)) for numbers in run.policy.prompts] == [LOOP.prompts_per_step] * 4
     assert 0 not in {number for numbers in run.policy.prompts for number in numbers}
     assert run.reporter.steps[4]["buffer/dropped_failed_groups"] == 1
     assert run.outcome.steps == 4

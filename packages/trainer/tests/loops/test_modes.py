@@ -8,7 +8,9 @@ import torch
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.loops.parts import StopRequest
+from offbeat_trainer.loops.learning import learn
+from offbeat_trainer.loops.outcome import close_step, open_run
+from offbeat_trainer.loops.parts import StopRequest, score, sync_metrics, training_params, version_of
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(
@@ -34,13 +36,30 @@ def same_batches(one, other):
             assert torch.equal(a[key], b[key]), key
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("partial", Partial)
-def test_no_staleness_is_sync_batch_for_batch_and_metric_for_metric(tmp_path, order, partial):
-    sync = ScriptedRun(folder=tmp_path / "sync", mode="sync", loop=LOOP).go()
+async def in_plain_turns(parts, outcome, start):
+    """What synchronous training is, without stream, gate, buffer and journal."""
+    await open_run(parts, outcome, start)
+    for step in range(start, parts.loop.steps):
+        clock = parts.clock()
+        prompts = parts.task.prompts(step, parts.loop.prompts_per_step)
+        groups = await parts.generator.collect(prompts, training_params(parts, step), parts.loop.group_size)
+        groups, trained = await learn(parts, clock, await score(parts, groups))
+        report = await parts.publisher.publish(version_of(step + 1))
+        await close_step(parts, outcome, clock, step, groups, [*trained, *sync_metrics(report)])
+
+
+WITHOUT_STALENESS = [
+    ("sync", Order.FIRST_IN, Partial.WAIT),
+    *[("fully_async", order, partial) for order in Order for partial in Partial],
+]
+
+
+@pytest.mark.parametrize(("name", "order", "partial"), WITHOUT_STALENESS)
+def test_no_staleness_is_taking_turns_batch_for_batch_and_metric_for_metric(tmp_path, name, order, partial):
+    sync = ScriptedRun(folder=tmp_path / "turns", mode=in_plain_turns, loop=LOOP).go()
     pool = ScriptedPool(pace=random_pace(3))
     mode = AsyncConfig(max_staleness=0, order=order, partial=partial)
-    run = ScriptedRun(folder=tmp_path / "async", loop=LOOP, asynchrony=mode, pool=pool).go()
+    run = ScriptedRun(folder=tmp_path / "run", mode=name, loop=LOOP, asynchrony=mode, pool=pool).go()
     same_batches(run, sync)
     assert run.policy.history == sync.policy.history
     assert run.history() == sync.history()
@@ -71,7 +90,7 @@ def test_one_step_off_lags_exactly_one(tmp_path):
 
 def test_one_step_off_and_a_deterministic_stream_do_not_depend_on_timing(tmp_path):
     deterministic = AsyncConfig(max_staleness=2, sync_every=2, order=Order.FIRST_IN, partial=Partial.WAIT)
-    for mode in ("one_step_off", "fully_async"):
+    for mode in ("sync", "one_step_off", "fully_async"):
         ends = {
             ScriptedRun(
                 folder=tmp_path / mode / str(seed),
@@ -181,7 +200,7 @@ def test_over_sampling_takes_the_fastest_and_drops_the_rest(tmp_path):
     assert set(versions_of(run.policy.batches[-1])) == {6}
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_a_stop_request_ends_after_its_step_and_the_run_goes_on_from_there(tmp_path, mode):
     settings = {
         "folder": tmp_path / "parts", "mode": mode, "loop": LOOP,

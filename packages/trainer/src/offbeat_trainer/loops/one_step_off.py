@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.config import Order, Partial, TooOld
 from offbeat_trainer.loops.learning import learn
 from offbeat_trainer.loops.outcome import close_step, open_run
 from offbeat_trainer.loops.parts import sync_metrics, version_of
 from offbeat_trainer.loops.stream import open_stream
+from offbeat_trainer.loops.sync import in_turns
 
 if TYPE_CHECKING:
     from offbeat_trainer.config import AsyncConfig
@@ -26,16 +26,8 @@ if TYPE_CHECKING:
 
 
 def one_step_off(mode: AsyncConfig) -> AsyncConfig:
-    """Return what one step off makes of `mode`: attempts and stalls are left to the settings, the rest is its nature."""
-    return replace(
-        mode,
-        max_staleness=1,
-        sync_every=1,
-        partial=Partial.WAIT,
-        order=Order.FIRST_IN,
-        too_old=TooOld.PACE,
-        over_sampling=0.0,
-    )
+    """Return what one step off makes of `mode`: in turns, but one version behind."""
+    return replace(in_turns(mode), max_staleness=1)
 
 
 async def run_one_step_off(parts: Parts, outcome: Outcome, start: int = 0) -> None:

@@ -59,7 +59,7 @@ class StopRequest:
 class Parts:
     """Everything a loop works with.
 
-    `asynchrony`, `journal` and `replay` (a recorded schedule to be followed) matter to the loops that run ahead only.
+    `asynchrony` says how far generation may run ahead; `replay` is a recorded schedule to be followed.
     """
 
     task: Task
@@ -93,13 +93,6 @@ def training_params(parts: Parts, step: int) -> SamplingParams:
         stop=parts.sampling.stop,
         seed=derive_seed(parts.seed, "sample", step),
     )
-
-
-async def collect(parts: Parts, step: int) -> list[Group]:
-    """Return the unscored groups of `step`."""
-    prompts = parts.task.prompts(step, parts.loop.prompts_per_step)
-    with parts.timeline.generating(f"step {step}", len(prompts)):
-        return await parts.generator.collect(prompts, training_params(parts, step), parts.loop.group_size)
 
 
 async def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:

@@ -5,32 +5,51 @@ prompts -> generator -> groups -> scores -> advantages -> batch -> policy -> pub
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from offbeat_trainer.config import Order, Partial, TooOld
 from offbeat_trainer.loops.learning import learn
 from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.loops.parts import collect, score, sync_metrics, version_of
+from offbeat_trainer.loops.parts import sync_metrics, version_of
+from offbeat_trainer.loops.stream import open_stream
 
 if TYPE_CHECKING:
+    from offbeat_trainer.config import AsyncConfig
     from offbeat_trainer.loops.outcome import Outcome
     from offbeat_trainer.loops.parts import Parts
+
+
+def in_turns(mode: AsyncConfig) -> AsyncConfig:
+    """Return what taking turns makes of `mode`: attempts and stalls are left to the settings, the rest is its nature."""
+    return replace(
+        mode,
+        max_staleness=0,
+        sync_every=1,
+        partial=Partial.WAIT,
+        recompute_kv=False,
+        order=Order.FIRST_IN,
+        too_old=TooOld.PACE,
+        over_sampling=0.0,
+    )
 
 
 async def run_sync(parts: Parts, outcome: Outcome, start: int = 0) -> None:
     """Train from step `start` to the last, or to the first step boundary after a stop was requested.
 
     The policy must already hold the weights of step `start`. `outcome` is filled as the run goes, so that whoever
-    ends the run has what was reached.
+    ends the run has what was reached. What is generated while a step is validated and saved is the next one's.
     """
     await open_run(parts, outcome, start)
-    for step in range(start, parts.loop.steps):
-        clock = parts.clock()
-        with clock.phase("generate"):
-            groups = await collect(parts, step)
-        with clock.phase("reward"):
-            groups = await score(parts, groups)
-        groups, trained = await learn(parts, clock, groups)
-        with clock.phase("sync"):
-            report = await parts.publisher.publish(version_of(step + 1))
-        if await close_step(parts, outcome, clock, step, groups, [*trained, *sync_metrics(report)]):
-            return
+    async with open_stream(parts, in_turns(parts.asynchrony), start) as stream:
+        for step in range(start, parts.loop.steps):
+            clock = parts.clock()
+            with clock.phase("generate"):
+                groups = await stream.take(step)
+            groups, trained = await learn(parts, clock, groups)
+            with clock.phase("sync"):
+                report = await stream.publish(version_of(step + 1))
+            metrics = [*trained, *sync_metrics(report), *stream.metrics()]
+            if await close_step(parts, outcome, clock, step, groups, metrics):
+                return
+            del groups  # see `run_fully_async`

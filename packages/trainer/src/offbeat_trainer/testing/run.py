@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,14 @@ from offbeat_trainer.timeline import Timeline
 from offbeat_trainer.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from offbeat_trainer.interface import Task
     from offbeat_trainer.journal.events import Journal
     from offbeat_trainer.schedule import Schedule
 
-LOOPS = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
+Loop = Callable[[Parts, Outcome, int], Awaitable[None]]
+LOOPS: dict[str, Loop] = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
 
 
 def _one_second(step: int) -> float:
@@ -43,13 +44,13 @@ def _one_second(step: int) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedRun:
-    """One run of `mode` in `folder`, an ordinary one in all but its engines. Call `go` once.
+    """One run of `mode` (a name, or a loop) in `folder`, an ordinary one in all but its engines. Call `go` once.
 
     `policy`, `publisher`, `reporter`, `outcome` and `journal` say afterwards what happened.
     """
 
     folder: Path
-    mode: str = "fully_async"
+    mode: str | Loop = "fully_async"
     asynchrony: AsyncConfig = field(default_factory=AsyncConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     seed: int = 7
@@ -102,7 +103,8 @@ class ScriptedRun:
             state = parts.store.load(start)
             self.outcome.accuracy_before = state.accuracy_before
             self.outcome.reward_first = state.reward_first
-        await LOOPS[self.mode](parts, self.outcome, start or 0)
+        loop = LOOPS[self.mode] if isinstance(self.mode, str) else self.mode
+        await loop(parts, self.outcome, start or 0)
 
     def history(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each step without those of clocks, queues and memory."""
