@@ -181,7 +181,7 @@ async def _ours(llm: Any, model: torch.nn.Module) -> Any:  # noqa: ANN401 -- vLL
         Publisher,
         SyncConfig,
     )
-    from offbeat_ckptsync.control.gate import GenerationGate
+    from offbeat_ckptsync.seams import GenerationGate
 
     class Gate(GenerationGate):
         async def pause(self) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig, make_transport
-    from offbeat_ckptsync.control.mailbox import Mailbox
     from offbeat_ckptsync.control.manager import CheckpointEngineManager
     from offbeat_ckptsync.control.members import ControlMember, LocalMember
+    from offbeat_ckptsync.control.ranks import Mailbox
     from offbeat_ckptsync.errors import SyncError, SyncFailed
     from offbeat_ckptsync.member.receiver import Receiver
     from offbeat_ckptsync.member.sinks import ModuleSink, ModuleSource
@@ -26,7 +26,7 @@ _HOMES = {
     "ControlMember": "control.members",
     "LocalMember": "control.members",
     "LocalSource": "source.publisher",
-    "Mailbox": "control.mailbox",
+    "Mailbox": "control.ranks",
     "Manifest": "values",
     "Membership": "network.membership",
     "ModuleSink": "member.sinks",

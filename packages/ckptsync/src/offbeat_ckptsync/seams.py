@@ -1,4 +1,4 @@
-"""The seams of ckptsync: who gives weights, who takes them, how bytes travel, and how a manager speaks to members.
+"""The seams of ckptsync: who gives weights, who takes them, how bytes travel, how generation stops, and how a manager speaks to members.
 
 Base classes: what has a default is optional.
 """
@@ -183,6 +183,43 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything; the object is not used again."""
+
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""What `GenerationGate.wake` wakes: the words of vLLM's sleep mode."""
+
+
+class GenerationGate:
+    """What a member closes around its flip: generation, and where trainer and replica share a device, the engine's memory.
+
+    As it is here it closes nothing, for members that nothing generates with while they flip.
+
+    What happens to requests in flight and to cached keys and values is the gate's business: a sync does not touch
+    keys and values computed under the old weights.
+    """
+
+    shares_device: bool = False
+    """Whether trainer and replica are on one device (hybrid mode).
+
+    The gate is then closed from `begin` on and the engine sleeps while bytes arrive: the weights of both versions and the
+    cache are never on the device together. A failure before the flip wakes the replica as it was.
+    """
+
+    async def pause(self) -> None:
+        """Stop generating; return when no forward pass runs."""
+
+    async def resume(self) -> None:
+        """Go on generating."""
+
+    async def sleep(self) -> None:
+        """Free the device memory of cache and weights, where the engine can; called while closed.
+
+        The weights must come back with `wake`: until the flip they are the only copy of the old version (vLLM: level 1;
+        level 2 would throw them away).
+        """
+
+    async def wake(self, tags: list[str]) -> None:
+        """Take back the memory of `tags`, "weights" or "kv_cache"; what has none to take back does nothing."""
 
 
 class Member(ABC):

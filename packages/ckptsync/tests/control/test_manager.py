@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.control.gate import GenerationGate
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.source.publisher import LocalSource
 from offbeat_ckptsync.testing import (
     DictSource,

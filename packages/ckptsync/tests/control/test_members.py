@@ -9,16 +9,16 @@ import multiprocessing as mp
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.control.gate import GenerationGate
-from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
+from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import SyncFailed, TransferError
+from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
 from offbeat_ckptsync.threads import in_thread
-from sync_faults.ranks import serve_worker
+from sync_faults.ranks import serve_rank
 
 pytestmark = pytest.mark.spawns
 
@@ -37,7 +37,7 @@ class Replica(GenerationGate):
         pairs = [context.Pipe() for _ in range(num_ranks)]
         self.pipes = [near for near, _ in pairs]
         self.processes = [
-            context.Process(target=serve_worker, args=(far, rank, num_ranks), daemon=True)
+            context.Process(target=serve_rank, args=(far, rank, num_ranks), daemon=True)
             for rank, (_, far) in enumerate(pairs)
         ]
         for process in self.processes:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.control.gate import GenerationGate
-from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
+from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import ManifestError, SyncFailed
-from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
+from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 
 CONFIG = SyncConfig(transport="loopback")
@@ -50,7 +50,7 @@ class Gate(GenerationGate):
 )
 async def test_a_member_whose_ranks_part_is_fenced_off_and_generates_no_more(errors, stays):
     sinks, gate, module = [Sink(), Sink()], Gate(), torch.nn.Linear(8, 8)
-    workers = [Worker(sink, rank=rank, num_ranks=2) for rank, sink in enumerate(sinks)]
+    workers = [Rank(sink, rank=rank, num_ranks=2) for rank, sink in enumerate(sinks)]
 
     async def control(op, payload):
         if op == "update":

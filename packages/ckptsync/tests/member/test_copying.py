@@ -6,14 +6,14 @@ import threading
 import pytest
 import torch
 
-from offbeat_ckptsync.member import copying
-from offbeat_ckptsync.member.copying import copy_all
+from offbeat_ckptsync.member import sinks
+from offbeat_ckptsync.member.sinks import copy_all
 from offbeat_ckptsync.testing import awkward_weights
 
 
 @pytest.mark.parametrize("span", [64, 1 << 20])
 def test_every_kind_of_tensor_is_copied_in_place(span, monkeypatch):
-    monkeypatch.setattr(copying, "_SPAN_BYTES", span)
+    monkeypatch.setattr(sinks, "_SPAN_BYTES", span)
     live = {
         name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
         for name, t in awkward_weights(0).items()
@@ -34,9 +34,9 @@ def test_a_cast_is_torchs_own():
 
 def test_threads_share_the_work_and_a_failure_is_raised(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr(copying, "_SPAN_BYTES", 1000)
+    monkeypatch.setattr(sinks, "_SPAN_BYTES", 1000)
     names = set()
-    real = copying.np.copyto
+    real = sinks.np.copyto
 
     def seen(into, data):
         names.add(threading.current_thread().name)
@@ -46,7 +46,7 @@ def test_threads_share_the_work_and_a_failure_is_raised(monkeypatch):
         real(into, data)
 
     barrier = threading.Barrier(3)
-    monkeypatch.setattr(copying.np, "copyto", seen)
+    monkeypatch.setattr(sinks.np, "copyto", seen)
     live, given = torch.zeros(3000, dtype=torch.uint8), torch.ones(3000, dtype=torch.uint8)
     copy_all([(live, given)])
     assert torch.equal(live, given)

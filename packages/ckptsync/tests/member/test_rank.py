@@ -11,7 +11,7 @@ import torch
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import VersionError
-from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.source.publisher import Publisher
@@ -28,7 +28,7 @@ def test_a_staging_thread_that_comes_late_leaves_the_next_sync_alone():
 
     publisher = Publisher(DictSource({"a": torch.ones(1000)}), CONFIG)
     mailbox = Store.serve("127.0.0.1")
-    worker = Worker(DictSink(), prepare_thread=lambda: next(threads).wait(120))
+    worker = Rank(DictSink(), prepare_thread=lambda: next(threads).wait(120))
 
     def begin(key):
         offer = publisher.offer(1, ["m"])
@@ -64,7 +64,7 @@ def test_a_staging_thread_that_comes_late_leaves_the_next_sync_alone():
 
 
 def test_a_commit_travels_with_a_request_and_may_come_again_while_the_next_sync_is_open():
-    publisher, worker = Publisher(DictSource({"a": torch.ones(1000)}), CONFIG), Worker(DictSink())
+    publisher, worker = Publisher(DictSource({"a": torch.ones(1000)}), CONFIG), Rank(DictSink())
     mailbox = Store.serve("127.0.0.1")
 
     def ask(op, **fields):

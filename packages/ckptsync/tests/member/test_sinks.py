@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.member.sinks import CastSource, DictSink, ModuleSink, ModuleSource, specs_of
-from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.member.sinks import DictSink, ModuleSink, ModuleSource, specs_of
 
 
 class Tied(torch.nn.Module):
@@ -61,17 +60,3 @@ def test_a_dictionary_keeps_copies():
 
 def test_specs_take_torch_dtypes_and_names():
     assert specs_of([("a", (1, 2), torch.bfloat16)]) == specs_of([("a", (1, 2), "bfloat16")])
-
-
-def test_a_cast_on_send_offers_what_it_sends():
-    masters = Tied()
-    source = CastSource(ModuleSource(masters), "bfloat16")
-    sent = dict(source.tensors())
-    assert source.manifest() == manifest_of(sent.items())
-    assert torch.equal(sent["embed.weight"], masters.embed.weight.to(torch.bfloat16))
-    assert sent["norm.num_batches_tracked"].dtype == torch.int64
-    served = Tied().to(torch.bfloat16)
-    ModuleSink(served).load(sent.items(), 1)
-    assert torch.equal(served.embed.weight, masters.embed.weight.to(torch.bfloat16))
-    with pytest.raises(ManifestError, match="only floating dtypes"):
-        CastSource(ModuleSource(masters), "int8")

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
-from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember, LocalMember
+from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import ManifestError, SyncFailed
-from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets, tensor_views
@@ -304,7 +304,7 @@ class Replica:
         self.layouts = layouts
         self.sinks = [DictSink(expected, layout) for layout in layouts.values()]
         self.workers = [
-            Worker(sink, rank=rank, num_ranks=len(self.sinks)) for rank, sink in enumerate(self.sinks)
+            Rank(sink, rank=rank, num_ranks=len(self.sinks)) for rank, sink in enumerate(self.sinks)
         ]
 
     async def control(self, op, payload):

@@ -6,12 +6,11 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, cast
 
-from offbeat_ckptsync.control.gate import CACHE, GenerationGate
-from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.members import ControlMember, ReplicaMember, local_member
+from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import specs_of
-from offbeat_ckptsync.seams import WeightSink, WeightSource
+from offbeat_ckptsync.seams import CACHE, GenerationGate, WeightSink, WeightSource
 from offbeat_ckptsync.values import Seat
 from offbeat_rollout import GenerateRequest, PauseMode, RolloutFeature, SamplingParams
 from offbeat_rollout.interface import TensorUpdates, WorkerUpdates
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync import Manifest, SyncConfig
-    from offbeat_ckptsync.control.engine_ranks import Control
+    from offbeat_ckptsync.control.ranks import Control
     from offbeat_engine import Engine
     from offbeat_rollout import RolloutEngine
 

@@ -39,8 +39,8 @@ def hurt_workers():
     from ray import cloudpickle
 
     from offbeat_ckptsync.control.carried import Operations
+    from offbeat_ckptsync.control.members import StagedCopy
     from offbeat_ckptsync.member.receiver import Receiver
-    from offbeat_ckptsync.member.staged_copy import StagedCopy
     from offbeat_ckptsync.source.publisher import LocalSource, Publisher
     from offbeat_ckptsync.values import Registration, Seat
     from offbeat_rollout import Health

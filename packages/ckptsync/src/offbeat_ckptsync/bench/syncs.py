@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.bench.workload import ModuleSourceOf, Replica, Weights
-from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
+from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import DigestError, TransferError
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.values import SyncReport

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink
 from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.seams import WeightSource
@@ -142,16 +142,16 @@ def _serve(
         prepare()
     torch.set_num_threads(num_threads)
     weights = Weights(*size)
-    worker = Worker(AdoptingModuleSink(weights) if adopts else ModuleSink(weights))
+    rank = Rank(AdoptingModuleSink(weights) if adopts else ModuleSink(weights))
     pipe.send_bytes(b"ready")
     while (request := pipe.recv_bytes()) != b"end":
         if request == b"fingerprint":
             pipe.send_bytes(weights.fingerprint().encode())
             continue
         try:
-            worker.handle(json.loads(request))
+            rank.handle(json.loads(request))
         except SyncError as error:
             pipe.send_bytes(str(error).encode())
         else:
             pipe.send_bytes(b"")
-    worker.close()
+    rank.close()

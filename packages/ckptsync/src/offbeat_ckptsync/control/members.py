@@ -8,22 +8,22 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.config import make_transport
-from offbeat_ckptsync.control.engine_ranks import Control, EngineRanks
-from offbeat_ckptsync.control.gate import CACHE, WEIGHTS, GenerationGate, NoGate
-from offbeat_ckptsync.control.ranks import LocalRank
+from offbeat_ckptsync.control.ranks import EngineRanks, LocalRank
 from offbeat_ckptsync.errors import LoadError, SyncError
-from offbeat_ckptsync.member.staged_copy import StagedCopy
-from offbeat_ckptsync.seams import Member
+from offbeat_ckptsync.seams import CACHE, WEIGHTS, GenerationGate, Member, WeightSource
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.values import Flip
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.control.mailbox import Mailbox
-    from offbeat_ckptsync.control.ranks import Ranks
+    from offbeat_ckptsync.control.ranks import Control, Mailbox, Ranks
     from offbeat_ckptsync.member.receiver import Receiver
     from offbeat_ckptsync.seams import Source, Transport
-    from offbeat_ckptsync.values import Echo, Label, Layout, Sent, Status, SyncOffer
+    from offbeat_ckptsync.values import Echo, Label, Layout, Manifest, Sent, Status, SyncOffer
 
 AskCanary = Callable[[], Awaitable[list[float]]]
 """Asks a replica the fixed question whose answer is to agree between replicas after a flip; see `canary`."""
@@ -47,7 +47,7 @@ class ReplicaMember(Member):
         """
         self._name = name
         self._ranks = ranks
-        self._gate = NoGate() if gate is None else gate
+        self._gate = GenerationGate() if gate is None else gate
         self._ask_canary = canary
         self._copies = copies
         self._layouts: list[Layout] | None = None
@@ -183,7 +183,7 @@ class LocalMember(ReplicaMember):
 
 
 class ControlMember(ReplicaMember):
-    """An engine elsewhere (a vLLM server, an actor), whose ranks each run a `member.rank.Worker`."""
+    """An engine elsewhere (a vLLM server, an actor), whose ranks each run a `member.rank.Rank`."""
 
     def __init__(
         self,
@@ -216,3 +216,22 @@ def local_member(
         canary=canary,
         copies=LocalSource(copies),
     )
+
+
+class StagedCopy(WeightSource):
+    """What a replica serves as a source for joiners, while training goes on: the bytes that it still has beside its live weights.
+
+    Only transports that stage in the receiver's own memory leave such a copy (not `shm`, whose segment goes back to
+    the source). Publish it with the bucket size of the sync that brought it: the label covers the bucket plan.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def manifest(self) -> Manifest:
+        """Return what is served; raises `TransferError` where no copy is kept."""
+        return self._receiver.copy()[0]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield views of the copy; raises `TransferError` where none is kept."""
+        yield from self._receiver.copy()[1]

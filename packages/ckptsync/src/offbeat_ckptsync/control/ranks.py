@@ -1,15 +1,36 @@
-"""How a member reaches the ranks of its replica."""
+"""How a member reaches the ranks of its replica: in this process, or inside an engine (a vLLM server, an actor).
+
+An engine is driven by its own update calls, which return nothing: answers come as JSON by a mailbox, a small store. Each such
+call waits for the engine to end a step. So a sync makes six: open the session, `begin`; pause, `flip`, close the session
+under the new version, resume. Digests are compared in `flip`; a commit goes with the next request.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+import uuid
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, cast
 
+from offbeat_ckptsync.errors import LoadError, TransferError, WireError
+from offbeat_ckptsync.ops import RANK_OPS, request_of, value_of
+from offbeat_ckptsync.plan.digest import label_of
+from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.values import Echo, Label, Sent, SyncOffer
+from offbeat_ckptsync.wire import Json, decode, decode_error, encode
 
 if TYPE_CHECKING:
+    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.member.receiver import Receiver
     from offbeat_ckptsync.seams import Transport
+
+_POLL_S = 0.0005
+_POLL_MAX_S = 0.005
+_ARRIVES_S = 1.0  # a rank mails its refusal before its engine's call fails; the mail may still be on its way
 
 
 class Ranks(ABC):
@@ -48,3 +69,211 @@ class LocalRank(Ranks):
                 if op == "abort" and values[0]:
                     self._transport.abort(values[0])
                 return [method(*values)]
+
+
+class Mailbox:
+    """Hosted beside the manager; workers write one key each per answer. Keys are deleted as they are read."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """Listen on `host`, loopback unless told otherwise."""
+        self._store = Store.serve(host)
+
+    @property
+    def address(self) -> Json:
+        """Where workers find it."""
+        return {"host": self._store.host, "port": self._store.port}
+
+    async def read(
+        self, key: str, *, who: str, timeout_s: float, num_ranks: int = 1, hear_all: bool = False
+    ) -> list[Json]:
+        """Return the answers of every rank under `key`, in rank order; an answer tells how many ranks there are.
+
+        `num_ranks` is how many there are at least. Once a rank has failed, those who say nothing within a moment are
+        left out, unless `hear_all`.
+
+        Raises:
+            TransferError: not every rank answered in time; names those that did not.
+        """
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, Json] = {}
+        pause_s, has_failed = _POLL_S, False
+        while True:
+            for rank in range(num_ranks):
+                if rank not in answers and (text := self._store.get(f"{key}/{rank}")) is not None:
+                    self._store.delete(f"{key}/{rank}")
+                    answers[rank] = _object(text)
+                    num_ranks = max(num_ranks, int(cast("int", answers[rank].get("num_ranks", 1))))
+                    if "error" in answers[rank] and not has_failed:
+                        has_failed = True
+                        deadline = deadline if hear_all else min(deadline, time.monotonic() + _ARRIVES_S)
+            silent = [str(rank) for rank in range(num_ranks) if rank not in answers]
+            is_late = time.monotonic() > deadline
+            if not silent or (is_late and has_failed and not hear_all):
+                return [answers[rank] for rank in sorted(answers)]
+            if is_late:
+                ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
+                raise TransferError(f"{ranks} of {who} did not answer within {timeout_s:g} s")
+            await asyncio.sleep(pause_s)  # a request to a store of this process takes some 50 microseconds
+            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+
+    async def has(self, key: str, num_ranks: int = 1) -> bool:
+        """Say whether an answer of any rank lies under `key`, after giving it a moment to arrive."""
+        deadline = time.monotonic() + _ARRIVES_S
+        while all(self._store.get(f"{key}/{rank}") is None for rank in range(num_ranks)):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(_POLL_MAX_S)
+        return True
+
+
+Control = Callable[[str, dict[str, object]], Awaitable[object]]
+"""Calls a remote engine: `control(op, payload)` with op "start" (payload {}), "update" (payload: the request that
+every rank's `Rank.handle` is to get) or "finish" (payload {"version": int}, or {} to leave the version as it is)."""
+
+
+class EngineRanks(Ranks):
+    """Every rank runs a `member.rank.Rank`; answers come through `mailbox`, because engines' update calls return nothing."""
+
+    def __init__(self, name: str, control: Control, mailbox: Mailbox, config: SyncConfig) -> None:
+        """Drive the engine behind `control`, the member `name`, within the deadlines of `config`."""
+        self._name = name
+        self._control = control
+        self._mailbox = mailbox
+        self._config = config
+        self._num_ranks = 1  # until one of them has said how many there are
+        self._bucket_bytes = 0  # of the offer last agreed to
+        self._staged_key = ""
+        self._flipped: Label | None = None  # what the ranks serve since the last flip
+        self._committed: Label | None = None  # stands, and the ranks are still to be told
+        self._start_note = ""
+        self._in_session = False
+
+    async def ask(self, op: str, *values: Any) -> list[Any]:  # noqa: ANN401 -- as `Ranks.ask`
+        """See `Ranks.ask`."""
+        match op:
+            case "begin":
+                return await self._begin(*values)
+            case "transfer":
+                return await self._echoes()
+            case "verify":
+                return []  # a part of `flip`
+            case "flip":
+                return await self._flip(*values)
+            case "commit" if values == (self._flipped,):
+                self._committed = self._flipped
+                return [self._flipped] * self._num_ranks
+            case _:
+                if op == "distrust":
+                    self._flipped = self._committed = None
+                return await self._aside(op, values)
+
+    async def _begin(self, offer: SyncOffer) -> list[str]:
+        """Open the engine's update session and let every rank check the offer, say what it keeps, and start staging."""
+        await self._start()
+        self._bucket_bytes = offer.bucket_bytes
+        self._staged_key = f"staged-{uuid.uuid4().hex}"
+        given = (offer, self._config, self._name, self._staged_key)
+        return await self._each("begin", given, self._config.begin_timeout_s)
+
+    async def _echoes(self) -> list[Echo]:
+        timeout_s = self._config.transfer_timeout_s
+        answers = await self._mailbox.read(
+            self._staged_key, who=self._name, timeout_s=timeout_s, num_ranks=self._num_ranks
+        )
+        _raise_first(answers, where=f"{self._name}: transfer")
+        return [decode(Echo, answer.get("echo")) for answer in answers]
+
+    async def _flip(self, sync_id: str, sent: Sent) -> list[object]:
+        """Load on every rank, then close the session under the new version."""
+        self._flipped = None
+        flips = await self._each("flip", (sync_id, sent), self._config.flip_timeout_s)
+        self._flipped = label_of(sent, self._bucket_bytes)  # each has compared its digests with these
+        self._in_session = False
+        await self._control("finish", {"version": sent.version})
+        return flips
+
+    async def _aside(self, op: str, values: tuple[object, ...]) -> list[Any]:
+        """Ask within an update session that is closed again, without changing the engine's own label."""
+        if not self._in_session:
+            await self._start()
+        given = await self._each(op, values, self._config.begin_timeout_s)
+        self._in_session = False
+        await self._control("finish", {})
+        return given
+
+    async def _start(self) -> None:
+        try:
+            await self._control("start", {})
+        except Exception as error:  # noqa: BLE001
+            # A session left open by a manager that died refuses to open again, on all ranks or on some: either way
+            # it is open now. Any other cause shows at once, because the next call fails and carries this note.
+            self._start_note = f"(opening the update session said: {error})"
+        else:
+            self._start_note = ""
+        self._in_session = True
+
+    async def _each(self, op: str, values: tuple[object, ...], timeout_s: float) -> list[Any]:
+        """Hand a request to every rank, and return what each gives."""
+        reply, told = f"reply-{uuid.uuid4().hex}", self._committed
+        request = {
+            "op": op,
+            "reply": reply,
+            "mailbox": self._mailbox.address,
+            **request_of(RANK_OPS, op, values),
+        }
+        if told is not None:
+            request["committed"] = encode(told)
+        failure: Exception | None = None
+        try:
+            await self._control("update", request)
+        except Exception as error:  # noqa: BLE001 -- the mailbox tells more; raised below where it does not
+            failure = error
+            self._in_session = False  # the engine closes its session when an update fails
+        if failure is not None and not await self._mailbox.has(reply, self._num_ranks):
+            raise TransferError(f"{self._name}: {op} failed: {failure} {self._start_note}") from failure
+        answers = await self._answers(op, reply, timeout_s)
+        if failure is not None:
+            raise TransferError(f"{self._name}: {op} failed: {failure}") from failure
+        if self._committed is told:
+            self._committed = None
+        return [value_of(RANK_OPS, op, answer) for answer in answers]
+
+    async def _answers(self, op: str, reply: str, timeout_s: float) -> list[Json]:
+        answers = await self._mailbox.read(
+            reply,
+            who=self._name,
+            timeout_s=timeout_s,
+            num_ranks=self._num_ranks,
+            hear_all=op == "flip",  # whether one that is silent has changed over decides what the others are
+        )
+        if op == "flip":
+            _raise_torn(answers, where=f"{self._name}: {op}")
+        _raise_first(answers, where=f"{self._name}: {op}")
+        self._num_ranks = len(answers)
+        return answers
+
+
+def _raise_first(answers: list[Json], *, where: str) -> None:
+    for answer in answers:
+        if "error" in answer:
+            raise decode_error(answer["error"], where=where)
+
+
+def _raise_torn(answers: list[Json], *, where: str) -> None:
+    """Raise `LoadError` if some ranks changed over and others did not: no refusal of one makes the member whole."""
+    errors = {
+        rank: decode_error(answer["error"], where=f"rank {rank}")
+        for rank, answer in enumerate(answers)
+        if "error" in answer
+    }
+    torn = [error for error in errors.values() if isinstance(error, LoadError)]
+    if torn or 0 < len(errors) < len(answers):
+        told = "; ".join(map(str, torn or errors.values()))
+        raise LoadError(f"{where}: {told}; its ranks no longer serve the same weights, start it anew")
+
+
+def _object(text: str) -> Json:
+    data: object = json.loads(text)
+    if not isinstance(data, dict):
+        raise WireError(f"mailbox: expected an object, got {text!r}")
+    return cast("Json", data)

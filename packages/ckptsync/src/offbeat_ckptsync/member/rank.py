@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.seams import Transport, WeightSink
 
 
-class Worker:
+class Rank:
     """Rank `rank` of the `num_ranks` ranks of a member; `handle` is its whole interface."""
 
     def __init__(

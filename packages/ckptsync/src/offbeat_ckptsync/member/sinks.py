@@ -1,23 +1,32 @@
-"""Where verified weights go: a torch module, or a plain dictionary."""
+"""Where verified weights go: a torch module, whole or what a rank holds of its DTensors, or a plain dictionary."""
+
+# torch types its distributed tensors in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import dataclasses
+import sys
+import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.member.copying import Pair, copy_all, is_plain
-from offbeat_ckptsync.member.shards import is_distributed, layout_of, local_part
-from offbeat_ckptsync.plan.manifest import dtype_name, dtype_of, make_manifest, manifest_of, require_match
+from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest, manifest_of, require_match
 from offbeat_ckptsync.seams import WeightSink, WeightSource
-from offbeat_ckptsync.values import Manifest, TensorSpec
+from offbeat_ckptsync.threads import num_movers
+from offbeat_ckptsync.values import Cut, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import torch
+    from offbeat_ckptsync.values import Layout, Manifest
 
-    from offbeat_ckptsync.values import Layout
+_SPAN_BYTES = 16 << 20  # copied at a time, so that threads finish together
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A live tensor and the one to copy into it."""
 
 
 class ModuleSource(WeightSource):
@@ -38,38 +47,6 @@ class ModuleSource(WeightSource):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors themselves, detached; nothing is copied."""
         yield from distinct_tensors(self._module)
-
-
-class CastSource(WeightSource):
-    """Another source's floating tensors in one dtype, converted as they are sent: fp32 master weights as bfloat16, say.
-
-    What is not floating, and what has the dtype already, goes as it is.
-    """
-
-    def __init__(self, source: WeightSource, dtype: str) -> None:
-        """Send what `source` yields in the floating `dtype`, a torch name such as "bfloat16".
-
-        Raises:
-            ManifestError: torch has no such dtype, or it is not floating.
-        """
-        self._source = source
-        self._dtype = dtype_of(dtype)
-        if not self._dtype.is_floating_point:
-            raise ManifestError(f"cast to {dtype}: only floating dtypes can be sent in place of others")
-
-    def manifest(self) -> Manifest:
-        """Return the other source's manifest with the dtypes that are sent."""
-        return make_manifest(
-            dataclasses.replace(spec, dtype=dtype_name(self._dtype))
-            if dtype_of(spec.dtype).is_floating_point
-            else spec
-            for spec in self._source.manifest().specs
-        )
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the other source's tensors, converted one at a time."""
-        for name, tensor in self._source.tensors():
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 class ModuleSink(WeightSink):
@@ -181,3 +158,104 @@ def owned_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         if key not in seen:
             seen.add(key)
             yield name, tensor
+
+
+def copy_all(pairs: list[Pair]) -> None:
+    """Copy the second tensor of each pair into the first, in place; shapes are equal, dtypes may differ.
+
+    Plain runs of bytes in host memory are shared out to threads of this call, at most four and at most one per core
+    that this process may use. Torch's own threads meet after every tensor: where cores are busy each meeting waits
+    for the slowest, here there is one at the end.
+    """
+    plain = [pair for pair in pairs if is_plain(*pair)]
+    with torch.no_grad():
+        for live, given in pairs:
+            if not is_plain(live, given):
+                live.copy_(given)
+    spans = iter([span for live, given in plain for span in _spans(live, given)])
+    lock, failures = threading.Lock(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            while True:
+                with lock:
+                    span = next(spans, None)
+                if span is None:
+                    return
+                np.copyto(*span)  # lets other threads run meanwhile
+        except BaseException as error:  # noqa: BLE001 -- raised below, by the thread that called
+            failures.append(error)
+
+    helpers = [threading.Thread(target=work, name="copy") for _ in range(_num_threads(plain) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[0]
+
+
+def _num_threads(plain: list[Pair]) -> int:
+    num_bytes = sum(live.nbytes for live, _ in plain)
+    return max(1, min(num_movers(), num_bytes // _SPAN_BYTES))
+
+
+def is_plain(live: torch.Tensor, given: torch.Tensor) -> bool:
+    """Say whether both hold the same kind of numbers in host memory, in order and without gaps."""
+    same = live.dtype == given.dtype and live.shape == given.shape
+    host = live.device.type == given.device.type == "cpu"
+    return same and host and live.is_contiguous() and given.is_contiguous()
+
+
+def _spans(live: torch.Tensor, given: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    into, data = (each.detach().reshape(-1).view(torch.uint8).numpy() for each in (live, given))
+    for start in range(0, len(into), _SPAN_BYTES):
+        yield into[start : start + _SPAN_BYTES], data[start : start + _SPAN_BYTES]
+
+
+def layout_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:
+    """Return the slice that this rank holds of each DTensor; other tensors are not named: it holds them whole.
+
+    Raises:
+        ManifestError: a tensor is sharded along several dimensions, or has partial sums in place of values.
+    """
+    return {name: _cuts(name, tensor) for name, tensor in tensors if _is_sharded(tensor)}
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rank's own memory of a tensor, DTensor or not; writing to it writes to the tensor."""
+    return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Say whether it is one of torch's DTensors."""
+    module = sys.modules.get(
+        "torch.distributed.tensor"
+    )  # slow to import; without it there are no such tensors
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return is_distributed(tensor) and not all(each.is_replicate() for each in tensor.placements)  # type: ignore[attr-defined]
+
+
+def _cuts(name: str, tensor: torch.Tensor) -> tuple[Cut, ...]:
+    """Follow the mesh: each of its dimensions that shards halves the stretch that the one before it left, as torch does."""
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    dims = {each.dim for each in placements if each.is_shard()}
+    if len(dims) != 1 or any(not each.is_shard() and not each.is_replicate() for each in placements):
+        raise ManifestError(
+            f"{name!r} is placed as {placements}; a rank can be given slices along one dimension"
+        )
+    (dim,) = dims
+    start, length = 0, tensor.shape[dim]
+    for mesh_dim, each in enumerate(placements):
+        if each.is_shard():
+            size, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            chunk = -(-length // size)
+            first = min(rank * chunk, length)
+            start, length = start + first, min(chunk, length - first)
+    if tuple(tensor.to_local().shape) != (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]):  # type: ignore[attr-defined]
+        raise ManifestError(f"{name!r} is sharded as {placements} in another way than torch's plain one")
+    return (Cut(dim=dim, start=start, length=length),)

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.control.gate import GenerationGate
     from offbeat_ckptsync.control.members import AskCanary
     from offbeat_ckptsync.member.receiver import Receiver
-    from offbeat_ckptsync.seams import Member, Source
+    from offbeat_ckptsync.seams import GenerationGate, Member, Source
     from offbeat_ckptsync.wire import Json
 
 _log = logging.getLogger(__name__)

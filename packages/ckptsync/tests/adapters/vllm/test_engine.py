@@ -11,12 +11,12 @@ import pytest_asyncio
 import torch
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
-from offbeat_ckptsync.control.gate import GenerationGate
-from offbeat_ckptsync.control.mailbox import Mailbox
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
+from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.sinks import ModuleSource
+from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 

@@ -17,9 +17,9 @@ import torch
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import StagedCopy
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.member.staged_copy import StagedCopy
 from offbeat_ckptsync.network.agent import Agent
 from offbeat_ckptsync.network.connection import Connection as Line
 from offbeat_ckptsync.network.membership import Membership

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (  # noqa: TID253 -- this modu
 from offbeat_ckptsync.adapters.vllm.adapter import AdapterSink, adapter_of
 from offbeat_ckptsync.adapters.vllm.expected import expected_manifest
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.member.rank import Worker
+from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.threads import settle, use_device
@@ -41,13 +41,13 @@ class OffbeatInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class OffbeatUpdateInfo(WeightTransferUpdateInfo):
-    """One request to `Worker.handle`."""
+    """One request to `Rank.handle`."""
 
     request: dict[str, Any]
 
 
 class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatUpdateInfo]):
-    """Hands update requests to a `Worker`; live weights change in its "flip" only."""
+    """Hands update requests to a `Rank`; live weights change in its "flip" only."""
 
     init_info_cls = OffbeatInitInfo
     update_info_cls = OffbeatUpdateInfo
@@ -63,7 +63,7 @@ class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatU
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
         adapter = adapter_of(vllm_config)
-        self._worker = Worker(
+        self._rank = Rank(
             VllmSink(model, vllm_config.model_config, device)
             if adapter is None
             else AdapterSink(model, vllm_config, adapter, device),
@@ -87,14 +87,14 @@ class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatU
         use_device(
             str(self.device)
         )  # this thread's: transports are made here, and stay on it in threads of their own
-        self._worker.handle(update_info.request)
+        self._rank.handle(update_info.request)
 
     def finish_weight_update(self) -> None:
         """Do nothing: an error here would leave vLLM's update session open for good."""
 
     def shutdown(self) -> None:
         """Leave all connections; the served version stays known."""
-        self._worker.close()
+        self._rank.close()
 
 
 class VllmSink(WeightSink):
