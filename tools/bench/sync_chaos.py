@@ -2,12 +2,14 @@
 
     uv run python tools/bench/sync_chaos.py --kills 100 --json
 
-A manager and two receivers run in processes of their own. Before each kill a fresh sender joins them; it kills itself
-with SIGKILL a random moment (up to 4 ms, some 1 MB of packing) after its weights have yielded a number of bytes drawn at
-random, from none to all: within a tensor, a bucket, or a packet. After each kill every receiver must serve the old version bit for bit, or the new one, under the right label; then another sender joins, and a
-sync must reach everybody. The last line is one JSON object:
+A manager and two receivers run in processes of their own, reached over two carriers in turn: `sockets`, where they register
+themselves, and `ray`, a run's own cluster with its training rank and two replicas, in processes that generate and train nothing.
+The sender kills itself with SIGKILL a random moment (up to 4 ms, some 1 MB of packing) after its weights have yielded a number of
+bytes drawn at random, from none to all: within a tensor, a bucket, or a packet. After each kill every receiver must serve the old
+version bit for bit, or the new one, under the right label; then another sender starts, and a sync must reach everybody. The last
+line is one JSON object, the sum over all carriers, and each of them by itself:
 
-    lost     receivers that died or were fenced off
+    lost     receivers that died, were fenced off, or lost their traffic
     corrupt  receivers that served bits which belong to no version, or to another than their label says
     stuck    syncs that did not end within their deadline, or good ones that did not reach everybody
 """
@@ -16,19 +18,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import secrets
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Protocol
 
 from offbeat_ckptsync.config import SyncConfig
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "ckptsync" / "tests" / "shared"))
+SHARED = str(Path(__file__).parents[2] / "packages" / "ckptsync" / "tests" / "shared")
+sys.path.insert(0, SHARED)
 
-from sync_faults.hurt import content_of, weights_of
-from sync_faults.processes import FaultProcesses
+from sync_faults.hurt import content_of, weights_of  # noqa: E402
 
+PHASES = ("begin", "transfer", "verify", "flip", "commit")
 DEADLINE_S = 60.0
 """Of one sync, all phases together; a sync here takes a tenth of a second."""
 
@@ -49,14 +55,76 @@ class Count:
     checks: int = 0  # of a receiver's weights, bit for bit
 
 
-class Chaos:
-    """One cluster and what became of it."""
+class Party(Protocol):
+    """A sender and its receivers, over one carrier."""
 
-    def __init__(self, transport: str, seed: int, log: bool) -> None:
-        phases = ("begin", "transfer", "verify", "flip", "commit")
-        deadlines = {f"{phase}_timeout_s": DEADLINE_S / len(phases) for phase in phases}
-        self._troupe = FaultProcesses(SyncConfig(transport=transport, bucket_mib=1 / 64, **deadlines))
-        self._content = lambda version: content_of(weights_of(version))
+    version: int
+    receivers: tuple[str, ...]
+
+    def kill_at(self, num_bytes: int, delay_s: float) -> None:
+        """Let the sender kill itself in the next sync, `delay_s` after so many bytes."""
+
+    def sync(self, version: int) -> list[str]:
+        """Bring weights of `version` to everybody; return who got them, nobody where it failed; raises `TimeoutError`."""
+        ...
+
+    def sender_was_killed(self) -> bool:
+        """Wait for the sender's end, and say whether it was a kill."""
+        ...
+
+    def serving(self) -> dict[str, tuple[int, str, bool]]:
+        """Return version, content and whether it is committed of every receiver that is alive and has traffic."""
+        ...
+
+    def heal(self) -> None:
+        """Start another sender."""
+
+    def close(self) -> None:
+        """End all processes."""
+
+
+class OverSockets:
+    """Everybody registers at a store; see `sync_faults.processes`."""
+
+    def __init__(self, transport: str) -> None:
+        from sync_faults.processes import FaultProcesses
+
+        self._all = FaultProcesses(_config(transport))
+        self.version = 0
+        self.receivers = tuple(self._all.receivers)
+
+    def kill_at(self, num_bytes: int, delay_s: float) -> None:
+        """See `Party`."""
+        self._all.sender.ask("kill_at", num_bytes, delay_s)
+
+    def sync(self, version: int) -> list[str]:
+        """See `Party`."""
+        self._all.sender.ask("weights", version)
+        return self._all.manager.ask("sync", version, {}, timeout_s=DEADLINE_S).get("members", [])
+
+    def sender_was_killed(self) -> bool:
+        """See `Party`."""
+        self._all.sender.process.join(DEADLINE_S)
+        return self._all.sender.process.exitcode == -9
+
+    def serving(self) -> dict[str, tuple[int, str, bool]]:
+        """See `Party`."""
+        return {name: (held[0], held[1], held[2]) for name, held in self._all.serving().items()}
+
+    def heal(self) -> None:
+        """See `Party`."""
+        self._all.heal()
+
+    def close(self) -> None:
+        """See `Party`."""
+        self._all.close()
+
+
+class Chaos:
+    """One party and what became of it."""
+
+    def __init__(self, party: Party, seed: int, log: bool) -> None:
+        self._party = party
         self._num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights_of(0).values())
         self._random = random.Random(seed)
         self._log = log
@@ -65,76 +133,102 @@ class Chaos:
     def round(self) -> None:
         """Kill one sender in a sync, look at everybody, and sync well."""
         kill_at = self._random.randint(1, self._num_bytes)
-        self._troupe.sender.ask("kill_at", kill_at, self._random.uniform(0, MOMENT_S))
-        result = self._sync()
-        self._troupe.sender.process.join(DEADLINE_S)
-        self.count.kills += self._troupe.sender.process.exitcode == -9
-        failed = "error" in result
-        self.count.failed_syncs += failed
-        self.count.whole_syncs += not failed
-        version = self._troupe.version - 1 if failed else self._troupe.version
-        self._check(version)
+        self._party.kill_at(kill_at, self._random.uniform(0, MOMENT_S))
+        told = self._sync()
+        self.count.kills += self._party.sender_was_killed()
+        self.count.failed_syncs += not told
+        self.count.whole_syncs += bool(told)
+        self._check(self._party.version if told else self._party.version - 1)
         if self._log:
-            print(f"killed at byte {kill_at}: {result}", file=sys.stderr)
-        self._troupe.heal()
+            print(f"killed at byte {kill_at}: {told or 'nobody'} changed over", file=sys.stderr)
+        self._party.heal()
         self.good()
 
     def good(self) -> None:
         """Sync with a sender that lives; everybody serves the new version."""
-        result = self._sync()
-        if sorted(result.get("members", [])) != sorted(self._troupe.receivers):
+        told = self._sync()
+        if sorted(told) != sorted(self._party.receivers):
             self.count.stuck += 1
-            print(f"a good sync did not reach everybody: {result}", file=sys.stderr)
+            print(f"a good sync did not reach everybody: {told}", file=sys.stderr)
         self.count.good_syncs += 1
-        self._check(self._troupe.version)
+        self._check(self._party.version)
 
-    def close(self) -> None:
-        """End all processes."""
-        self._troupe.close()
-
-    def _sync(self) -> dict[str, object]:
-        self._troupe.version += 1
-        self._troupe.sender.ask("weights", self._troupe.version)
+    def _sync(self) -> list[str]:
+        self._party.version += 1
         try:
-            return self._troupe.manager.ask("sync", self._troupe.version, {}, timeout_s=DEADLINE_S)
+            return self._party.sync(self._party.version)
         except (TimeoutError, EOFError) as error:
             self.count.stuck += 1
-            return {"error": str(error)}
+            print(f"a sync did not end: {error!r}", file=sys.stderr)
+            return []
 
     def _check(self, version: int) -> None:
-        served = self._troupe.serving()
-        self.count.lost += len(self._troupe.receivers) - len(served)
-        for name, (actual, content, committed, _) in served.items():
+        served = self._party.serving()
+        self.count.lost += len(self._party.receivers) - len(served)
+        for name, held in served.items():
             self.count.checks += 1
-            if (actual, content, committed) != (version, self._content(version), True):
+            if held != (version, content_of(weights_of(version)), True):
                 self.count.corrupt += 1
-                print(f"{name} serves {actual} ({content}, {committed}), not {version}", file=sys.stderr)
+                print(f"{name} serves {held}, not {version}", file=sys.stderr)
+
+
+def _config(transport: str) -> SyncConfig:
+    deadlines = {f"{phase}_timeout_s": DEADLINE_S / len(PHASES) for phase in PHASES}
+    return SyncConfig(transport=transport, bucket_mib=1 / 64, **deadlines)
+
+
+def _open(carrier: str, transport: str) -> Party:
+    if carrier == "sockets":
+        return OverSockets(transport)
+    # Read by Ray when it is imported, and by the processes that it starts.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SHARED, os.environ.get("PYTHONPATH"))))
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    from offbeat_recipes.cli._environment import prepare_environment
+
+    prepare_environment()
+    from sync_chaos_ray import OverRay
+
+    return OverRay(_config(transport), deadline_s=DEADLINE_S)
+
+
+def _run(carrier: str, transports: list[str], arguments: argparse.Namespace) -> Count:
+    total = Count()
+    for i, transport in enumerate(transports):
+        party = _open(carrier, transport)
+        chaos = Chaos(party, arguments.seed + i, log=not arguments.json)
+        try:
+            chaos.good()
+            for _ in range(i, arguments.kills, len(transports)):
+                chaos.round()
+        finally:
+            party.close()
+        _add(total, chaos.count)
+    return total
+
+
+def _add(total: Count, count: Count) -> None:
+    for item in fields(Count):
+        setattr(total, item.name, getattr(total, item.name) + getattr(count, item.name))
 
 
 def main() -> int:
     """Run; 0 when nothing was lost, corrupt or stuck, and every kill was one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="how many senders to kill (default 100)")
+    parser.add_argument("--kills", type=int, default=100, help="how many senders to kill, per carrier (100)")
+    parser.add_argument("--carrier", default="sockets,ray", help="carriers of the operations (sockets,ray)")
     parser.add_argument("--transport", default="shm,broadcast", help="transports, taken in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the offsets (default 0)")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     arguments = parser.parse_args()
     started, total = time.monotonic(), Count()
-    transports = arguments.transport.split(",")
-    for i, transport in enumerate(transports):
-        kills = len(range(i, arguments.kills, len(transports)))
-        chaos = Chaos(transport, arguments.seed + i, log=not arguments.json)
-        try:
-            chaos.good()
-            for _ in range(kills):
-                chaos.round()
-        finally:
-            chaos.close()
-        for name, number in asdict(chaos.count).items():
-            setattr(total, name, getattr(total, name) + number)
-    seconds = time.monotonic() - started
-    print(json.dumps({**asdict(total), "transports": transports, "seconds": round(seconds, 1)}))
-    broken = total.lost or total.corrupt or total.stuck or total.kills != arguments.kills
+    transports, carriers = arguments.transport.split(","), arguments.carrier.split(",")
+    counts = {carrier: _run(carrier, transports, arguments) for carrier in carriers}
+    for count in counts.values():
+        _add(total, count)
+    result = {**asdict(total), "carriers": {name: asdict(count) for name, count in counts.items()}}
+    seconds = round(time.monotonic() - started, 1)
+    print(json.dumps({**result, "transports": transports, "seconds": seconds}))
+    broken = total.lost or total.corrupt or total.stuck or total.kills != arguments.kills * len(carriers)
     return 1 if broken else 0
 
 

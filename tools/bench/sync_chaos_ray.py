@@ -1,0 +1,83 @@
+"""The party of `sync_chaos.py` over Ray: a run's own cluster, publisher and carrier."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sync_faults.over_ray import Site
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import TypeVar
+
+    from offbeat_ckptsync.config import SyncConfig
+
+    T = TypeVar("T")
+
+START_S = 600.0
+"""For processes to come up; only a defect uses it up."""
+
+
+class OverRay:
+    """See `sync_chaos.Party`."""
+
+    def __init__(self, config: SyncConfig, *, deadline_s: float) -> None:
+        self._runner = asyncio.Runner()
+        self._opened = contextlib.AsyncExitStack()
+        self._folder = tempfile.TemporaryDirectory(prefix="offbeat-sync-")
+        self._deadline_s = deadline_s
+        self._pid = 0
+        try:
+            site = Site.opened(Path(self._folder.name), config)
+            self._site = self._do(self._opened.enter_async_context(site), START_S)
+        except BaseException:
+            self.close()
+            raise
+        self.version = 0
+        self.receivers = tuple(self._site.cluster.rollout.handles)
+
+    def kill_at(self, num_bytes: int, delay_s: float) -> None:
+        """Let the rank kill itself in the next sync."""
+
+        async def plant() -> int:
+            await self._site.rank.kill_at.remote(num_bytes, delay_s)
+            return await self._site.rank.__ray_call__.remote(lambda _: os.getpid())
+
+        self._pid = self._do(plant(), self._deadline_s)
+
+    def sync(self, version: int) -> list[str]:
+        """Publish, as a run does."""
+        self._site.version = version - 1
+        return self._do(self._site.publish(), self._deadline_s)
+
+    def sender_was_killed(self) -> bool:
+        """Say whether its process is gone."""
+        deadline = time.monotonic() + self._deadline_s
+        while Path(f"/proc/{self._pid}").exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def serving(self) -> dict[str, tuple[int, str, bool]]:
+        """Ask every replica that has traffic."""
+        return self._do(self._site.held(), self._deadline_s)
+
+    def heal(self) -> None:
+        """Start the rank anew."""
+        self._do(self._site.new_rank(), START_S)
+
+    def close(self) -> None:
+        """End Ray."""
+        self._do(self._opened.aclose(), START_S)
+        self._runner.close()
+        self._folder.cleanup()
+
+    def _do(self, work: Coroutine[object, object, T], limit_s: float) -> T:
+        return self._runner.run(asyncio.wait_for(work, limit_s))
