@@ -17,13 +17,13 @@ GROUP = "offbeat.transports"
 
 _OURS = "offbeat_ckptsync.transports"
 BUILT_IN = {
-    "auto": f"{_OURS}.auto:AutoTransport.from_config",
-    "broadcast": f"{_OURS}.broadcast:BroadcastTransport.from_config",
-    "cuda_ipc": f"{_OURS}.cuda_ipc:CudaIpcTransport.from_config",
-    "disk": f"{_OURS}.disk:DiskTransport.from_config",
-    "loopback": f"{_OURS}.loopback:LoopbackTransport.from_config",
-    "relay": f"{_OURS}.relay:RelayTransport.from_config",
-    "shm": f"{_OURS}.shm:ShmTransport.from_config",
+    "auto": f"{_OURS}.auto:AutoTransport",
+    "broadcast": f"{_OURS}.broadcast:BroadcastTransport",
+    "cuda_ipc": f"{_OURS}.cuda_ipc:CudaIpcTransport",
+    "disk": f"{_OURS}.disk:DiskTransport",
+    "loopback": f"{_OURS}.loopback:LoopbackTransport",
+    "relay": f"{_OURS}.relay:RelayTransport",
+    "shm": f"{_OURS}.shm:ShmTransport",
 }
 """The transports of this package, in the form of entry points."""
 

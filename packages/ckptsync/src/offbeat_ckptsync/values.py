@@ -88,6 +88,10 @@ class Seat:
     rank: int = 0
     num_ranks: int = 1
 
+    def __str__(self) -> str:
+        """As messages call it."""
+        return f"rank {self.rank} of {self.member}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:

@@ -23,7 +23,7 @@ from offbeat_ckptsync.transports.weight_files import folder_specs
 
 def local_in(folder, fault=None):
     config = SyncConfig(transport="disk", disk_path=str(folder), bucket_mib=4096 / (1 << 20))
-    make = lambda: FaultyTransport(DiskTransport(str(folder)), on_send=fault)  # noqa: E731
+    make = lambda: FaultyTransport(DiskTransport(SyncConfig(disk_path=str(folder))), on_send=fault)  # noqa: E731
     return LocalSync(DictSource(awkward_weights(1)), {"a": DictSink()}, config, make)
 
 
@@ -62,11 +62,11 @@ def test_a_receiver_that_gives_up_takes_nothing_from_the_source(tmp_path):
     local = local_in(tmp_path)
     offer = local.publisher.offer(1, ["a"])
     sender = local.publisher._transport.sender(offer, ["a"])
-    DiskTransport(str(tmp_path)).abort(offer.sync_id)
+    DiskTransport(SyncConfig(disk_path=str(tmp_path))).abort(offer.sync_id)
     sender.close()
     assert [path.name for path in tmp_path.glob("*/*")] == [offer.sync_id]
 
 
 def test_a_folder_must_be_named():
     with pytest.raises(SyncError, match="disk_path"):
-        DiskTransport("")
+        DiskTransport(SyncConfig())

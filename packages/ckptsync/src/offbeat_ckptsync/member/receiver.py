@@ -143,7 +143,7 @@ class Receiver:
                 self.abort(self._session.offer.sync_id)
             if offer.version < self._version + (0 if offer.reload else 1):
                 raise VersionError(
-                    f"{self._who()} serves version {self._version} and was offered {offer.version}; versions must "
+                    f"{self.seat} serves version {self._version} and was offered {offer.version}; versions must "
                     "rise, publish the next one"
                 )
             check_digest(offer.manifest)
@@ -151,7 +151,7 @@ class Receiver:
             whole = offer.manifest if offer.whole is None else offer.whole
             expected = self._sink.expected()
             if expected is not None:
-                require_match(expected, whole, who=self._who(), allow_cast=self._allow_cast)
+                require_match(expected, whole, who=str(self.seat), allow_cast=self._allow_cast)
             buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
             self._move(Step.BEGIN)
             self._session = _Session(offer, buckets)
@@ -180,7 +180,7 @@ class Receiver:
         except SyncError:
             raise
         except Exception as error:
-            raise TransferError(f"{self._who()}: version {session.offer.version}: {error!r}") from error
+            raise TransferError(f"{self.seat}: version {session.offer.version}: {error!r}") from error
         echo = Echo(
             member=self.seat.member,
             rank=self.seat.rank,
@@ -196,7 +196,7 @@ class Receiver:
         with self._lock:
             if self._session is not session:
                 self._pool.put_back(staged.close())  # nobody else holds it: its own thread is here
-                raise PhaseError(f"{self._who()}: sync {session.offer.sync_id} was aborted while it came")
+                raise PhaseError(f"{self.seat}: sync {session.offer.sync_id} was aborted while it came")
             self._move(Step.ARRIVED)
             session.staged, session.echo = staged, echo
         return echo
@@ -211,7 +211,7 @@ class Receiver:
         with self._lock:
             session = self._open(sync_id)
             if session.echo is None:
-                raise PhaseError(f"{self._who()} is {self._state} and has nothing staged to verify")
+                raise PhaseError(f"{self.seat} is {self._state} and has nothing staged to verify")
             own = own_buckets(session.offer, self.seat, session.buckets)
             check_echo(session.echo, sent, session.offer.manifest, session.buckets, own)
             self._check_label(sent, session)
@@ -244,7 +244,7 @@ class Receiver:
                 self._session = session.staged = None
                 self._pool.put_back(staged.close())
             raise LoadError(
-                f"{self._who()}: loading version {sent.version} failed half-way: {error!r}; its weights are torn, "
+                f"{self.seat}: loading version {sent.version} failed half-way: {error!r}; its weights are torn, "
                 "take it out of service and start it anew"
             ) from error
         load_s = time.perf_counter() - mark
@@ -268,7 +268,7 @@ class Receiver:
         with self._lock:
             if self._label != label:
                 raise VersionError(
-                    f"{self._who()} serves {told(self._label, self._version)} and was asked to commit "
+                    f"{self.seat} serves {told(self._label, self._version)} and was asked to commit "
                     f"{told(label, label.version)}"
                 )
             self._move(Step.COMMIT)
@@ -292,7 +292,7 @@ class Receiver:
         with self._lock:
             copy = self._pool.read() if self._committed else None
             if copy is None:
-                raise TransferError(f"{self._who()} keeps no copy of a committed version")
+                raise TransferError(f"{self.seat} keeps no copy of a committed version")
             return copy
 
     def abort(self, sync_id: str) -> int:
@@ -303,7 +303,7 @@ class Receiver:
         """
         with self._lock:
             if self._state is State.BROKEN:
-                raise LoadError(f"{self._who()} is broken and serves no version; start it anew")
+                raise LoadError(f"{self.seat} is broken and serves no version; start it anew")
             session = self._session
             if session is not None and sync_id in ("", session.offer.sync_id):
                 self._move(Step.ABORT)
@@ -329,20 +329,17 @@ class Receiver:
         label = label_of(sent, session.offer.bucket_bytes)
         if self._label is not None and self._label.version == label.version and self._label != label:
             raise VersionError(
-                f"{self._who()} serves {told(self._label, self._version)} and was sent {told(label, label.version)}; "
+                f"{self.seat} serves {told(self._label, self._version)} and was sent {told(label, label.version)}; "
                 "publish it under the next version"
             )
 
     def _open(self, sync_id: str = "") -> _Session:
         if self._session is None or sync_id not in ("", self._session.offer.sync_id):
-            raise PhaseError(f"{self._who()} has no open sync {sync_id or '(any)'}; it is {self._state}")
+            raise PhaseError(f"{self.seat} has no open sync {sync_id or '(any)'}; it is {self._state}")
         return self._session
 
     def _move(self, step: Step) -> None:
         after = TRANSITIONS.get((self._state, step))
         if after is None:
-            raise PhaseError(f"{self._who()} is {self._state}: {step} is not possible here")
+            raise PhaseError(f"{self.seat} is {self._state}: {step} is not possible here")
         self._state = after
-
-    def _who(self) -> str:
-        return f"rank {self.seat.rank} of {self.seat.member}"

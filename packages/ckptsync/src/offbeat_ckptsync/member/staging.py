@@ -127,7 +127,7 @@ class _Intake:
 
     def __init__(self, offer: SyncOffer, seat: Seat, memory: torch.Tensor, base: torch.Tensor | None) -> None:
         self._offer = offer
-        self._who = f"rank {seat.rank} of {seat.member}"
+        self._who = str(seat)
         self._memory = memory
         self._base = base
         self._scratch: torch.Tensor | None = None

@@ -62,9 +62,7 @@ def check_cut(offer: SyncOffer, seat: Seat, layout: Layout) -> None:
         covered[cell.spec_index] += math.prod(piece.shape)
         withheld = own is not None and piece.part not in own
         if withheld and touches(spec.shape, ways.get(spec.name), (cell.starts, stops)):
-            raise ManifestError(
-                f"rank {seat.rank} of {seat.member} needs {piece.name!r} and is not to get it"
-            )
+            raise ManifestError(f"{seat} needs {piece.name!r} and is not to get it")
     for spec, num in zip(offer.whole.specs, covered, strict=True):
         if num != math.prod(spec.shape):
             raise ManifestError(f"the cells of {spec.name!r} hold {num} elements of {math.prod(spec.shape)}")

@@ -23,8 +23,6 @@ from offbeat_ckptsync.transports.topology import Place, choose, here
 from offbeat_ckptsync.wire import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from offbeat_ckptsync.config import SyncConfig
@@ -33,22 +31,12 @@ if TYPE_CHECKING:
 
 
 class AutoTransport(Transport):
-    """Picks one for each sync; `make(name)` makes those it picks from."""
+    """Picks one for each sync."""
 
-    @classmethod
-    def from_config(cls, config: SyncConfig) -> AutoTransport:
-        """Make the one that a sync of these settings uses."""
-
-        def make(name: str, device: str) -> Transport:
-            kind: Literal["cpu", "cuda"] = "cpu" if device == "cpu" else "cuda"
-            return make_transport(name, dataclasses.replace(config, device=kind))
-
-        return cls(make, config)
-
-    def __init__(self, make: Callable[[str, str], Transport], config: SyncConfig) -> None:
+    def __init__(self, config: SyncConfig) -> None:
         """Listen, as a source, on `config.host`; tensors live on `config.device`."""
         self.device = self._device = own_device(config.device)  # payloads' in the sync at hand; tensors'
-        self._make = make
+        self._config = config
         self.rendezvous = Rendezvous("auto", config, asked="place", told="choice")
         self._lock = threading.Lock()
         self._made: dict[tuple[str, str], Transport] = {}
@@ -117,7 +105,10 @@ class AutoTransport(Transport):
         """Return what is picked, and be as it is in this sync."""
         with self._lock:
             if (name, device) not in self._made:
-                self._made[name, device] = self._make(name, device)
+                kind: Literal["cpu", "cuda"] = "cpu" if device == "cpu" else "cuda"
+                self._made[name, device] = make_transport(
+                    name, dataclasses.replace(self._config, device=kind)
+                )
             picked = self._made[name, device]
         use_device(picked.device)
         self.device, self.carries_deltas = picked.device, picked.carries_deltas

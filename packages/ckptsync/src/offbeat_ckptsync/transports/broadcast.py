@@ -50,11 +50,6 @@ class BroadcastTransport(Transport):
 
     carries_deltas = True
 
-    @classmethod
-    def from_config(cls, config: SyncConfig) -> BroadcastTransport:
-        """Make the one that a sync of these settings uses."""
-        return cls(config)
-
     def __init__(self, config: SyncConfig) -> None:
         """Listen, as a source, on `config.host`; payloads live on `config.device`."""
         self.device = own_device(config.device)
@@ -66,9 +61,6 @@ class BroadcastTransport(Transport):
         """Host the store (once) and say where it is."""
         group = self._group
         return self.rendezvous.open(keep="" if group is None else f"{group.prefix}/")
-
-    def lend(self, offer: SyncOffer, num_bytes: int) -> None:
-        """Nothing to lend: buckets are packed into buffers."""
 
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Call the roll and build or reuse the group."""
@@ -198,9 +190,6 @@ class _Sender(_End, BucketSender):
 
 class _Receiver(_End, BucketReceiver):
     picks = True
-
-    def lend(self, num_bytes: int) -> None:
-        """Nothing to lend: buckets are staged in the receiver's memory."""
 
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         device = self._transport.device

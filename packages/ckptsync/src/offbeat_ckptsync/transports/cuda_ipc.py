@@ -16,7 +16,6 @@ are device to device; only words travel over the line:
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,9 @@ import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import plan_buckets
-from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender
 from offbeat_ckptsync.threads import own_device
-from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, call
+from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, Packet, call
 from offbeat_ckptsync.transports.topology import gpu_uuid
 
 if TYPE_CHECKING:
@@ -37,15 +36,10 @@ if TYPE_CHECKING:
 _NUM_SLOTS = 2
 
 
-class CudaIpcTransport(Transport):
+class CudaIpcTransport(LineTransport):
     """Satisfies `Transport` between processes of one machine and user, payloads on GPUs."""
 
-    @classmethod
-    def from_config(cls, _config: SyncConfig) -> CudaIpcTransport:
-        """Make the one that a sync of these settings uses."""
-        return cls()
-
-    def __init__(self) -> None:
+    def __init__(self, config: SyncConfig | None = None) -> None:
         """Hold nothing yet.
 
         Raises:
@@ -56,33 +50,17 @@ class CudaIpcTransport(Transport):
                 "transport `cuda_ipc` needs a CUDA device and torch sees none; use `shm` or `auto`"
             )
         self.device = own_device("cuda")
-        self._lock = threading.Lock()
-        self._reception: Reception | None = None
+        super().__init__(config)
         self._exported: _Slots | None = None
         self._mapped: _Slots | None = None
-        self._lines: dict[str, list[Line]] = {}
-        # Kept: a wait of a sync that is over may look only after the next one has begun.
-        self._aborted: set[str] = set()
-
-    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
-        """Listen (once) and say where."""
-        with self._lock:
-            if self._reception is None:
-                self._reception = Reception()
-            return self._reception.endpoint()
-
-    def lend(self, offer: SyncOffer, num_bytes: int) -> None:
-        """Nothing to lend: buckets are packed into buffers."""
 
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Wait for the calls of all ranks and hand them the slots."""
-        reception = self._reception
-        assert reception is not None, "`open` comes first"
         buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         size = max((bucket.num_bytes for bucket in buckets), default=1)
         if self._exported is None or self._exported.num_bytes != size:
             self._exported = _Slots.make(size, self.device)
-        guests = reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id))
+        guests = self.meet(offer, members)
         with self._lock:
             self._lines = {offer.sync_id: [guest.line for guest in guests]}
         return _Sender(self, offer, self._exported, guests)
@@ -100,25 +78,10 @@ class CudaIpcTransport(Transport):
             raise
         return _Receiver(self, offer, seat, line, mapped)
 
-    def abort(self, sync_id: str) -> None:
-        """End the waits of `sync_id` here and hang up on its receivers."""
-        with self._lock:
-            self._aborted.add(sync_id)
-            lines = self._lines.pop(sync_id, [])
-        for line in lines:
-            line.hang_up()
-
     def close(self) -> None:
         """Let go of slots and the address."""
-        with self._lock:
-            self._exported = self._mapped = None
-            if self._reception is not None:
-                self._reception.close()
-            self._reception = None
-
-    def is_aborted(self, sync_id: str) -> bool:
-        """Say whether `abort` was called for this sync."""
-        return sync_id in self._aborted
+        self._exported = self._mapped = None
+        super().close()
 
 
 class _Slots:
@@ -181,7 +144,8 @@ class _Sender(BucketSender):
             known = guest.hello["has"] == slots.id
             gpu = gpu_uuid(slots.slots[0].device.index)
             welcome = {"welcome": slots.id, "slot_bytes": slots.num_bytes, "gpu": gpu}
-            self._say(guest, {**welcome, "slots": [] if known else slots.handles()}, "the welcome")
+            said = {**welcome, "slots": [] if known else slots.handles()}
+            guest.say(said, self._deadline, self._what("the welcome"))
 
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
         self._wait_taken(bucket.index + 1 - _NUM_SLOTS)
@@ -189,19 +153,19 @@ class _Sender(BucketSender):
         torch.cuda.current_stream(payload.device).synchronize()  # other processes know nothing of this stream
         self._num_sent = bucket.index + 1
         for guest in self._guests:
-            self._say(guest, {"bucket": bucket.index}, f"bucket {bucket.index}")
+            guest.say({"bucket": bucket.index}, self._deadline, self._what(f"bucket {bucket.index}"))
 
     def close(self) -> None:
         self._wait_taken(self._num_sent)
         for guest in self._guests:
             guest.line.close()
 
+    def _what(self, what: str) -> str:
+        return f"cuda_ipc: {what} of version {self._offer.version}"
+
     def _wait_taken(self, num_buckets: int) -> None:
         for index, guest in enumerate(self._guests):
-            seat = guest.seat
-            what = (
-                f"cuda_ipc: rank {seat.rank} of {seat.member} has not taken bucket {self._num_taken[index]}"
-            )
+            what = f"cuda_ipc: {guest.seat} has not taken bucket {self._num_taken[index]}"
             while self._num_taken[index] < num_buckets:
                 packet, _ = guest.line.receive(
                     self._deadline, lambda: self._transport.is_aborted(self._offer.sync_id), what
@@ -210,15 +174,6 @@ class _Sender(BucketSender):
                     raise TransferError(f"{what}: it says {packet}")
                 self._num_taken[index] += 1
 
-    def _say(self, guest: Guest, packet: Packet, what: str) -> None:
-        try:
-            guest.line.send(packet, self._deadline)
-        except OSError as error:
-            raise TransferError(
-                f"cuda_ipc: {what} of version {self._offer.version} did not reach rank {guest.seat.rank} of "
-                f"{guest.seat.member}: {error}"
-            ) from error
-
 
 class _Receiver(BucketReceiver):
     def __init__(
@@ -226,13 +181,10 @@ class _Receiver(BucketReceiver):
     ) -> None:
         self._transport = transport
         self._offer = offer
-        self._who = f"rank {seat.rank} of {seat.member}"
+        self._who = str(seat)
         self._line = line
         self._slots = slots
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
-
-    def lend(self, num_bytes: int) -> None:
-        """Nothing to lend: the slots are used again."""
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         what = f"cuda_ipc: {self._who} waits for bucket {bucket.index} of version {self._offer.version}"

@@ -42,25 +42,19 @@ class DiskTransport(Transport):
     device = "cpu"
     carries_deltas = True
 
-    @classmethod
-    def from_config(cls, config: SyncConfig) -> DiskTransport:
-        """Make the one that a sync of these settings uses."""
-        return cls(config.disk_path)
-
-    def __init__(self, folder: str) -> None:
-        """Keep syncs under `folder`, which is made where it is missing."""
-        if not folder:
+    def __init__(self, config: SyncConfig) -> None:
+        """Keep syncs under `disk_path`, which is made where it is missing."""
+        if not config.disk_path:
             raise SyncError("transport `disk` needs `disk_path`, a folder that all members share")
-        self._own = Path(folder) / uuid.uuid4().hex  # a source's; a receiver goes where the offer says
+        self._own = (
+            Path(config.disk_path) / uuid.uuid4().hex
+        )  # a source's; a receiver goes where the offer says
         self._aborted: set[str] = set()
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Say where the sync will appear."""
         self._own.mkdir(parents=True, exist_ok=True)
         return {"path": str(self._own / sync_id)}
-
-    def lend(self, offer: SyncOffer, num_bytes: int) -> None:
-        """Nothing to lend: buckets are packed into buffers."""
 
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender | _DeltaSender:
         """Start writing; a folder needs no receiver to be there."""
@@ -164,7 +158,7 @@ class _Receiver(BucketReceiver):
         while not path.exists():
             if stop() or time.monotonic() > deadline:
                 raise TransferError(
-                    f"disk: {path} did not appear for rank {seat.rank} of {seat.member} within "
+                    f"disk: {path} did not appear for {seat} within "
                     f"{offer.endpoint['timeout_s']} s; is the folder shared, and does the source live?"
                 )
             time.sleep(_POLL_S)
@@ -182,9 +176,6 @@ class _Receiver(BucketReceiver):
         )
 
     picks = True
-
-    def lend(self, num_bytes: int) -> None:
-        """Nothing to lend: buckets are staged in the receiver's memory."""
 
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         if self._changes is None or not self._changes[bucket.index][0]:

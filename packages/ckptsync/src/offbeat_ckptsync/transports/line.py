@@ -20,15 +20,18 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import SyncError, TransferError
+from offbeat_ckptsync.seams import Transport
 from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.values import SyncOffer
 
 Packet = dict[str, Any]
@@ -136,6 +139,13 @@ class Guest:
             member=str(hello["member"]), rank=int(hello["rank"]), num_ranks=int(hello["num_ranks"])
         )
 
+    def say(self, packet: Packet, deadline: float, what: str, fd: int | None = None) -> None:
+        """Send it a packet, with an open file; raises `TransferError`, with the rank and `what`, where it is gone or full."""
+        try:
+            self.line.send(packet, deadline, fd)
+        except OSError as error:
+            raise TransferError(f"{what} did not reach {self.seat}: {error}") from error
+
 
 class Reception:
     """Where the receiving ranks of one machine call."""
@@ -211,6 +221,52 @@ class Reception:
         return Guest(line, hello)
 
 
+class LineTransport(Transport):
+    """What transports over lines have in common: where a source is called, and an end to the waits of a sync given up."""
+
+    def __init__(self, _config: SyncConfig | None = None) -> None:
+        """Hold nothing yet."""
+        self._lock = threading.Lock()
+        self._reception: Reception | None = None
+        self._lines: dict[str, list[Line]] = {}  # by sync, the source's ends
+        # Kept: a wait of a sync that is over may look only after the next one has begun.
+        self._aborted: set[str] = set()
+
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """Listen (once) and say where."""
+        with self._lock:
+            if self._reception is None:
+                self._reception = Reception()
+            return self._reception.endpoint()
+
+    def meet(
+        self, offer: SyncOffer, members: list[str], seats: Sequence[tuple[str, int]] = ()
+    ) -> list[Guest]:
+        """Wait for the calls of all ranks of `members`, and of `seats`; raises as `Reception.meet`."""
+        reception = self._reception
+        assert reception is not None, "`open` comes first"
+        return reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id), seats)
+
+    def abort(self, sync_id: str) -> None:
+        """End the waits of `sync_id` here and hang up on its receivers."""
+        with self._lock:
+            self._aborted.add(sync_id)
+            lines = self._lines.pop(sync_id, [])
+        for line in lines:
+            line.hang_up()
+
+    def is_aborted(self, sync_id: str) -> bool:
+        """Say whether `abort` was called for this sync."""
+        return sync_id in self._aborted
+
+    def close(self) -> None:
+        """Give up the address."""
+        with self._lock:
+            if self._reception is not None:
+                self._reception.close()
+            self._reception = None
+
+
 def call(
     offer: SyncOffer, seat: Seat, about: Packet, stop: Callable[[], bool]
 ) -> tuple[Line, Packet, int | None]:
@@ -219,7 +275,7 @@ def call(
     Raises:
         TransferError: it is not there, refused, or did not answer within the offer's `rendezvous_s`.
     """
-    who = f"{offer.transport}: rank {seat.rank} of {seat.member}"
+    who = f"{offer.transport}: {seat}"
     deadline = time.monotonic() + float(offer.endpoint["rendezvous_s"])
     line = Line.connect(str(offer.endpoint["address"]), deadline, who=who)
     hello = {"sync": offer.sync_id, "token": offer.endpoint["token"]}

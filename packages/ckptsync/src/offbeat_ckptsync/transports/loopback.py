@@ -50,19 +50,14 @@ class LoopbackTransport(Transport):
     device = "cpu"
     carries_deltas = True
 
-    @classmethod
-    def from_config(cls, _config: SyncConfig) -> LoopbackTransport:
-        """Make the one that a sync of these settings uses."""
-        return cls()
+    def __init__(self, _config: SyncConfig | None = None) -> None:
+        """Hold nothing."""
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Open a channel."""
         with _channels_lock:
             _channels[sync_id] = _Channel()
         return {}
-
-    def lend(self, offer: SyncOffer, num_bytes: int) -> None:
-        """Nothing to lend: buckets are packed into buffers."""
 
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Wait until every rank of every member has come."""
@@ -118,9 +113,7 @@ class _Sender(BucketSender):
                 continue
             copy = (is_delta, payload.clone())
             if not _until(self._offer, self._channel, lambda box=inbox, item=copy: _put(box, item)):
-                raise TransferError(
-                    f"loopback: rank {seat.rank} of {seat.member} did not take bucket {bucket.index}"
-                )
+                raise TransferError(f"loopback: {seat} did not take bucket {bucket.index}")
 
     def close(self) -> None:
         with _channels_lock:
@@ -136,9 +129,6 @@ class _Receiver(BucketReceiver):
         self._next: _Item | None = None  # what has been taken out of the inbox already
 
     picks = True
-
-    def lend(self, num_bytes: int) -> None:
-        """Nothing to lend: buckets are staged in the receiver's memory."""
 
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         item = self._take(bucket)
@@ -162,9 +152,7 @@ class _Receiver(BucketReceiver):
             return True
 
         if not _until(self._offer, self._channel, take):
-            raise TransferError(
-                f"loopback: bucket {bucket.index} did not reach rank {self._seat.rank} of {self._seat.member}"
-            )
+            raise TransferError(f"loopback: bucket {bucket.index} did not reach {self._seat}")
         return taken[0]
 
     def close(self) -> None:

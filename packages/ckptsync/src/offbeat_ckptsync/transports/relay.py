@@ -47,11 +47,6 @@ _NUM_LANDINGS = 2
 class RelayTransport(Transport):
     """Satisfies `Transport` across machines with several ranks each."""
 
-    @classmethod
-    def from_config(cls, config: SyncConfig) -> RelayTransport:
-        """Make the one that a sync of these settings uses."""
-        return cls(config)
-
     def __init__(self, config: SyncConfig, *, machine: str = "") -> None:
         """Listen, as a source, on `config.host`; what crosses between machines lives on `config.device`. `machine`: this one's name.
 
@@ -264,4 +259,4 @@ def _named(error: TransferError, node: Node, seat: Seat, pump: _Pump | None) -> 
     if pump is not None and isinstance(pump.failure, SyncError):
         return pump.failure
     source = _name(node) if node["relayed"] else "the source"
-    return TransferError(f"rank {seat.rank} of {seat.member} reads from {source}: {error}")
+    return TransferError(f"{seat} reads from {source}: {error}")

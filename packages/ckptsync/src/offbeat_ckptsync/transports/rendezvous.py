@@ -120,7 +120,7 @@ class Rendezvous:
             return words[key]
         forged = "what is there was written without our secret" if store.get(key) is not None else ""
         raise TransferError(
-            f"{self._name}: rank {seat.rank} of {seat.member} waited {timeout_s:g} s for the source's word; "
+            f"{self._name}: {seat} waited {timeout_s:g} s for the source's word; "
             f"{forged or 'a member is missing or the sync was aborted'}"
         )
 
@@ -160,7 +160,7 @@ class Rendezvous:
         own = place.loopback
         if is_loopback(str(offer.endpoint["host"])) and offer.endpoint.get("machine", own) != own:
             raise TransferError(
-                f"{self._name}: the source listens on loopback, but rank {seat.rank} of {seat.member} is on another machine "
+                f"{self._name}: the source listens on loopback, but {seat} is on another machine "
                 f"({place.hostname}; the source is on {offer.endpoint['hostname']}): let `host` of the source's settings "
                 "be an address of its machine that all members reach"
             )

@@ -17,15 +17,14 @@ another one otherwise, of three at most. So nothing staged is overwritten, and w
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets
 from offbeat_ckptsync.plan.slices import own_buckets
-from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
-from offbeat_ckptsync.transports.line import Guest, Line, Packet, Reception, call
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender
+from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, call
 from offbeat_ckptsync.transports.segments import Mapping, Segment
 
 if TYPE_CHECKING:
@@ -43,33 +42,17 @@ MAX_SEGMENTS = 3
 _TICK_S = 0.02
 
 
-class ShmTransport(Transport):
+class ShmTransport(LineTransport):
     """Satisfies `Transport` between processes of one machine and user (and within one process)."""
 
     device = "cpu"
 
-    @classmethod
-    def from_config(cls, _config: SyncConfig) -> ShmTransport:
-        """Make the one that a sync of these settings uses."""
-        return cls()
-
-    def __init__(self) -> None:
+    def __init__(self, config: SyncConfig | None = None) -> None:
         """Hold nothing yet."""
-        self._lock = threading.Lock()
-        self._reception: Reception | None = None
+        super().__init__(config)
         self._segments: list[Segment] = []
         self._open: dict[str, Segment] = {}  # by sync
-        self._lines: dict[str, list[Line]] = {}  # by sync, the source's ends
         self._maps: dict[str, Mapping] = {}
-        # Kept: a wait of a sync that is over may look only after the next one has begun.
-        self._aborted: set[str] = set()
-
-    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
-        """Listen (once) and say where."""
-        with self._lock:
-            if self._reception is None:
-                self._reception = Reception()
-            return self._reception.endpoint()
 
     def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor:
         """Return a segment that nobody holds; makes one where there is none, but no more than three.
@@ -106,18 +89,13 @@ class ShmTransport(Transport):
 
     def sender(self, offer: SyncOffer, members: list[str], seats: Sequence[tuple[str, int]] = ()) -> _Sender:
         """Wait for the calls of all ranks of `members`, and of `seats`, and hand them the segment."""
-        reception = self._reception
-        assert reception is not None, "`open` comes first"
         if offer.sync_id not in self._open:
             self.lend(offer, bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))[1])
         segment = self._open[offer.sync_id]
-        guests = reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id), seats)
+        guests = self.meet(offer, members, seats)
         with self._lock:
             # Before they see the segment: from here on it is theirs until they close.
-            segment.leases += [
-                (guest.line, f"rank {guest.seat.rank} of {guest.seat.member} (version {offer.version})")
-                for guest in guests
-            ]
+            segment.leases += [(guest.line, f"{guest.seat} (version {offer.version})") for guest in guests]
             self._lines = {offer.sync_id: [guest.line for guest in guests]}
         return _Sender(offer, segment, guests, [each.id for each in self._segments])
 
@@ -145,32 +123,18 @@ class ShmTransport(Transport):
                 self._segments.remove(segment)
                 segment.close()
 
-    def abort(self, sync_id: str) -> None:
-        """End the waits of `sync_id` here, and hang up on its receivers; they keep their leases."""
-        with self._lock:
-            self._aborted.add(sync_id)
-            lines = self._lines.pop(sync_id, [])
-        for line in lines:
-            line.hang_up()
-
     def close(self) -> None:
         """Let go of segments, mappings and the address."""
         with self._lock:
             for segment in self._segments:
                 segment.close()
             self._segments, self._open, self._maps = [], {}, {}
-            if self._reception is not None:
-                self._reception.close()
-            self._reception = None
+        super().close()
 
     def forget(self, mapping: Mapping) -> None:
         """Map this segment anew the next time."""
         if self._maps.get(mapping.id) is mapping:
             del self._maps[mapping.id]
-
-    def is_aborted(self, sync_id: str) -> bool:
-        """Say whether `abort` was called for this sync."""
-        return sync_id in self._aborted
 
 
 class _Sender(BucketSender):
@@ -184,7 +148,7 @@ class _Sender(BucketSender):
         for guest in guests:
             welcome = {"welcome": segment.id, "num_bytes": segment.num_bytes, "keep": keep}
             mapped = segment.id in guest.hello["has"]
-            self._say(guest, welcome, "the welcome", None if mapped else segment.fd)
+            guest.say(welcome, self._deadline, self._what("the welcome"), None if mapped else segment.fd)
 
     def send(self, bucket: Bucket, payload: torch.Tensor, taken: str = "") -> None:
         """Say that a bucket is there; `taken` is its digest, where it need not be taken again."""
@@ -193,19 +157,14 @@ class _Sender(BucketSender):
         if place.data_ptr() != payload.data_ptr():
             place.copy_(payload)
         for guest in self._guests:
-            self._say(guest, {"bucket": bucket.index, "digest": taken}, f"bucket {bucket.index}")
+            said = {"bucket": bucket.index, "digest": taken}
+            guest.say(said, self._deadline, self._what(f"bucket {bucket.index}"))
 
     def close(self) -> None:
         """The lines stay open: they are the receivers' leases."""
 
-    def _say(self, guest: Guest, packet: Packet, what: str, fd: int | None = None) -> None:
-        try:
-            guest.line.send(packet, self._deadline, fd)
-        except OSError as error:
-            raise TransferError(
-                f"shm: {what} of version {self._offer.version} did not reach rank {guest.seat.rank} of "
-                f"{guest.seat.member}: {error}"
-            ) from error
+    def _what(self, what: str) -> str:
+        return f"shm: {what} of version {self._offer.version}"
 
 
 class _Receiver(BucketReceiver):
@@ -216,7 +175,7 @@ class _Receiver(BucketReceiver):
     ) -> None:
         self._transport = transport
         self._offer = offer
-        self._who = f"rank {seat.rank} of {seat.member}"
+        self._who = str(seat)
         self._line = line
         self._mapping = mapping
         self._num_whole = 0  # buckets that are whole
