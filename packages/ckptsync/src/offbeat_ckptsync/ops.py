@@ -53,6 +53,15 @@ SOURCE_OPS = {
 }
 """Methods of `Source`."""
 
+SENDER_OPS = {
+    **{name: SOURCE_OPS[name] for name in ("offer", "send", "abort_send")},
+    "open": Op(
+        takes={"sync_id": str, "members": list[str]}, gives=("endpoint", dict[str, str | int | float])
+    ),
+    "walk": Op(),
+}
+"""Methods of `Publisher`: what each rank of a source does."""
+
 RANK_OPS = {
     "layout": Op(gives=("layout", Layout)),
     "begin": Op(

@@ -121,6 +121,9 @@ class SyncOffer:
     Where ranks need slices only, the manager has cut the tensors: `whole` is the manifest before that, `manifest` the cut
     one, `cells` where each of its tensors lies, `audiences` which parts each rank gets (by "member/rank"; one that is
     not there gets all).
+
+    `endpoints` is empty, and all ranks meet one sender at `endpoint`; or it says of every rank (by "member/rank") where it
+    meets the sender that is beside it.
     """
 
     sync_id: str
@@ -135,6 +138,9 @@ class SyncOffer:
     whole: Manifest | None = None
     cells: tuple[Cell, ...] = ()
     audiences: dict[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
+    endpoints: dict[str, dict[str, str | int | float]] = field(
+        default_factory=dict[str, "dict[str, str | int | float]"]
+    )
     silent_s: float = (
         0.0  # how long a member waits for its manager's next word before it gives up; 0: for ever
     )

@@ -14,7 +14,7 @@ from offbeat_ckptsync.member.staging import Staged, give, stage
 from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
 from offbeat_ckptsync.plan.digest import check_echo, label_of, told
 from offbeat_ckptsync.plan.manifest import check_digest, require_match
-from offbeat_ckptsync.plan.slices import assemble, check_cut, own_buckets
+from offbeat_ckptsync.plan.slices import assemble, check_cut, met_by, own_buckets
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ class Receiver:
         Raises:
             VersionError: `offer.version` is not above the served one (or below it, with `offer.reload`).
             ManifestError: the offered tensors do not fit the sink; names each that differs.
+            TransferError: others have senders of their own, and this rank has none.
             PhaseError: this receiver is broken or flipping.
         """
         with self._lock:
@@ -146,6 +147,7 @@ class Receiver:
                     f"{self.seat} serves version {self._version} and was offered {offer.version}; versions must "
                     "rise, publish the next one"
                 )
+            met_by(offer, self.seat)
             check_digest(offer.manifest)
             check_cut(offer, self.seat, self.layout())
             whole = offer.manifest if offer.whole is None else offer.whole

@@ -11,7 +11,7 @@ from offbeat_ckptsync.member.memory import Memory
 from offbeat_ckptsync.plan.buckets import bucket_starts
 from offbeat_ckptsync.plan.deltas import apply_delta, runs_of
 from offbeat_ckptsync.plan.digest import digest
-from offbeat_ckptsync.plan.slices import own_buckets
+from offbeat_ckptsync.plan.slices import met_by, own_buckets
 from offbeat_ckptsync.threads import BusyClock, SideStream, mark_of, num_movers, use_device
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def stage(
     all_starts, num_bytes = bucket_starts(buckets)
     clock = BusyClock()
     use_device(transport.device)
-    end = transport.receiver(offer, seat)
+    end = transport.receiver(*met_by(offer, seat))
     try:
         lent = end.lend(num_bytes)
         if lent is None:

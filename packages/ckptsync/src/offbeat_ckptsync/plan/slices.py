@@ -7,20 +7,22 @@ with a part: the number of its audience, the ranks that need it. Buckets hold ce
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from operator import add, gt
 from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_ckptsync.errors import ManifestError
+from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.plan.manifest import dtype_of
 from offbeat_ckptsync.seams import WeightSource
+from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from offbeat_ckptsync.values import Bucket, Cell, Cut, Layout, Manifest, Seat, SyncOffer, TensorSpec
+    from offbeat_ckptsync.values import Bucket, Cell, Cut, Layout, Manifest, SyncOffer, TensorSpec
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a part of a tensor starts and stops along each dimension."""
@@ -32,6 +34,32 @@ PlainCuts = tuple[tuple[int, int, int], ...]
 def key_of(member: str, rank: int) -> str:
     """Return how `SyncOffer.audiences` calls a rank."""
     return f"{member}/{rank}"
+
+
+def met_by(offer: SyncOffer, seat: Seat) -> tuple[SyncOffer, Seat]:
+    """Return the offer and the seat as the transport of a receiving rank sees them.
+
+    Where each rank meets a sender of its own, the rank is a member of its own there, called as in `endpoints`.
+
+    Raises:
+        TransferError: the others have senders of their own, and this rank has none.
+    """
+    if not offer.endpoints:
+        return offer, seat
+    name = key_of(seat.member, seat.rank)
+    if name not in offer.endpoints:
+        raise TransferError(
+            f"rank {seat.rank} of {seat.member} has no sender: those of this sync are for {', '.join(offer.endpoints)}"
+        )
+    return met_at(offer, offer.endpoints[name]), Seat(member=name)
+
+
+def met_at(offer: SyncOffer, endpoint: dict[str, str | int | float]) -> SyncOffer:
+    """Return the offer as it is for those that meet at this one of several senders' endpoints."""
+    if not offer.endpoints:
+        return offer
+    audiences = {key_of(name, 0): parts for name, parts in offer.audiences.items()}
+    return dataclasses.replace(offer, endpoint=endpoint, audiences=audiences, endpoints={})
 
 
 def where_of(starts: tuple[int, ...], stops: tuple[int, ...]) -> str:

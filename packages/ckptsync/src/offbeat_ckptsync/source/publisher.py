@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.errors import PhaseError
-from offbeat_ckptsync.plan.slices import CutSource
+from offbeat_ckptsync.plan.slices import CutSource, met_at
 from offbeat_ckptsync.seams import Source
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Publisher:
-    """Rank 0 of a source, without an event loop: plain blocking calls, for an actor or a training process.
+    """A sending rank of a source, without an event loop: plain blocking calls, for an actor or a training process.
 
-    `send` runs the source's collective iteration in the calling thread; the other ranks call `walk(source)` at the
-    same time. `abort` may come from any thread while `send` runs.
+    Mostly rank 0 alone sends. `send` runs the source's collective iteration in the calling thread; ranks that do not send
+    call `walk` at the same time. `abort` may come from any thread while `send` runs.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Publisher:
         self._config = config
         self._transport = make_transport(config.transport, config) if transport is None else transport
         self._members: dict[str, list[str]] = {}
+        self._endpoint: dict[str, str | int | float] = {}  # of the sync that is open
         self._bases = Bases()
         self._buffers: Buffers | None = None
         self._sending = threading.Lock()
@@ -50,15 +51,8 @@ class Publisher:
         Raises:
             PhaseError: it has not ended yet.
         """
-        self._take_turn()
-        self._sending.release()
         sync_id = uuid.uuid4().hex
-        endpoint = self._transport.open(sync_id, members)
-        endpoint |= {
-            "timeout_s": self._config.transfer_timeout_s,
-            "rendezvous_s": min(self._config.begin_timeout_s, self._config.transfer_timeout_s),
-        }
-        self._members = {sync_id: list(members)}
+        endpoint = self.open(sync_id, members)
         manifest, bucket_bytes = self._source.manifest(), self._config.bucket_bytes
         return SyncOffer(
             sync_id=sync_id,
@@ -70,6 +64,26 @@ class Publisher:
             bases=self._bases.digests(manifest, bucket_bytes),
         )
 
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """Prepare to send a sync to `members`, one that another rank may have offered, and return where they meet this one.
+
+        Raises:
+            PhaseError: as `offer`.
+        """
+        self._take_turn()
+        self._sending.release()
+        endpoint = self._transport.open(sync_id, members)
+        self._members = {sync_id: list(members)}
+        self._endpoint = endpoint | {
+            "timeout_s": self._config.transfer_timeout_s,
+            "rendezvous_s": min(self._config.begin_timeout_s, self._config.transfer_timeout_s),
+        }
+        return self._endpoint
+
+    def walk(self) -> None:
+        """Take part in gathering what other ranks send."""
+        walk(self._source)
+
     def send(self, offer: SyncOffer) -> Sent:
         """Send every bucket to every member; see `send_weights` for what it raises.
 
@@ -80,7 +94,7 @@ class Publisher:
         try:
             members = self._members.get(offer.sync_id)
             if members is None:
-                walk(self._source)  # the other ranks do, they know nothing of an abort
+                self.walk()  # the other ranks do, they know nothing of an abort
                 raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
             return _explained(self._send(offer, members), self._transport)
         except BaseException:
@@ -90,6 +104,10 @@ class Publisher:
             self._sending.release()
 
     def _send(self, offer: SyncOffer, members: list[str]) -> Sent:
+        compares = (
+            self._config.delta != "off" and not offer.endpoints
+        )  # to a member on its own GPU all goes whole
+        offer = met_at(offer, self._endpoint)
         source = self._source if offer.whole is None else CutSource(self._source, offer)
 
         def send(lend: Lend, delta: FindDelta | None = None) -> Sent:
@@ -102,7 +120,7 @@ class Publisher:
                 delta=delta,
             )
 
-        if self._config.delta == "off":
+        if not compares:
             return send(lambda num_bytes: self._transport.lend(offer, num_bytes))
         session = DeltaSession(self._bases, self._transport, offer, self._config)
         try:

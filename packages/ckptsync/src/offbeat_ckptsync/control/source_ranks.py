@@ -1,0 +1,145 @@
+"""The ranks of a source as one: rank 0 sends to all, or each rank to the receiving ranks beside it, on its own GPU say.
+
+Gathering is a collective, after which every rank holds whole tensors. Where one sends, the others take part and drop them. Where
+each sends, nothing crosses from GPU to GPU: all pack and digest the same bytes, and a rank whose digests differ fails the
+sync before anybody changes over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from offbeat_ckptsync.errors import DigestError
+from offbeat_ckptsync.ops import SENDER_OPS, answer_in, request_of, value_of
+from offbeat_ckptsync.plan.buckets import plan_buckets, tensors_in
+from offbeat_ckptsync.plan.slices import key_of
+from offbeat_ckptsync.seams import Source
+from offbeat_ckptsync.wire import Json
+
+if TYPE_CHECKING:
+    from offbeat_ckptsync.values import Sent, SyncOffer
+
+AskRanks = Callable[[str, Mapping[int, Json]], Awaitable[Mapping[int, Json]]]
+"""Carries an operation with a request for each of some ranks, by rank, waits for all of them, and brings the outcomes back.
+
+The operations are `SENDER_OPS`, but that "send" and "walk" come together, as `PASS`.
+"""
+
+PASS = "pass"
+"""A pass over the weights: every rank gets {"op": "send" or "walk", "request": ..}."""
+
+
+class SourceRanks(Source):
+    """Satisfies `Source` by ranks that each have a `Publisher`."""
+
+    def __init__(
+        self, ask: AskRanks, num_ranks: int, beside: Callable[[str], Sequence[int]] | None = None
+    ) -> None:
+        """Ask ranks 0 to `num_ranks` - 1 by `ask`.
+
+        `beside` says for each rank of a member, by the member's name, which rank sends to it; without it rank 0 sends to all.
+        """
+        self._ask = ask
+        self._num_ranks = num_ranks
+        self._beside = beside
+        self._open: dict[str, Mapping[int, list[str]]] = {}  # by sync: to whom each sending rank sends
+
+    async def offer(self, version: int, members: list[str]) -> SyncOffer:
+        """Prepare to send the current weights as `version` to these members."""
+        shares = self._shares(members)
+        first, *others = shares
+        offer: SyncOffer = await self._one("offer", first, version, shares[first])
+        self._open = {offer.sync_id: shares}
+        if self._beside is None:
+            return offer
+        endpoints = await self._each(
+            "open", {rank: request_of(SENDER_OPS, "open", (offer.sync_id, shares[rank])) for rank in others}
+        )
+        endpoints[first] = offer.endpoint
+        return dataclasses.replace(
+            offer,
+            bases=(),  # each would have to keep what deltas stand on, and between neighbours all goes whole as fast
+            endpoints={seat: endpoints[rank] for rank, seats in shares.items() for seat in seats},
+        )
+
+    async def send(self, offer: SyncOffer) -> Sent:
+        """Send every bucket to every member.
+
+        Raises:
+            DigestError: the ranks sent different bytes; names the first bucket.
+        """
+        shares = self._open.get(offer.sync_id, {0: []})
+        send: Json = {"op": "send", "request": request_of(SENDER_OPS, "send", (offer,))}
+        walk: Json = {"op": "walk", "request": {}}
+        outcomes = await self._ask(
+            PASS, {rank: send if rank in shares else walk for rank in range(self._num_ranks)}
+        )
+        answers = {
+            rank: answer_in(outcome, where=self._where("send", rank)) for rank, outcome in outcomes.items()
+        }
+        sent: dict[int, Sent] = {rank: value_of(SENDER_OPS, "send", answers[rank]) for rank in shares}
+        return sent[0] if self._beside is None else _together(sent, offer, shares)
+
+    async def abort(self, sync_id: str) -> None:
+        """Give up a sync; safe at any moment."""
+        request = request_of(SENDER_OPS, "abort_send", (sync_id,))
+        await self._each("abort_send", dict.fromkeys(self._open.get(sync_id, [0]), request))
+
+    def _shares(self, members: list[str]) -> dict[int, list[str]]:
+        """Return to whom each sending rank sends, in rank order: to members, or to single ranks of theirs."""
+        if self._beside is None:
+            return {0: members}
+        seats = [
+            (sender, key_of(member, rank))
+            for member in members
+            for rank, sender in enumerate(self._beside(member))
+        ]
+        return {
+            sender: [seat for other, seat in seats if other == sender]
+            for sender in sorted({sender for sender, _ in seats})
+        }
+
+    async def _one(self, op: str, rank: int, *values: object) -> Any:  # noqa: ANN401 -- as the table says
+        return (await self._each(op, {rank: request_of(SENDER_OPS, op, values)}))[rank]
+
+    async def _each(self, op: str, requests: Mapping[int, Json]) -> dict[int, Any]:
+        outcomes = await self._ask(op, requests) if requests else {}
+        return {
+            rank: value_of(SENDER_OPS, op, answer_in(outcome, where=self._where(op, rank)))
+            for rank, outcome in outcomes.items()
+        }
+
+    def _where(self, op: str, rank: int) -> str:
+        return op if self._beside is None else f"{op}: rank {rank} of the source"
+
+
+def _together(sent: Mapping[int, Sent], offer: SyncOffer, shares: Mapping[int, list[str]]) -> Sent:
+    """Return what all ranks sent as one, once they have sent the same."""
+    first, *others = sent
+    for rank in others:
+        _require_same(sent[first], sent[rank], f"ranks {first} and {rank} of the source", offer)
+    times = ("gather_s", "pack_s", "wire_s", "digest_s", "send_s")
+    slowest = {name: max(getattr(each, name) for each in sent.values()) for name in times}
+    whom = "; ".join(f"rank {rank} to {', '.join(seats)}" for rank, seats in shares.items())
+    return dataclasses.replace(
+        sent[first], **slowest, why=f"each rank hands what it gathered to its neighbours: {whom}"
+    )
+
+
+def _require_same(one: Sent, other: Sent, who: str, offer: SyncOffer) -> None:
+    if one.transport != other.transport:
+        raise DigestError(
+            f"{who} picked {one.transport} ({one.why}) and {other.transport} ({other.why}), which digest differently: set "
+            "`transport` to one that suits both"
+        )
+    if one.manifest_digest != other.manifest_digest:
+        raise DigestError(f"{who} sent other tensors: {one.manifest_digest} and {other.manifest_digest}")
+    buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+    for bucket, its, others in zip(buckets, one.bucket_digests, other.bucket_digests, strict=True):
+        if its != others:
+            raise DigestError(
+                f"{who} hold different weights: bucket {bucket.index} has digests {its} and {others}; it holds "
+                f"{tensors_in(offer.manifest, bucket)}"
+            )

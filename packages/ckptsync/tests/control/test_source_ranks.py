@@ -1,0 +1,197 @@
+"""Several ranks of one source, each of which hands what it gathered to the receiving ranks beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import ControlMember, LocalMember
+from offbeat_ckptsync.control.ranks import Mailbox
+from offbeat_ckptsync.control.source_ranks import PASS, SourceRanks
+from offbeat_ckptsync.errors import SyncFailed
+from offbeat_ckptsync.member.rank import Rank
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
+from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.values import Cut, Seat
+
+TIMEOUT_S = 600.0
+BESIDE = {"alone": [0], "pair": [1, 2]}  # and nobody is beside rank 3
+PARTS = {"odd_bytes": [Cut(dim=0, start=0, length=500), Cut(dim=0, start=500, length=501)]}
+
+
+class GatheringSource(DictSource):
+    """Yields a tensor when all ranks ask for it, as gathering does; a rank that dies breaks the others' waits."""
+
+    def __init__(self, weights, together):
+        super().__init__(weights)
+        self.together = together
+        self.dies_at = None
+
+    def tensors(self):
+        for number, (name, tensor) in enumerate(self.weights.items()):
+            if number == self.dies_at:
+                self.dies_at = None
+                self.together.abort()
+                raise ConnectionError("planted: this rank is lost")
+            self.together.wait(TIMEOUT_S)
+            yield name, tensor
+        self.walks += 1
+
+
+class PartSink(DictSink):
+    """Takes its part of one tensor, and all others whole."""
+
+    def __init__(self, rank):
+        super().__init__(None)
+        self.rank = rank
+
+    def layout(self):
+        return {name: (cuts[self.rank],) for name, cuts in PARTS.items()}
+
+
+class Ranks:
+    """Four sending ranks, a member of one rank and a member of two, in this process; `met` says who was sent to by whom."""
+
+    def __init__(self, transport, folder):
+        config = SyncConfig(
+            transport=transport, bucket_mib=4096 / (1 << 20), delta="auto", disk_path=str(folder)
+        )
+        self.met = {}
+        self.together = threading.Barrier(4)
+        self.sources = [GatheringSource(awkward_weights(1), self.together) for _ in range(4)]
+        self.publishers = [
+            Publisher(source, config, transport=self._noting(rank, make_transport(transport, config)))
+            for rank, source in enumerate(self.sources)
+        ]
+        self.manager = CheckpointEngineManager(SourceRanks(self.ask, 4, BESIDE.__getitem__), config)
+        self.sink, self.parts = DictSink(), [PartSink(0), PartSink(1)]
+        self.receiver = Receiver(Seat(member="alone"), self.sink)
+        self.manager.add(LocalMember(self.receiver, make_transport(transport, config)))
+        self.workers = [Rank(sink, rank=rank, num_ranks=2) for rank, sink in enumerate(self.parts)]
+        self.manager.add(ControlMember("pair", self.control, mailbox=Mailbox(), config=config))
+
+    def _noting(self, rank, transport):
+        sender = transport.sender
+
+        def noting(offer, members):
+            self.met[rank] = members
+            return sender(offer, members)
+
+        transport.sender = noting
+        return transport
+
+    async def ask(self, op, requests):
+        def one(rank):
+            own, request = op, requests[rank]
+            if op == PASS:
+                own, request = request["op"], request["request"]
+            try:
+                return {"ok": answer_blocking(self.publishers[rank], SENDER_OPS, own, request)}
+            except Exception as error:  # noqa: BLE001 -- told, as a carrier does
+                return failure(error)
+
+        with ThreadPoolExecutor(4) as pool:
+            loop = asyncio.get_running_loop()
+            outcomes = [loop.run_in_executor(pool, one, rank) for rank in requests]
+            return dict(zip(requests, await asyncio.gather(*outcomes), strict=True))
+
+    async def control(self, op, payload):
+        if op == "update":
+            answers = [asyncio.to_thread(worker.handle, payload) for worker in self.workers]
+            for answer in await asyncio.gather(*answers, return_exceptions=True):
+                if isinstance(answer, Exception):
+                    raise answer
+
+    def take(self, seed):
+        for source in self.sources:
+            source.weights = awkward_weights(seed)
+
+    def require_serving(self, version):
+        """All ranks serve the weights of this version, under one label."""
+        want = awkward_weights(version)
+        assert_same(self.sink.weights, want)
+        for sink in self.parts:
+            (cut,) = sink.layout()["odd_bytes"]
+            assert_same(
+                sink.weights, {**want, "odd_bytes": want["odd_bytes"][cut.start : cut.start + cut.length]}
+            )
+        statuses = [self.receiver.status(), *(worker.status() for worker in self.workers)]
+        assert [status.version for status in statuses] == [version] * 3
+        assert len({status.label for status in statuses}) == 1
+
+    def close(self):
+        for end in (*self.publishers, *self.workers):
+            end.close()
+
+
+@pytest.fixture(params=["shm", "auto", "broadcast", "disk"])
+def ranks(request, tmp_path):
+    made = Ranks(request.param, tmp_path)
+    yield made
+    made.close()
+
+
+async def test_each_rank_sends_to_those_beside_it_alone_and_all_agree(ranks):
+    for version in (1, 2, 3):
+        ranks.take(version)
+        ranks.met.clear()
+        report = await ranks.manager.sync(version)
+        assert ranks.met == {0: ["alone/0"], 1: ["pair/0"], 2: ["pair/1"]}
+        assert report.why.endswith("rank 0 to alone/0; rank 1 to pair/0; rank 2 to pair/1")
+        ranks.require_serving(version)
+    assert [source.walks for source in ranks.sources] == [3] * 4
+    assert report.rank_bytes["pair/0"] < report.rank_bytes["alone/0"] == report.num_bytes
+    assert report.num_deltas == 0
+
+
+async def test_where_one_rank_is_lost_all_serve_the_old_version_and_the_next_sync_is_good(ranks):
+    await ranks.manager.sync(1)
+    for lost in (0, 2, 3):
+        ranks.take(2)
+        ranks.sources[lost].dies_at = 5
+        with pytest.raises(SyncFailed, match=r"this rank is lost|BrokenBarrier"):
+            await ranks.manager.sync(2)
+        ranks.require_serving(1)
+        ranks.together.reset()
+    await ranks.manager.sync(2)
+    ranks.require_serving(2)
+
+
+async def test_ranks_that_gathered_different_weights_change_nobody_over(ranks):
+    await ranks.manager.sync(1)
+    ranks.take(2)
+    ranks.sources[1].weights["half"] = awkward_weights(3)["half"]
+    told = r"ranks 0 and 1 of the source hold different weights: bucket \d+ .* it holds .*half"
+    with pytest.raises(SyncFailed, match=told):
+        await ranks.manager.sync(2)
+    ranks.require_serving(1)
+    ranks.take(2)
+    await ranks.manager.sync(2)
+    ranks.require_serving(2)
+
+
+async def test_a_rank_that_nobody_is_beside_refuses_the_offer(ranks, monkeypatch):
+    monkeypatch.setitem(BESIDE, "pair", [1])
+    with pytest.raises(
+        SyncFailed, match="rank 1 of pair has no sender: those of this sync are for alone/0, pair/0"
+    ):
+        await ranks.manager.sync(1)
+
+
+async def test_a_member_that_left_is_sent_nothing_and_its_rank_walks(ranks):
+    await ranks.manager.sync(1)
+    ranks.manager.remove("alone")
+    ranks.take(2)
+    ranks.met.clear()
+    await ranks.manager.sync(2)
+    assert ranks.met == {1: ["pair/0"], 2: ["pair/1"]}
+    assert [worker.status().version for worker in ranks.workers] == [2, 2]
+    assert [source.walks for source in ranks.sources] == [2] * 4
