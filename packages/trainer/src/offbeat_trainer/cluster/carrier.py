@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from offbeat_ckptsync.control.carried import CarriedSource
+from offbeat_ckptsync.control.source_ranks import PASS, SourceRanks
 from offbeat_trainer.cluster.waits import answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from offbeat_ckptsync.ops import Call
+    from offbeat_ckptsync.values import SyncOffer
     from offbeat_ckptsync.wire import Json
     from offbeat_trainer.cluster.train_group import TrainGroup
     from offbeat_trainer.timeline import Timeline
@@ -35,25 +36,31 @@ def to_replica(name: str, handle: Any, timeline: Callable[[], Timeline] | None =
     return call
 
 
-class TrainSource(CarriedSource):
-    """The training ranks as a source: rank 0 sends while the others walk along, because gathering is a collective."""
+class TrainSource(SourceRanks):
+    """The training ranks as a source. Rank 0 sends to all replicas; where they share devices, each rank to its own replica's ranks."""
 
-    def __init__(self, group: TrainGroup, nodes: Mapping[str, str]) -> None:
-        """Send what `group` trains to members on the machines `nodes`, by name, which may change between syncs."""
+    def __init__(
+        self, group: TrainGroup, nodes: Mapping[str, str], beside: Callable[[str], Sequence[int]] | None
+    ) -> None:
+        """Send what `group` trains to members on the machines `nodes`, by name, which may change between syncs.
+
+        `beside` says which ranks share the devices of a member; without it rank 0 sends.
+        """
         self._group = group
         self._nodes = nodes
-        super().__init__(lambda: self._carry)
+        self._by_neighbours = beside is not None
+        super().__init__(self._carry, group.num_ranks, beside)
 
-    async def reference(self) -> list[float]:
-        """Have no answer of its own: nobody generates there."""
-        return []
-
-    async def _carry(self, op: str, request: Json) -> Json:
-        what = f"do {op!r} of a weight sync"
-        if op == "offer":
-            members = cast("list[str]", request["members"])
+    async def offer(self, version: int, members: list[str]) -> SyncOffer:
+        """Prepare to send, at an address that these members reach: rank 0's node's, or each rank's own loopback."""
+        if not self._by_neighbours:
             host = self._group.host_for({name: self._nodes[name] for name in members})
-            await self._group.control("meet_at", host, what="let members meet it")
-        if op == "send":
-            return (await self._group.call("sync_op", op, request, what=what))[0]
-        return await self._group.control("sync_op", op, request, what=what)
+            await self._group.control("meet_at", {0: (host,)}, what="let members meet it")
+        return await super().offer(version, members)
+
+    async def _carry(self, op: str, requests: Mapping[int, Json]) -> Mapping[int, Json]:
+        if op == PASS:
+            calls = {rank: (str(each["op"]), each["request"]) for rank, each in requests.items()}
+            return await self._group.each("sync_op", calls, what="do 'send' of a weight sync")
+        calls = {rank: (op, request) for rank, request in requests.items()}
+        return await self._group.control("sync_op", calls, what=f"do {op!r} of a weight sync")

@@ -76,6 +76,11 @@ class Rooms:
             )
         return Seat(strategy=strategy, num_gpus=0, environment={"CUDA_VISIBLE_DEVICES": ",".join(mine)})
 
+    def ranks_beside(self, index: int) -> list[int]:
+        """Return the training rank on the device of each rank of replica `index`; without GPUs ranks may be fewer, and take turns."""
+        width, ranks = self._width, self._spec.train.num_ranks
+        return [device % ranks for device in range(index * width, (index + 1) * width)]
+
     def ranks_hold(self, devices: Sequence[str]) -> None:
         """Note the devices that Ray gave to the ranks, in rank order."""
         self._devices = list(devices)

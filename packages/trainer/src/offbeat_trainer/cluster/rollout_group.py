@@ -57,6 +57,7 @@ class RolloutGroup:
 
     def __init__(self, spec: ClusterSpec, rooms: Rooms) -> None:
         self._spec = spec
+        self._rooms = rooms
         self._starter = ReplicaStarter(spec, rooms)
         self.devices_free: asyncio.Lock | None = (
             None  # where they are shared: to be held while a replica starts
@@ -113,6 +114,15 @@ class RolloutGroup:
         self._timeline = timeline
         for replica in self._replicas.values():
             replica.timeline = timeline
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether replicas are on the devices of training ranks."""
+        return self._rooms.shared
+
+    def ranks_beside(self, name: str) -> list[int]:
+        """Return the training rank on the device of each rank of the replica `name`."""
+        return self._rooms.ranks_beside(self._starter.names.index(name))
 
     @property
     def timeline(self) -> Timeline:

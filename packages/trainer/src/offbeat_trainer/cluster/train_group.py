@@ -183,17 +183,41 @@ class TrainGroup:
 
     async def call(self, method: str, *args: object, what: str, timeout_s: float | None = None) -> list[Any]:
         """Call `method` on every rank and return the answers in rank order."""
-        return await answers(
-            [getattr(worker, method).remote(*args) for worker in self._workers],
-            owners=self._names,
+        every = dict.fromkeys(range(self.num_ranks), args)
+        return [*(await self.each(method, every, what=what, timeout_s=timeout_s)).values()]
+
+    async def each(
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[object, ...]],
+        *,
+        what: str,
+        timeout_s: float | None = None,
+        group: str | None = None,
+    ) -> dict[int, Any]:
+        """Call `method` on some ranks, each with arguments of its own, and return the answers by rank."""
+        calls = [
+            getattr(self._workers[rank], method).options(concurrency_group=group).remote(*own)
+            for rank, own in arguments.items()
+        ]
+        given = await answers(
+            calls,
+            owners=[self._names[rank] for rank in arguments],
             what=what,
             timeout_s=self._spec.step_timeout_s if timeout_s is None else timeout_s,
         )
+        return dict(zip(arguments, given, strict=True))
 
-    async def control(self, method: str, *args: object, what: str) -> Any:  # noqa: ANN401
-        """Call `method` on rank 0, beside whatever it is computing."""
-        call = getattr(self._workers[0], method).options(concurrency_group="control").remote(*args)
-        return await answer(call, owner=self._names[0], what=what, timeout_s=self._spec.step_timeout_s)
+    async def control(
+        self, method: str, arguments: Mapping[int, tuple[object, ...]], *, what: str
+    ) -> dict[int, Any]:
+        """Call `method` as `each` does, beside whatever these ranks are computing."""
+        return await self.each(method, arguments, what=what, group="control")
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks train."""
+        return self._spec.train.num_ranks
 
     def stop(self) -> None:
         """End the ranks; safe to call twice, and before `start` ended."""

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import ray
 import torch
 
-from offbeat_ckptsync.ops import SOURCE_OPS, answer_blocking, failure
-from offbeat_ckptsync.source.pipeline import walk
+from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_engine import World, engine_class
 from offbeat_engine.losses import SftLoss
@@ -120,33 +119,29 @@ class TrainWorker:
         return self._engines[0].load_checkpoint(self._spec.checkpoint_dir, global_step=step)
 
     def meet_at(self, host: str) -> None:
-        """Let the members of coming syncs meet rank 0 at `host`."""
+        """Let the members of coming syncs meet this rank at `host`."""
         if self._sender is not None and host != self._host:
             self._sender.close()  # members are elsewhere now: a replacement may start on another machine
             self._sender = None
         self._host = host
 
     def sync_op(self, op: str, request: Json) -> Json:
-        """Do an operation of a weight sync as its source and return the outcome; see `offbeat_ckptsync.ops`.
+        """Do an operation of a weight sync as a rank of its source and return the outcome; see `offbeat_ckptsync.ops.SENDER_OPS`.
 
-        Rank 0 does it, `abort_send` also beside a `send`; the others take part in gathering what is sent.
+        `abort_send` comes also beside a `send`.
         """
-        if self._rank:
-            walk(self._weights())
-            return {}
         try:
-            return {"ok": answer_blocking(self._publisher(), SOURCE_OPS, op, request)}
+            return {"ok": answer_blocking(self._publisher(), SENDER_OPS, op, request)}
         except Exception as error:
             log.exception("a weight sync failed in %r", op)
             return failure(error)
 
     def _publisher(self) -> Publisher:
         if self._sender is None:
-            self._sender = Publisher(self._weights(), replace(self._spec.sync, host=self._host))
+            self._sender = Publisher(
+                EngineWeights(self._engines[0]), replace(self._spec.sync, host=self._host)
+            )
         return self._sender
-
-    def _weights(self) -> EngineWeights:
-        return EngineWeights(self._engines[0])
 
     def export(self, path: str) -> None:
         """Write a Hugging Face folder."""

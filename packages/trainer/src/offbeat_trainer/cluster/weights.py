@@ -12,6 +12,8 @@ from offbeat_trainer.cluster.carrier import TrainSource
 from offbeat_trainer.errors import WorkerGone
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from offbeat_ckptsync import SyncConfig, SyncReport
     from offbeat_ckptsync.seams import Member
     from offbeat_trainer.cluster.rollout_group import RolloutGroup
@@ -33,7 +35,9 @@ class ClusterPublisher:
         self._train = train
         self._rollout = rollout
         self._manager = CheckpointEngineManager(
-            TrainSource(train, rollout.nodes), config, on_fence=self._fence
+            TrainSource(train, rollout.nodes, _neighbours(train, rollout, config)),
+            config,
+            on_fence=self._fence,
         )
         for member in rollout.members.values():
             self._manager.add(member)
@@ -161,3 +165,15 @@ class ClusterPublisher:
         await asyncio.sleep(0)
         self._refuse(name, reason)
         self._rollout.lose(name, reason)
+
+
+_BETWEEN_NEIGHBOURS = ("auto", "cuda_ipc", "shm")
+"""Transports by which neighbours move less than one sender would; the others go through a network or a disk."""
+
+
+def _neighbours(
+    train: TrainGroup, rollout: RolloutGroup, config: SyncConfig
+) -> Callable[[str], Sequence[int]] | None:
+    """Return who says which ranks share a replica's devices, where each of several ranks is to send to its own neighbours."""
+    apart = rollout.shares_devices and train.num_ranks > 1 and config.transport in _BETWEEN_NEIGHBOURS
+    return rollout.ranks_beside if apart else None
