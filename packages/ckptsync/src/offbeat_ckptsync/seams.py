@@ -100,6 +100,10 @@ class BucketSender(ABC):
         """
         raise AssertionError(f"{type(self).__name__} carries no deltas; its transport says so")
 
+    def waits_for(self) -> str:
+        """Say whom it waits for just now, in words; "" where for nobody, or where nobody can tell. Called in any thread."""
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """Finish: everything sent has left, or an error is raised."""

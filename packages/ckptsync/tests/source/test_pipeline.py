@@ -12,16 +12,19 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import ManifestError, PhaseError, TransferError
 from offbeat_ckptsync.plan.buckets import bytes_of, plan_buckets
 from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.source.pipeline import send_weights, walk
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.testing import DictSource, awkward_weights
+from offbeat_ckptsync.transports.loopback import LoopbackTransport
+from offbeat_ckptsync.values import Seat
 from sync_faults.planted import LyingSource
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 
 
-class Collector:
+class Collector(BucketSender):
     """A sender that keeps what it is given, or fails at one bucket, or hangs."""
 
     def __init__(self, fail_at=-1, hang_at=-1):
@@ -36,6 +39,9 @@ class Collector:
         if bucket.index == self.hang_at:
             self.release.wait(600)
         self.payloads.append(payload.clone())
+
+    def waits_for(self):
+        return "rank 1 of m"
 
     def close(self):
         self.closed = True
@@ -87,6 +93,46 @@ def test_whatever_fails_the_source_is_walked_to_its_end(sender):
         )
     assert source.walks == 1
     sender.release.set()
+
+
+@pytest.mark.parametrize("tensors", [4, 400])  # late when all is packed, and while there is no room to pack
+def test_a_source_that_is_late_says_whom_it_waits_for(tensors):
+    sender = Collector(hang_at=0)
+    source = DictSource({f"t{i}": torch.ones(64) for i in range(tensors)})
+    offer = offer_of(source, dataclasses.replace(CONFIG, transfer_timeout_s=1))
+    with pytest.raises(TransferError, match=r"bucket 0 of version 1 did not leave .*waits for rank 1 of m"):
+        send_weights(source, offer, lambda: sender)
+    sender.release.set()
+
+
+def test_a_source_knows_which_receiver_takes_nothing():
+    source, transport = DictSource({"t": torch.ones(4096)}), LoopbackTransport()
+    offer = Publisher(source, CONFIG, transport=transport).offer(1, ["a", "b"])
+    for member in ("a", "b"):
+        transport.receiver(offer, Seat(member=member))
+    sender = transport.sender(offer, ["a", "b"])
+    buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+    taker = transport.receiver(offer, Seat(member="a"))
+
+    def send_all():
+        for bucket in buckets:
+            sender.send(bucket, torch.zeros(bucket.num_bytes, dtype=torch.uint8))
+
+    def send():
+        with pytest.raises(TransferError, match="rank 0 of b did not take bucket"):
+            send_all()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for bucket in buckets[:3]:  # two are under way to each: `b` holds up the third
+        taker.receive(bucket, torch.empty(bucket.num_bytes, dtype=torch.uint8))
+    deadline = time.monotonic() + 60
+    while sender.waits_for() != "rank 0 of b" or sender._queues[Seat(member="b")].qsize() < 2:
+        assert time.monotonic() < deadline, sender.waits_for()
+        time.sleep(0.01)
+    transport.abort(offer.sync_id)
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 class Poor(Buffers):

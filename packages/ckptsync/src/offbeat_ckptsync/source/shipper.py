@@ -55,6 +55,7 @@ class Shipper:
         Without `lent` they are filled in memory of `buffers`, which has it back once all has left.
         """
         self._offer = offer
+        self._sender: BucketSender | None = None
         self._open_sender = open_sender
         self._lent = lent
         self._starts, _ = bucket_starts(buckets)
@@ -101,10 +102,7 @@ class Shipper:
                 return self._lent[start : start + bucket.num_bytes]
             buffer = self._free.get(timeout=self._timeout_s)
         except queue.Empty:
-            raise TransferError(
-                f"sending bucket {len(self._digests)} of version {self._offer.version} took longer than "
-                f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
-            ) from None
+            raise self._late() from None
         if buffer is None:
             raise self._failure()
         return buffer
@@ -138,11 +136,9 @@ class Shipper:
         self._full.put(None)
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
+            late = self._late()
             self.cancel()
-            raise TransferError(
-                f"bucket {len(self._digests)} of version {self._offer.version} did not leave within "
-                f"{self._timeout_s:g} s; raise `transfer_timeout_s` or look for a stuck receiver"
-            )
+            raise late
         self._packers.shutdown(wait=self._error is not None, cancel_futures=True)
         if self._error is not None:
             raise self._failure()
@@ -154,6 +150,13 @@ class Shipper:
             wire_bytes=self._wire_bytes,
         )
 
+    def _late(self) -> TransferError:
+        waits_for = self._sender.waits_for() if self._sender is not None else "the receivers to be met"
+        return TransferError(
+            f"bucket {len(self._digests)} of version {self._offer.version} did not leave within {self._timeout_s:g} s"
+            f"{f': the source waits for {waits_for}' if waits_for else ''}; raise `transfer_timeout_s` where nobody is stuck"
+        )
+
     def _failure(self) -> SyncError:
         if isinstance(self._error, SyncError):
             return self._error
@@ -162,7 +165,7 @@ class Shipper:
     def _run(self) -> None:
         try:
             use_device(self._device)
-            sender = self._open_sender()
+            sender = self._sender = self._open_sender()
             while (item := self._full.get()) is not None and not self._cancelled.is_set():
                 self._send(sender, *item)
             if not self._cancelled.is_set():

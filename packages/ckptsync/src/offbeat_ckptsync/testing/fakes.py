@@ -122,6 +122,9 @@ class _FaultySender(BucketSender):
             self._fault.strike(bucket, delta)
         self._inner.send_delta(bucket, delta)
 
+    def waits_for(self) -> str:
+        return self._inner.waits_for()
+
     def close(self) -> None:
         self._inner.close()
 

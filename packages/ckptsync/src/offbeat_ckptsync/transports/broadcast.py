@@ -180,6 +180,9 @@ class _Sender(_End, BucketSender):
         self._announce(bucket, delta.numel(), delta.device)
         self.move(bucket, delta, "sent")
 
+    def waits_for(self) -> str:
+        return ", ".join(f"rank {rank} of {member}" for member, rank in self._group.seats)
+
     def _announce(self, bucket: Bucket, length: int, device: torch.device) -> None:
         word = torch.tensor([length], dtype=torch.int64, device=device)
         self.move(bucket, word.view(torch.uint8), "announced")

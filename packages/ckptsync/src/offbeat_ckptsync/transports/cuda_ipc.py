@@ -139,6 +139,7 @@ class _Sender(BucketSender):
         self._guests = guests
         self._num_taken = dict.fromkeys(range(len(guests)), 0)
         self._num_sent = 0
+        self._waits_for = ""
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
         for guest in guests:
             known = guest.hello["has"] == slots.id
@@ -160,12 +161,16 @@ class _Sender(BucketSender):
         for guest in self._guests:
             guest.line.close()
 
+    def waits_for(self) -> str:
+        return self._waits_for
+
     def _what(self, what: str) -> str:
         return f"cuda_ipc: {what} of version {self._offer.version}"
 
     def _wait_taken(self, num_buckets: int) -> None:
         for index, guest in enumerate(self._guests):
             what = f"cuda_ipc: {guest.seat} has not taken bucket {self._num_taken[index]}"
+            self._waits_for = str(guest.seat)
             while self._num_taken[index] < num_buckets:
                 packet, _ = guest.line.receive(
                     self._deadline, lambda: self._transport.is_aborted(self._offer.sync_id), what
@@ -173,6 +178,7 @@ class _Sender(BucketSender):
                 if packet.get("took") != self._num_taken[index]:
                     raise TransferError(f"{what}: it says {packet}")
                 self._num_taken[index] += 1
+        self._waits_for = ""
 
 
 class _Receiver(BucketReceiver):

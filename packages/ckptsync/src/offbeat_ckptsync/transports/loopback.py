@@ -99,6 +99,10 @@ class _Sender(BucketSender):
         self._offer = offer
         self._channel = channel
         self._queues = dict(channel.queues)
+        self._waits_for = ""
+
+    def waits_for(self) -> str:
+        return self._waits_for
 
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
         self._put_all(bucket, payload, is_delta=False)
@@ -111,9 +115,11 @@ class _Sender(BucketSender):
             parts = parts_of(self._offer, seat)
             if parts is not None and bucket.part not in parts:
                 continue
+            self._waits_for = str(seat)
             copy = (is_delta, payload.clone())
             if not _until(self._offer, self._channel, lambda box=inbox, item=copy: _put(box, item)):
                 raise TransferError(f"loopback: {seat} did not take bucket {bucket.index}")
+        self._waits_for = ""
 
     def close(self) -> None:
         with _channels_lock:

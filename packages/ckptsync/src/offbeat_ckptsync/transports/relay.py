@@ -138,6 +138,9 @@ class _Sender(BucketSender):
         for end in self._ends:
             end.send(bucket, payload)
 
+    def waits_for(self) -> str:
+        return ", ".join(filter(None, (end.waits_for() for end in self._ends)))
+
     def close(self) -> None:
         for end in self._ends:
             end.close()

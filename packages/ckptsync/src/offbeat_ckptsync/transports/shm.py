@@ -145,6 +145,7 @@ class _Sender(BucketSender):
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
         buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         self._starts, _ = bucket_starts(buckets)
+        self._waits_for = ""
         for guest in guests:
             welcome = {"welcome": segment.id, "num_bytes": segment.num_bytes, "keep": keep}
             mapped = segment.id in guest.hello["has"]
@@ -157,8 +158,13 @@ class _Sender(BucketSender):
         if place.data_ptr() != payload.data_ptr():
             place.copy_(payload)
         for guest in self._guests:
+            self._waits_for = str(guest.seat)
             said = {"bucket": bucket.index, "digest": taken}
             guest.say(said, self._deadline, self._what(f"bucket {bucket.index}"))
+        self._waits_for = ""
+
+    def waits_for(self) -> str:
+        return self._waits_for
 
     def close(self) -> None:
         """The lines stay open: they are the receivers' leases."""
