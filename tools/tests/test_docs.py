@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_every_page_is_listed_in_the_index():
 
 def test_the_readme_shows_the_loop_as_it_is():
     [shown] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
-    indented = "".join(f"        {line}\n" for line in shown.splitlines())
+    indented = textwrap.indent(shown, 12 * " ")
     assert indented in LOOP.read_text("utf-8")
 
 
