@@ -194,13 +194,23 @@ def test_a_replica_that_wrote_and_let_go_before_the_next_sync_takes_that_one_who
         assert_equal(model.bits(), Model(seed).bits())
 
 
-def test_what_is_served_from_where_it_was_staged_is_no_copy_for_joiners(open_local):
-    # Who serves may write into it, and nothing counts that.
+@pytest.mark.parametrize("transport", ["shm", "broadcast"])
+def test_what_is_served_from_where_it_was_staged_can_be_handed_on(open_local, transport):
     copies, adopts = Model(98), Model(99)
-    local = open_local("broadcast", ModuleSink(copies), AdoptingModuleSink(adopts))
-    local.sync(1)
-    _, tensors = local.receivers["m0"].copy()
-    assert_equal(dict(tensors), {name: tensor for name, tensor in copies.bits().items() if name != "head"})
+    local = open_local(transport, ModuleSink(copies), AdoptingModuleSink(adopts))
+    for seed in (1, 2, 3):
+        local.sync(seed)
+        manifest, tensors = local.receivers["m1"].copy()
+        assert [spec.name for spec in manifest.specs] == [name for name, _ in tensors]
+        assert_equal(
+            dict(tensors), {name: bits for name, bits in Model(seed).bits().items() if name != "head"}
+        )
+    if transport == "shm":  # the segment that the other copied from went back to the source
+        with pytest.raises(TransferError, match="keeps no copy"):
+            local.receivers["m0"].copy()
+    else:
+        assert_equal(dict(local.receivers["m0"].copy()[1]), dict(tensors))
+    local.receivers["m1"].distrust()
     with pytest.raises(TransferError, match="keeps no copy"):
         local.receivers["m1"].copy()
 

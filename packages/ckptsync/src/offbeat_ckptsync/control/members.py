@@ -219,10 +219,11 @@ def local_member(
 
 
 class StagedCopy(WeightSource):
-    """What a replica serves as a source for joiners, while training goes on: the bytes that it still has beside its live weights.
+    """What a replica serves as a source for joiners, while training goes on: the bytes as they were staged.
 
-    Only transports that stage in the receiver's own memory leave such a copy (not `shm`, whose segment goes back to
-    the source). Publish it with the bucket size of the sync that brought it: the label covers the bucket plan.
+    They are there where the transport stages in the receiver's own memory, beside the live weights, and where the sink serves
+    from where they lie; not where it copies out of `shm`, whose segment goes back to the source. Publish them with the bucket
+    size of the sync that brought them: the label covers the bucket plan, and the manager takes no other label.
     """
 
     def __init__(self, receiver: Receiver) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
 from offbeat_ckptsync.member.memory import StagingPool
-from offbeat_ckptsync.member.staging import Staged, give, stage
+from offbeat_ckptsync.member.staging import Given, Staged, give, stage
 from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
 from offbeat_ckptsync.plan.digest import check_echo, label_of, told
 from offbeat_ckptsync.plan.manifest import check_digest, require_match
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync.seams import Transport, WeightSink
     from offbeat_ckptsync.values import Layout
+
+    _Copy = tuple[Manifest, list[tuple[str, torch.Tensor]]]
 
 
 class State(StrEnum):
@@ -101,6 +103,7 @@ class Receiver:
         self._state = State.IDLE
         self._session: _Session | None = None
         self._pool = StagingPool()
+        self._in_place: _Copy | None = None  # what is served from where it was staged
         self._lock = threading.RLock()
 
     @property
@@ -235,7 +238,8 @@ class Receiver:
             self._move(Step.FLIP)
         mark = time.perf_counter()
         try:
-            left_a_copy = self._load(session.offer, staged, sent.version)
+            views = list(tensor_views(session.offer.manifest, staged.buckets, staged.memory, staged.starts))
+            given = give(self._sink, staged, assemble(session.offer, self.layout(), views), sent.version)
         except SyncError:
             with self._lock:
                 self._move(Step.REFUSE)
@@ -256,8 +260,10 @@ class Receiver:
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
             kept, session.staged = staged.close(), None
             self._pool.keep(kept, session.offer.manifest, session.buckets)
-            if not left_a_copy or session.offer.whole is not None:
-                self._pool.forget()  # nor is a part of a version a copy that a joiner could be given
+            whole = session.offer.whole is None  # a part of a version is no copy that a joiner could be given
+            if given is not Given.COPIED or not whole:
+                self._pool.forget()
+            self._in_place = (session.offer.manifest, views) if given is Given.ADOPTED and whole else None
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def commit(self, label: Label) -> Label:
@@ -284,15 +290,19 @@ class Receiver:
                 self.abort("")  # whoever is told this gets no word of the sync any more
             self._label, self._committed = None, False
             self._pool.forget()
+            self._in_place = None
 
-    def copy(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]]:
-        """Return what is served, as it lies in the memory it was staged in; nothing is copied, and it stays as it is.
+    def copy(self) -> _Copy:
+        """Return manifest and tensors of what is served, as they lie in the memory they were staged in; nothing is copied.
+
+        A copy beside the live weights stays as it is. What is served from there shows what the replica has written into it
+        since, if it has: whoever hands it on compares digests with the label.
 
         Raises:
             TransferError: there is no such copy, or its label does not stand.
         """
         with self._lock:
-            copy = self._pool.read() if self._committed else None
+            copy = (self._pool.read() or self._in_place) if self._committed else None
             if copy is None:
                 raise TransferError(f"{self.seat} keeps no copy of a committed version")
             return copy
@@ -314,10 +324,6 @@ class Receiver:
                     if session.staged is not None:
                         self._pool.put_back(session.staged.close())
             return self._version
-
-    def _load(self, offer: SyncOffer, staged: Staged, version: int) -> bool:
-        views = tensor_views(offer.manifest, staged.buckets, staged.memory, staged.starts)
-        return give(self._sink, staged, assemble(offer, self.layout(), views), version)
 
     def _held(self, session: _Session) -> str:
         """Return which content the copy in the pool is, where the buckets of `session` can be compared with it."""

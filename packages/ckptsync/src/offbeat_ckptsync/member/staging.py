@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
@@ -52,14 +53,24 @@ class Staged:
         return self.kept
 
 
-def give(sink: WeightSink, staged: Staged, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
-    """Give `sink` views of what is staged, to keep if it can and they are in host memory; say whether it left a copy."""
+class Given(Enum):
+    """What became of staged memory when a sink was given views of it."""
+
+    ADOPTED = auto()  # it is served from; what the replica writes into its weights later shows in it, and nothing counts that
+    COPIED = auto()  # it holds a copy beside the live weights
+    SPOILT = auto()  # the sink wrote into it while it copied
+
+
+def give(
+    sink: WeightSink, staged: Staged, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+) -> Given:
+    """Give `sink` views of what is staged, to keep if it can and they are in host memory."""
     may_stay = staged.memory.device.type == "cpu" and (staged.kept is None or sink.adopts_private)
     if may_stay and sink.adopt(tensors, version):
-        return False  # what it writes into its weights later would be seen in them, and is not counted
+        return Given.ADOPTED
     written = writes_to(staged.memory)
     sink.load(tensors, version)
-    return writes_to(staged.memory) == written
+    return Given.COPIED if writes_to(staged.memory) == written else Given.SPOILT
 
 
 def writes_to(memory: torch.Tensor) -> int:

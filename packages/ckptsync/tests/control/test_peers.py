@@ -1,0 +1,73 @@
+"""A joiner that is given the weights that another replica serves from where they were staged, and a replica that spoilt them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import LocalMember, StagedCopy
+from offbeat_ckptsync.errors import SyncFailed
+from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSource
+from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.values import Seat
+
+
+class Party:
+    """A trainer and replicas that serve over shared memory, all in this process."""
+
+    def __init__(self):
+        self.config = SyncConfig(transport="shm", bucket_mib=1 / 64)
+        self.trained = torch.nn.Linear(64, 64)
+        self.publisher = Publisher(ModuleSource(self.trained), self.config)
+        self.manager = CheckpointEngineManager(LocalSource(self.publisher), self.config)
+        self.replicas = {}
+        self.open = [self.publisher]
+
+    def replica(self, name):
+        module = self.replicas[name] = torch.nn.Linear(64, 64)
+        receiver = Receiver(Seat(member=name), AdoptingModuleSink(module))
+        copies, transport = Publisher(StagedCopy(receiver), self.config), make_transport("shm", self.config)
+        self.open += [copies, transport]
+        return LocalMember(receiver, transport, copies=LocalSource(copies))
+
+    def train(self):
+        with torch.no_grad():
+            self.trained.weight.add_(1)
+        return self.trained.weight.detach().clone()
+
+
+@pytest.fixture
+async def party():
+    party = Party()
+    party.manager.add(party.replica("one"))
+    yield party
+    for each in party.open:
+        each.close()
+
+
+async def test_a_joiner_is_given_what_another_replica_serves_while_training_has_gone_on(party):
+    served = party.train()
+    await party.manager.sync(1)
+    party.train()
+    report = await party.manager.catch_up(party.replica("late"), peers_only=True)
+    assert [*report.members] == ["late"]
+    assert torch.equal(party.replicas["late"].weight, served)
+    newer = party.train()
+    assert sorted((await party.manager.sync(2)).members) == ["late", "one"]
+    for replica in party.replicas.values():
+        assert torch.equal(replica.weight, newer)
+
+
+async def test_weights_that_a_replica_has_written_into_are_given_to_nobody(party):
+    served = party.train()
+    await party.manager.sync(1)
+    with torch.no_grad():
+        party.replicas["one"].weight[0, 0] += 1
+    late = party.replica("late")
+    with pytest.raises(SyncFailed, match="no longer those committed"):
+        await party.manager.catch_up(late, peers_only=True)
+    await party.manager.catch_up(late)  # from the trainer, which has them still
+    assert torch.equal(party.replicas["late"].weight, served)
