@@ -213,6 +213,14 @@ async def test_an_engine_with_workers_is_told_with_the_version(recompute_kv):
     ]
 
 
+async def test_who_declares_that_it_hands_weights_on_is_a_source_for_joiners_and_nobody_else(replicas):
+    for engine in (replicas[0], Controlled()):
+        member = await make_member("r", engine, SyncConfig())
+        said = RolloutFeature.PEER_COPY in engine.capabilities().features
+        assert (member.peer() is not None) == said, engine.capabilities().adapter
+    assert "the trainer" in adapter_class("vllm").capabilities().missing[RolloutFeature.PEER_COPY]
+
+
 async def test_who_cannot_compute_keys_and_values_again_is_refused():
     with pytest.raises(PlanRefused, match=r"scripted cannot compute keys and values again; .*partial=abort"):
         await make_member("r", Forgetful(), SyncConfig(), recompute_kv=True)

@@ -303,6 +303,7 @@ class RolloutFeature(StrEnum):
     TOP_LOGPROBS = "top_logprobs"
     STOP_STRINGS = "stop_strings"  # a completion can end at a text, where the model folder holds a tokenizer
     LORA = "lora"  # low-rank matrices alone can be served and updated
+    PEER_COPY = "peer_copy"  # a replacement can be given the weights that a replica serves, past the trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,21 @@ async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas, liv
         assert any(str(name).startswith("lost: ") for name in drawn)
 
 
+def asked_of(train):
+    """Return a list to which every call to the training ranks is added from now on, by its method and first argument."""
+    asked = []
+
+    def noted(call):
+        async def noting(method, *arguments, **settings):
+            asked.append((method, *arguments[:1]))
+            return await call(method, *arguments, **settings)
+
+        return noting
+
+    train.call, train.control = noted(train.call), noted(train.control)
+    return asked
+
+
 async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(
     tmp_path, lively, requests, complete, until, pid_of
 ):
@@ -124,12 +139,18 @@ async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(
         each = [await complete(handle, requests(4)) for handle in rollout.handles.values()]
         assert each[0] == each[1]
 
-        # One that hangs is found by its silence and replaced; its devices are free.
+        # One that hangs is found by its silence and replaced; its devices are free. The other gives it its weights: the
+        # training ranks are asked for nothing but whether they live.
+        asked = asked_of(cluster.train)
         os.kill(await pid_of(rollout.handles["replica 1"]), signal.SIGSTOP)
         await until(lambda: "replica 1" in rollout.lost, "the silence to be noticed")
         await until(
             lambda: rollout.serving == {"replica 0": 2, "replica 1": 2}, "the replacement to catch up"
         )
+
+        each = [await complete(handle, requests(4)) for handle in rollout.handles.values()]
+        assert each[0] == each[1]
+        assert asked == []
 
         # Training is a step ahead of what is served, and nobody is left to serve: the weights of now, by their name.
         await cluster.train.supervise(random_batch(4))

@@ -75,7 +75,8 @@ class StagingPool:
 
     After a load the memory that was staged in holds such a copy, which joiners may be given and deltas stand on. While
     a sync keeps it as its base it is staged in memory of its own, so there are two of the kind from then on. A sink that
-    serves weights from where they were staged has no copy beside them; two memories take turns then, too.
+    serves weights from where they were staged has no copy beside them; two memories take turns then, too, and joiners may
+    be given what is served.
     """
 
     def __init__(self) -> None:
@@ -83,6 +84,9 @@ class StagingPool:
         self._copy: Memory | None = None
         self._plan: tuple[Manifest, tuple[Bucket, ...]] | None = None  # how to read it
         self._others: list[Memory] = []
+        self._served: tuple[Manifest, list[tuple[str, torch.Tensor]]] | None = (
+            None  # from where it was staged
+        )
 
     def holds(self, manifest: Manifest, buckets: tuple[Bucket, ...]) -> bool:
         """Say whether there is a copy of what is served, laid out like this."""
@@ -109,7 +113,12 @@ class StagingPool:
     def keep(self, memory: Memory | None, manifest: Manifest, buckets: tuple[Bucket, ...]) -> None:
         """Take memory back that holds what is served now; None where it was the transport's."""
         self.forget()
+        self._served = None
         self._copy, self._plan = memory, None if memory is None else (manifest, buckets)
+
+    def serve(self, manifest: Manifest, views: list[tuple[str, torch.Tensor]]) -> None:
+        """Note that live weights are these views, until something else is kept."""
+        self._served = manifest, views
 
     def forget(self) -> None:
         """Trust the copy no longer; its memory can be staged in."""
@@ -117,7 +126,7 @@ class StagingPool:
         self._copy = self._plan = None
 
     def read(self) -> tuple[Manifest, list[tuple[str, torch.Tensor]]] | None:
-        """Return the copy as views of its memory, or None where there is none."""
+        """Return the copy as views of its memory, or what is served from where it was staged, or None."""
         if self._plan is None or self._copy is None:
-            return None
+            return self._served
         return self._plan[0], list(tensor_views(*self._plan, self._copy.lend()))

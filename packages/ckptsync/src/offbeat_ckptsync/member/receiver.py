@@ -103,7 +103,6 @@ class Receiver:
         self._state = State.IDLE
         self._session: _Session | None = None
         self._pool = StagingPool()
-        self._in_place: _Copy | None = None  # what is served from where it was staged
         self._lock = threading.RLock()
 
     @property
@@ -260,10 +259,10 @@ class Receiver:
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
             kept, session.staged = staged.close(), None
             self._pool.keep(kept, session.offer.manifest, session.buckets)
-            whole = session.offer.whole is None  # a part of a version is no copy that a joiner could be given
-            if given is not Given.COPIED or not whole:
-                self._pool.forget()
-            self._in_place = (session.offer.manifest, views) if given is Given.ADOPTED and whole else None
+            if given is not Given.COPIED or session.offer.whole is not None:
+                self._pool.forget()  # nor is a part of a version a copy that a joiner could be given
+            if given is Given.ADOPTED and session.offer.whole is None:
+                self._pool.serve(session.offer.manifest, views)
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def commit(self, label: Label) -> Label:
@@ -290,20 +289,15 @@ class Receiver:
                 self.abort("")  # whoever is told this gets no word of the sync any more
             self._label, self._committed = None, False
             self._pool.forget()
-            self._in_place = None
 
     def copy(self) -> _Copy:
-        """Return manifest and tensors of what is served, as they lie in the memory they were staged in; nothing is copied.
-
-        A copy beside the live weights stays as it is. What is served from there shows what the replica has written into it
-        since, if it has: whoever hands it on compares digests with the label.
+        """Return what is served as it was staged; where it is served from there, writes of the replica show: see digests.
 
         Raises:
             TransferError: there is no such copy, or its label does not stand.
         """
         with self._lock:
-            copy = (self._pool.read() or self._in_place) if self._committed else None
-            if copy is None:
+            if not self._committed or (copy := self._pool.read()) is None:
                 raise TransferError(f"{self.seat} keeps no copy of a committed version")
             return copy
 

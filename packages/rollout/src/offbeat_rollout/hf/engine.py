@@ -71,6 +71,7 @@ class HfEngine(RolloutEngine, TensorUpdates):
                     RolloutFeature.RECOMPUTE_KV,
                     RolloutFeature.SLEEP_1,
                     RolloutFeature.CONTINUOUS_BATCHING,
+                    RolloutFeature.PEER_COPY,
                 }
             ),
             missing={

@@ -100,7 +100,10 @@ class VllmEngine(RolloutEngine):
                     RolloutFeature.TENSOR_PARALLEL,
                 }
             ),
-            missing={},
+            missing={
+                "peer_copy": "weights are served in the form of vLLM's kernels (fused, prepacked), from which the checkpoint's "
+                "tensors do not come back: a replacement is sent them by the trainer"
+            },
             sleep_devices=frozenset({"cuda"}),
         )
 
