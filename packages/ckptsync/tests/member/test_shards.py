@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.member.sinks import ModuleSink
 from offbeat_ckptsync.plan.slices import assemble
-from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.values import SyncOffer
 
 pytestmark = pytest.mark.spawns
@@ -39,8 +39,8 @@ def shard(module, mesh):
 def rank_of_three(rank, port):
     """Shard a module over three gloo ranks, load slices of other weights, and return what it then holds."""
     torch.set_num_threads(1)
-    store = Store.join("127.0.0.1", port, 120)
-    dist.init_process_group("gloo", store=store.raw, rank=rank, world_size=3)
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     try:
         mesh = init_device_mesh("cpu", (3,))
         module = make_module()
@@ -91,7 +91,7 @@ def offer_of(manifest):
 
 
 def test_a_module_of_distributed_tensors_says_what_it_holds_and_takes_it():
-    store = Store.serve("127.0.0.1")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ran = subprocess.run(
         [sys.executable, __file__, str(store.port)],
         stdout=subprocess.PIPE,

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.transports.group import CHUNK_BYTES, IN_FLIGHT
+from offbeat_ckptsync.transports.group import CHUNK_BYTES, IN_FLIGHT, StoreForTorch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,8 @@ def raw_gloo(num_bytes: int) -> dict[Calls, float]:
     process = mp.get_context("spawn").Process(target=_listen, args=(store.port, num_bytes), daemon=True)
     process.start()
     try:
-        group = _group(store, 0)
+        met_at = StoreForTorch(store, _DEADLINE.total_seconds())
+        group = _group(met_at, 0)
         payload = torch.ones(num_bytes, dtype=torch.uint8)
         rates = {
             calls: num_bytes / _best(lambda calls=calls: _broadcast(group, payload, calls)) / 1e9
@@ -118,18 +119,20 @@ def _best(work: Callable[[], object]) -> float:
 
 def _listen(port: int, num_bytes: int) -> None:
     torch.set_num_threads(1)
-    group = _group(Store.join("127.0.0.1", port, _DEADLINE.total_seconds()), 1)
+    limit_s = _DEADLINE.total_seconds()
+    met_at = StoreForTorch(Store.join("127.0.0.1", port, limit_s), limit_s)
+    group = _group(met_at, 1)
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
     for calls in GLOO_CALLS:
         for _ in range(_REPEATS + 1):
             _broadcast(group, payload, calls)
 
 
-def _group(store: Store, rank: int) -> Any:  # noqa: ANN401 -- torch does not type it
+def _group(met_at: StoreForTorch, rank: int) -> Any:  # noqa: ANN401 -- torch does not type it
     options = ProcessGroupGloo._Options()  # noqa: SLF001 -- torch gives no public way
     options._timeout = _DEADLINE  # noqa: SLF001 -- as above
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001 -- as above
-    return ProcessGroupGloo(PrefixStore("bench", store.raw), rank, 2, options)
+    return ProcessGroupGloo(PrefixStore("bench", met_at), rank, 2, options)
 
 
 def _broadcast(group: Any, payload: torch.Tensor, calls: Calls) -> None:  # noqa: ANN401 -- as above

@@ -8,11 +8,13 @@ under the new version, resume. Digests are compared in `flip`; a commit goes wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import LoadError, TransferError, WireError
@@ -24,12 +26,12 @@ from offbeat_ckptsync.values import Echo, Label, Sent, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, decode_error, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.member.receiver import Receiver
     from offbeat_ckptsync.seams import Transport
 
-_POLL_S = 0.0005
-_POLL_MAX_S = 0.005
 _ARRIVES_S = 1.0  # a rank mails its refusal before its engine's call fails; the mail may still be on its way
 
 
@@ -76,7 +78,8 @@ class Mailbox:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         """Listen on `host`, loopback unless told otherwise."""
-        self._store = Store.serve(host)
+        self._bells: set[_Bell] = set()  # one for each who waits
+        self._store = Store.serve(host, on_set=partial(_ring, self._bells))
 
     @property
     def address(self) -> Json:
@@ -96,34 +99,80 @@ class Mailbox:
         """
         deadline = time.monotonic() + timeout_s
         answers: dict[int, Json] = {}
-        pause_s, has_failed = _POLL_S, False
-        while True:
-            for rank in range(num_ranks):
-                if rank not in answers and (text := self._store.get(f"{key}/{rank}")) is not None:
-                    self._store.delete(f"{key}/{rank}")
-                    answers[rank] = _object(text)
-                    num_ranks = max(num_ranks, int(cast("int", answers[rank].get("num_ranks", 1))))
-                    if "error" in answers[rank] and not has_failed:
-                        has_failed = True
-                        deadline = deadline if hear_all else min(deadline, time.monotonic() + _ARRIVES_S)
-            silent = [str(rank) for rank in range(num_ranks) if rank not in answers]
-            is_late = time.monotonic() > deadline
-            if not silent or (is_late and has_failed and not hear_all):
-                return [answers[rank] for rank in sorted(answers)]
-            if is_late:
-                ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
-                raise TransferError(f"{ranks} of {who} did not answer within {timeout_s:g} s")
-            await asyncio.sleep(pause_s)  # a request to a store of this process takes some 50 microseconds
-            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+        has_failed = False
+        with self._bell() as bell:
+            while True:
+                rank = 0
+                while rank < num_ranks:
+                    if rank not in answers and (answer := self._take(f"{key}/{rank}")) is not None:
+                        answers[rank] = answer
+                        num_ranks = max(num_ranks, int(cast("int", answer.get("num_ranks", 1))))
+                        if "error" in answer and not has_failed:
+                            has_failed = True
+                            deadline = deadline if hear_all else min(deadline, time.monotonic() + _ARRIVES_S)
+                    rank += 1
+                silent = [str(rank) for rank in range(num_ranks) if rank not in answers]
+                is_late = time.monotonic() > deadline
+                if not silent or (is_late and has_failed and not hear_all):
+                    return [answers[rank] for rank in sorted(answers)]
+                if is_late:
+                    ranks = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)}"
+                    raise TransferError(f"{ranks} of {who} did not answer within {timeout_s:g} s")
+                await bell.wait(deadline)
 
     async def has(self, key: str, num_ranks: int = 1) -> bool:
         """Say whether an answer of any rank lies under `key`, after giving it a moment to arrive."""
         deadline = time.monotonic() + _ARRIVES_S
-        while all(self._store.get(f"{key}/{rank}") is None for rank in range(num_ranks)):
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(_POLL_MAX_S)
+        with self._bell() as bell:
+            while all(self._store.get(f"{key}/{rank}") is None for rank in range(num_ranks)):
+                if time.monotonic() > deadline:
+                    return False
+                await bell.wait(deadline)
         return True
+
+    def _take(self, key: str) -> Json | None:
+        text = self._store.get(key)
+        if text is None:
+            return None
+        self._store.delete(key)
+        data: object = json.loads(text)
+        if not isinstance(data, dict):
+            raise WireError(f"mailbox: expected an object, got {text!r}")
+        return cast("Json", data)
+
+    @contextlib.contextmanager
+    def _bell(self) -> Generator[_Bell]:
+        bell = _Bell()
+        self._bells.add(bell)
+        try:
+            yield bell
+        finally:
+            self._bells.discard(bell)
+
+
+class _Bell:
+    """Rings when mail comes."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rung = asyncio.Event()
+
+    async def wait(self, deadline: float) -> None:
+        """Return when something was mailed since the last call, or the deadline is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                await self._rung.wait()
+        self._rung.clear()
+
+    def ring(self) -> None:
+        """Wake who waits, from any thread."""
+        with contextlib.suppress(RuntimeError):  # its loop has ended
+            self._loop.call_soon_threadsafe(self._rung.set)
+
+
+def _ring(bells: set[_Bell]) -> None:
+    for bell in bells.copy():
+        bell.ring()
 
 
 Control = Callable[[str, dict[str, object]], Awaitable[object]]
@@ -270,10 +319,3 @@ def _raise_torn(answers: list[Json], *, where: str) -> None:
     if torn or 0 < len(errors) < len(answers):
         told = "; ".join(map(str, torn or errors.values()))
         raise LoadError(f"{where}: {told}; its ranks no longer serve the same weights, start it anew")
-
-
-def _object(text: str) -> Json:
-    data: object = json.loads(text)
-    if not isinstance(data, dict):
-        raise WireError(f"mailbox: expected an object, got {text!r}")
-    return cast("Json", data)

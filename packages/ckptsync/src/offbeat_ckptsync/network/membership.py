@@ -1,4 +1,4 @@
-"""Who takes part: members and sources write their address and layout to a TCPStore, the manager calls them.
+"""Who takes part: members and sources write their address and layout to a store, the manager calls them.
 
 A registration is a JSON object {"registration": {name, role, host, port, layout}, "proof": HMAC-SHA256(secret,
 canonical JSON of the registration), in hex, "turn": another word each time}. It lies under "offbeat/member/<name>"; whoever wrote one
@@ -48,13 +48,10 @@ async def register(host: str, port: int, registration: Registration, secret: str
     """Write `registration` to the store at `host`:`port`; raises `TransferError` where none answers."""
 
     def write() -> None:
-        try:
-            store = Store.join(host, port, _JOIN_S)
-            turn = uuid.uuid4().hex
-            store.set(_EACH + registration.name, json.dumps({**_signed(registration, secret), "turn": turn}))
-            store.set(_CHANGED, turn)  # after it: whoever sees this word finds the registration
-        except RuntimeError as error:  # torch's: the store went away in between
-            raise TransferError(f"the store at {host}:{port} is gone: {error}") from error
+        store = Store.join(host, port, _JOIN_S)
+        turn = uuid.uuid4().hex
+        store.set(_EACH + registration.name, json.dumps({**_signed(registration, secret), "turn": turn}))
+        store.set(_CHANGED, turn)  # after it: whoever sees this word finds the registration
 
     await in_thread(write, name=f"register {registration.name}")
 
@@ -197,8 +194,8 @@ class Membership:
             if word == self._changed:
                 continue
             self._changed = word  # before reading: who comes meanwhile sets another one
-            for key in self._store.raw.list_keys():
-                text = self._store.get(key) if key.startswith(_EACH) else None
+            for key in self._store.keys(_EACH):
+                text = self._store.get(key)
                 if text is None or text == self._read.get(key):
                     continue
                 self._read[key] = text

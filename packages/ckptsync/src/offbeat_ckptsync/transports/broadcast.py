@@ -1,7 +1,7 @@
 """One process group from the source to every receiving rank: gloo for host memory, NCCL for GPUs.
 
 The group is private (beside any default group) and is kept while the membership stays the same. Every sync begins
-with a roll call on a TCPStore of the source:
+with a roll call at a store of the source:
 
     receiver: <sync>/here/<member>/<rank> = {"num_ranks": .., "group": id of the group it is in, or ""}
     source:   waits for all of them; <sync>/go = {"group": id, "seats": [[member, rank], ..]}

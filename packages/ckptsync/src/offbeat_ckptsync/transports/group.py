@@ -11,7 +11,9 @@ left: whoever leaves, or is lost, ends nobody else's process and holds nobody up
 from __future__ import annotations
 
 import atexit
+import base64
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -20,7 +22,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import Store as TorchStore
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from offbeat_ckptsync.errors import TransferError
@@ -59,6 +62,7 @@ class Group:
         self.prefix = prefix or group_id
         self.seats = seats
         self._held: list[Any] = []  # the process group, once built
+        self._met_at: TorchStore | None = None  # torch holds on to its own half of it only
         self._left = threading.Event()
         self._chunk_bytes = CHUNK_BYTES
 
@@ -69,11 +73,14 @@ class Group:
             TransferError: the group does not form; names its ranks.
         """
         world = len(self.seats) + 1
-        own = PrefixStore(self.prefix, store.raw)
         try:
             if device == "cpu":
+                self._met_at = StoreForTorch(store, timeout_s)
+                own = PrefixStore(self.prefix, self._met_at)
                 self._held = [_gloo(own, rank, world, host, timeout_s)]
                 return
+            self._met_at = self._torch_store(store, rank, timeout_s)
+            own = PrefixStore(self.prefix, self._met_at)
             self._chunk_bytes = 1 << 62
             self._connect(lambda: _nccl(own, rank, world, device, timeout_s), device, timeout_s)
         except (RuntimeError, ValueError, TransferError) as error:
@@ -82,6 +89,24 @@ class Group:
             raise TransferError(
                 f"broadcast: the group of {world} (source, {names}) did not form: {error}"
             ) from error
+
+    def _torch_store(self, store: Store, rank: int, timeout_s: float) -> TCPStore:
+        """Return a store of torch's own, which NCCL's groups ask for more than ours does; rank 0 hosts it beside ours."""
+        key = f"{self.prefix}/port"
+        if rank == 0:
+            # By itself it listens on every interface; a socket handed in keeps it to one.
+            listener = socket.create_server((store.host, 0))
+            port = int(listener.getsockname()[1])
+            hosted = TCPStore(
+                store.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            store.set(key, str(port))
+            return hosted
+        told = store.get(key, timeout_s)
+        if told is None:
+            raise TransferError(f"the source named no port within {timeout_s:g} s")
+        limit = timedelta(seconds=timeout_s)
+        return TCPStore(store.host, int(told), is_master=False, wait_for_workers=False, timeout=limit)
 
     def _connect(self, make: Callable[[], Any], device: str, timeout_s: float) -> None:
         """NCCL connects in the first call, which looks at no clock: a thread makes it, and is left behind where it hangs."""
@@ -175,6 +200,31 @@ class Group:
                     raise TransferError("nothing more came in time")
                 time.sleep(_LOOK_S)
             work.wait()  # raises what went wrong
+
+
+class StoreForTorch(TorchStore):
+    """Our store as gloo asks one, for where its ranks are; with torch's own it would wait for the name server."""
+
+    def __init__(self, store: Store, timeout_s: float) -> None:
+        super().__init__()
+        self._store = store
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """Write bytes."""
+        self._store.set(key, base64.b64encode(value).decode())
+
+    def get(self, key: str) -> bytes:
+        """Wait for bytes; raises `TransferError` where none come in time."""
+        text = self._store.get(key, self._timeout_s)
+        if text is None:
+            raise TransferError(f"not all came within {self._timeout_s:g} s")
+        return base64.b64decode(text)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        """Wait for all of `keys`; raises as `get`."""
+        for key in keys:
+            self.get(key)
 
 
 class _Waited:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 Word = dict[str, Any]
 """What a side says; a rank's has "num_ranks" of its member."""
 
-_POLL_S = 0.001
-_POLL_MAX_S = 0.01
+_TICK_S = 0.1  # how soon a waiting side notices an abort
 
 
 class Rendezvous:
@@ -140,7 +139,7 @@ class Rendezvous:
         """End the waits of `sync_id` here."""
         with self._lock:
             self._aborted.add(sync_id)
-            self._joined = {}  # torch does not mend a connection that was cut: the next sync makes a new one
+            self._joined = {}  # a connection that was cut does not mend: the next sync makes a new one
 
     def is_aborted(self, sync_id: str) -> bool:
         """Say whether `abort` was called for this sync."""
@@ -174,20 +173,20 @@ class Rendezvous:
     def _wait(self, store: Store, offer: SyncOffer, keys: list[str], deadline: float) -> dict[str, Word]:
         """Return the proven words under `keys`, all of them unless the time is over or the sync was aborted."""
         words: dict[str, Word] = {}
-        pause_s = _POLL_S
-        while True:
-            for key in keys:
-                if key not in words and (word := self._read(store, key)) is not None:
+        for key in keys:
+            while True:
+                left_s = 0.0 if self.is_aborted(offer.sync_id) else deadline - time.monotonic()
+                text = store.get(key, min(max(left_s, 0.0), _TICK_S))
+                word = None if text is None else self._proven(key, text)
+                if word is not None:
                     words[key] = word
-            if len(words) == len(keys) or self.is_aborted(offer.sync_id) or time.monotonic() > deadline:
-                return words
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+                if word is not None or left_s <= 0:
+                    break
+                if text is not None:  # without our secret: the right one may still come
+                    time.sleep(_TICK_S)
+        return words
 
-    def _read(self, store: Store, key: str) -> Word | None:
-        text = store.get(key)
-        if text is None:
-            return None
+    def _proven(self, key: str, text: str) -> Word | None:
         try:
             told: Word = json.loads(text)
             word, proof = told["word"], str(told["proof"])
