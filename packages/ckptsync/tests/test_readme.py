@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,8 +18,10 @@ def run_example(tmp_path):
     def run(number):
         script = tmp_path / "example.py"
         script.write_text(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[number])
+        # Two processes write to one pipe: each line at once, as Python does where nobody tells it not to buffer.
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         done = subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False, env=env
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
