@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -83,8 +83,15 @@ class WeightSink(ABC):
         return False
 
 
+def _done() -> None:
+    """Wait for nothing."""
+
+
 class BucketSender(ABC):
     """The sending end of a transport, for one sync."""
+
+    in_flight: int = 1
+    """How many buckets may be under way at once, between `start` and the end of what it returns."""
 
     @abstractmethod
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
@@ -92,6 +99,11 @@ class BucketSender(ABC):
 
         A payload that lies in memory that `Transport.lend` gave is left as it is until the sync is over.
         """
+
+    def start(self, bucket: Bucket, payload: torch.Tensor) -> Callable[[], None]:
+        """Begin to send, as `send`; return a call that waits until the caller may reuse `payload`."""
+        self.send(bucket, payload)
+        return _done
 
     def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
         """Send `delta`, uint8 and shorter than the bucket, in its place; it is left as it is.
@@ -112,6 +124,9 @@ class BucketSender(ABC):
 class BucketReceiver(ABC):
     """The receiving end of a transport, for one sync."""
 
+    in_flight: int = 1
+    """How many buckets may be under way at once, between `start` and the end of what it returns."""
+
     picks: bool = False
     """Whether it may be asked for its rank's own buckets only; else it is asked for all."""
 
@@ -126,6 +141,11 @@ class BucketReceiver(ABC):
     @abstractmethod
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         """Fill the uint8 `into` [bucket.num_bytes] with the bucket's bytes; called in bucket order."""
+
+    def start(self, bucket: Bucket, into: torch.Tensor) -> Callable[[], None]:
+        """Begin to receive, as `receive`; return a call that waits until `into` holds the bucket's bytes."""
+        self.receive(bucket, into)
+        return _done
 
     def told(self, bucket: Bucket) -> str | None:
         """Return the digest of a bucket that was received, taken of the very memory that was lent; None: take it here."""

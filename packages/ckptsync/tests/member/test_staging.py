@@ -10,7 +10,9 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.buckets import plan_buckets
 from offbeat_ckptsync.plan.digest import label_of
+from offbeat_ckptsync.seams import BucketReceiver
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, assert_same, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
@@ -65,6 +67,45 @@ class Pair:
         weights = {name: tensor.clone() for name, tensor in self.source.weights.items()}
         weights["transposed"][0] += 1
         self.source.weights = weights
+
+
+class Overlapping(LoopbackTransport):
+    """Buckets arrive once the next one has been asked for: who asks for one after the other waits for ever."""
+
+    def receiver(self, offer, seat):
+        inner = super().receiver(offer, seat)
+        last = len(plan_buckets(offer.manifest, offer.bucket_bytes)) - 1
+        asked = [threading.Event() for _ in range(last + 1)]
+
+        class Late(BucketReceiver):
+            in_flight = 2
+            close, receive = inner.close, None
+
+            def start(self, bucket, into):
+                asked[bucket.index].set()
+
+                def arrive():
+                    assert asked[min(bucket.index + 1, last)].wait(600), "the next bucket was not asked for"
+                    inner.receive(bucket, into)
+
+                return arrive
+
+        return Late()
+
+
+def test_a_bucket_is_asked_for_while_the_one_before_it_is_under_way():
+    source, sink = DictSource(awkward_weights(1)), DictSink()
+    publisher = Publisher(source, dataclasses.replace(CONFIG, delta="off"))
+    receiver = Receiver(Seat(member="m"), sink)
+    offer = publisher.offer(1, ["m"])
+    receiver.begin(offer)
+    sent = []
+    sending = threading.Thread(target=lambda: sent.append(publisher.send(offer)))
+    sending.start()
+    receiver.transfer(Overlapping())
+    sending.join(600)
+    receiver.flip(offer.sync_id, sent[0])
+    assert_same(sink.weights, awkward_weights(1))
 
 
 def test_a_delta_leaves_base_and_live_weights_until_it_is_loaded():

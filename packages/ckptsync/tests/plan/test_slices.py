@@ -21,6 +21,7 @@ from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets, tensor_vi
 from offbeat_ckptsync.plan.cutting import cut_offer
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.plan.slices import CutSource, assemble, check_cut, own_buckets
+from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.source.pipeline import send_weights
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.testing import DictSource, assert_same
@@ -285,7 +286,7 @@ def test_a_source_that_yields_other_than_it_offers_is_found(change, named):
     offer.endpoint["timeout_s"] = 60.0
     source = DictSource(change(weights_of(1)))
 
-    class Drop:
+    class Drop(BucketSender):
         def send(self, bucket, payload):
             pass
 
@@ -420,6 +421,7 @@ class GivesAll:
             picks, receive_delta = False, inner.receive_delta
             lend, receive, close = inner.lend, inner.receive, inner.close
             told, wire_bytes = inner.told, inner.wire_bytes
+            start, in_flight = inner.start, inner.in_flight
 
         return Plain()
 

@@ -84,6 +84,38 @@ def test_what_is_sent_is_the_plan_packed_byte_by_byte(kind):
         assert sent.bucket_digests[bucket.index] == xxhash.xxh3_128_hexdigest(bytes(want))
 
 
+class Overlapping(Collector):
+    """One whose buckets leave once the next one has begun, and the last one at the end: who drains after each waits for ever."""
+
+    in_flight = 2
+
+    def __init__(self, num_buckets):
+        super().__init__()
+        self.begun = [threading.Event() for _ in range(num_buckets)]
+
+    def start(self, bucket, payload):
+        self.begun[bucket.index].set()
+
+        def wait():
+            after = min(bucket.index + 1, len(self.begun) - 1)
+            assert self.begun[after].wait(600), "the next bucket was not begun"
+            self.payloads.append(payload.clone())
+
+        return wait
+
+
+@pytest.mark.parametrize("kind", [DictSource, StayingDict])
+def test_a_bucket_is_begun_while_the_one_before_it_is_under_way(kind):
+    source = kind(awkward_weights(1))
+    offer = offer_of(source)
+    plain, overlapping = Collector(), Overlapping(len(plan_buckets(offer.manifest, offer.bucket_bytes)))
+    want = send_weights(source, offer, lambda: plain)
+    sent = send_weights(source, offer, lambda: overlapping)
+    assert sent.bucket_digests == want.bucket_digests
+    assert len(overlapping.payloads) == len(plain.payloads) > 4
+    assert all(torch.equal(*pair) for pair in zip(plain.payloads, overlapping.payloads, strict=True))
+
+
 @pytest.mark.parametrize("sender", [Collector(fail_at=0), Collector(fail_at=2), Collector(hang_at=1)])
 def test_whatever_fails_the_source_is_walked_to_its_end(sender):
     source = DictSource(awkward_weights(1))

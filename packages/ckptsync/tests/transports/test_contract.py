@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from offbeat_ckptsync.config import SyncConfig, make_transport, transport_names
 from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, check_case, transport_contract
 from offbeat_ckptsync.testing.contract import CASES
 
@@ -128,11 +129,12 @@ class Forgetful:
     def sender(self, offer, members):
         inner, kept = self.inner.sender(offer, members), self.kept
 
-        class Sender:
+        class Sender(BucketSender):
             def send(self, bucket, payload):
                 inner.send(bucket, kept.setdefault(bucket.index, payload.clone()))
 
-            close = inner.close
+            def close(self):
+                inner.close()
 
         return Sender()
 

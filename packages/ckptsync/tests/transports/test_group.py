@@ -92,6 +92,27 @@ def test_payloads_of_any_size_cross_both_ways_of_sending(ends):
         assert torch.equal(payloads[1].cpu(), want)
 
 
+def test_a_payload_is_begun_while_nobody_has_taken_the_one_before_it(ends):
+    for end in ends.ends:
+        end._chunk_bytes = min(end._chunk_bytes, 1 << 20)
+    wants = [torch.randint(0, 256, (2 << 20,), dtype=torch.uint8) for _ in range(5)]
+    first = [
+        ends.ends[0].start(want.to(ends.devices[0]), LONG_S) for want in wants[:2]
+    ]  # nobody receives yet
+    got = [torch.zeros(2 << 20, dtype=torch.uint8, device=ends.devices[1]) for _ in wants]
+
+    def both(rank):
+        if rank == 0:
+            waits = [*first, *(ends.ends[0].start(want.to(ends.devices[0]), LONG_S) for want in wants[2:])]
+        else:
+            waits = [ends.ends[1].start(into, LONG_S) for into in got]
+        for wait in waits:
+            wait()
+
+    ends.both(both)
+    assert all(torch.equal(into.cpu(), want) for into, want in zip(got, wants, strict=True))
+
+
 @pytest.mark.parametrize("call", ["broadcast", "take"])
 def test_leaving_ends_a_wait_that_nobody_answers_long_before_its_deadline(ends, call):
     end, said = ends.ends[1], []

@@ -21,7 +21,7 @@ _FP32 = 4
 _ADAPTED_WIDTHS = (
     20  # inputs and outputs of a layer's linear maps, in hidden sizes, of a model of Llama's shape
 )
-_SYNC_BUCKETS = 4  # being filled (two), digested, and on the wire, on the rank that sends
+_SYNC_BUCKETS = 5  # being filled (two), digested, and on the wire (two), on a rank that sends
 # Stored activations of one transformer layer, in bytes per token and hidden unit at two bytes a number; attention
 # scores are recomputed by the fused kernels (Korthikanti et al. 2022, arXiv 2205.05198, equations 1 and 2).
 _LAYER_BYTES = 34

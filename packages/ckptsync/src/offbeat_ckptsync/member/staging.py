@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -16,12 +18,16 @@ from offbeat_ckptsync.plan.slices import met_by, own_buckets
 from offbeat_ckptsync.threads import BusyClock, SideStream, mark_of, num_movers, use_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Generator, Iterable
+    from concurrent.futures import Future
 
     import torch
 
     from offbeat_ckptsync.seams import BucketReceiver, Transport, WeightSink
     from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+
+    _Arrival = Callable[[], Callable[[], torch.Tensor]]
+    """Waits for a bucket that is under way; gives what is left to do for it: a call that completes it and returns its bytes."""
 
 
 @dataclass(slots=True)
@@ -161,29 +167,49 @@ class _Intake:
         with ThreadPoolExecutor(
             num_movers() if on_host else 1, thread_name_prefix=f"digest for {self._who}"
         ) as pool:
-            waiting = [
-                pool.submit(proof, self.receive(end, bucket, places[bucket.index]), end.told(bucket))
-                if bucket.index in places
-                else self.pass_over(end, bucket)
-                for bucket in buckets
-                if bucket.index in places or not end.picks
-            ]
-            return tuple(future.result() for future in waiting if future is not None)
+            digests: list[Future[str]] = []
+            flying: deque[tuple[Bucket, _Arrival]] = deque()
 
-    def receive(self, end: BucketReceiver, bucket: Bucket, start: int) -> Callable[[], torch.Tensor]:
-        """Wait for a bucket; return what is left to do for it: a call that completes it and returns its bytes."""
+            def land() -> None:
+                bucket, arrival = flying.popleft()
+                digests.append(pool.submit(proof, arrival(), end.told(bucket)))
+
+            for bucket in buckets:
+                if bucket.index in places:
+                    flying.append((bucket, self.begin(end, bucket, places[bucket.index])))
+                elif not end.picks:
+                    self.pass_over(end, bucket)
+                while len(flying) >= max(end.in_flight, 1):
+                    land()
+            while flying:
+                land()
+            return tuple(future.result() for future in digests)
+
+    def begin(self, end: BucketReceiver, bucket: Bucket, start: int) -> _Arrival:
+        """Begin to receive a bucket."""
         into = self._memory[start : start + bucket.num_bytes]
-        try:
+        with self._named(bucket):
             if self._offer.bases:
                 delta = end.receive_delta(bucket)
                 if delta is not None:
-                    return lambda: self._apply(bucket, start, delta, into)
-            end.receive(bucket, into)
+                    return lambda: lambda: self._apply(bucket, start, delta, into)
+            wait = end.start(bucket, into)
+
+        def arrival() -> Callable[[], torch.Tensor]:
+            with self._named(bucket):
+                wait()
+            return lambda: into
+
+        return arrival
+
+    @contextmanager
+    def _named(self, bucket: Bucket) -> Generator[None]:
+        try:
+            yield
         except SyncError:
             raise
         except Exception as error:
             raise TransferError(f"{self._who}: bucket {bucket.index}: {error!r}") from error
-        return lambda: into
 
     def pass_over(self, end: BucketReceiver, bucket: Bucket) -> None:
         """Take a bucket that is not for this rank, from a transport that sends every rank everything."""

@@ -48,9 +48,7 @@ def met_by(offer: SyncOffer, seat: Seat) -> tuple[SyncOffer, Seat]:
         return offer, seat
     name = key_of(seat.member, seat.rank)
     if name not in offer.endpoints:
-        raise TransferError(
-            f"rank {seat.rank} of {seat.member} has no sender: those of this sync are for {', '.join(offer.endpoints)}"
-        )
+        raise TransferError(f"{seat} has no sender: those of this sync are for {', '.join(offer.endpoints)}")
     return met_at(offer, offer.endpoints[name]), Seat(member=name)
 
 

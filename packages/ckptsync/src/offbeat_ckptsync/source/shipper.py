@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
     from offbeat_ckptsync.values import Bucket, SyncOffer
 
-NUM_BUFFERS = 3
-"""One being filled, one being digested, one on the wire."""
+NUM_BUFFERS = 4
+"""One being filled, one being digested, two on the wire."""
 
 
 @dataclass(slots=True)
@@ -61,6 +62,9 @@ class Shipper:
         self._starts, _ = bucket_starts(buckets)
         self._free: queue.Queue[torch.Tensor | None] = queue.Queue()
         self._full: queue.Queue[tuple[Bucket, BucketBuilder, Future[str]] | None] = queue.Queue()
+        self._flying: deque[tuple[Callable[[], None], BucketBuilder, str]] = (
+            deque()
+        )  # begun, the oldest first
         self._digests: list[str] = []
         self._digest_s = self._wire_s = 0.0
         self._wire_bytes = 0
@@ -168,6 +172,8 @@ class Shipper:
             sender = self._sender = self._open_sender()
             while (item := self._full.get()) is not None and not self._cancelled.is_set():
                 self._send(sender, *item)
+            while self._flying and not self._cancelled.is_set():
+                self._land()
             if not self._cancelled.is_set():
                 mark = time.perf_counter()
                 sender.close()
@@ -179,16 +185,34 @@ class Shipper:
     def _send(
         self, sender: BucketSender, bucket: Bucket, filling: BucketBuilder, digested: Future[str]
     ) -> None:
+        """Begin to send a bucket, and wait for the oldest ones where too many are under way: others need their buffers."""
         result = digested.result(self._timeout_s)
         mark = time.perf_counter()
         with self._wire_stream.after():  # a digest has waited for the filling
             if filling.delta is None:
-                sender.send(bucket, filling.payload)
+                end = sender.start(bucket, filling.payload)
             else:
                 sender.send_delta(bucket, filling.delta)
+                end = _sent
+        self._wire_s += time.perf_counter() - mark
+        self._flying.append((end, filling, result))
+        while len(self._flying) >= min(sender.in_flight, NUM_BUFFERS - 1):
+            self._land()
+
+    def _land(self) -> None:
+        """Wait until the oldest bucket that is under way has left, and take its buffer back."""
+        end, filling, result = self._flying[0]
+        mark = time.perf_counter()
+        with self._wire_stream.after():
+            end()
+        self._flying.popleft()
         self._wire_bytes += (filling.payload if filling.delta is None else filling.delta).numel()
         self._wire_s += time.perf_counter() - mark
         self._digest_s += filling.digest_s
         self._digests.append(result)
         if self._lent is None:
             self._free.put(filling.buffer)
+
+
+def _sent() -> None:
+    """Wait for nothing: a delta has left."""

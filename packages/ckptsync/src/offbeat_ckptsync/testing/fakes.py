@@ -117,6 +117,15 @@ class _FaultySender(BucketSender):
             self._fault.strike(bucket, payload)
         self._inner.send(bucket, payload)
 
+    @property
+    def in_flight(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._inner.in_flight
+
+    def start(self, bucket: Bucket, payload: torch.Tensor) -> Callable[[], None]:
+        if self._fault is not None:
+            self._fault.strike(bucket, payload)
+        return self._inner.start(bucket, payload)
+
     def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
         if self._fault is not None:
             self._fault.strike(bucket, delta)
@@ -139,9 +148,21 @@ class _FaultyReceiver(BucketReceiver):
         return self._inner.lend(num_bytes)
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
-        self._inner.receive(bucket, into)
-        if self._fault is not None:
-            self._fault.strike(bucket, into)
+        self.start(bucket, into)()
+
+    @property
+    def in_flight(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._inner.in_flight
+
+    def start(self, bucket: Bucket, into: torch.Tensor) -> Callable[[], None]:
+        wait = self._inner.start(bucket, into)
+
+        def arrive() -> None:
+            wait()
+            if self._fault is not None:
+                self._fault.strike(bucket, into)
+
+        return arrive
 
     @property
     def wire_bytes(self) -> int | None:

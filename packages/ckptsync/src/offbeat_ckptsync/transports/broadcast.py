@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,8 @@ from offbeat_ckptsync.transports.rendezvous import Rendezvous
 from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.store import Store
     from offbeat_ckptsync.values import Bucket, SyncOffer
@@ -131,6 +134,7 @@ class BroadcastTransport(Transport):
 
 class _End:
     sends = False
+    in_flight = 2  # the wire is not idle while the next one is taken up
 
     def __init__(self, transport: BroadcastTransport, offer: SyncOffer, group: Group) -> None:
         self._transport = transport
@@ -141,18 +145,36 @@ class _End:
         self._parts = [parts_of(offer, seat) for seat in seats]  # of each rank but the source
         self._ranks: dict[int, list[int]] = {}  # that get the buckets of a part
 
-    def move(self, bucket: Bucket, payload: torch.Tensor, what: str) -> None:
+    def begin(self, bucket: Bucket, payload: torch.Tensor, what: str) -> Callable[[], None]:
+        """Begin to move a bucket's bytes; return a call that waits for them."""
         if self._transport.is_aborted(self._offer.sync_id):
             raise TransferError(f"broadcast: aborted before bucket {bucket.index}")
         left_s = self._deadline - time.monotonic()
         ranks = self._audience(bucket)
-        try:
+        with self._explained(bucket, what):
             if len(ranks) == len(self._group.seats):
-                self._group.broadcast(payload, left_s)
+                end = self._group.start(payload, left_s)
             elif self.sends:
                 self._group.give(payload, ranks, left_s)
+                return lambda: None
             else:
                 self._group.take(payload, left_s)
+                return lambda: None
+
+        def wait() -> None:
+            with self._explained(bucket, what):
+                end()
+
+        return wait
+
+    def move(self, bucket: Bucket, payload: torch.Tensor, what: str) -> None:
+        """Move a bucket's bytes, or some that go with it."""
+        self.begin(bucket, payload, what)()
+
+    @contextmanager
+    def _explained(self, bucket: Bucket, what: str) -> Generator[None]:
+        try:
+            yield
         except (RuntimeError, TransferError) as error:  # TransferError: too late, or left by `abort`
             self._transport.failed(self._group)
             raise TransferError(
@@ -172,9 +194,12 @@ class _Sender(_End, BucketSender):
     sends = True
 
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
+        self.start(bucket, payload)()
+
+    def start(self, bucket: Bucket, payload: torch.Tensor) -> Callable[[], None]:
         if self._offer.bases:
             self._announce(bucket, _WHOLE, payload.device)
-        self.move(bucket, payload, "sent")
+        return self.begin(bucket, payload, "sent")
 
     def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
         self._announce(bucket, delta.numel(), delta.device)
@@ -210,7 +235,10 @@ class _Receiver(_End, BucketReceiver):
         return delta
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
-        self.move(bucket, into, "received")
+        self.start(bucket, into)()
+
+    def start(self, bucket: Bucket, into: torch.Tensor) -> Callable[[], None]:
+        return self.begin(bucket, into, "received")
 
     def close(self) -> None:
         """The group stays for the next sync."""

@@ -30,7 +30,7 @@ from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.threads import use_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator
 
     from offbeat_ckptsync.store import Store
 
@@ -64,6 +64,7 @@ class Group:
         self._held: list[Any] = []  # the process group, once built
         self._met_at: TorchStore | None = None  # torch holds on to its own half of it only
         self._left = threading.Event()
+        self._flying: deque[list[Any]] = deque()  # chunks of broadcasts, the oldest first
         self._chunk_bytes = CHUNK_BYTES
 
     def build(self, store: Store, rank: int, host: str, device: str, timeout_s: float) -> None:
@@ -133,12 +134,29 @@ class Group:
 
     def broadcast(self, payload: torch.Tensor, timeout_s: float) -> None:
         """Send to all from rank 0, or receive; returns when `payload` may be used again."""
+        self.start(payload, timeout_s)()
+
+    def start(self, payload: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+        """Begin to send to all from rank 0, or to receive; return a call that waits until `payload` may be used again.
+
+        Chunks of several payloads may be under way, `IN_FLIGHT` in all; whoever is one too many is waited for here.
+        """
         options: Any = BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(timeout_s, 0.001))
-        self._each_chunk(
-            payload, timeout_s, lambda chunk: [self._group().broadcast([chunk], options)], IN_FLIGHT
-        )
+        deadline = time.monotonic() + timeout_s
+        own: list[list[Any]] = []
+        for chunk in self._chunks(payload):
+            while len(self._flying) >= IN_FLIGHT:
+                self._finish(self._flying.popleft(), deadline)
+            own.append([self._group().broadcast([chunk], options)])
+            self._flying.append(own[-1])
+
+        def finish() -> None:
+            for works in own:
+                self._finish(works, deadline)
+
+        return finish
 
     def give(self, payload: torch.Tensor, ranks: list[int], timeout_s: float) -> None:
         """Send to some ranks of the group only, a chunk at a time to all of them."""
@@ -176,23 +194,20 @@ class Group:
         return _Waited(work, timeout_s) if isinstance(self._group(), ProcessGroupGloo) else work
 
     def _each_chunk(
-        self,
-        payload: torch.Tensor,
-        timeout_s: float,
-        start: Callable[[torch.Tensor], list[Any]],
-        in_flight: int = 1,
+        self, payload: torch.Tensor, timeout_s: float, start: Callable[[torch.Tensor], list[Any]]
     ) -> None:
         deadline = time.monotonic() + timeout_s
-        waiting: deque[Any] = deque()
+        for chunk in self._chunks(payload):
+            self._finish(start(chunk), deadline)
+
+    def _chunks(self, payload: torch.Tensor) -> Iterator[torch.Tensor]:
         for first in range(0, payload.numel(), self._chunk_bytes):
-            if len(waiting) >= in_flight:
-                self._finish(waiting.popleft(), deadline)
-            waiting.append(start(payload[first : first + self._chunk_bytes]))
-        for works in waiting:
-            self._finish(works, deadline)
+            yield payload[first : first + self._chunk_bytes]
 
     def _finish(self, works: list[Any], deadline: float) -> None:
-        for work in works:
+        """Wait for works, and let go of them: done is done, whoever asks again."""
+        while works:
+            work = works[0]
             while not work.is_completed():
                 if self._left.is_set():
                     raise TransferError("the group was left")
@@ -200,6 +215,7 @@ class Group:
                     raise TransferError("nothing more came in time")
                 time.sleep(_LOOK_S)
             work.wait()  # raises what went wrong
+            del works[0]
 
 
 class StoreForTorch(TorchStore):

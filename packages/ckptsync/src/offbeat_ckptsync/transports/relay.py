@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ from offbeat_ckptsync.transports.topology import here, machine_of
 from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.values import Bucket, SyncOffer
 
@@ -141,6 +144,19 @@ class _Sender(BucketSender):
     def waits_for(self) -> str:
         return ", ".join(filter(None, (end.waits_for() for end in self._ends)))
 
+    @property
+    def in_flight(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return max((end.in_flight for end in self._ends), default=1)
+
+    def start(self, bucket: Bucket, payload: torch.Tensor) -> Callable[[], None]:
+        waits = [end.start(bucket, payload) for end in self._ends]
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return wait
+
     def close(self) -> None:
         for end in self._ends:
             end.close()
@@ -221,15 +237,25 @@ class _Pump:
                     place.copy_(landed)
             sender.send(bucket, place, taken)
 
-        for bucket, start in zip(self._buckets, starts, strict=True):
-            place = landed = segment[start : start + bucket.num_bytes]
-            if landings:
-                if len(told) >= _NUM_LANDINGS:
-                    told[-_NUM_LANDINGS].result()  # its landing is this one's
-                landed = landings[bucket.index % _NUM_LANDINGS][: bucket.num_bytes]
-            end.receive(bucket, landed)
+        flying: deque[tuple[Callable[[], None], Bucket, torch.Tensor, torch.Tensor]] = deque()
+
+        def land() -> None:
+            wait, bucket, landed, place = flying.popleft()
+            wait()
             self.num_bytes += bucket.num_bytes
             told.append(pool.submit(tell, bucket, landed, place))
+
+        for number, (bucket, start) in enumerate(zip(self._buckets, starts, strict=True)):
+            place = landed = segment[start : start + bucket.num_bytes]
+            if landings:
+                if number >= _NUM_LANDINGS:
+                    told[number - _NUM_LANDINGS].result()  # its landing is this one's
+                landed = landings[number % _NUM_LANDINGS][: bucket.num_bytes]
+            flying.append((end.start(bucket, landed), bucket, landed, place))
+            while len(flying) >= min(end.in_flight, _NUM_LANDINGS):
+                land()
+        while flying:
+            land()
         for each in told:
             each.result()
         end.close()
