@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from offbeat_engine.errors import StateError
+from offbeat_engine.interfaces import let_gloo_use_the_way_to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,8 @@ class World:
         Args:
             rank: this process, 0..size-1; rank 0 hosts the store.
             size: number of processes.
-            store_address: `host:port` that rank 0 can bind and the others can reach.
+            store_address: `host:port` that rank 0 can bind and the others can reach; gloo listens on the interface by which a
+                rank reaches it, unless `GLOO_SOCKET_IFNAME` says otherwise.
             device: "cpu" or "cuda".
             timeout_s: bound on the rendezvous and on every later collective.
             local_rank: index of this rank's GPU on its host.
@@ -67,6 +69,7 @@ class World:
         timeout = timedelta(seconds=timeout_s)
         if device == "cuda":
             torch.cuda.set_device(local_rank)
+        let_gloo_use_the_way_to(host, int(port))
         try:
             store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
             dist.init_process_group(
