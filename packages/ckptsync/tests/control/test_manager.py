@@ -243,6 +243,33 @@ async def test_a_member_that_went_does_not_fail_the_others():
     assert_same(sinks["a"].weights, awkward_weights(1))
 
 
+@pytest.mark.parametrize("found", [["b"], []])
+async def test_who_is_found_lost_after_a_failure_does_not_fail_the_others(found):
+    told = []
+
+    async def on_failure(names, failed):
+        told.append((names, str(failed)))
+        for name in found:
+            manager.remove(name)
+
+    local = local_of(served("a", "b", seed=0))
+    manager = CheckpointEngineManager(LocalSource(local.publisher), CONFIG, on_failure=on_failure)
+    manager.add(LocalMember(local.receivers["a"], LoopbackTransport()))
+    manager.add(
+        LocalMember(local.receivers["b"], FaultyTransport(LoopbackTransport(), on_receive=Fault("die", 1)))
+    )
+    if not found:
+        with pytest.raises(SyncFailed, match="the line is cut"):
+            await manager.sync(1)
+    else:
+        report = await manager.sync(1)
+        assert (set(report.members), [*report.left]) == ({"a"}, ["b"])
+        assert_same(local.sinks["a"].weights, awkward_weights(1))
+    ((names, why),) = told
+    assert names == ["a", "b"]
+    assert "b: " in why
+
+
 class RefusingSink(DictSink):
     refuse = False
 

@@ -24,6 +24,9 @@ _Result = TypeVar("_Result")
 OnFence = Callable[[str, str], Awaitable[None]]
 """Called with a member's name and the reason when it is fenced off: give it no more traffic, start it anew."""
 
+OnFailure = Callable[[list[str], SyncFailed], Awaitable[None]]
+"""Called with the members of a sync that failed, and how. It may find out who of them is lost, and `remove` those."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verified:
@@ -40,11 +43,19 @@ class CheckpointEngineManager:
     fenced off: it is no member any more, the others go on with the new version. `catch_up` brings it back.
     """
 
-    def __init__(self, source: Source, config: SyncConfig, *, on_fence: OnFence | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        config: SyncConfig,
+        *,
+        on_fence: OnFence | None = None,
+        on_failure: OnFailure | None = None,
+    ) -> None:
         """Send what `source` holds, within the deadlines of `config`."""
         self._source = source
         self._config = config
         self._on_fence = on_fence
+        self._on_failure = on_failure
         self._members: dict[str, Member] = {}
         self._fenced: dict[str, str] = {}
         self._label: Label | None = None
@@ -127,6 +138,8 @@ class CheckpointEngineManager:
                         self._source, members, Target(version=version, check=self._book.check)
                     )
                 except SyncFailed as failed:
+                    if self._on_failure is not None:
+                        await self._on_failure([*members], failed)
                     gone = [name for name, member in members.items() if self._members.get(name) is not member]
                     if not gone or not self._members:
                         raise

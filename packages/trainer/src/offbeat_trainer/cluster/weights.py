@@ -38,6 +38,7 @@ class ClusterPublisher:
             TrainSource(train, rollout.nodes, _neighbours(train, rollout, config)),
             config,
             on_fence=self._fence,
+            on_failure=self._lose_unwell,
         )
         for member in rollout.members.values():
             self._manager.add(member)
@@ -84,14 +85,9 @@ class ClusterPublisher:
         """Bring a replacement to the committed version by what another replica kept of it, while training goes on."""
         if self._report is None or self._rollout.devices_free is not None:
             return False  # on shared devices it may not load while something trains
-        try:
-            await self._manager.catch_up(member, peers_only=True)
-        except (SyncError, ConnectionError, TimeoutError) as error:
-            log.info("%s gets nothing from the other replicas: %s", member.name, error)
-            return False
-        assert self._manager.version is not None
-        self._admit(member.name, self._manager.version)
-        return True
+        if why := await self._catch_up(member, peers_only=True):
+            log.info("%s gets nothing from the other replicas: %s", member.name, why)
+        return not why
 
     async def rescue(self) -> None:
         """See `Joiner.rescue`."""
@@ -105,41 +101,44 @@ class ClusterPublisher:
         ahead = self._train.updates - self._updates
         if ahead == 0:
             for name, (member, _) in list(self._waiting.items()):
-                await self._catch_up(name, member)
+                if why := await self._catch_up(member):
+                    self._refuse(name, why)
         elif not self._rollout.serving and self._members_left():
             await self._sync(self._report.version + ahead)
 
-    async def _catch_up(self, name: str, member: Member) -> None:
-        assert self._report is not None
+    async def _catch_up(self, member: Member, *, peers_only: bool = False) -> str:
+        """Bring a replacement to the committed version and give it traffic; return why that failed, or ""."""
         try:
-            await self._manager.catch_up(member)
+            await self._manager.catch_up(member, peers_only=peers_only)
         except (SyncError, ConnectionError, TimeoutError) as error:
-            self._refuse(name, str(error))
-        else:
-            self._admit(name, self._report.version)
+            return str(error)
+        assert self._manager.version is not None
+        self._admit(member.name, self._manager.version)
+        return ""
 
     async def _sync(self, version: int) -> bool:
-        """Bring the members to `version`; False if some of them were lost and it should be tried with the rest.
+        """Bring the members to `version`, without those who are lost meanwhile; False if all were.
 
         Raises:
-            SyncFailed: it failed, and all members are well.
+            SyncFailed: it failed, and those it failed with are well.
         """
-        before = self._manager.members
         try:
             report = await self._manager.sync(version)
-        except SyncFailed as failed:
-            log.warning("version %d: %s", version, failed)
-            unwell = await self._rollout.unwell(before)
-            for name, reason in unwell.items():
-                self._manager.remove(name)
-                self._refuse(name, reason)
-            if self._manager.members == before:
+        except SyncFailed:
+            if self._manager.members:
                 raise
             return False
         self._report, self._updates = report, self._train.updates
         for name in report.members:
             self._admit(name, version)
         return True
+
+    async def _lose_unwell(self, names: list[str], failed: SyncFailed) -> None:
+        """Ask the members of a sync that failed for their health, and forget those that are not well."""
+        log.warning("%s", failed)
+        for name, reason in (await self._rollout.unwell(names)).items():
+            self._manager.remove(name)
+            self._refuse(name, reason)
 
     def _members_left(self) -> bool:
         """Forget who was lost; where that was everybody, those who wait to join are the members."""
