@@ -72,24 +72,24 @@ class LowTokens:
         return Prompt(uid=str(seed), text=str(ids), token_ids=ids)
 
 
+def new_engine(model):
+    config = Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=3e-3))
+    engine = engine_class("fsdp2")(config, World())
+    engine.init_model()
+    return engine
+
+
 async def run(
     folder, model, *, loop=LOOP, algorithm=None, transport="loopback", resume=False, updates=1, stop=None,
     mode=run_sync, **asynchronous,
 ):  # fmt: skip
     algorithm = AlgorithmConfig() if algorithm is None else algorithm
-    config = Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=3e-3))
-
-    def new_engine():
-        engine = engine_class("fsdp2")(config, World())
-        engine.init_model()
-        return engine
-
-    engine = new_engine()
+    engine = new_engine(model)
     actor = Actor(
         engine,
         PolicyLoss(config=algorithm, max_completion_tokens=8),
         updates_per_step=updates,
-        reference=Reference(new_engine()) if algorithm.kl_coef else None,
+        reference=Reference(new_engine(model)) if algorithm.kl_coef else None,
     )
     replica = adapter_class("hf")(RolloutConfig(model_path=model, max_model_len=32))
     await replica.start()
