@@ -1,4 +1,4 @@
-"""Threads: blocking work beside an event loop, how many share work, and which GPU and stream they work on."""
+"""Threads: blocking work beside an event loop, how many share work, and which GPU, stream and host memory they work on."""
 
 # torch types its CUDA interface in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import mmap
 import os
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from offbeat_ckptsync.errors import SyncError
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
 _Result = TypeVar("_Result")
+
+log = logging.getLogger(__name__)
 
 _MAX_MOVERS = 4  # a few cores saturate a machine's memory
 
@@ -87,6 +93,69 @@ def settle(device: torch.device) -> None:
     """Wait until everything queued on a GPU is done, and raise what failed there; nothing to wait for on the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+class HostPages(mmap.mmap):
+    """Pages of host memory that are written by this process; where it uses CUDA they can be pinned.
+
+    A GPU copies to and from pinned pages by itself, beside everything else. They are so until the last tensor over them is
+    gone: pinning takes about as long as filling them does, so what is pinned is kept from sync to sync.
+    """
+
+    _address = 0  # where they are pinned
+    _runtime: Any = None  # what pinned them
+
+    @classmethod
+    def private(cls, num_bytes: int) -> HostPages:
+        """Return fresh pages of this process alone, pinned where it uses CUDA."""
+        pages = cls(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer addresses to look up
+        pages.pin()
+        return pages
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether they are pinned now."""
+        return self._runtime is not None
+
+    def pin(self) -> None:
+        """Pin them, where this process uses CUDA; a refusal is logged, and copies are slower then.
+
+        Not for a private mapping of a file: the driver would take copies of its own of pages that are to follow the file.
+        """
+        runtime = cuda_runtime()
+        if runtime is None or self.is_pinned:
+            return
+        address = int(np.frombuffer(self, dtype=np.uint8).ctypes.data)
+        if refusal := int(runtime.cudaHostRegister(address, len(self), _PORTABLE)):
+            log.warning(
+                "%d bytes of host memory cannot be pinned (CUDA error %d): copies to and from the GPU will be slower",
+                len(self),
+                refusal,
+            )
+            _forget_last_error()
+        else:
+            self._address, self._runtime = address, runtime
+
+    def __del__(self) -> None:
+        """Unpin them, before they are unmapped."""
+        if self._runtime is not None:
+            self._runtime.cudaHostUnregister(self._address)
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
+
+
+def cuda_runtime() -> Any:  # noqa: ANN401 -- torch's bindings have no types
+    """Return CUDA's runtime as torch binds it, or None where this process does not use CUDA (yet)."""
+    return torch.cuda.cudart() if torch.cuda.is_initialized() else None
+
+
+def _forget_last_error() -> None:
+    """Let torch look at the error of a call that was refused, or it would blame the next kernel for it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 class SideStream:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import weakref
 from typing import TYPE_CHECKING
 
@@ -11,8 +9,11 @@ import numpy as np
 import torch
 
 from offbeat_ckptsync.plan.buckets import tensor_views
+from offbeat_ckptsync.threads import HostPages
 
 if TYPE_CHECKING:
+    import mmap
+
     from numpy.typing import NDArray
 
     from offbeat_ckptsync.values import Bucket, Manifest
@@ -53,11 +54,7 @@ class Memory:
         self.device = device
         self._bytes: Pages | torch.Tensor
         if device == "cpu":
-            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            pages = mmap.mmap(-1, max(num_bytes, 1), flags=private)
-            with contextlib.suppress(OSError):  # a kernel without them
-                pages.madvise(mmap.MADV_HUGEPAGE)  # fewer addresses to look up
-            self._bytes = Pages(pages, num_bytes)
+            self._bytes = Pages(HostPages.private(num_bytes), num_bytes)
         else:
             self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 

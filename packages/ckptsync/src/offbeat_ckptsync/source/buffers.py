@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import time
 from typing import TYPE_CHECKING
 
@@ -12,6 +10,7 @@ import torch
 
 from offbeat_ckptsync.plan.buckets import gaps
 from offbeat_ckptsync.plan.digest import RunningDigest, digest
+from offbeat_ckptsync.threads import HostPages, cuda_runtime, mark_of
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.values import Bucket, Piece
@@ -48,10 +47,7 @@ class Buffers:
     def _make(self, num_bytes: int) -> torch.Tensor:
         if self.device != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer addresses to look up
-        return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+        return torch.frombuffer(HostPages.private(num_bytes), dtype=torch.uint8)[:num_bytes]
 
 
 class BucketBuilder:
@@ -71,6 +67,8 @@ class BucketBuilder:
         self._bytes = self.payload.numpy() if buffer.device.type == "cpu" else None
         self._running = RunningDigest() if digests_pieces else None
         self._num_digested = 0
+        self._is_pinned = self._bytes is not None and cuda_runtime() is not None and buffer.is_pinned()
+        self._copied: torch.cuda.Event | None = None  # behind the last copy that a GPU makes by itself
         for start, end in gaps(bucket):
             self.payload[start:end].zero_()
 
@@ -79,7 +77,10 @@ class BucketBuilder:
         start, end = piece.bucket_offset, piece.bucket_offset + piece.num_bytes
         given = data[piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
         if self._bytes is None or given.device.type != "cpu":
-            self.payload[start:end].copy_(given)
+            # Into pinned memory a GPU copies beside what the source does next, in the order of the source's stream.
+            self.payload[start:end].copy_(given, non_blocking=self._is_pinned)
+            if self._is_pinned:
+                self._copied = mark_of(given)
             return
         # Not torch's copy: its threads would meet after every tensor. Not `numpy()`: it forbids torch for ever to resize
         # the storage, which an engine does that moves its weights.
@@ -90,8 +91,15 @@ class BucketBuilder:
             np.copyto(self._bytes[start + first : start + first + len(block)], block)
             self._digest_until(start + first + len(block))
 
+    def settle(self) -> None:
+        """Wait for what a GPU copies by itself."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            copied.synchronize()
+
     def digest(self) -> str:
         """Return the digest of the bucket, once it is full."""
+        self.settle()
         if self._running is not None:
             self._digest_until(self.payload.numel())
             return self._running.result()
@@ -103,6 +111,7 @@ class BucketBuilder:
     def _digest_until(self, end: int) -> None:
         if self._running is None or self._bytes is None:
             return
+        self.settle()
         mark = time.perf_counter()
         self._running.update(self._bytes[self._num_digested : end])
         self._num_digested = end

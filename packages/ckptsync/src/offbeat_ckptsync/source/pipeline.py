@@ -108,6 +108,7 @@ class BucketStream:
             for piece in bucket.pieces:
                 self._places.setdefault(piece.spec_index, []).append((bucket, piece))
         self._open: dict[int, _Open] = {}  # one of each part at most
+        self._last: BucketBuilder | None = None  # that was begun
         self._delta = delta
         self._shipper = Shipper(
             offer, open_sender, self._buckets, buffers=buffers, lent=lent, parallel=self._later
@@ -164,12 +165,15 @@ class BucketStream:
 
     def cancel(self) -> None:
         """Stop shipping; what is on the wire is lost. Harmless when nothing runs."""
+        if self._last is not None:
+            self._last.settle()  # and what was copied before it
         self._shipper.cancel()
 
     def _open_bucket(self, bucket: Bucket) -> _Open:
         if bucket.index not in self._open:
             buffer = self._shipper.buffer(bucket)
-            self._open[bucket.index] = _Open(BucketBuilder(bucket, buffer, digests_pieces=self._later))
+            self._last = BucketBuilder(bucket, buffer, digests_pieces=self._later)
+            self._open[bucket.index] = _Open(self._last)
         return self._open[bucket.index]
 
     def _complete(self, bucket: Bucket, opened: _Open) -> str:
@@ -177,6 +181,7 @@ class BucketStream:
         with self._packing:
             for piece, data in opened.waiting:
                 filling.add(piece, data)
+            filling.settle()
             if self._delta is not None:
                 filling.delta = self._delta(bucket, filling.payload)
             return filling.digest()

@@ -19,6 +19,7 @@ import torch
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.memory import Pages
+from offbeat_ckptsync.threads import HostPages
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,8 +47,9 @@ class Segment:
             size = max(num_bytes, mmap.PAGESIZE)
             os.ftruncate(self.fd, size)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            pages = mmap.mmap(self.fd, size)
+            pages = HostPages(self.fd, size)
             _fill(self.fd, pages, size)
+            pages.pin()
         except (OSError, ValueError) as error:
             os.close(self.fd)
             raise TransferError(
@@ -81,7 +83,8 @@ class Mapping:
     """A receiver's view of a segment, kept from sync to sync: page tables cost more than half a copy.
 
     It is private: a loader that writes into the tensors it is given changes nothing for others. Pages it wrote no
-    longer follow the source, so a mapping that was written to is used once only (`written`, `is_spoilt`).
+    longer follow the source, so a mapping that was written to is used once only (`written`, `is_spoilt`). For the same
+    reason it is not pinned: that would write to all of them.
     """
 
     def __init__(self, segment_id: str, fd: int, num_bytes: int) -> None:
