@@ -10,15 +10,24 @@ from offbeat_engine import Dtype, Fsdp2Config, ModelConfig, OptimizerConfig, Wor
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_rollout import RolloutConfig
 from offbeat_rollout.hf import HfEngine
-from offbeat_trainer import AlgorithmConfig, LoopConfig, Prompt, SamplingConfig, Score
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer import (
+    Grpo,
+    GrpoConfig,
+    Learner,
+    LoopConfig,
+    Prompt,
+    Role,
+    SamplingConfig,
+    Score,
+    StepShape,
+)
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.local import LocalPolicy, LocalPublisher
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.parts import Parts, StopRequest
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.reporters.jsonl import JsonlReporter
-from offbeat_trainer.roles import Actor
+from offbeat_trainer.roles import POLICY
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.seeds import derive_seed
 
@@ -87,8 +96,7 @@ class GrpoRun:
         )
         engine = Fsdp2Engine(config, World(device=device))
         engine.init_model()
-        algorithm = AlgorithmConfig()
-        actor = Actor(engine, PolicyLoss(config=algorithm, max_completion_tokens=MAX_TOKENS))
+        algorithm = Grpo(config=GrpoConfig(), step=StepShape(max_completion_tokens=MAX_TOKENS))
         replica = HfEngine(
             RolloutConfig(
                 model_path=self.model,
@@ -98,7 +106,8 @@ class GrpoRun:
             )
         )
         await replica.start()
-        policy = LocalPolicy(engine, actor, folder / "policy", keep=1, timeout_s=TIMEOUT_S)
+        learner = Learner(algorithm, {POLICY: Role(engine)}, checkpoints=str(folder), keep=1)
+        policy = LocalPolicy(learner, timeout_s=TIMEOUT_S)
         parts = Parts(
             task=LowTokens(vocab=self.size.vocab),
             policy=policy,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from modes_paced import Lengths, PacedReplica, PacedTask, StepLog, TimedJournal
 
 from offbeat_ckptsync import SyncReport
-from offbeat_trainer import AlgorithmConfig, AsyncConfig, LoopConfig, SamplingConfig, SqliteJournal
+from offbeat_trainer import AsyncConfig, Grpo, GrpoConfig, LoopConfig, SamplingConfig, SqliteJournal
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
@@ -212,7 +212,7 @@ def _parts(folder: Path, replica: PacedReplica, log: StepLog, journal: TimedJour
             save_every=0,
             sample_every=0,
         ),
-        algorithm=AlgorithmConfig(),
+        algorithm=Grpo(config=GrpoConfig()),
         sampling=SamplingConfig(max_tokens=load.lengths.longest),
         asynchrony=AsyncConfig(max_staleness=load.staleness),
         journal=journal,

@@ -13,8 +13,17 @@ from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
-from offbeat_trainer import AlgorithmConfig, AsyncConfig, LoopConfig, SamplingConfig, SqliteJournal
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer import (
+    AsyncConfig,
+    Grpo,
+    GrpoConfig,
+    Learner,
+    LoopConfig,
+    Role,
+    SamplingConfig,
+    SqliteJournal,
+    StepShape,
+)
 from offbeat_trainer.bridge import EngineWeights
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.local import LocalPolicy
@@ -23,7 +32,7 @@ from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.parts import Parts
 from offbeat_trainer.loops.sync import run_sync
-from offbeat_trainer.roles import Actor
+from offbeat_trainer.roles import POLICY
 from offbeat_trainer.run_store import RunStore
 
 if TYPE_CHECKING:
@@ -119,19 +128,13 @@ async def train(folder: Path, model: str, mode: str, token_s: float, steps: int)
     """Run `mode` in `folder` on `model`, with real training and a generator that takes `token_s` seconds a token on each slot."""
     engine = new_engine(model)
     replica = PacedReplica(LENGTHS, token_s, SLOTS)
-    algorithm, log = AlgorithmConfig(), StepLog()
+    log = StepLog()
+    algorithm = Grpo(config=GrpoConfig(), step=StepShape(max_completion_tokens=LENGTHS.longest))
     journal = TimedJournal(SqliteJournal(folder / "journal.sqlite"))
     parts = Parts(
         task=PacedTask(),
         policy=LocalPolicy(
-            engine,
-            Actor(
-                engine,
-                PolicyLoss(config=algorithm, max_completion_tokens=LENGTHS.longest),
-                updates_per_step=1,
-            ),
-            folder / "policy",
-            keep=2,
+            Learner(algorithm, {POLICY: Role(engine)}, checkpoints=str(folder), keep=2),
             timeout_s=STEP_TIMEOUT_S,
         ),
         generator=GroupGenerator(replica.generate_many),

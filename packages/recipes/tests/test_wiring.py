@@ -14,6 +14,7 @@ from offbeat_recipes.wiring import (
     replica_environments,
     threads_per_rank,
 )
+from offbeat_trainer import Grpo, GrpoConfig, StepShape
 from offbeat_trainer.reporters.console import ConsoleReporter
 from offbeat_trainer.reporters.fanout import FanOut
 from offbeat_trainer.reporters.jsonl import JsonlReporter
@@ -100,14 +101,14 @@ def test_what_the_processes_are_told(folder, monkeypatch):
         2,
         1,
     )
-    assert (train.updates_per_step, train.keep_checkpoints, train.collective_timeout_s) == (2, 5, 44.0)
-    assert train.loss_fn.max_completion_tokens == 21
-    assert train.loss_fn.config == config.algorithm
+    assert (train.keep_checkpoints, train.collective_timeout_s) == (5, 44.0)
+    step = StepShape(group_size=16, updates_per_step=2, max_completion_tokens=21)
+    assert train.algorithm == Grpo(config=GrpoConfig(kl_coef=0.5), step=step)
     assert (rollout.adapter_name, rollout.num_replicas, rollout.rollout.model_path) == ("hf", 3, "/m")
     assert len(rollout.environments) == 3
     assert (spec.step_timeout_s, spec.num_gpus) == (33.0, 0)
     # Other processes have other working directories.
-    assert train.checkpoint_dir == str(folder.checkpoints.absolute() / "policy")
+    assert train.checkpoint_dir == str(folder.checkpoints.absolute())
     assert spec.log_dir == str(folder.logs.absolute())
 
 

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from offbeat_engine import check_batch
 from offbeat_rollout import Completion, Finish, version_spans
-from offbeat_trainer.algorithms.advantages import compute_advantages
-from offbeat_trainer.assemble import NO_VERSION, assemble, assemble_examples, group_metrics, with_advantages
+from offbeat_trainer.algorithms.advantages import compute_advantages, group_advantages
+from offbeat_trainer.assemble import NO_VERSION, assemble, assemble_examples, group_metrics
 from offbeat_trainer.config import Advantage
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import reduce_metrics
@@ -41,8 +42,12 @@ GROUPS = [
 ]
 
 
+def targets(groups, kind=Advantage.GRPO):
+    return {"advantages": group_advantages(groups, partial(compute_advantages, kind))}
+
+
 def test_by_hand():
-    batch = assemble(with_advantages(GROUPS, Advantage.DR_GRPO), temperature=0.7)
+    batch = assemble(GROUPS, targets(GROUPS, Advantage.DR_GRPO), temperature=0.7)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [5, 6, 0, 0, 0], [4, 3, 0, 0, 0]]
     assert batch["lengths"].tolist() == [5, 2, 2]
     assert batch["loss_mask"].int().tolist() == [[0, 0, 1, 1, 1], [0] * 5, [0, 1, 0, 0, 0]]
@@ -63,19 +68,18 @@ groups_of_tokens = st.lists(
 
 @given(groups_of_tokens)
 def test_every_sequence_reads_back(drawn):
-    groups = with_advantages(
-        [
-            group(prompt, [completion(c) for c in some], [0.1 * len(c) for c in some], uid=str(i))
-            for i, (prompt, some) in enumerate(drawn)
-        ],
-        Advantage.GRPO,
-    )
-    batch = assemble(groups, temperature=1.0)
+    groups = [
+        group(prompt, [completion(c) for c in some], [0.1 * len(c) for c in some], uid=str(i))
+        for i, (prompt, some) in enumerate(drawn)
+    ]
+    wanted = targets(groups)
+    batch = assemble(groups, wanted, temperature=1.0)
+    advantages = iter(wanted["advantages"].tolist())
     check_batch(batch)
     rows = iter(range(batch.batch_size[0]))
     for index, one in enumerate(groups):
-        for made, advantage in zip(one.completions, one.advantages, strict=True):
-            row = batch[next(rows)]
+        for made in one.completions:
+            row, advantage = batch[next(rows)], next(advantages)
             start, end = len(one.prompt.token_ids), int(row["lengths"])
             assert row["input_ids"][:end].tolist() == [*one.prompt.token_ids, *made.token_ids.tolist()]
             assert row["loss_mask"].nonzero().flatten().tolist() == list(range(start, end))
@@ -89,7 +93,7 @@ def test_every_sequence_reads_back(drawn):
             assert (row["policy_version"][outside] == NO_VERSION).all()
 
 
-def slowly(groups, temperature):
+def slowly(groups, advantages, temperature):
     """What `assemble` returns, token by token, as lists."""
     width = max(len(one.prompt.token_ids) + len(made.token_ids) for one in groups for made in one.completions)
     fills = {
@@ -100,8 +104,10 @@ def slowly(groups, temperature):
         "policy_version": -1,
     }
     rows = {key: [] for key in (*fills, "lengths", "temperature", "group")}
+    of_each = iter(advantages)
     for index, one in enumerate(groups):
-        for made, advantage in zip(one.completions, one.advantages, strict=True):
+        for made in one.completions:
+            mine = next(of_each)
             row = {key: [fill] * width for key, fill in fills.items()}
             place = 0
             for token in one.prompt.token_ids:
@@ -111,7 +117,7 @@ def slowly(groups, temperature):
             for token, logprob, version in zip(made.token_ids, made.logprobs, versions, strict=True):
                 row["input_ids"][place] = int(token)
                 row["loss_mask"][place] = True
-                row["advantages"][place] = advantage
+                row["advantages"][place] = mine[place - len(one.prompt.token_ids)]
                 row["rollout_logprobs"][place] = float(logprob)
                 row["policy_version"][place] = version
                 place += 1
@@ -154,15 +160,20 @@ def test_tuples_and_arrays_make_the_batch_that_a_slow_loop_makes(drawn):
     batches = []
     for make in (of_tuples, of_arrays):
         groups = [
-            replace(
-                group(prompt, [make(tokens) for tokens in some], [0.0] * len(some)),
-                advantages=tuple(0.1 * index - 1 / 3 for index in range(len(some))),
-            )
-            for prompt, some in drawn
+            group(prompt, [make(tokens) for tokens in some], [0.0] * len(some)) for prompt, some in drawn
         ]
-        batches.append(assemble(groups, temperature=0.7))
-    slow = slowly(groups, 0.7)
-    for batch in batches:
+        made = [completion for one in groups for completion in one.completions]
+        spread_B = torch.tensor([0.1 * index - 1 / 3 for index in range(len(made))], dtype=torch.float64)
+        batches.append(assemble(groups, {"advantages": spread_B}, temperature=0.7))
+        longest = max(completion.num_tokens for completion in made)
+        each_BC = spread_B[:, None] + torch.arange(longest + 1)  # one place more than any token needs
+        each_BC[:, longest] = math.nan
+        batches.append(assemble(groups, {"advantages": each_BC}, temperature=0.7))
+    spread, each = (
+        slowly(groups, rows, 0.7)
+        for rows in (spread_B[:, None].expand_as(each_BC).tolist(), each_BC.tolist())
+    )
+    for batch, slow in zip(batches, (spread, each) * 2, strict=True):
         assert set(batch.keys()) == set(slow)
         for key, values in slow.items():
             assert torch.equal(batch[key], torch.tensor(values, dtype=batch[key].dtype)), key
@@ -172,10 +183,10 @@ def test_advantages_of_mixed_group_sizes_come_back_in_order():
     rewards = [(1.0, 0.0), (1.0, 0.0, 0.5), (0.0, 3.0), (2.0, 2.0, 2.0)]
     groups = [group((1,), [completion((2,))] * len(r), r) for r in rewards]
     for kind in Advantage:
-        for one, reward in zip(with_advantages(groups, kind), rewards, strict=True):
-            wanted_G = compute_advantages(kind, torch.tensor(reward, dtype=torch.float64))
-            assert list(one.advantages) == wanted_G.tolist()
-            assert all(type(advantage) is float for advantage in one.advantages)
+        made_B = targets(groups, kind)["advantages"]
+        assert made_B.dtype is torch.float64
+        wanted = [compute_advantages(kind, torch.tensor(reward, dtype=torch.float64)) for reward in rewards]
+        assert made_B.tolist() == torch.cat(wanted).tolist()
 
 
 def test_examples():
@@ -217,26 +228,43 @@ def test_metrics_of_parts_join_to_those_of_the_whole():
     ("groups", "temperature", "words"),
     [
         ([], 1.0, "at least one group"),
-        (GROUPS, 1.0, "with_advantages"),
-        (with_advantages(GROUPS, Advantage.RLOO), 0.0, "temperature"),
-        (with_advantages(GROUPS, Advantage.RLOO), math.nan, "temperature"),
-        (with_advantages([group((), [completion((1,))], (1.0,))], Advantage.RLOO), 1.0, "empty prompt"),
+        (GROUPS, 0.0, "temperature"),
+        (GROUPS, math.nan, "temperature"),
+        ([group((), [completion((1,))], (1.0,))], 1.0, "empty prompt"),
     ],
 )
 def test_what_cannot_be_assembled_is_refused(groups, temperature, words):
     with pytest.raises(TrainerError, match=words):
-        assemble(groups, temperature=temperature)
+        assemble(groups, targets(groups), temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"advantage": torch.zeros(3)}, "unknown target `advantage`; a batch may hold input_ids"),
+        ({"advantages": torch.zeros(2)}, r"target `advantages` must be \[3\] or \[3, 3\], got \[2\]"),
+        ({"advantages": torch.zeros(3, 2)}, r"must be \[3\] or \[3, 3\], got \[3, 2\]"),
+        ({"group": torch.zeros(3, 3)}, r"target `group` must be \[3\], got \[3, 3\]"),
+        (
+            {"advantages": torch.tensor([0, 0, math.inf])},
+            "target `advantages` of completion 2 .* no finite number",
+        ),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused_by_name(wrong, words):
+    with pytest.raises(TrainerError, match=words):
+        assemble(GROUPS, wrong, temperature=1.0)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39, -1e200, 1.7e308])
 def test_a_reward_that_is_no_number_is_refused_by_name(reward):
     with pytest.raises(TrainerError, match="completion 1 of prompt 'bad'"):
-        with_advantages([group((1,), [completion((2,))] * 2, (0.0, reward), uid="bad")], Advantage.GRPO)
+        targets([group((1,), [completion((2,))] * 2, (0.0, reward), uid="bad")])
 
 
 def test_missing_scores_are_refused():
     with pytest.raises(TrainerError, match="2 completions and 0 scores"):
-        with_advantages([replace(GROUPS[0], scores=())], Advantage.GRPO)
+        targets([replace(GROUPS[0], scores=())])
 
 
 def test_no_examples_are_refused():
@@ -248,9 +276,10 @@ def test_no_examples_are_refused():
 def test_advantages_of_the_largest_rewards_are_float32_numbers(kind):
     """As they were not beyond 1e38: Dr. GRPO's became infinite, GRPO's 0 or NaN."""
     groups = [group((4,), [completion((3,)), completion((3,))], (1e38, -1e38))]
-    [scored] = with_advantages(groups, kind)
-    assert np.isfinite(np.array(scored.advantages, np.float32)).all()
-    assert scored.advantages[0] > 0 > scored.advantages[1]
+    better, worse = targets(groups, kind)["advantages"].float().tolist()
+    assert math.isfinite(better)
+    assert math.isfinite(worse)
+    assert better > 0 > worse
 
 
 def test_a_nan_of_the_sampler_is_named_before_it_is_trained_on():
@@ -261,6 +290,6 @@ def test_a_nan_of_the_sampler_is_named_before_it_is_trained_on():
         policy_versions=(3, 3),
         finish=Finish.STOP,
     )
-    scored = with_advantages([group((4,), [completion((3,)), bad], (1.0, 0.0), uid="odd")], Advantage.GRPO)
+    scored = [group((4,), [completion((3,)), bad], (1.0, 0.0), uid="odd")]
     with pytest.raises(TrainerError, match="NaN as a log-probability in a completion of prompt 'odd'"):
-        assemble(scored, temperature=1.0)
+        assemble(scored, targets(scored), temperature=1.0)

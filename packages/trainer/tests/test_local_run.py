@@ -12,18 +12,21 @@ from offbeat_engine.testing import make_tiny_model
 from offbeat_rollout import RolloutConfig
 from offbeat_rollout.registry import adapter_class
 from offbeat_trainer import (
-    AlgorithmConfig,
     AsyncConfig,
+    Grpo,
+    GrpoConfig,
+    Learner,
     LoopConfig,
     MemoryJournal,
     Partial,
     Prompt,
+    Role,
     SamplingConfig,
     Schedule,
     Score,
     SqliteJournal,
+    StepShape,
 )
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.local import LocalPolicy, LocalPublisher
 from offbeat_trainer.loops.fully_async import run_fully_async
@@ -32,7 +35,6 @@ from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.parts import Parts, StopRequest
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.reporters.jsonl import JsonlReporter
-from offbeat_trainer.roles import Actor, Reference
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.seeds import derive_seed
 
@@ -83,18 +85,16 @@ async def run(
     folder, model, *, loop=LOOP, algorithm=None, transport="loopback", resume=False, updates=1, stop=None,
     mode=run_sync, **asynchronous,
 ):  # fmt: skip
-    algorithm = AlgorithmConfig() if algorithm is None else algorithm
-    engine = new_engine(model)
-    actor = Actor(
-        engine,
-        PolicyLoss(config=algorithm, max_completion_tokens=8),
-        updates_per_step=updates,
-        reference=Reference(new_engine(model)) if algorithm.kl_coef else None,
+    algorithm = Grpo(
+        config=GrpoConfig() if algorithm is None else algorithm,
+        step=StepShape(updates_per_step=updates, max_completion_tokens=8),
     )
+    engine = new_engine(model)
+    roles = {name: Role(engine if name == "policy" else new_engine(model)) for name in algorithm.roles()}
     replica = adapter_class("hf")(RolloutConfig(model_path=model, max_model_len=32))
     await replica.start()
     reporter = JsonlReporter(folder)
-    policy = LocalPolicy(engine, actor, folder / "policy", keep=2, timeout_s=600)
+    policy = LocalPolicy(Learner(algorithm, roles, checkpoints=str(folder), keep=2), timeout_s=600)
     sync = SyncConfig(transport=transport, disk_path=str(folder / "sync"))
     parts = Parts(
         task=LowTokens(),
@@ -157,7 +157,7 @@ async def test_a_resumed_run_repeats_the_undisturbed_one_bit_for_bit(tmp_path, m
 
 
 async def test_kl_to_a_reference_and_several_updates_a_step(tmp_path, model):
-    await run(tmp_path, model, algorithm=AlgorithmConfig(kl_coef=0.1), updates=2, loop=replace(LOOP, steps=2))
+    await run(tmp_path, model, algorithm=GrpoConfig(kl_coef=0.1), updates=2, loop=replace(LOOP, steps=2))
     first, second = history(tmp_path)
     assert first["policy/ref_kl_nats"] >= 0
     assert second["policy/ref_kl_nats"] > first["policy/ref_kl_nats"]

@@ -1,17 +1,16 @@
 """Roles, their losses and what travels between them, with the model on a device and the batch on the host."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, train_batch
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import FakeCuda, make_tiny_model, pretend_on_cuda, random_batch
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
-from offbeat_trainer.config import AlgorithmConfig
+from offbeat_trainer.algorithms.grpo import Grpo
+from offbeat_trainer.algorithms.interface import StepShape
+from offbeat_trainer.config import GrpoConfig
 from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.roles import Actor, Reference
+from offbeat_trainer.roles import Role
 from offbeat_trainer.value_roles import Critic, RewardModel
 
 HEADS = ("lm", "value")
@@ -49,14 +48,17 @@ def sampled_batch():
 
 
 @pytest.mark.parametrize("updates_per_step", [1, 3])
-def test_an_actor_with_a_reference(models, updates_per_step):
+def test_a_policy_with_a_reference(models, updates_per_step):
     actor_engine, judge = engine_of(models), engine_of(models)
-    loss = PolicyLoss(config=replace(AlgorithmConfig(), kl_coef=0.1), max_completion_tokens=24)
+    algorithm = Grpo(
+        config=GrpoConfig(kl_coef=0.1),
+        step=StepShape(updates_per_step=updates_per_step, max_completion_tokens=24),
+    )
     with FakeCuda():
         for engine in (actor_engine, judge):
             pretend_on_cuda(engine)
-        actor = Actor(actor_engine, loss, updates_per_step=updates_per_step, reference=Reference(judge))
-        metrics = reduce_metrics(actor.update(sampled_batch()))
+        roles = {"policy": Role(actor_engine), "reference": Role(judge)}
+        metrics = reduce_metrics(algorithm.learn(roles, sampled_batch()))
     assert metrics["train/loss"] == 0.0  # the device has no values
 
 

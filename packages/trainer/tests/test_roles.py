@@ -16,8 +16,13 @@ from offbeat_engine import (
 )
 from offbeat_engine.losses import SftLoss
 from offbeat_engine.testing import make_tiny_model, random_batch
+from offbeat_trainer.algorithms.grpo import GroupPolicyGradient
+from offbeat_trainer.algorithms.interface import StepShape
+from offbeat_trainer.config import AlgorithmConfig
+from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.learner import Learner
 from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
-from offbeat_trainer.roles import Actor, Reference, split_evenly, stats_metrics
+from offbeat_trainer.roles import Role, RoleSpec, role_engines, split_evenly, stats_metrics
 
 LR = 1e-2
 
@@ -31,6 +36,22 @@ class SeenBatches:
     def __call__(self, predictions, batch, ctx):
         self.seen.append((set(batch.keys()), batch.batch_size[0], batch))
         return SftLoss()(predictions, batch, ctx)
+
+
+class Seen(GroupPolicyGradient):
+    """Trains by `loss`, with `updates` steps a batch."""
+
+    @classmethod
+    def of(cls, loss, *, updates=1):
+        made = cls(config=AlgorithmConfig(), step=StepShape(updates_per_step=updates))
+        object.__setattr__(made, "loss", loss)
+        return made
+
+    def advantages(self, rewards_NG):
+        return rewards_NG
+
+    def loss_fn(self):
+        return self.loss
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +113,7 @@ def test_stats_become_metrics_with_the_right_reduction():
 
 def test_one_update_is_one_step_on_the_whole_batch_without_extra_passes(model):
     loss = SeenBatches()
-    metrics = Actor(new_engine(model), loss).update(random_batch(6))
+    metrics = Seen.of(loss).learn({"policy": Role(new_engine(model))}, random_batch(6))
     assert [(number, "old_logprobs" in keys, "ref_logprobs" in keys) for keys, number, _ in loss.seen] == [
         (6, False, False)
     ]
@@ -105,18 +126,19 @@ def test_several_updates_are_taken_against_the_policy_before_the_first(model):
     engine, frozen, untouched = new_engine(model), new_engine(model, inference_only=True), new_engine(model)
     batch = random_batch(6)
     share = untouched.shard_data(batch)
-    before = Reference(untouched).logprobs(share)
+    before = Role(untouched).logprobs(share)
     expected = by_sequence(share, before)
-    metrics = Actor(engine, loss, updates_per_step=3, reference=Reference(frozen)).update(batch)
+    roles = {"policy": Role(engine), "reference": Role(frozen)}
+    metrics = Seen.of(loss, updates=3).learn(roles, batch)
     assert [number for _, number, _ in loss.seen] == [2, 2, 2]
     for _, _, mini in loss.seen:
         for key in ("old_logprobs", "ref_logprobs"):
             for sequence, logprobs in by_sequence(mini, mini[key]).items():
                 assert logprobs == pytest.approx(expected[sequence], abs=1e-5)
     assert [metric.key for metric in metrics].count("train/loss") == 3
-    after = Reference(engine).logprobs(engine.shard_data(batch))
+    after = Role(engine).logprobs(engine.shard_data(batch))
     assert (after - before).abs().max() > 1e-3
-    still = Reference(frozen).logprobs(frozen.shard_data(batch))
+    still = Role(frozen).logprobs(frozen.shard_data(batch))
     assert torch.equal(still, before)
 
 
@@ -124,14 +146,14 @@ def test_a_policy_with_adapters_is_held_to_the_base_under_them(model):
     loss, batch = SeenBatches(), random_batch(6)
     plain, engine = new_engine(model), new_engine(model, lora=LoraConfig(rank=4))
     share = plain.shard_data(batch)
-    expected = by_sequence(share, Reference(plain).logprobs(share))
-    actor = Actor(engine, loss, reference=Reference(engine, base=True))
+    expected = by_sequence(share, Role(plain).logprobs(share))
+    roles = {"policy": Role(engine), "reference": Role(engine, base=True)}
     for _ in range(3):
-        actor.update(batch)
+        Seen.of(loss).learn(roles, batch)
     share = loss.seen[-1][2]
     for sequence, logprobs in by_sequence(share, share["ref_logprobs"]).items():
         assert logprobs == pytest.approx(expected[sequence], abs=1e-5)
-    now = Reference(engine).logprobs(share)
+    now = Role(engine).logprobs(share)
     assert (now - share["ref_logprobs"]).abs().max() > 1e-3
 
 
@@ -140,15 +162,102 @@ def test_weights_that_wait_in_host_memory_come_once_for_all_mini_batches(model):
     weights, fetched = engine._parts.weights, []
     fetch = weights._fetch
     weights._fetch = lambda: (fetched.append(weights.is_away), fetch())
-    Actor(engine, SeenBatches(), updates_per_step=3).update(random_batch(6))
+    Seen.of(SeenBatches(), updates=3).learn({"policy": Role(engine)}, random_batch(6))
     assert fetched == [True, True]  # for the log-probs before the first step, and for all three steps
 
 
-def test_supervise_uses_the_loss_it_is_given_and_update_goes_back_to_its_own(model):
-    own, other = SeenBatches(), SeenBatches()
-    actor = Actor(new_engine(model), own)
-    losses = [reduce_metrics(actor.supervise(random_batch(6), other))["train/loss"] for _ in range(5)]
+def test_supervising_uses_a_loss_of_its_own_and_update_goes_back_to_the_algorithms(model, tmp_path):
+    own = SeenBatches()
+    roles = {"policy": Role(new_engine(model))}
+    learner = Learner(Seen.of(own), roles, checkpoints=str(tmp_path), keep=1)
+    losses = [reduce_metrics(learner.supervise(random_batch(6)))["train/loss"] for _ in range(5)]
     assert losses[-1] < losses[0]
-    assert (len(own.seen), len(other.seen)) == (0, 5)
-    actor.update(random_batch(6))
-    assert (len(own.seen), len(other.seen)) == (1, 5)
+    assert len(own.seen) == 0
+    learner.update(random_batch(6))
+    assert len(own.seen) == 1
+
+
+ENGINE = Fsdp2Config(
+    model=ModelConfig(path="start"), optimizer=OptimizerConfig(lr=LR), offload_optimizer=True
+)
+POLICY = RoleSpec(trained=True)
+
+
+def test_each_role_has_an_engine_as_it_asked_for():
+    slow = OptimizerConfig(lr=1e-7)
+    roles = {
+        "policy": POLICY,
+        "reference": RoleSpec(trained=False),
+        "teacher": RoleSpec(trained=False, path="large", offload=True),
+        "critic": RoleSpec(trained=True, head="value", optimizer=slow, offload=False),
+    }
+    frozen = replace(ENGINE, inference_only=True)
+    assert role_engines(roles, ENGINE, infers_alone=True) == {
+        "policy": ENGINE,
+        "reference": frozen,
+        "teacher": replace(
+            frozen, model=replace(ENGINE.model, path="large"), offload_parameters=True, offload_optimizer=True
+        ),
+        "critic": replace(
+            ENGINE, model=replace(ENGINE.model, head="value"), optimizer=slow, offload_optimizer=False
+        ),
+    }
+    assert role_engines(roles, ENGINE, infers_alone=False)["reference"] == ENGINE
+
+
+def test_under_adapters_lies_the_reference_and_other_models_have_none():
+    engine = replace(ENGINE, lora=LoraConfig(rank=4))
+    roles = {
+        "policy": POLICY,
+        "reference": RoleSpec(trained=False),
+        "teacher": RoleSpec(trained=False, path="t"),
+    }
+    made = role_engines(roles, engine, infers_alone=True)
+    assert (made["policy"], made["reference"], made["teacher"].lora.rank) == (engine, None, 0)
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [{}, {"actor": POLICY}, {"policy": RoleSpec(trained=False)}, {"policy": replace(POLICY, head="value")}],
+)
+def test_roles_without_a_policy_that_generates_are_refused(roles):
+    with pytest.raises(PlanRefused, match="needs a role 'policy' that is trained"):
+        role_engines(roles, ENGINE, infers_alone=True)
+
+
+class WithCritic(Seen):
+    """A policy, and a second model that is trained beside it."""
+
+    def roles(self):
+        return {"policy": POLICY, "critic": RoleSpec(trained=True)}
+
+    def learn(self, roles, batch):
+        for role in roles.values():
+            role.train(role.shares(batch), SftLoss())
+        return []
+
+
+def test_every_trained_role_is_saved_under_its_name_and_goes_back_to_the_step_of_the_policy(model, tmp_path):
+    def learner():
+        roles = {name: Role(new_engine(model)) for name in ("policy", "critic")}
+        return roles, Learner(WithCritic.of(SftLoss()), roles, checkpoints=str(tmp_path), keep=1)
+
+    roles, first = learner()
+    said = {}
+    for step in (1, 2):
+        first.update(random_batch(6, seed=step))
+        said[step] = {
+            name: role.logprobs(role.engine.shard_data(random_batch(6))) for name, role in roles.items()
+        }
+        first.save(step, block=False)
+    first.update(random_batch(6, seed=3))
+    roles["critic"].engine.save_checkpoint(
+        str(tmp_path / "critic"), global_step=3, max_ckpt_to_keep=2, block=True
+    )
+    again, second = learner()  # the process ended between the two checkpoints of step 3
+    assert second.load(None) == 2
+    for name, role in again.items():
+        assert torch.equal(role.logprobs(role.engine.shard_data(random_batch(6))), said[2][name]), name
+    assert not torch.equal(said[1]["critic"], said[2]["critic"])
+    first.close()
+    second.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Feature
@@ -17,21 +16,6 @@ if TYPE_CHECKING:
 def offloads(config: RunConfig) -> bool:
     """Whether the training engine can wait in host memory between its updates."""
     return Feature.OFFLOAD in engine_class(config.engine.name).capabilities().features
-
-
-class Reference(StrEnum):
-    """What a policy is held to: nothing, a model of its own in memory, or the base under the policy's adapters."""
-
-    NONE = "none"
-    OWN_MODEL = "own_model"
-    BASE = "base"
-
-
-def reference_of(config: RunConfig) -> Reference:
-    """Return what `algorithm.kl_coef` holds the policy to."""
-    if not config.algorithm.kl_coef:
-        return Reference.NONE
-    return Reference.BASE if config.engine.lora.rank else Reference.OWN_MODEL
 
 
 def infers_alone(config: RunConfig) -> bool:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import LoraExport
-from offbeat_recipes.abilities import Reference, reference_of
+from offbeat_recipes.algorithms import engines_of
 from offbeat_recipes.evaluation import evaluate_run
 from offbeat_recipes.modes import loop_of, make_parts
 from offbeat_recipes.session import Session, drive
-from offbeat_recipes.wiring import cluster_spec, engine_on, reference_on
+from offbeat_recipes.wiring import cluster_spec, engine_on
 from offbeat_trainer import ResumeError
 from offbeat_trainer.cluster.cluster import Cluster
+from offbeat_trainer.roles import POLICY
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.warmup import run_warm_up, warm_up_engine
 
@@ -78,9 +79,7 @@ async def _prepare_training(session: Session, train: TrainGroup, store: RunStore
     """Bring the training pool to the first step to be done and return that step."""
     config = session.config
     engine = engine_on(config, await _starting_model(session, train))
-    await train.build(
-        engine, reference_on(config, engine), base_is_reference=reference_of(config) is Reference.BASE
-    )
+    await train.build(engines_of(config, engine))
     step = await train.load(None) if session.folder.resumed else None
     if step is None:
         return 0
@@ -115,7 +114,7 @@ async def _warm_up(session: Session, train: TrainGroup, export: LoraExport) -> N
     config = session.config
     engine = engine_on(config, session.base_model)
     engine = replace(engine, lora=replace(engine.lora, export=export))
-    await train.build(warm_up_engine(engine, config.warmup))
+    await train.build({POLICY: warm_up_engine(engine, config.warmup)})
     await run_warm_up(train, session.task, config.warmup, session.reporter)
     await train.export(str(session.folder.model.absolute()))
 

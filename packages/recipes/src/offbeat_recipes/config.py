@@ -189,6 +189,13 @@ class RolloutSection(RolloutConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSection(AlgorithmConfig):
+    """What is learned. `name` is an installed algorithm, or the path of a class (`gspo.py:Gspo`); the rest are its settings."""
+
+    name: str = "grpo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSection(SyncConfig):
     """How new weights reach the replicas: by where the processes are, unless a `transport` is named."""
 
@@ -240,7 +247,7 @@ class RunConfig:
     model: ModelSection = field(default_factory=ModelSection)
     trainer: LoopConfig = field(default_factory=LoopConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineSection = field(default_factory=EngineSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)

@@ -13,6 +13,7 @@ from offbeat_trainer.config import Placement
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.loops.parts import score_groups
+from offbeat_trainer.roles import POLICY
 from offbeat_trainer.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> 
     wanted = None if session.config.evaluation.step < 0 else session.config.evaluation.step
 
     async def prepare() -> int:
-        await cluster.train.build(engine_on(session.config, start))
+        await cluster.train.build({POLICY: engine_on(session.config, start)})
         step = await cluster.train.load(wanted)
         if step is None:
             raise ResumeError(

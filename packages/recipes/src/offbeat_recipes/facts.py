@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from offbeat_engine.capabilities import Refusal
 from offbeat_engine.registry import engine_class
 from offbeat_recipes.abilities import offloads, recomputes, sleeps
+from offbeat_recipes.algorithms import algorithm_refusals
 from offbeat_recipes.config import ArithmeticConfig, FileConfig, RowsConfig
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.replay import replay_refusals
@@ -72,7 +73,13 @@ def gather_facts(config: RunConfig) -> Facts:
     """Look up what planning `config` needs. Imports torch; starts nothing, reads no data, loads no weights."""
     import torch
 
-    refusals = [*_engine(config), *_rollout(config), *_files(config), *replay_refusals(config)]
+    refusals = [
+        *_engine(config),
+        *_rollout(config),
+        *algorithm_refusals(config),
+        *_files(config),
+        *replay_refusals(config),
+    ]
     model: ModelFacts | None = None
     num_prompts = prompt_tokens = answer_tokens = 0
     try:

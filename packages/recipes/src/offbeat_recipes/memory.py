@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Dtype, OptimizerName
-from offbeat_recipes.abilities import Reference, infers_alone, reference_of
+from offbeat_recipes.algorithms import algorithm_of, engines_of
 
 if TYPE_CHECKING:
+    from offbeat_engine import EngineConfig
     from offbeat_recipes.config import RunConfig
     from offbeat_recipes.facts import ModelFacts
 
@@ -51,8 +52,8 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
     ranks, params = config.engine.num_ranks, model.num_params
     width = bytes_of(config.model.dtype)
     shard = -(-params // config.engine.shard_ranks(ranks))
-    states, trained = _states(config, model, shard)
-    reference = _reference(config, shard)
+    states, trained = _states(config.engine_config(""), model, shard)
+    others, trained_too = _other_roles(config, model, shard)
     tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))
     packed = (
         [("the last two contents sent, for deltas, at most", 2 * params * width)]
@@ -65,34 +66,42 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
         items=(
             *states,
             *trained,
-            *reference,
+            *others,
+            *trained_too,
             (f"gathered weights, {config.model.dtype.value}, at most", params * width),
             (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
             ("buckets of the weight sync", _SYNC_BUCKETS * config.sync_config().bucket_bytes),
             *packed,
         ),
-        certain=sum(num_bytes for _, num_bytes in (*states, *reference)),
+        certain=sum(num_bytes for _, num_bytes in (*states, *others)),
     )
 
 
 Items = tuple[tuple[str, int], ...]
 
 
-def _reference(config: RunConfig, shard: int) -> Items:
-    if reference_of(config) is not Reference.OWN_MODEL:
-        return ()
-    if not infers_alone(config):
-        return (("reference weights, float32, sharded", shard * _FP32),)
-    return (
-        (f"reference weights, {config.model.dtype.value}, sharded", shard * bytes_of(config.model.dtype)),
-    )
+def _other_roles(config: RunConfig, model: ModelFacts, shard: int) -> tuple[Items, Items]:
+    """Return, as `_states`, what a rank keeps of the algorithm's other models, each taken to be as large as the policy."""
+    certain: list[tuple[str, int]] = []
+    about: list[tuple[str, int]] = []
+    specs = algorithm_of(config).roles()
+    for name, engine in engines_of(config, config.engine_config("")).items():
+        if name == "policy" or engine is None:
+            continue
+        if specs[name].trained:
+            states, trained = _states(engine, model, shard)
+            certain += [(f"{name}: {item}", num_bytes) for item, num_bytes in states]
+            about += [(f"{name}: {item}", num_bytes) for item, num_bytes in trained]
+        else:
+            dtype = engine.dtype if engine.inference_only else Dtype.FLOAT32
+            certain.append((f"{name} weights, {dtype.value}, sharded", shard * bytes_of(dtype)))
+    return tuple(certain), tuple(about)
 
 
-def _states(config: RunConfig, model: ModelFacts, shard: int) -> tuple[Items, Items]:
+def _states(engine: EngineConfig, model: ModelFacts, shard: int) -> tuple[Items, Items]:
     """Return what a rank keeps of the weights it trains: what is arithmetic, and what depends on which are trained."""
-    engine = config.engine
     if engine.lora.rank:
-        base, width = ("base weights, frozen, sharded", shard * bytes_of(config.model.dtype)), 4 * _FP32
+        base, width = ("base weights, frozen, sharded", shard * bytes_of(engine.dtype)), 4 * _FP32
         adapter = engine.lora.rank * model.num_layers * _ADAPTED_WIDTHS * model.hidden_size * width
         return (base,), (("adapter with gradients and moments, about", adapter),)
     weights = ("master weights, float32, sharded", shard * _FP32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, assert_never
 
+from offbeat_recipes.algorithms import algorithm_of
 from offbeat_recipes.journals import open_journal
 from offbeat_recipes.replay import recorded_schedule
 from offbeat_trainer.generation import GroupGenerator
@@ -44,7 +45,7 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
         store=store,
         seed=config.seed,
         loop=config.trainer,
-        algorithm=config.algorithm,
+        algorithm=algorithm_of(config),
         sampling=config.sampling,
         stop=session.stop,
         asynchrony=config.asynchrony,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
+from offbeat_recipes.algorithms import algorithm_of
 from offbeat_recipes.config import ArithmeticConfig
 from offbeat_recipes.memory import (
     GIB,
@@ -27,7 +28,7 @@ from offbeat_recipes.placing import (
     placed,
     shared_memory_refusals,
 )
-from offbeat_trainer.config import KlEstimator, algorithm_bounds
+from offbeat_trainer.config import GrpoConfig, KlEstimator
 from offbeat_trainer.gate import version_of
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def plan_run(config: RunConfig, facts: Facts) -> Plan:
     refusals = [
         *facts.refusals,
         *device_refusals(config, facts),
+        *algorithm_of(config).check(),
         *_batch(config, batch),
         *_lengths(config, facts),
         *_sampling_and_sync(config),
@@ -119,12 +121,6 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
 def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
     loop = config.trainer
     ranks = config.engine.num_ranks // config.engine.model_parallel_size  # those share their rows
-    if loop.group_size < 2:
-        yield Refusal(
-            "trainer.group_size",
-            f"{loop.group_size}; {config.algorithm.advantage.value} compares completions of one prompt",
-            "use 2 or more",
-        )
     if batch.completions_per_step % loop.updates_per_step:
         yield Refusal(
             "trainer.updates_per_step",
@@ -169,8 +165,6 @@ def _sampling_and_sync(config: RunConfig) -> Iterator[Refusal]:
         yield Refusal(
             "sampling.temperature", "0 is greedy: all completions of a prompt would be one", "use 1"
         )
-    for name, told in algorithm_bounds(config.algorithm):
-        yield Refusal(f"algorithm.{name}", f"must be {told}", "leave the setting out for its default")
     if config.sync.transport == "loopback":
         yield Refusal(
             "sync.transport",
@@ -258,7 +252,8 @@ def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> It
         yield f"{wanted} generating threads share {facts.num_cores} cores; lower rollout.cpu_threads"
     if num_devices(config, facts) is None:
         yield "devices of the cluster at cluster.ray_address are not counted; cluster.num_devices says how many"
-    if config.algorithm.kl_coef and config.algorithm.kl_estimator is KlEstimator.K1:
+    algorithm = config.algorithm
+    if isinstance(algorithm, GrpoConfig) and algorithm.kl_coef and algorithm.kl_estimator is KlEstimator.K1:
         yield "k1 in the loss has no gradient on average: it measures KL and does not bound it; k2 and k3 do"
     if isinstance(config.task, ArithmeticConfig) and not config.warmup.steps and not config.model.path:
         yield "an untrained model without warm-up is never right, and GRPO learns from differences: warmup.steps=250"

@@ -13,17 +13,19 @@ from typing import Any, cast, get_type_hints
 
 from offbeat_engine import ConfigError as EngineConfigError
 from offbeat_engine.registry import engine_config_class
-from offbeat_recipes.config import EngineSection, RolloutSection, RunConfig
+from offbeat_recipes.config import AlgorithmSection, EngineSection, RolloutSection, RunConfig
 from offbeat_recipes.errors import SettingError
 from offbeat_rollout.errors import ConfigError as RolloutConfigError
 from offbeat_rollout.registry import rollout_config_class
+from offbeat_trainer.algorithms.registry import algorithm_config_class
+from offbeat_trainer.errors import LoadError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlugIn:
     """One such section: its own fields, the plug-in it names where settings name none, and how a name is looked up.
 
-    `refusals` are what `find` raises for a name that nothing is registered under.
+    `refusals` are what `find` raises for a name that nothing can be found under.
     """
 
     section: type
@@ -38,6 +40,9 @@ PLUG_INS: dict[str, PlugIn] = {
     ),
     "rollout": PlugIn(
         section=RolloutSection, default="vllm", find=rollout_config_class, refusals=RolloutConfigError
+    ),
+    "algorithm": PlugIn(
+        section=AlgorithmSection, default="grpo", find=algorithm_config_class, refusals=LoadError
     ),
 }
 
@@ -70,16 +75,21 @@ def _run_class(names: tuple[str, ...]) -> type[RunConfig]:
 
 
 def replaced_fields(path: str, before: str | None, now: str | None) -> set[str]:
-    """Return the settings that the plug-in `before` of a section has of its own and `now` has not; None: the default.
+    """Return the settings of the plug-in `before` of a section that `now` has not, or has by a field of its own.
+
+    What both have of one class stays: it means the same for both. None: the default.
 
     Raises:
         SettingError: nothing is registered under a name.
     """
-    one, other = (
-        {item.name for item in fields(_settings_class(path, name or PLUG_INS[path].default))}
-        for name in (before, now)
-    )
-    return one - other
+    one, other = (_declared(_settings_class(path, name or PLUG_INS[path].default)) for name in (before, now))
+    return {name for name, home in one.items() if other.get(name) is not home}
+
+
+def _declared(cls: type) -> dict[str, type]:
+    """Return the fields of `cls` with the class that declares each."""
+    lines = [(home, vars(home).get("__annotations__", {})) for home in cls.__mro__]
+    return {item.name: next(home for home, own in lines if item.name in own) for item in fields(cls)}
 
 
 def _settings_class(path: str, name: str) -> type:

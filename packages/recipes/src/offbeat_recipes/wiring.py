@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_recipes.abilities import Reference, infers_alone, offloads, reference_of
+from offbeat_recipes.abilities import offloads
+from offbeat_recipes.algorithms import algorithm_of
 from offbeat_recipes.placing import default_threads
 from offbeat_rollout.registry import adapter_environment
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
 from offbeat_trainer.reporters.console import ConsoleReporter
 from offbeat_trainer.reporters.fanout import FanOut
@@ -41,9 +41,8 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
             device=config.device,
             num_ranks=config.engine.num_ranks,
             threads_per_rank=threads_per_rank(config),
-            loss_fn=PolicyLoss(config=config.algorithm, max_completion_tokens=config.sampling.max_tokens),
-            updates_per_step=config.trainer.updates_per_step,
-            checkpoint_dir=str((folder.checkpoints / "policy").absolute()),
+            algorithm=algorithm_of(config),
+            checkpoint_dir=str(folder.checkpoints.absolute()),
             keep_checkpoints=config.trainer.keep_checkpoints,
             collective_timeout_s=config.engine.collective_timeout_s,
             # Fresh for each run; the processes get it over Ray, and nothing writes it down.
@@ -71,13 +70,6 @@ def engine_on(config: RunConfig, model: Path) -> EngineConfig:
     if config.colocated and config.device == "cuda" and offloads(config):
         engine = replace(engine, offload_parameters=True, offload_optimizer=True)
     return replace(engine, model=replace(engine.model, path=str(model), random_init=False))
-
-
-def reference_on(config: RunConfig, engine: EngineConfig) -> EngineConfig | None:
-    """Return the settings of an engine for the reference of the policy on `engine`; None where there is none of its own."""
-    if reference_of(config) is not Reference.OWN_MODEL:
-        return None
-    return replace(engine, inference_only=infers_alone(config))
 
 
 def threads_per_rank(config: RunConfig) -> int:

@@ -6,12 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_trainer.algorithms.advantages import compute_advantages
+    from offbeat_trainer.algorithms.advantages import compute_advantages, group_advantages
     from offbeat_trainer.algorithms.aggregation import aggregate
+    from offbeat_trainer.algorithms.grpo import DrGrpo, GroupPolicyGradient, Grpo, Rloo
+    from offbeat_trainer.algorithms.interface import Algorithm, StepShape
     from offbeat_trainer.algorithms.kl import kl_estimate
     from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+    from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_config_class, algorithm_names
     from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
-    from offbeat_trainer.assemble import assemble_examples, group_metrics, with_advantages
+    from offbeat_trainer.assemble import assemble_examples, group_metrics
     from offbeat_trainer.buffer import GroupBuffer
     from offbeat_trainer.config import (
         Advantage,
@@ -21,23 +24,34 @@ if TYPE_CHECKING:
         ClusterConfig,
         Correction,
         CorrectionLevel,
+        DrGrpoConfig,
+        GrpoConfig,
         KlEstimator,
         LoopConfig,
         OnStall,
         Order,
         Partial,
         Proximal,
+        RlooConfig,
         SamplingConfig,
         TooOld,
         WarmupConfig,
     )
-    from offbeat_trainer.errors import DeadlineExceeded, PlanRefused, ResumeError, TrainerError, WorkerGone
+    from offbeat_trainer.errors import (
+        DeadlineExceeded,
+        LoadError,
+        PlanRefused,
+        ResumeError,
+        TrainerError,
+        WorkerGone,
+    )
     from offbeat_trainer.gate import StalenessGate
     from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Supervised, Task
     from offbeat_trainer.journal.events import Journal
     from offbeat_trainer.journal.memory import MemoryJournal
     from offbeat_trainer.journal.segments import SegmentJournal
     from offbeat_trainer.journal.sqlite import SqliteJournal
+    from offbeat_trainer.learner import Learner
     from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
     from offbeat_trainer.reporters.console import ConsoleReporter
     from offbeat_trainer.reporters.fanout import FanOut
@@ -45,7 +59,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.reporters.silent import Silent
     from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
     from offbeat_trainer.reporters.wandb import WandbReporter
-    from offbeat_trainer.roles import Actor, Reference
+    from offbeat_trainer.roles import Role, RoleSpec
     from offbeat_trainer.schedule import Schedule
     from offbeat_trainer.timeline import Timeline
     from offbeat_trainer.types import Example, Group, Prompt, Score
@@ -56,14 +70,23 @@ if TYPE_CHECKING:
 # (`assemble` itself is not among them: here that name is its module.)
 _HOMES = {
     "compute_advantages": "algorithms.advantages",
+    "group_advantages": "algorithms.advantages",
     "aggregate": "algorithms.aggregation",
+    "DrGrpo": "algorithms.grpo",
+    "GroupPolicyGradient": "algorithms.grpo",
+    "Grpo": "algorithms.grpo",
+    "Rloo": "algorithms.grpo",
+    "Algorithm": "algorithms.interface",
+    "StepShape": "algorithms.interface",
     "kl_estimate": "algorithms.kl",
     "PolicyLoss": "algorithms.policy_loss",
+    "algorithm_class": "algorithms.registry",
+    "algorithm_config_class": "algorithms.registry",
+    "algorithm_names": "algorithms.registry",
     "ValueLoss": "algorithms.value_loss",
     "gae": "algorithms.value_loss",
     "assemble_examples": "assemble",
     "group_metrics": "assemble",
-    "with_advantages": "assemble",
     "GroupBuffer": "buffer",
     "Advantage": "config",
     "Aggregation": "config",
@@ -72,16 +95,20 @@ _HOMES = {
     "ClusterConfig": "config",
     "Correction": "config",
     "CorrectionLevel": "config",
+    "DrGrpoConfig": "config",
+    "GrpoConfig": "config",
     "KlEstimator": "config",
     "LoopConfig": "config",
     "OnStall": "config",
     "Order": "config",
     "Partial": "config",
     "Proximal": "config",
+    "RlooConfig": "config",
     "SamplingConfig": "config",
     "TooOld": "config",
     "WarmupConfig": "config",
     "DeadlineExceeded": "errors",
+    "LoadError": "errors",
     "PlanRefused": "errors",
     "ResumeError": "errors",
     "TrainerError": "errors",
@@ -97,6 +124,7 @@ _HOMES = {
     "MemoryJournal": "journal.memory",
     "SegmentJournal": "journal.segments",
     "SqliteJournal": "journal.sqlite",
+    "Learner": "learner",
     "Last": "metrics",
     "Max": "metrics",
     "Mean": "metrics",
@@ -109,8 +137,8 @@ _HOMES = {
     "Silent": "reporters.silent",
     "TensorBoardReporter": "reporters.tensorboard",
     "WandbReporter": "reporters.wandb",
-    "Actor": "roles",
-    "Reference": "roles",
+    "Role": "roles",
+    "RoleSpec": "roles",
     "Schedule": "schedule",
     "Timeline": "timeline",
     "Example": "types",
@@ -130,9 +158,9 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
-    "Actor",
     "Advantage",
     "Aggregation",
+    "Algorithm",
     "AlgorithmConfig",
     "AsyncConfig",
     "ClusterConfig",
@@ -141,15 +169,22 @@ __all__ = [
     "CorrectionLevel",
     "Critic",
     "DeadlineExceeded",
+    "DrGrpo",
+    "DrGrpoConfig",
     "Example",
     "FanOut",
     "Generator",
     "Group",
     "GroupBuffer",
+    "GroupPolicyGradient",
+    "Grpo",
+    "GrpoConfig",
     "Journal",
     "JsonlReporter",
     "KlEstimator",
     "Last",
+    "Learner",
+    "LoadError",
     "LoopConfig",
     "Max",
     "Mean",
@@ -164,10 +199,13 @@ __all__ = [
     "Prompt",
     "Proximal",
     "Publisher",
-    "Reference",
     "Reporter",
     "ResumeError",
     "RewardModel",
+    "Rloo",
+    "RlooConfig",
+    "Role",
+    "RoleSpec",
     "SamplingConfig",
     "Schedule",
     "Score",
@@ -175,6 +213,7 @@ __all__ = [
     "Silent",
     "SqliteJournal",
     "StalenessGate",
+    "StepShape",
     "Sum",
     "Supervised",
     "Task",
@@ -188,11 +227,14 @@ __all__ = [
     "Watchdog",
     "WorkerGone",
     "aggregate",
+    "algorithm_class",
+    "algorithm_config_class",
+    "algorithm_names",
     "assemble_examples",
     "compute_advantages",
     "gae",
+    "group_advantages",
     "group_metrics",
     "kl_estimate",
     "reduce_metrics",
-    "with_advantages",
 ]

@@ -6,71 +6,47 @@ N = prompts, G = completions of one prompt, B = sequences, T = tokens of the lon
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from dataclasses import replace
-from itertools import chain
+from collections import Counter
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from offbeat_engine import TrainBatch, train_batch
+from offbeat_engine.batch import schema
 from offbeat_rollout import Finish
-from offbeat_trainer.algorithms.advantages import compute_advantages
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import Max, Mean, Metric, Sum
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
     from offbeat_rollout import Completion
-    from offbeat_trainer.config import Advantage
     from offbeat_trainer.types import Example, Group
 
 Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
 
 NO_VERSION = -1
 """`policy_version` of tokens that no policy sampled: prompt and padding."""
-MAX_REWARD = 1e38
-"""The largest reward, up or down: differences of two of them are float32 numbers still, and advantages are no more."""
 
 
-def with_advantages(groups: Sequence[Group], kind: Advantage) -> list[Group]:
-    """Return `groups` with their advantages by `kind`, computed in float64, in the same order.
-
-    Raises:
-        TrainerError: a group has not one finite score per completion.
-    """
-    by_size: defaultdict[int, list[int]] = defaultdict(list)
-    for index, group in enumerate(groups):
-        _check_scores(group)
-        by_size[len(group.scores)].append(index)
-    scored = list(groups)
-    for (
-        indices
-    ) in by_size.values():  # groups of one size in one call: hundreds of tiny tensors would cost more
-        rewards_NG = torch.tensor(
-            [[score.reward for score in groups[i].scores] for i in indices], dtype=torch.float64
-        )
-        for i, advantages_G in zip(indices, compute_advantages(kind, rewards_NG), strict=True):
-            scored[i] = replace(groups[i], advantages=tuple(map(float, advantages_G.numpy())))
-    return scored
-
-
-def assemble(groups: Sequence[Group], *, temperature: float) -> TrainBatch:
+def assemble(
+    groups: Sequence[Group], targets: Mapping[str, torch.Tensor], *, temperature: float
+) -> TrainBatch:
     """Return one training batch on the CPU, sequences in the order of `groups` and of their completions.
 
     Right-padded with 0. `loss_mask` covers the completion's tokens, the one that ended it included. A completion
     that was aborted trains the tokens it has; an empty one stays in the batch (rows keep matching completions) and
     contributes no loss token.
 
-    Keys: input_ids, lengths, loss_mask, advantages, rollout_logprobs, policy_version (`NO_VERSION` outside the
-    mask), temperature, group (index into `groups`).
+    Keys: input_ids, lengths, loss_mask, rollout_logprobs, policy_version (`NO_VERSION` outside the mask), temperature,
+    group (index into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask.
 
     Raises:
-        TrainerError: no groups, a group without advantages, an empty prompt, or `temperature` <= 0.
+        TrainerError: no groups, an empty prompt, `temperature` <= 0, or a target that is unknown, of another shape, or no
+            finite number.
     """
     if not groups:
         raise TrainerError("`assemble` needs at least one group, got none")
@@ -78,12 +54,6 @@ def assemble(groups: Sequence[Group], *, temperature: float) -> TrainBatch:
         raise TrainerError(
             f"`temperature` must be > 0, got {temperature}; greedy completions have no policy gradient"
         )
-    for group in groups:
-        if len(group.advantages) != len(group.completions):
-            raise TrainerError(
-                f"prompt {group.prompt.uid!r} has {len(group.completions)} completions and "
-                f"{len(group.advantages)} advantages; call `with_advantages` first"
-            )
     completions = [completion for group in groups for completion in group.completions]
     prompts = [(np.array(group.prompt.token_ids, np.int64), len(group.completions)) for group in groups]
     frame = _frame(
@@ -91,7 +61,6 @@ def assemble(groups: Sequence[Group], *, temperature: float) -> TrainBatch:
         [completion.token_ids for completion in completions],
     )
     mask_BT = frame["loss_mask"].numpy()
-    per_sequence_B = np.fromiter(chain.from_iterable(g.advantages for g in groups), np.float32)
     logprobs_BT = np.zeros(mask_BT.shape, np.float32)
     versions_BT = np.full(mask_BT.shape, NO_VERSION, np.int64)
     if completions:
@@ -101,12 +70,45 @@ def assemble(groups: Sequence[Group], *, temperature: float) -> TrainBatch:
     sizes_N = torch.tensor([len(group.completions) for group in groups])
     return train_batch(
         **frame,
-        advantages=torch.from_numpy(np.where(mask_BT, per_sequence_B[:, None], np.float32(0))),
+        **{key: _placed(key, target, frame["loss_mask"]) for key, target in targets.items()},
         rollout_logprobs=torch.from_numpy(logprobs_BT),
         policy_version=torch.from_numpy(versions_BT),
         temperature=torch.full((len(completions),), temperature, dtype=torch.float32),
         group=torch.repeat_interleave(torch.arange(len(groups)), sizes_N),
     )
+
+
+def _placed(key: str, target: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return a target as the batch holds it: where its tokens are, in the dtype of `key`."""
+    known = {field.key: field for field in schema()}
+    if key not in known:
+        raise TrainerError(
+            f"unknown target `{key}`; a batch may hold {', '.join(known)} (`offbeat_engine.register_field` adds one of your own)"
+        )
+    field, tokens_B = known[key], mask_BT.sum(1)
+    num_sequences, longest = len(tokens_B), int(tokens_B.max()) if len(tokens_B) else 0
+    spread = field.dims == "BT" and target.ndim == 1
+    per_token = field.dims != "B" and not spread
+    fits = target.shape[:1] == (num_sequences,) and target.ndim == (1 if spread else len(field.dims))
+    if not fits or (per_token and target.shape[1] < longest):
+        wanted = (
+            f"[{num_sequences}]"
+            if field.dims == "B"
+            else f"[{num_sequences}] or [{num_sequences}, {longest}]"
+        )
+        raise TrainerError(f"target `{key}` must be {wanted}, got {list(target.shape)}")
+    target = target.to(field.dtype)
+    if spread:
+        target = torch.where(mask_BT, target[:, None], torch.zeros((), dtype=field.dtype))
+    elif per_token:
+        places_BC = torch.arange(target.shape[1]) < tokens_B[:, None]
+        placed = torch.zeros((*mask_BT.shape, *target.shape[2:]), dtype=field.dtype)
+        placed[mask_BT] = target[places_BC]
+        target = placed
+    if not target.isfinite().all():
+        row = int((~target.isfinite()).reshape(num_sequences, -1).any(1).nonzero()[0])
+        raise TrainerError(f"target `{key}` of completion {row} of the batch is no finite number")
+    return target
 
 
 def assemble_examples(examples: Sequence[Example]) -> TrainBatch:
@@ -175,20 +177,6 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> list[Metric]:
         Metric("trajectory/versions_mean", Mean(sum(counts), len(counts))),
         Metric("trajectory/versions_max", Max(max(counts, default=0))),
     ]
-
-
-def _check_scores(group: Group) -> None:
-    if len(group.scores) != len(group.completions):
-        raise TrainerError(
-            f"prompt {group.prompt.uid!r} has {len(group.completions)} completions and {len(group.scores)} scores; "
-            "score every completion before advantages are computed"
-        )
-    for index, score in enumerate(group.scores):
-        if not abs(score.reward) <= MAX_REWARD:  # NaN, too
-            raise TrainerError(
-                f"completion {index} of prompt {group.prompt.uid!r} has reward {score.reward}; "
-                f"a reward must be a finite number of at most {MAX_REWARD:g} either way, or advantages leave float32"
-            )
 
 
 def _check_logprobs(groups: Sequence[Group], logprobs_BT: npt.NDArray[np.float32]) -> None:

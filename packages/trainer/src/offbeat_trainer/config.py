@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from offbeat_engine.config import bounded
+
 
 class Advantage(StrEnum):
     """How rewards of one prompt become advantages; sources in `offbeat_trainer.algorithms.advantages`."""
@@ -64,7 +66,12 @@ class CorrectionLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    """What is optimized.
+    """The settings of an algorithm are fields of its own subclass of this, frozen and keyword-only, each with a default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoConfig(AlgorithmConfig):
+    """What GRPO and its kin optimize.
 
     `clip_low` and `clip_high` bound the importance ratio in 1 - clip_low .. 1 + clip_high; `dual_clip` > 1 bounds
     the loss of negative advantages (0 = off). `kl_coef` 0 means that no reference model is loaded. `proximal` and the
@@ -72,21 +79,37 @@ class AlgorithmConfig:
     """
 
     advantage: Advantage = Advantage.GRPO
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 0.0
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    kl_coef: float = 0.0
+    clip_low: float = bounded(0.2, at_least=0)
+    clip_high: float = bounded(0.28, at_least=0)
+    dual_clip: float = bounded(0.0, at_least=0)
+    kl_coef: float = bounded(0.0, at_least=0)
     kl_estimator: KlEstimator = KlEstimator.K3
     entropy_coef: float = 0.0
     proximal: Proximal = Proximal.RECOMPUTE
     correction: Correction = Correction.TRUNCATE
     correction_level: CorrectionLevel = CorrectionLevel.TOKEN
-    correction_low: float = 0.5
-    correction_high: float = 2.0
+    correction_low: float = bounded(0.5, at_least=0)
+    correction_high: float = bounded(2.0, at_least=0)
 
 
-def algorithm_bounds(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrGrpoConfig(GrpoConfig):
+    """Centred, not scaled, and no division by a completion's length (arXiv 2503.20783)."""
+
+    advantage: Advantage = Advantage.DR_GRPO
+    aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM_NORM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlooConfig(GrpoConfig):
+    """The mean of the others as baseline (arXiv 2402.14740)."""
+
+    advantage: Advantage = Advantage.RLOO
+    aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM
+
+
+def grpo_bounds(config: GrpoConfig) -> Iterator[tuple[str, str]]:
     """Yield the name of each setting that is out of its bounds, and what was expected and came."""
     low, high, dual = config.clip_low, config.clip_high, config.dual_clip
     for name, value, ok, wanted in (

@@ -21,3 +21,7 @@ class WorkerGone(TrainerError, ConnectionError):
 
 class ResumeError(TrainerError, RuntimeError):
     """A run folder that cannot be continued; the message says which file disagrees and what to do."""
+
+
+class LoadError(TrainerError, ImportError):
+    """What a setting names by its path cannot be imported, or is not what it must be."""

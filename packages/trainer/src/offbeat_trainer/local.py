@@ -11,59 +11,48 @@ from typing import TYPE_CHECKING, TypeVar
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
-from offbeat_engine.losses import SftLoss
 from offbeat_trainer.bridge import EngineWeights, make_member
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from offbeat_ckptsync import SyncConfig, SyncReport
     from offbeat_engine import Engine, TrainBatch
     from offbeat_rollout import RolloutEngine
+    from offbeat_trainer.learner import Learner
     from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.roles import Actor
 
 _Result = TypeVar("_Result")
 
 
 class LocalPolicy:
-    """Satisfies `Policy` with an engine in this process, whose calls run in one thread of their own."""
+    """Satisfies `Policy` with a learner in this process, whose calls run in one thread of their own."""
 
-    def __init__(
-        self, engine: Engine, actor: Actor, checkpoints: Path, *, keep: int, timeout_s: float
-    ) -> None:
-        """Train `engine` through `actor`; every call must end within `timeout_s`."""
-        self._engine = engine
-        self._actor = actor
-        self._checkpoints = str(checkpoints)
-        self._keep = keep
+    def __init__(self, learner: Learner, *, timeout_s: float) -> None:
+        """Train through `learner`; every call must end within `timeout_s`."""
+        self._learner = learner
         self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
 
     async def update(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.update`."""
-        return await self._call(lambda: self._actor.update(batch))
+        return await self._call(lambda: self._learner.update(batch))
 
     async def supervise(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.supervise`."""
-        return await self._call(lambda: self._actor.supervise(batch, SftLoss()))
+        return await self._call(lambda: self._learner.supervise(batch))
 
     async def save(self, step: int, *, block: bool) -> None:
         """See `Policy.save`."""
-        await self._call(
-            lambda: self._engine.save_checkpoint(
-                self._checkpoints, global_step=step, max_ckpt_to_keep=self._keep, block=block
-            )
-        )
+        await self._call(lambda: self._learner.save(step, block=block))
 
     async def load(self, step: int | None) -> int | None:
         """See `Policy.load`."""
-        return await self._call(lambda: self._engine.load_checkpoint(self._checkpoints, global_step=step))
+        return await self._call(lambda: self._learner.load(step))
 
     async def export(self, path: str) -> None:
         """See `Policy.export`."""
-        await self._call(lambda: self._engine.export_huggingface(path))
+        await self._call(lambda: self._learner.export(path))
 
     async def _call(self, work: Callable[[], _Result]) -> _Result:
         async with asyncio.timeout(self._timeout_s):

@@ -1,93 +1,134 @@
-"""Roles on the training engine. They know the `Engine` interface and nothing of what is behind it."""
+"""Roles: the models that an algorithm works with, on training engines. They know the `Engine` interface alone.
+
+B = sequences, T = tokens of the longest one.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, cast
 
-from offbeat_trainer.algorithms.off_policy import derived
+from offbeat_engine.config import LoraConfig
+from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     import torch
 
-    from offbeat_engine import Engine, LossFn, StepStats, TrainBatch
+    from offbeat_engine import Engine, EngineConfig, LossFn, OptimizerConfig, StepStats, TrainBatch
+
+POLICY = "policy"
+"""The role that generates: its weights go to the replicas."""
 
 
-class Reference:
-    """A frozen policy: gives log-probs, never changes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """One model that an algorithm works with.
+
+    `head` is what its model predicts: "lm" log-probs, "value" values. An empty `path` means the model that the run starts
+    from. `optimizer` None is the run's own. `offload` says whether its weights and moments wait in host memory while they are
+    not used; None leaves that to the run.
+    """
+
+    trained: bool
+    head: Literal["lm", "value"] = "lm"
+    path: str = ""
+    optimizer: OptimizerConfig | None = None
+    offload: bool | None = None
+
+
+def role_engines(
+    roles: Mapping[str, RoleSpec], policy: EngineConfig, *, infers_alone: bool
+) -> dict[str, EngineConfig | None]:
+    """Return what the engine of each role is told, in the order of `roles`, where the policy's is told `policy`.
+
+    None: no model of its own, but the base under the policy's adapters, which is what the run starts from. `infers_alone`: the
+    engine can hold a model that is never trained without what training needs.
+
+    Raises:
+        PlanRefused: there is no policy among them that can generate and be trained.
+    """
+    wanted = RoleSpec(trained=True)
+    found = roles.get(POLICY)
+    if found is None or (found.trained, found.head, found.path) != (wanted.trained, wanted.head, wanted.path):
+        raise PlanRefused(
+            f"an algorithm needs a role {POLICY!r} that is trained, has the head 'lm' and no path of its own; got "
+            + (", ".join(roles) or "no roles" if found is None else f"{found}")
+        )
+    return {name: _engine_of(spec, policy, infers_alone) for name, spec in roles.items()}
+
+
+def _engine_of(spec: RoleSpec, policy: EngineConfig, infers_alone: bool) -> EngineConfig | None:
+    if not (spec.trained or spec.path) and spec.head == "lm" and policy.lora.rank:
+        return None
+    engine = policy
+    if spec.path or spec.head != "lm":
+        engine = replace(
+            engine, model=replace(engine.model, path=spec.path or engine.model.path, head=spec.head)
+        )
+    if not spec.trained:
+        engine = replace(engine, lora=LoraConfig(), inference_only=infers_alone)
+    if spec.optimizer is not None:
+        engine = replace(engine, optimizer=spec.optimizer)
+    if spec.offload is not None:
+        engine = replace(engine, offload_parameters=spec.offload, offload_optimizer=spec.offload)
+    return engine
+
+
+class Role:
+    """One model of an algorithm on this rank. Methods are collectives, but `shares`."""
 
     def __init__(self, engine: Engine, *, base: bool = False) -> None:
-        """Take an initialised engine, which is not trained; or the one that trains adapters, for the `base` under them."""
-        self._engine = engine
+        """Take an initialised engine; with `base` the one that trains adapters, for the model under them."""
+        self.engine = engine
         self._mode = engine.base_mode if base else engine.eval_mode
 
+    def shares(self, batch: TrainBatch, num_updates: int = 1) -> list[TrainBatch]:
+        """Return this rank's shares of `num_updates` mini-batches of `batch`, which is the same on every rank.
+
+        Raises:
+            ValueError: the sequences cannot be cut into so many equal mini-batches.
+        """
+        return [self.engine.shard_data(mini) for mini in split_evenly(batch, num_updates)]
+
     def logprobs(self, share: TrainBatch) -> torch.Tensor | None:
-        """Return log-probs [B, T] float32 of this rank's share, where that is, zero outside its `loss_mask`. A collective.
+        """Return log-probs [B, T] float32 of this rank's share, where that is, zero outside its `loss_mask`.
 
         None on a rank that holds no outputs of the model, where no loss is called either.
         """
-        return self.logprobs_of([share])[0]
+        return self._logprobs_of([share])[0]
 
-    def logprobs_of(self, shares: list[TrainBatch]) -> list[torch.Tensor | None]:
-        """Return `logprobs` of each of `shares`; weights that wait in host memory come for all of them once."""
+    def judge(self, shares: list[TrainBatch], key: str) -> None:
+        """Put the log-probs of each of `shares` into it as `key`; weights that wait in host memory come for all once."""
+        for share, logprobs in zip(shares, self._logprobs_of(shares), strict=True):
+            if logprobs is not None:
+                share[key] = logprobs
+
+    def train(self, shares: list[TrainBatch], loss_fn: LossFn) -> list[Metric]:
+        """Make one optimizer step by `loss_fn` on each of this rank's `shares` of mini-batches.
+
+        A loss may carry a function `derived`: it is given the sums of a step, whole over all ranks, and returns what
+        follows from them, for the metrics.
+
+        Returns:
+            The metrics of the steps, equal on all ranks.
+        """
+        self.engine.set_loss_fn(loss_fn)
+        derived = getattr(loss_fn, "derived", None)
+        with self.engine.train_mode():  # once for all: weights may wait in host memory outside
+            return [metric for share in shares for metric in _step(self.engine, share, derived)]
+
+    def _logprobs_of(self, shares: list[TrainBatch]) -> list[torch.Tensor | None]:
         with self._mode():
-            answers = [self._engine.forward_backward_step(share, forward_only=True)[0] for share in shares]
+            answers = [self.engine.forward_backward_step(share, forward_only=True)[0] for share in shares]
         return [cast("torch.Tensor | None", answer.get("logprobs", None)) for answer in answers]
 
 
-class Actor:
-    """The policy being trained.
-
-    One `update` is one step of a loop: the batch is cut into `updates_per_step` mini-batches of whole groups'
-    neighbours, each of which is one optimizer step. With a single mini-batch the policy that is updated is the
-    one that the importance ratio is taken against, so no extra forward pass is made for it; nor is one for several
-    when the loss says (`needs_old_logprobs`) that it takes the ratio against the sampler.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        loss_fn: LossFn,
-        *,
-        updates_per_step: int = 1,
-        reference: Reference | None = None,
-    ) -> None:
-        """Take an initialised engine and, if the loss has a KL term, the reference it is taken against."""
-        self._engine = engine
-        self._loss_fn = loss_fn
-        self._updates_per_step = updates_per_step
-        self._reference = reference
-
-    def update(self, batch: TrainBatch) -> list[Metric]:
-        """Train on `batch`, which is the same on every rank. A collective.
-
-        Returns:
-            The step's metrics, equal on all ranks.
-        """
-        shares = [self._engine.shard_data(mini) for mini in split_evenly(batch, self._updates_per_step)]
-        judges = {} if self._reference is None else {"ref_logprobs": self._reference}
-        if len(shares) > 1 and getattr(self._loss_fn, "needs_old_logprobs", True):
-            judges["old_logprobs"] = Reference(self._engine)
-        for key, judge in judges.items():
-            for share, logprobs in zip(shares, judge.logprobs_of(shares), strict=True):
-                if logprobs is not None:
-                    share[key] = logprobs
-        self._engine.set_loss_fn(self._loss_fn)
-        return train_on(self._engine, shares)
-
-    def supervise(self, batch: TrainBatch, loss_fn: LossFn) -> list[Metric]:
-        """Make one optimizer step on a supervised batch. A collective."""
-        self._engine.set_loss_fn(loss_fn)
-        return train_on(self._engine, [self._engine.shard_data(batch)])
-
-
-def train_on(engine: Engine, shares: list[TrainBatch]) -> list[Metric]:
-    """Make one optimizer step on each of this rank's shares of mini-batches; return their metrics. A collective."""
-    with engine.train_mode():  # once for all: weights may wait in host memory outside
-        return [metric for share in shares for metric in _step(engine, share)]
-
-
-def _step(engine: Engine, share: TrainBatch) -> list[Metric]:
+def _step(
+    engine: Engine, share: TrainBatch, derived: Callable[[Mapping[str, float]], dict[str, float]] | None
+) -> list[Metric]:
     engine.optimizer_zero_grad()
     _, _, ctx = engine.forward_backward_step(share, predict=False)
     grad_norm = engine.optimizer_step()
@@ -95,6 +136,7 @@ def _step(engine: Engine, share: TrainBatch) -> list[Metric]:
     assert ctx.stats is not None
     return [
         *stats_metrics(ctx.stats),
+        *(Metric(key, Mean(value)) for key, value in (derived(ctx.stats.sums) if derived else {}).items()),
         Metric("train/grad_norm", Mean(grad_norm)),
         Metric("train/lr", Last(lr)),
     ]
@@ -106,7 +148,7 @@ def stats_metrics(stats: StepStats) -> list[Metric]:
         Metric("train/loss", Mean(stats.loss)),
         Metric("train/micro_batches", Mean(stats.num_micro_batches)),
         Metric("train/tokens", Mean(stats.num_tokens)),
-        *(Metric(key, Mean(value)) for key, value in {**stats.sums, **derived(stats.sums)}.items()),
+        *(Metric(key, Mean(value)) for key, value in stats.sums.items()),
         *(Metric(key, Max(value)) for key, value in stats.maxes.items()),
         *(Metric(f"engine/{key}", Mean(value)) for key, value in stats.engine.items()),
         *_costs(stats),

@@ -38,12 +38,11 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The completions of one prompt, with scores and advantages once they are known (then all of length G)."""
+    """The completions of one prompt, with their scores once they are known (then G of them)."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     scores: tuple[Score, ...] = ()
-    advantages: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

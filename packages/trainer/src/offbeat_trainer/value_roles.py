@@ -9,7 +9,7 @@ import torch
 from offbeat_engine import TrainBatch, train_batch
 from offbeat_trainer.algorithms.value_loss import ValueLoss, explained_variance
 from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
-from offbeat_trainer.roles import split_evenly, train_on
+from offbeat_trainer.roles import Role
 
 if TYPE_CHECKING:
     from offbeat_engine import Engine
@@ -45,9 +45,8 @@ class Critic:
         Raises:
             ValueError: the batch cannot be cut into `updates_per_step` mini-batches.
         """
-        self._engine.set_loss_fn(self._loss_fn)
-        minis = split_evenly(batch, self._updates_per_step)
-        metrics = train_on(self._engine, [self._engine.shard_data(mini) for mini in minis])
+        role = Role(self._engine)
+        metrics = role.train(role.shares(batch, self._updates_per_step), self._loss_fn)
         means = reduce_metrics([metric for metric in metrics if metric.key in _MOMENTS])
         return [
             *(

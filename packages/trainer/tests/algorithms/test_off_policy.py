@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from offbeat_engine import LossScale, StepStats, train_batch
+from offbeat_engine import LossScale, train_batch
+from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.algorithms.off_policy import (
     correct,
     ess_fraction,
@@ -19,9 +20,8 @@ from offbeat_trainer.algorithms.off_policy import (
     truncate,
 )
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
-from offbeat_trainer.config import AlgorithmConfig, Correction, CorrectionLevel, Proximal
+from offbeat_trainer.config import Correction, CorrectionLevel, GrpoConfig, Proximal
 from offbeat_trainer.errors import PlanRefused, TrainerError
-from offbeat_trainer.roles import stats_metrics
 
 B, T = 4, 7
 LOW, HIGH = 0.8, 1.25
@@ -67,9 +67,7 @@ def plain_weight(kind, ratio):
 @pytest.mark.parametrize("level", CorrectionLevel)
 @pytest.mark.parametrize("kind", Correction)
 def test_loss_gradient_and_metrics_against_plain_python(kind, level):
-    config = AlgorithmConfig(
-        correction=kind, correction_level=level, correction_low=LOW, correction_high=HIGH
-    )
+    config = GrpoConfig(correction=kind, correction_level=level, correction_low=LOW, correction_high=HIGH)
     predictions, batch, scale = some_batch()
     output = PolicyLoss(config=config, max_completion_tokens=5)(predictions, batch, scale)
     (grad_BT,) = torch.autograd.grad(output.loss, predictions["logprobs"])
@@ -130,8 +128,8 @@ def test_effective_sample_size(ratios):
 
 def test_the_effective_sample_size_of_a_step_comes_from_its_whole_means():
     sums = {"offpolicy/ratio_mean": 1.0, "offpolicy/ratio_square_mean": 2.0}
-    stats = StepStats(loss=0.0, sums=sums, maxes={}, num_tokens=1, num_loss_tokens=1, num_micro_batches=1)
-    assert {m.key: m.reduction.value() for m in stats_metrics(stats)}["offpolicy/ess_fraction"] == 0.5
+    assert PolicyLoss.derived(sums) == {"offpolicy/ess_fraction": 0.5}
+    assert PolicyLoss.derived({"policy/entropy_nats": 1.0}) == {}
 
 
 def test_exact_weights_give_the_gradient_of_the_policy_itself():
@@ -152,12 +150,12 @@ def test_the_proximal_policy_clips_and_the_sampler_weighs():
     """Decoupled: with old log-probs at the current policy, nothing is clipped however far the sampler is."""
     predictions, batch, scale = some_batch(spread=2.0)
     batch["old_logprobs"] = predictions["logprobs"].detach().clone()
-    output = PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=5)(predictions, batch, scale)
+    output = PolicyLoss(config=GrpoConfig(), max_completion_tokens=5)(predictions, batch, scale)
     assert (
         output.sums["policy/clip_low_fraction"].item() == output.sums["policy/clip_high_fraction"].item() == 0
     )
     assert output.sums["mismatch/kl_nats"].item() > 0.1
-    bypass = replace(AlgorithmConfig(), proximal=Proximal.ROLLOUT)
+    bypass = replace(GrpoConfig(), proximal=Proximal.ROLLOUT)
     output = PolicyLoss(config=bypass, max_completion_tokens=5)(predictions, batch, scale)
     assert (
         output.sums["policy/clip_low_fraction"].item() + output.sums["policy/clip_high_fraction"].item() > 0
@@ -166,14 +164,15 @@ def test_the_proximal_policy_clips_and_the_sampler_weighs():
 
 def test_the_bypass_is_ppo_against_the_sampler():
     predictions, batch, scale = some_batch()
-    config = AlgorithmConfig(proximal=Proximal.ROLLOUT, correction=Correction.ICEPOP)
+    config = GrpoConfig(proximal=Proximal.ROLLOUT, correction=Correction.ICEPOP)
     loss = PolicyLoss(config=config, max_completion_tokens=5)
     got = loss(predictions, batch, scale)
     as_old = batch.clone()
     as_old["old_logprobs"] = as_old["rollout_logprobs"]
-    plain = PolicyLoss(config=AlgorithmConfig(correction=Correction.NONE), max_completion_tokens=5)
+    plain = PolicyLoss(config=GrpoConfig(correction=Correction.NONE), max_completion_tokens=5)
     torch.testing.assert_close(got.loss, plain(predictions, as_old, scale).loss)
-    assert (loss.needs_old_logprobs, plain.needs_old_logprobs) == (False, True)
+    assert not Grpo(config=config).needs_old_logprobs
+    assert Grpo(config=plain.config).needs_old_logprobs
     del batch["rollout_logprobs"]
     with pytest.raises(TrainerError, match="rollout_logprobs"):
         loss(predictions, batch, scale)
@@ -185,7 +184,7 @@ def test_ratios_beyond_float32_and_values_outside_the_mask_do_no_harm():
     batch["rollout_logprobs"][outside] = float("nan")
     batch["rollout_logprobs"][0, 3] = -1e4
     for level in CorrectionLevel:
-        config = AlgorithmConfig(correction_level=level)
+        config = GrpoConfig(correction_level=level)
         output = PolicyLoss(config=config, max_completion_tokens=5)(predictions, batch, scale)
         assert output.loss.isfinite()
         assert all(total.isfinite() for total in (*output.sums.values(), *output.maxes.values()))
@@ -196,4 +195,4 @@ def test_ratios_beyond_float32_and_values_outside_the_mask_do_no_harm():
 )
 def test_bounds_that_make_no_sense_are_refused(name, value):
     with pytest.raises(PlanRefused, match=name):
-        PolicyLoss(config=replace(AlgorithmConfig(), **{name: value}), max_completion_tokens=5)
+        PolicyLoss(config=replace(GrpoConfig(), **{name: value}), max_completion_tokens=5)

@@ -10,11 +10,11 @@ from tensordict import TensorDict
 
 from offbeat_engine import LossScale, train_batch
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss, clipped_surrogate
-from offbeat_trainer.config import Aggregation, AlgorithmConfig, KlEstimator
+from offbeat_trainer.config import Aggregation, GrpoConfig, KlEstimator
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
 B, T = 6, 9
-EVERYTHING = AlgorithmConfig(
+EVERYTHING = GrpoConfig(
     clip_low=0.2,
     clip_high=0.28,
     dual_clip=3.0,
@@ -195,7 +195,7 @@ def test_gradient_against_a_naive_formula(seed):
 def test_on_policy_the_gradient_is_the_plain_policy_gradient():
     predictions, batch, scale = some_batch()
     del batch["old_logprobs"], batch["rollout_logprobs"]
-    output = make(AlgorithmConfig())(predictions, batch, scale)
+    output = make(GrpoConfig())(predictions, batch, scale)
     (grad_BT,) = torch.autograd.grad(output.loss, predictions["logprobs"])
     wanted_BT = torch.where(batch["loss_mask"], -batch["advantages"] / scale.num_tokens, 0.0)
     torch.testing.assert_close(grad_BT, wanted_BT)
@@ -275,7 +275,7 @@ def test_it_travels():
 
 @pytest.mark.parametrize(
     ("key", "config"),
-    [("advantages", AlgorithmConfig()), ("ref_logprobs", AlgorithmConfig(kl_coef=0.1))],
+    [("advantages", GrpoConfig()), ("ref_logprobs", GrpoConfig(kl_coef=0.1))],
 )
 def test_a_batch_without_what_the_loss_needs_is_refused(key, config):
     predictions, batch, scale = some_batch()
@@ -285,18 +285,18 @@ def test_a_batch_without_what_the_loss_needs_is_refused(key, config):
 
 
 def test_it_asks_the_engine_for_the_gradient_of_the_entropy_only_when_it_needs_it():
-    assert not make(AlgorithmConfig()).entropy_gradient
-    assert make(AlgorithmConfig(entropy_coef=0.01)).entropy_gradient
+    assert not make(GrpoConfig()).entropy_gradient
+    assert make(GrpoConfig(entropy_coef=0.01)).entropy_gradient
 
 
 def test_an_entropy_bonus_without_gradient_is_refused():
     predictions, batch, scale = some_batch()
     predictions["entropy"] = predictions["entropy"].detach()
-    make(AlgorithmConfig())(predictions, batch, scale)
+    make(GrpoConfig())(predictions, batch, scale)
     with pytest.raises(TrainerError, match="gradient"):
-        make(AlgorithmConfig(entropy_coef=0.01))(predictions, batch, scale)
+        make(GrpoConfig(entropy_coef=0.01))(predictions, batch, scale)
     with pytest.raises(TrainerError, match="gives none"):
-        make(AlgorithmConfig(entropy_coef=0.01))(predictions.exclude("entropy"), batch, scale)
+        make(GrpoConfig(entropy_coef=0.01))(predictions.exclude("entropy"), batch, scale)
 
 
 @pytest.mark.parametrize(
@@ -305,4 +305,4 @@ def test_an_entropy_bonus_without_gradient_is_refused():
 )
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(PlanRefused, match=name):
-        make(replace(AlgorithmConfig(), **{name: value}))
+        make(replace(GrpoConfig(), **{name: value}))

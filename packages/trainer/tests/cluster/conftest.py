@@ -15,9 +15,9 @@ from offbeat_ckptsync import SyncConfig
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig
 from offbeat_engine.testing import make_tiny_model
 from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
-from offbeat_trainer import AlgorithmConfig
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer import Grpo, GrpoConfig, StepShape
 from offbeat_trainer.config import ClusterConfig
+from offbeat_trainer.roles import POLICY
 
 ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -106,9 +106,8 @@ def started():
             device="cpu",
             num_ranks=num_ranks,
             threads_per_rank=1,
-            loss_fn=PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=max_tokens),
-            updates_per_step=1,
-            checkpoint_dir=str(folder / "policy"),
+            algorithm=Grpo(config=GrpoConfig(), step=StepShape(max_completion_tokens=max_tokens)),
+            checkpoint_dir=str(folder),
             keep_checkpoints=2,
             collective_timeout_s=TIMEOUT_S,
             sync=sync or SyncConfig(),
@@ -129,7 +128,7 @@ def started():
 
         async def build():
             await cluster.train.build(
-                Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
+                {POLICY: Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))}
             )
             return "built"
 

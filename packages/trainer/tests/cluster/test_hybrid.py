@@ -96,7 +96,7 @@ async def test_a_rank_that_dies_while_it_sends_leaves_all_replicas_on_the_old_ve
     await cluster.train.supervise(random_batch(4))
 
     def die_in_the_next_pass(worker):
-        engine = worker._engines[0]
+        engine = worker.learner.policy
         gather = engine.named_weights
 
         def dying():

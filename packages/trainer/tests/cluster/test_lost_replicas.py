@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from offbeat_engine.testing import random_batch
-from offbeat_trainer import AlgorithmConfig
+from offbeat_trainer import Grpo, GrpoConfig
 from offbeat_trainer.config import AsyncConfig, LoopConfig, SamplingConfig
 from offbeat_trainer.errors import WorkerGone
 from offbeat_trainer.generation import GroupGenerator
@@ -62,7 +62,7 @@ def parts_of(cluster, folder, recorder, journal, timeline):
             validation_prompts=1,
             step_timeout_s=TIMEOUT_S,
         ),
-        algorithm=AlgorithmConfig(),
+        algorithm=Grpo(config=GrpoConfig()),
         sampling=SamplingConfig(max_tokens=COMPLETION_TOKENS),
         asynchrony=AsyncConfig(max_staleness=2),
         journal=journal,

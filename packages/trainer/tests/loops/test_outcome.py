@@ -4,7 +4,8 @@ import json
 from types import SimpleNamespace
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.algorithms.grpo import Grpo
+from offbeat_trainer.config import GrpoConfig, LoopConfig, SamplingConfig
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.loops.outcome import Outcome, close_step
 from offbeat_trainer.loops.parts import Parts, StopRequest, due
@@ -124,7 +125,7 @@ async def walk(folder, loop, *, stop_at=None):
         store=RunStore(folder, keep=2),
         seed=0,
         loop=loop,
-        algorithm=AlgorithmConfig(),
+        algorithm=Grpo(config=GrpoConfig()),
         sampling=SamplingConfig(),
         stop=StopRequest(),
     )
@@ -133,7 +134,6 @@ async def walk(folder, loop, *, stop_at=None):
         prompt=Prompt(uid="p", text="", token_ids=(1,)),
         completions=(completion("r"),),
         scores=(Score(reward=0.5, correct=False),),
-        advantages=(0.0,),
     )
     for step in range(loop.steps):
         parts.stop.requested = step + 1 == stop_at

@@ -14,8 +14,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.values import Registration, Seat
 from offbeat_rollout import Health, RolloutConfig
-from offbeat_trainer import AlgorithmConfig
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer import Grpo, GrpoConfig
 from offbeat_trainer.cluster import replicas, train_group
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.cluster.process import redirect_output
@@ -155,9 +154,8 @@ class Site:
             device="cpu",
             num_ranks=1,
             threads_per_rank=1,
-            loss_fn=PolicyLoss(config=AlgorithmConfig(), max_completion_tokens=1),
-            updates_per_step=1,
-            checkpoint_dir=str(folder / "policy"),
+            algorithm=Grpo(config=GrpoConfig()),
+            checkpoint_dir=str(folder),
             keep_checkpoints=1,
             collective_timeout_s=TIMEOUT_S,
             sync=sync,

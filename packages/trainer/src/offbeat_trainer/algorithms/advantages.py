@@ -6,13 +6,21 @@ separate groups. All compute and return float64: the differences that matter may
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, assert_never
 
+import torch
+
 from offbeat_trainer.config import Advantage
+from offbeat_trainer.errors import TrainerError
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable, Sequence
 
+    from offbeat_trainer.types import Group
+
+MAX_REWARD = 1e38
+"""The largest reward, up or down: differences of two of them are float32 numbers still, and advantages are no more."""
 GRPO_EPSILON = 1e-6
 """Added to the standard deviation, so that rewards that hardly differ do not become huge advantages."""
 
@@ -64,6 +72,48 @@ def compute_advantages(kind: Advantage, rewards_G: torch.Tensor) -> torch.Tensor
             return rloo(rewards_G)
         case _:
             assert_never(kind)
+
+
+def group_advantages(
+    groups: Sequence[Group], estimate: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the advantage [B] float64 of every completion of scored `groups`, in their order.
+
+    `estimate` is given rewards [N, G] float64 of groups of one size, and answers alike.
+
+    Raises:
+        TrainerError: a group has not one finite score per completion.
+    """
+    places: list[list[int]] = []
+    by_size: defaultdict[int, list[int]] = defaultdict(list)
+    begin = 0
+    for index, group in enumerate(groups):
+        _check_scores(group)
+        by_size[len(group.scores)].append(index)
+        places.append(list(range(begin, begin := begin + len(group.scores))))
+    advantages_B = torch.zeros(begin, dtype=torch.float64)
+    for (
+        indices
+    ) in by_size.values():  # groups of one size in one call: hundreds of tiny tensors would cost more
+        rewards_NG = torch.tensor(
+            [[score.reward for score in groups[i].scores] for i in indices], dtype=torch.float64
+        )
+        advantages_B[torch.tensor([places[i] for i in indices], dtype=torch.int64)] = estimate(rewards_NG)
+    return advantages_B
+
+
+def _check_scores(group: Group) -> None:
+    if len(group.scores) != len(group.completions):
+        raise TrainerError(
+            f"prompt {group.prompt.uid!r} has {len(group.completions)} completions and {len(group.scores)} scores; "
+            "score every completion before advantages are computed"
+        )
+    for index, score in enumerate(group.scores):
+        if not abs(score.reward) <= MAX_REWARD:  # NaN, too
+            raise TrainerError(
+                f"completion {index} of prompt {group.prompt.uid!r} has reward {score.reward}; "
+                f"a reward must be a finite number of at most {MAX_REWARD:g} either way, or advantages leave float32"
+            )
 
 
 def _zero_where_equal(rewards_G: torch.Tensor, advantages_G: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,21 @@ import torch
 from offbeat_engine import LossOutput, LossScale
 from offbeat_trainer.algorithms.aggregation import aggregate, inside
 from offbeat_trainer.algorithms.kl import MAX_LOG_RATIO, k3, kl_estimate
-from offbeat_trainer.algorithms.off_policy import RATIO_MEAN, RATIO_SQUARE_MEAN, correct, importance_ratios
-from offbeat_trainer.config import Correction, Proximal, algorithm_bounds
+from offbeat_trainer.algorithms.off_policy import (
+    RATIO_MEAN,
+    RATIO_SQUARE_MEAN,
+    correct,
+    derived,
+    importance_ratios,
+)
+from offbeat_trainer.config import Correction, Proximal, grpo_bounds
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from offbeat_engine import Predictions, TrainBatch
-    from offbeat_trainer.config import AlgorithmConfig
+    from offbeat_trainer.config import GrpoConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +93,11 @@ class PolicyLoss:
         TrainerError: the batch or the predictions lack what the settings need (when called).
     """
 
-    config: AlgorithmConfig
+    config: GrpoConfig
     max_completion_tokens: int
 
     def __post_init__(self) -> None:
-        for name, told in algorithm_bounds(self.config):
+        for name, told in grpo_bounds(self.config):
             raise PlanRefused(f"`{name}` must be {told}")
         if self.max_completion_tokens < 1:
             raise PlanRefused(f"`max_completion_tokens` must be >= 1, got {self.max_completion_tokens}")
@@ -99,10 +107,10 @@ class PolicyLoss:
         """Whether the engine must give `entropy` a gradient; engines read this, since it costs time and memory."""
         return self.config.entropy_coef != 0
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether several updates of one batch need the trainer's log-probs from before the first."""
-        return self.config.proximal is Proximal.RECOMPUTE
+    @staticmethod
+    def derived(sums: Mapping[str, float]) -> dict[str, float]:
+        """Return what follows from the whole sums of a step; see `Role.train`."""
+        return derived(sums)
 
     def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
         """Return this micro-batch's share of the loss and what is worth watching."""

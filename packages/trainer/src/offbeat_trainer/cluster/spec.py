@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offbeat_ckptsync import SyncConfig
-    from offbeat_engine import LossFn
     from offbeat_rollout import RolloutConfig
-    from offbeat_trainer.config import ClusterConfig
+    from offbeat_trainer.algorithms.interface import Algorithm
+    from offbeat_trainer.config import AlgorithmConfig, ClusterConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """The training pool. The engines' own configs come with `TrainGroup.build`."""
+    """The training pool. The engines' own configs come with `TrainGroup.build`.
+
+    Each trained role has a folder of its own in `checkpoint_dir`.
+    """
 
     engine_name: str
     device: str
     num_ranks: int
     threads_per_rank: int
-    loss_fn: LossFn
-    updates_per_step: int
+    algorithm: Algorithm[AlgorithmConfig]
     checkpoint_dir: str
     keep_checkpoints: int
     collective_timeout_s: float

@@ -107,21 +107,10 @@ class TrainGroup:
                     "go there. Let run_dir be a folder that both share"
                 )
 
-    async def build(
-        self,
-        engine: EngineConfig,
-        reference: EngineConfig | None = None,
-        *,
-        base_is_reference: bool = False,
-    ) -> None:
-        """Build the engines on all ranks, in place of earlier ones.
-
-        The policy is held to `reference`, an engine of its own, or to the base under its adapters, which needs none.
-        """
+    async def build(self, engines: Mapping[str, EngineConfig | None]) -> None:
+        """Build the engines of the roles on all ranks, in place of earlier ones; see `roles.role_engines`."""
         timeout_s = self._spec.cluster.start_timeout_s
-        await self.call(
-            "build", engine, reference, base_is_reference, what="build the model", timeout_s=timeout_s
-        )
+        await self.call("build", engines, what="build the model", timeout_s=timeout_s)
 
     async def update(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.update`."""

@@ -14,14 +14,16 @@ import torch
 from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_engine import World, engine_class
-from offbeat_engine.losses import SftLoss
 from offbeat_trainer.bridge import EngineWeights
 from offbeat_trainer.cluster.nodes import LOOPBACK, this_node
 from offbeat_trainer.cluster.process import redirect_output
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.roles import Actor, Reference
+from offbeat_trainer.learner import Learner
+from offbeat_trainer.roles import POLICY, Role
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from offbeat_ckptsync.wire import Json
     from offbeat_engine import Engine, EngineConfig, TrainBatch
     from offbeat_trainer.cluster.spec import TrainSpec
@@ -37,7 +39,7 @@ class TrainWorker:
         redirect_output(log_path)
         self._spec = spec
         self._rank = rank
-        self._engines: list[Engine] = []
+        self._learner: Learner | None = None
         self._sender: Publisher | None = None
         self._host = LOOPBACK
 
@@ -78,20 +80,22 @@ class TrainWorker:
         """Return the id of this rank's GPU as CUDA_VISIBLE_DEVICES would name it; "" on CPU."""
         return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
-    def build(self, engine: EngineConfig, reference: EngineConfig | None, base_is_reference: bool) -> None:
+    def build(self, engines: Mapping[str, EngineConfig | None]) -> None:
         """Build the engines, in place of those of an earlier call; see `TrainGroup.build`."""
-        for old in self._engines:
-            old.close()
+        if self._learner is not None:
+            self._learner.close()
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        self._engines = [self._new_engine(config) for config in (engine, reference) if config is not None]
-        frozen = Reference(self._engines[0], base=True) if base_is_reference else None
-        self._actor = Actor(
-            self._engines[0],
-            self._spec.loss_fn,
-            updates_per_step=self._spec.updates_per_step,
-            reference=frozen if reference is None else Reference(self._engines[1]),
+        built = {name: self._new_engine(config) for name, config in engines.items() if config is not None}
+        self._learner = Learner(
+            self._spec.algorithm,
+            {
+                name: Role(built[name]) if name in built else Role(built[POLICY], base=True)
+                for name in engines
+            },
+            checkpoints=self._spec.checkpoint_dir,
+            keep=self._spec.keep_checkpoints,
         )
 
     def _new_engine(self, config: EngineConfig) -> Engine:
@@ -99,24 +103,27 @@ class TrainWorker:
         engine.init_model()
         return engine
 
+    @property
+    def learner(self) -> Learner:
+        """What `build` built."""
+        assert self._learner is not None, "`build` comes first"
+        return self._learner
+
     def update(self, batch: TrainBatch) -> list[Metric]:
-        """Make one step of reinforcement learning."""
-        return self._actor.update(batch)
+        """See `Learner.update`."""
+        return self.learner.update(batch)
 
     def supervise(self, batch: TrainBatch) -> list[Metric]:
-        """Make one step of supervised learning."""
-        return self._actor.supervise(batch, SftLoss())
+        """See `Learner.supervise`."""
+        return self.learner.supervise(batch)
 
     def save(self, step: int, block: bool) -> None:
-        """Write a checkpoint; see `Engine.save_checkpoint`."""
-        spec = self._spec
-        self._engines[0].save_checkpoint(
-            spec.checkpoint_dir, global_step=step, max_ckpt_to_keep=spec.keep_checkpoints, block=block
-        )
+        """See `Learner.save`."""
+        self.learner.save(step, block=block)
 
     def load(self, step: int | None) -> int | None:
-        """Load a checkpoint; see `Engine.load_checkpoint`."""
-        return self._engines[0].load_checkpoint(self._spec.checkpoint_dir, global_step=step)
+        """See `Learner.load`."""
+        return self.learner.load(step)
 
     def meet_at(self, host: str) -> None:
         """Let the members of coming syncs meet this rank at `host`."""
@@ -139,10 +146,10 @@ class TrainWorker:
     def _publisher(self) -> Publisher:
         if self._sender is None:
             self._sender = Publisher(
-                EngineWeights(self._engines[0]), replace(self._spec.sync, host=self._host)
+                EngineWeights(self.learner.policy), replace(self._spec.sync, host=self._host)
             )
         return self._sender
 
     def export(self, path: str) -> None:
-        """Write a Hugging Face folder."""
-        self._engines[0].export_huggingface(path)
+        """See `Learner.export`."""
+        self.learner.export(path)

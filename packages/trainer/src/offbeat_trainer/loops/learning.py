@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.assemble import assemble, with_advantages
+from offbeat_trainer.assemble import assemble
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 async def learn(parts: Parts, clock: PhaseClock, groups: Sequence[Group]) -> tuple[list[Group], list[Metric]]:
-    """Train one step on scored groups; return them with their advantages, and what happened."""
+    """Train one step on scored groups; return them, and what happened."""
     with clock.phase("reward"):
-        groups = with_advantages(groups, parts.algorithm.advantage)
-        batch = assemble(groups, temperature=parts.sampling.temperature)
+        targets = parts.algorithm.targets(groups)
+        batch = assemble(groups, targets, temperature=parts.sampling.temperature)
     with clock.phase("train"):
         trained = await parts.policy.update(batch)
-    return groups, list(trained)
+    return list(groups), list(trained)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from offbeat_ckptsync import SyncReport
+    from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
     from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Task
     from offbeat_trainer.journal.events import Journal
@@ -70,7 +71,7 @@ class Parts:
     store: RunStore
     seed: int
     loop: LoopConfig
-    algorithm: AlgorithmConfig
+    algorithm: Algorithm[AlgorithmConfig]
     sampling: SamplingConfig
     stop: StopRequest = field(default_factory=StopRequest)
     asynchrony: AsyncConfig = field(default_factory=AsyncConfig)

@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.config import AlgorithmConfig, AsyncConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.algorithms.grpo import Grpo
+from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig, SamplingConfig
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.journal.memory import MemoryJournal
 from offbeat_trainer.loops.fully_async import run_fully_async
@@ -89,7 +90,7 @@ class ScriptedRun:
             store=RunStore(self.folder / "state", keep=self.loop.keep_checkpoints),
             seed=self.seed,
             loop=self.loop,
-            algorithm=AlgorithmConfig(),
+            algorithm=Grpo(config=GrpoConfig()),
             sampling=SamplingConfig(max_tokens=self.max_tokens),
             stop=self.stop,
             asynchrony=self.asynchrony,

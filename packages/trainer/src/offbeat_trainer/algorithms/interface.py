@@ -1,0 +1,85 @@
+"""The seam of algorithms: which models, what is learned from scored groups, and how the ranks learn it.
+
+B = completions of a step, in the order of groups and of the completions in them; C = places of the longest completion.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from offbeat_trainer.config import AlgorithmConfig
+from offbeat_trainer.loading import file_of, load_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from offbeat_engine import Refusal, TrainBatch
+    from offbeat_trainer.metrics import Metric
+    from offbeat_trainer.roles import Role, RoleSpec
+    from offbeat_trainer.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What a step of the run is made of; see `LoopConfig` and `SamplingConfig`, whose settings these are."""
+
+    group_size: int = 16
+    updates_per_step: int = 1
+    max_completion_tokens: int = 32
+
+
+C_co = TypeVar("C_co", bound=AlgorithmConfig, covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(ABC, Generic[C_co]):
+    """What is learned, and by which models: a frozen value that travels to every rank.
+
+    `Config` is the class of its settings: a frozen dataclass with a default for every field, which the recipes read
+    `algorithm.*` by. What it holds of its own is a function of `config` and `step`. A batch key of its own is registered
+    where its module is imported (`offbeat_engine.register_field`).
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+
+    config: C_co
+    step: StepShape = field(default_factory=StepShape)
+
+    @abstractmethod
+    def roles(self) -> Mapping[str, RoleSpec]:
+        """Return the models it works with, by name. "policy", which generates, is one of them: trained, with head "lm"."""
+
+    @abstractmethod
+    def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
+        """Return what scored `groups` say is to be learned, as keys of a batch. On the driver; a pure function.
+
+        Each is [B], one number per completion (of a key per token, every token of the completion gets it), or [B, C], one
+        per token of the completion, where what is beyond a completion's own tokens is not looked at.
+        """
+
+    @abstractmethod
+    def learn(self, roles: Mapping[str, Role], batch: TrainBatch) -> list[Metric]:
+        """Learn one step from `batch`, the same on every rank, and return its metrics, the same on every rank. A collective."""
+
+    def check(self) -> list[Refusal]:
+        """Return the settings that cannot be, of `config` or of the run; empty means that it can run."""
+        return []
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        """Pickle an algorithm of a file with the name of the file: the process that reads it has not imported it yet."""
+        file = file_of(type(self).__module__)
+        plain = super().__reduce__()
+        if file is None:
+            return plain
+        return _revived, (file, pickle.dumps((type(self), self.config, self.step)))
+
+
+def _revived(file: str, pickled: bytes) -> Algorithm[AlgorithmConfig]:
+    load_file(file)
+    cls, config, step = pickle.loads(pickled)
+    return cls(config=config, step=step)

@@ -1,0 +1,71 @@
+"""Algorithms by name: an entry point of the group `offbeat.algorithms`, or the path of a class (`gspo.py:Gspo`).
+
+An algorithm's module imports torch, and its settings are read long before. So a package may name its config class in a
+second group, `offbeat.algorithm_configs`, in a module that imports little; one that does not is asked for its `Config`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, cast
+
+from offbeat_trainer.errors import LoadError
+from offbeat_trainer.loading import load_object
+
+if TYPE_CHECKING:
+    from offbeat_trainer.algorithms.interface import Algorithm
+    from offbeat_trainer.config import AlgorithmConfig
+
+ENTRY_POINT_GROUP = "offbeat.algorithms"
+CONFIG_GROUP = "offbeat.algorithm_configs"
+
+
+def algorithm_names() -> list[str]:
+    """Return the names of all installed algorithms, sorted."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def algorithm_class(name: str) -> type[Algorithm[AlgorithmConfig]]:
+    """Return the algorithm that is registered as `name`, or that `name` is the path of, importing it now and not before.
+
+    Raises:
+        LoadError: there is none, it cannot be imported, or it lacks something of an algorithm, which is named.
+    """
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            return _checked(name, point.load())
+    if ":" in name:
+        return _checked(name, load_object(name))
+    raise LoadError(
+        f"no algorithm named {name!r}; installed: {', '.join(algorithm_names())}. One of your own is given as "
+        f"file.py:Class or package.module:Class; a package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
+    )
+
+
+def algorithm_config_class(name: str) -> type[AlgorithmConfig]:
+    """Return the class that the settings of algorithm `name` are read by, importing as little as the algorithm lets.
+
+    Raises:
+        LoadError: see `algorithm_class`.
+    """
+    for point in entry_points(group=CONFIG_GROUP):
+        if point.name == name:
+            return cast("type[AlgorithmConfig]", point.load())
+    return algorithm_class(name).Config
+
+
+def _checked(name: str, found: object) -> type[Algorithm[AlgorithmConfig]]:
+    """Return `found` if it is an algorithm with everything that one needs."""
+    from offbeat_trainer.algorithms.interface import Algorithm
+    from offbeat_trainer.config import AlgorithmConfig
+
+    if not (inspect.isclass(found) and issubclass(found, Algorithm)):
+        raise LoadError(f"{name} is no class of `offbeat_trainer.Algorithm`: {found!r:.80}")
+    missing = sorted(found.__abstractmethods__)
+    if missing:
+        raise LoadError(f"{name} lacks {', '.join(f'`{method}`' for method in missing)}")
+    settings = cast("object", found.Config)
+    if not (inspect.isclass(settings) and issubclass(settings, AlgorithmConfig)):
+        raise LoadError(f"{name}: its `Config` must be a subclass of AlgorithmConfig, got {settings!r:.80}")
+    return cast("type[Algorithm[AlgorithmConfig]]", found)

@@ -1,0 +1,80 @@
+"""Algorithms by name and by path; one that lacks something is told what."""
+
+import pytest
+
+from offbeat_trainer.algorithms.grpo import DrGrpo, Grpo, Rloo
+from offbeat_trainer.algorithms.interface import StepShape
+from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_config_class, algorithm_names
+from offbeat_trainer.algorithms.trial import trial
+from offbeat_trainer.config import Advantage, Aggregation, DrGrpoConfig, GrpoConfig, RlooConfig
+from offbeat_trainer.errors import LoadError, TrainerError
+
+HEAD = "import torch\nfrom offbeat_trainer import Algorithm, AlgorithmConfig, RoleSpec\n"
+ROLES = "    def roles(self): return {'policy': RoleSpec(trained=True)}\n"
+TARGETS = (
+    "    def targets(self, groups): return {'advantages': torch.zeros(sum(len(g.scores) for g in groups))}\n"
+)
+LEARN = "    def learn(self, roles, batch): return []\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "config", "advantage", "aggregation"),
+    [
+        ("grpo", Grpo, GrpoConfig, Advantage.GRPO, Aggregation.TOKEN_MEAN),
+        ("dr_grpo", DrGrpo, DrGrpoConfig, Advantage.DR_GRPO, Aggregation.SEQ_MEAN_TOKEN_SUM_NORM),
+        ("rloo", Rloo, RlooConfig, Advantage.RLOO, Aggregation.SEQ_MEAN_TOKEN_SUM),
+    ],
+)
+def test_ours_are_found_by_name(name, cls, config, advantage, aggregation):
+    assert name in algorithm_names()
+    assert (algorithm_class(name), algorithm_config_class(name)) == (cls, config)
+    assert (config().advantage, config().aggregation) == (advantage, aggregation)
+    trial(cls(config=config()))
+
+
+def test_one_of_a_file_is_found_by_its_path(tmp_path):
+    (tmp_path / "own.py").write_text(f"{HEAD}class Own(Algorithm):\n{ROLES}{TARGETS}{LEARN}")
+    cls = algorithm_class(f"{tmp_path}/own.py:Own")
+    assert algorithm_config_class(f"{tmp_path}/own.py:Own") is cls.Config
+    trial(cls(config=cls.Config(), step=StepShape(group_size=3)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "own.py has no 'Own'"),
+        ("Own = 5", "own.py:Own is no class of `offbeat_trainer.Algorithm`: 5"),
+        ("class Own: pass", "is no class of `offbeat_trainer.Algorithm`"),
+        (f"class Own(Algorithm):\n{ROLES}", "own.py:Own lacks `learn`, `targets`"),
+        (
+            f"class Own(Algorithm):\n    Config = dict\n{ROLES}{TARGETS}{LEARN}",
+            "its `Config` must be a subclass of",
+        ),
+    ],
+)
+def test_what_an_algorithm_lacks_is_said(text, words, tmp_path):
+    (tmp_path / "own.py").write_text(HEAD + text)
+    with pytest.raises(LoadError, match=words):
+        algorithm_class(f"{tmp_path}/own.py:Own")
+
+
+def test_one_that_nobody_has_is_refused_with_those_that_are_there():
+    with pytest.raises(LoadError, match=r"no algorithm named 'unheard'; installed: dr_grpo, grpo, rloo"):
+        algorithm_class("unheard")
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ("{'advantage': torch.zeros(6)}", "unknown target `advantage`"),
+        ("{'advantages': torch.zeros(5)}", r"must be \[6\] or \[6, 3\], got \[5\]"),
+        ("{'advantages': torch.zeros(6) / 0}", "completion 0 of the batch is no finite number"),
+    ],
+)
+def test_a_trial_finds_targets_that_no_batch_can_hold(targets, words, tmp_path):
+    (tmp_path / "own.py").write_text(
+        f"{HEAD}class Own(Algorithm):\n{ROLES}    def targets(self, groups): return {targets}\n{LEARN}"
+    )
+    cls = algorithm_class(f"{tmp_path}/own.py:Own")
+    with pytest.raises(TrainerError, match=words):
+        trial(cls(config=cls.Config(), step=StepShape(group_size=3)))
