@@ -44,9 +44,9 @@ def algorithm_refusals(config: RunConfig) -> list[Refusal]:
     from offbeat_trainer.algorithms.trial import trial
 
     algorithm = algorithm_of(config)
-    if algorithm.check():
-        return []  # the plan says so
     try:
+        if algorithm.check():
+            return []  # the plan says so
         engines_of(config, config.engine_config(""))
         trial(algorithm)
     except Exception as error:  # noqa: BLE001 whatever a user's algorithm raises

@@ -74,11 +74,12 @@ class Plan:
 def plan_run(config: RunConfig, facts: Facts) -> Plan:
     """Return the plan of `config` on the machine that `facts` describe."""
     batch = plan_batch(config, facts)
-    memory = _memory(config, facts, batch)
+    broken = any(item.setting == "algorithm" for item in facts.refusals)
+    memory = () if broken else _memory(config, facts, batch)
     refusals = [
         *facts.refusals,
         *device_refusals(config, facts),
-        *algorithm_of(config).check(),
+        *([] if broken else algorithm_of(config).check()),
         *_batch(config, batch),
         *_lengths(config, facts),
         *_sampling_and_sync(config),
@@ -196,7 +197,7 @@ def _memory(config: RunConfig, facts: Facts, batch: BatchPlan) -> tuple[Memory, 
 
 def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> Iterator[Refusal]:
     """Refuse what is certain not to fit; what may not fit is a warning."""
-    if facts.model is None or config.cluster.ray_address:
+    if facts.model is None or not memory or config.cluster.ray_address:
         return
     if config.device == "cuda":
         rank, replica = memory[0], memory[1]

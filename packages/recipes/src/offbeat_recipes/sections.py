@@ -12,12 +12,12 @@ from functools import cache
 from typing import Any, cast, get_type_hints
 
 from offbeat_engine import ConfigError as EngineConfigError
-from offbeat_engine.registry import engine_config_class
+from offbeat_engine.registry import engine_config_class, engine_names
 from offbeat_recipes.config import AlgorithmSection, EngineSection, RolloutSection, RunConfig
 from offbeat_recipes.errors import SettingError
 from offbeat_rollout.errors import ConfigError as RolloutConfigError
-from offbeat_rollout.registry import rollout_config_class
-from offbeat_trainer.algorithms.registry import algorithm_config_class
+from offbeat_rollout.registry import adapter_names, rollout_config_class
+from offbeat_trainer.algorithms.registry import algorithm_config_class, algorithm_names
 from offbeat_trainer.errors import LoadError
 
 
@@ -25,24 +25,37 @@ from offbeat_trainer.errors import LoadError
 class PlugIn:
     """One such section: its own fields, the plug-in it names where settings name none, and how a name is looked up.
 
-    `refusals` are what `find` raises for a name that nothing can be found under.
+    `names` returns those that are installed. `refusals` are what `find` raises for a name that nothing can be found under.
     """
 
     section: type
     default: str
     find: Callable[[str], type]
+    names: Callable[[], list[str]]
     refusals: type[Exception]
 
 
 PLUG_INS: dict[str, PlugIn] = {
     "engine": PlugIn(
-        section=EngineSection, default="fsdp2", find=engine_config_class, refusals=EngineConfigError
+        section=EngineSection,
+        default="fsdp2",
+        find=engine_config_class,
+        names=engine_names,
+        refusals=EngineConfigError,
     ),
     "rollout": PlugIn(
-        section=RolloutSection, default="vllm", find=rollout_config_class, refusals=RolloutConfigError
+        section=RolloutSection,
+        default="vllm",
+        find=rollout_config_class,
+        names=adapter_names,
+        refusals=RolloutConfigError,
     ),
     "algorithm": PlugIn(
-        section=AlgorithmSection, default="grpo", find=algorithm_config_class, refusals=LoadError
+        section=AlgorithmSection,
+        default="grpo",
+        find=algorithm_config_class,
+        names=algorithm_names,
+        refusals=LoadError,
     ),
 }
 

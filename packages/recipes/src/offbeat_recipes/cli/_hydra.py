@@ -214,6 +214,8 @@ def _checked(text: str, known_groups: dict[str, list[str]]) -> str:
     if override.is_sweep_override():
         raise SettingError([f"`{text}`: one run takes one value; for a list write {key}=[a,b]"])
     value = override.value()
+    if key in PLUG_INS and value not in known_groups[key] and _is_plug_in(key, value):
+        return f"++{key}.name='{value}'"
     if key in known_groups:
         return f"{key}={_choice(key, str(value), known_groups[key])}"
     wrong = check_path(key)
@@ -223,9 +225,16 @@ def _checked(text: str, known_groups: dict[str, list[str]]) -> str:
     return f"++{text.lstrip('+')}"
 
 
+def _is_plug_in(section: str, value: object) -> bool:
+    """Whether `value` names an installed plug-in, or a class by its path."""
+    return isinstance(value, str) and (":" in value or value in PLUG_INS[section].names())
+
+
 def _choice(group: str, value: str, choices: list[str]) -> str:
     if value in choices:
         return value
+    if group in PLUG_INS:
+        choices = sorted({*choices, *PLUG_INS[group].names()})
     near = suggestion(value, choices)
     hint = f"; did you mean {near!r}?" if near else ""
     raise SettingError([f"`{group}`: expected one of {', '.join(choices)}, got {value!r}{hint}"])

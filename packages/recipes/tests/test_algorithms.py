@@ -1,0 +1,134 @@
+"""Algorithms of one's own: found by path, set as any other, tried before anything starts, and learned by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offbeat_recipes.algorithms import algorithm_of, algorithm_refusals
+from offbeat_recipes.cli._hydra import compose_run, to_yaml
+from offbeat_recipes.errors import SettingError
+from offbeat_recipes.testing import Command
+from offbeat_trainer import DrGrpo, Grpo, GrpoConfig, Rloo
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+GSPO = f"algorithm={EXAMPLES / 'gspo.py'}:Gspo"
+RUN_TIMEOUT_S = 600.0
+BROKEN = """
+from offbeat_trainer import Algorithm, GroupPolicyGradient, RoleSpec, AlgorithmConfig
+class NoLearning(Algorithm):
+    def roles(self): return {"policy": RoleSpec(trained=True)}
+    def targets(self, groups): return {}
+class NoPolicy(GroupPolicyGradient):
+    def roles(self): return {"actor": RoleSpec(trained=True)}
+    def advantages(self, rewards_NG): return rewards_NG
+    def loss_fn(self): return None
+class WrongShape(NoPolicy):
+    def roles(self): return {"policy": RoleSpec(trained=True)}
+    def targets(self, groups): return {"advantages": self.advantages(None)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "cls", "config"),
+    [
+        ([], Grpo, GrpoConfig()),
+        (["algorithm=dr_grpo"], DrGrpo, DrGrpo.Config()),
+        (["algorithm.name=rloo", "algorithm.kl_coef=0.1"], Rloo, Rloo.Config(kl_coef=0.1)),
+        (["algorithm.advantage=rloo"], Grpo, GrpoConfig(advantage="rloo")),
+    ],
+)
+def test_the_family_is_chosen_by_name_and_its_settings_are_what_they_were(settings, cls, config):
+    made = algorithm_of(compose_run(settings))
+    assert (type(made), made.config) == (cls, config)
+
+
+def test_one_of_a_file_is_set_checked_and_printed_as_any_other(tmp_path):
+    config = compose_run([GSPO, "algorithm.clip_low=1e-3", "trainer.updates_per_step=2"])
+    made = algorithm_of(config)
+    assert (made.config.clip_low, made.config.clip_high, made.step.updates_per_step) == (1e-3, 4e-4, 2)
+    assert algorithm_refusals(config) == []
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert set(yaml.safe_load(path.read_text())["algorithm"]) == {"name", "clip_low", "clip_high"}
+    assert compose_run([], str(path)) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([GSPO, "algorithm.clip_lo=1e-3"], "did you mean `algorithm.clip_low`?"),
+        ([GSPO, "algorithm.clip_low=2.0"], "`algorithm.clip_low`: expected at most 1, got 2.0"),
+        ([GSPO, "algorithm.kl_coef=0.1"], "`algorithm.kl_coef` belongs to algorithm=grpo; this run has"),
+        (["algorithm=gpro"], "expected one of dr_grpo, grpo, rloo, got 'gpro'; did you mean 'grpo'?"),
+        (["algorithm=nowhere.py:Own"], "`algorithm.name`: cannot import 'nowhere.py': FileNotFoundError"),
+    ],
+)
+def test_what_is_wrong_is_said(settings, words):
+    with pytest.raises(SettingError) as caught:
+        compose_run(settings)
+    assert words in str(caught.value)
+
+
+def test_another_algorithm_over_written_settings_brings_its_own_defaults(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(compose_run(["algorithm=dr_grpo", "algorithm.clip_high=0.5"])))
+    rloo = algorithm_of(compose_run(["algorithm=rloo"], str(path))).config
+    assert (rloo.advantage, rloo.aggregation, rloo.clip_high) == ("rloo", "seq_mean_token_sum", 0.5)
+    gspo = algorithm_of(compose_run([GSPO], str(path))).config
+    assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NoLearning", "`algorithm.name`: {path}:NoLearning lacks `learn`"),
+        ("NoPolicy", "failed a trial: PlanRefused: an algorithm needs a role 'policy'"),
+        ("WrongShape", "failed a trial: AttributeError: 'NoneType' object has no attribute 'ndim'"),
+    ],
+)
+def test_a_broken_algorithm_is_told_what_is_missing_before_anything_starts(name, words, tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    folder = tmp_path / "run"
+    command = Command(
+        "train", [f"algorithm={tmp_path}/broken.py:{name}", f"run_dir={folder}"], tmp_path / "said" / "train"
+    )
+    assert command.wait(RUN_TIMEOUT_S) == 2, command.said
+    said = " ".join((command.said + command.complained).split())
+    assert words.format(path=tmp_path / "broken.py") in said
+    assert not folder.exists()
+
+
+def learn(folder: Path, *settings: str) -> list[dict[str, float]]:
+    """Train by GSPO as a user types it; return the metrics of all steps."""
+    words = ["task=arithmetic", GSPO, f"run_dir={folder}", *settings]
+    Command("train", words, folder.with_name("said") / "train").succeed(RUN_TIMEOUT_S)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_gspo_of_a_file_runs_on_two_ranks(tmp_path, shared_ray):
+    steps = learn(
+        tmp_path / "run", shared_ray, "rollout=hf", "engine.num_ranks=2", "warmup.steps=4", "trainer.steps=2",
+        "trainer.prompts_per_step=4", "trainer.group_size=4", "trainer.updates_per_step=2",
+        "trainer.validation_prompts=8",
+    )  # fmt: skip
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["gspo/ratio_max"] > 0 and line["train/grad_norm"] >= 0 for line in steps)
+
+
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.deep
+def test_gspo_of_a_file_learns_to_add(tmp_path):
+    """From what the warm-up leaves to more, in a few dozen steps; a mini-batch after the first meets a policy that moved."""
+    steps = learn(tmp_path / "run", "trainer.steps=40", "trainer.updates_per_step=4")
+    rewards = [line["reward/mean"] for line in steps]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    assert max(line["gspo/clip_fraction"] for line in steps) > 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["accuracy_after"] > summary["accuracy_before"]
