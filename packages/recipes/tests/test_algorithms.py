@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
+from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_recipes.algorithms import algorithm_of, algorithm_refusals
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.testing import Command
-from offbeat_trainer import DrGrpo, Grpo, GrpoConfig, Rloo
+from offbeat_trainer import DrGrpo, Grpo, GrpoConfig, Rloo, Role
 
+PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GSPO = f"algorithm={EXAMPLES / 'gspo.py'}:Gspo"
 RUN_TIMEOUT_S = 600.0
@@ -100,6 +105,57 @@ def test_a_broken_algorithm_is_told_what_is_missing_before_anything_starts(name,
     said = " ".join((command.said + command.complained).split())
     assert words.format(path=tmp_path / "broken.py") in said
     assert not folder.exists()
+
+
+@pytest.fixture
+def reinforce(tmp_path):
+    """The example of the page, as a setting."""
+    [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (tmp_path / "reinforce.py").write_text(example)
+    return f"algorithm={tmp_path}/reinforce.py:Reinforce"
+
+
+def test_the_example_of_the_page_makes_good_completions_likelier(reinforce, tmp_path):
+    config = compose_run([reinforce, "algorithm.baseline=0.25"])
+    assert algorithm_refusals(config) == []
+    algorithm = algorithm_of(config)
+    settings = Fsdp2Config(
+        model=ModelConfig(path=make_tiny_model(tmp_path / "tiny")), optimizer=OptimizerConfig(lr=1e-2)
+    )
+    engine = engine_class("fsdp2")(settings, World())
+    engine.init_model()
+    policy = Role(engine)
+    batch = random_batch(6)
+    better_B = torch.arange(6) % 2 == 0
+    rewards_B = better_B.float() - algorithm.config.baseline
+    batch["advantages"] = torch.where(batch["loss_mask"], rewards_B[:, None], 0.0)
+    [share] = policy.shares(batch)
+    before_BT = policy.logprobs(share)
+    for _ in range(4):
+        algorithm.learn({"policy": policy}, batch)
+    change_B = (policy.logprobs(share) - before_BT).sum(1)
+    good_B = share["advantages"].sum(1) > 0
+    assert good_B.sum() == 3
+    assert change_B[good_B].min() > 0 > change_B[~good_B].max()
+    engine.close()
+
+
+def test_the_page_counts_the_lines_of_gspo_and_names_all_settings_that_it_speaks_of():
+    page = PAGE.read_text()
+    lines = (EXAMPLES / "gspo.py").read_text().count("\n")
+    assert f"GSPO on it in {lines} lines" in page
+    assert lines < 60
+    for name in (
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "kl_coef",
+        "kl_estimator",
+        "entropy_coef",
+        "aggregation",
+    ):
+        assert f"`{name}`" in page
+        assert hasattr(GrpoConfig(), name)
 
 
 def learn(folder: Path, *settings: str) -> list[dict[str, float]]:

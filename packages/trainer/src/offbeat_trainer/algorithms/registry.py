@@ -38,7 +38,7 @@ def algorithm_class(name: str) -> type[Algorithm[AlgorithmConfig]]:
     if ":" in name:
         return _checked(name, load_object(name))
     raise LoadError(
-        f"no algorithm named {name!r}; installed: {', '.join(algorithm_names())}. One of your own is given as "
+        f"no algorithm named {name!r}; installed: {', '.join(algorithm_names()) or 'none, install offbeat-trainer anew'}. One of your own is given as "
         f"file.py:Class or package.module:Class; a package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
     )
 
