@@ -105,7 +105,7 @@ class SourceRanks(Source):
         return (await self._each(op, {rank: request_of(SENDER_OPS, op, values)}))[rank]
 
     async def _each(self, op: str, requests: Mapping[int, Json]) -> dict[int, Any]:
-        outcomes = await self._ask(op, requests) if requests else {}
+        outcomes: Mapping[int, Json] = await self._ask(op, requests) if requests else {}
         return {
             rank: value_of(SENDER_OPS, op, answer_in(outcome, where=self._where(op, rank)))
             for rank, outcome in outcomes.items()

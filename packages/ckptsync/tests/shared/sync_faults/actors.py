@@ -189,6 +189,8 @@ def act(pipe: Connection, role: str, store: tuple[str, int], config: dict[str, o
     """Be `role` until the pipe is closed; the target of a process."""
     torch.set_num_threads(1)
     made = decode(SyncConfig, config)
-    if made.device == "cuda" and role != "manager":  # each its own GPU: the sender the first, r0 the next
-        use_device("cuda:0" if role == "sender" else f"cuda:{int(name[1:]) + 1}")
+    if made.device == "cuda" and role != "manager":
+        # The sender the first GPU, receivers the others in turn: each its own where there are as many.
+        others = torch.cuda.device_count() - 1
+        use_device(f"cuda:{1 + int(name[1:]) % others}" if role == "receiver" and others else "cuda:0")
     asyncio.run(ROLES[role](pipe, store, made, name))
