@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -7,10 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_ckptsync.errors import ManifestError, SyncError, WireError
 from offbeat_ckptsync.plan.manifest import make_manifest
-from offbeat_ckptsync.values import Bucket, Echo, Flip, Piece, Sent, SyncOffer, SyncReport, TensorSpec
-from offbeat_ckptsync.wire import decode, decode_error, dumps, encode, encode_error, loads
+from offbeat_ckptsync.values import (
+    Bucket,
+    Cell,
+    Cut,
+    Echo,
+    Flip,
+    Layout,
+    Piece,
+    Registration,
+    Sent,
+    SyncOffer,
+    SyncReport,
+    TensorSpec,
+)  # fmt: skip
+from offbeat_ckptsync.wire import decode, decode_as, decode_error, dumps, encode, encode_error, loads, plain
 
 OFFER = SyncOffer(
     sync_id="s",
@@ -89,3 +104,44 @@ def test_errors_cross_the_wire_with_their_kind():
     foreign = decode_error(encode_error(OSError("disk full")), where="m")
     assert type(foreign) is SyncError
     assert "OSError: disk full" in str(foreign)
+
+
+def test_what_comes_with_every_sync_is_read_and_written_once():
+    cut = dataclasses.replace(
+        OFFER, whole=OFFER.manifest, cells=tuple(Cell(spec_index=i, starts=(i, 0)) for i in (0, 1))
+    )
+    first, again = (loads(SyncOffer, dumps(dataclasses.replace(cut, version=version))) for version in (1, 2))
+    assert first.cells is again.cells
+    assert first.manifest is again.manifest is again.whole
+    written = [encode(dataclasses.replace(cut, version=version)) for version in (1, 2)]
+    assert written[0]["cells"] is written[1]["cells"]
+    assert written[0]["manifest"] is written[1]["manifest"]
+    with pytest.raises(WireError, match=r"cells\[1\].spec_index: expected int, got True"):
+        decode(
+            SyncOffer,
+            {**encode(cut), "cells": [*plain(cut.cells)[:1], {"spec_index": True, "starts": [1, 0]}]},
+        )
+
+
+def test_a_layout_is_made_of_few_cuts():
+    """A garbage collector that goes through a cut for every tensor and rank would hold up every thread."""
+    layout = {f"t{i}": (Cut(dim=0, start=i % 2, length=1),) for i in range(100)}
+    got = decode_as(Layout, json.loads(json.dumps(plain(layout))), "layout")
+    assert got == layout
+    assert len({id(cuts) for cuts in got.values()}) == len({id(cuts[0]) for cuts in got.values()}) == 2
+    with pytest.raises(WireError, match=r"layout.t7\[0\].start: expected int, got 'x'"):
+        decode_as(Layout, {**plain(layout), "t7": [{"dim": 0, "start": "x", "length": 1}]}, "layout")
+
+
+async def test_a_member_elsewhere_says_once_what_its_ranks_need():
+    asked = []
+
+    async def call(op, request):
+        asked.append((op, request))
+        return {"ok": {"ranks": [{"t": [{"dim": 0, "start": 0, "length": 1}]}]}}
+
+    member = CarriedMember(Registration(name="m", role="member"), call)
+    first = await member.layouts()
+    assert first == [{"t": (Cut(dim=0, start=0, length=1),)}]
+    assert await member.layouts() is first
+    assert asked == [("layouts", {})]

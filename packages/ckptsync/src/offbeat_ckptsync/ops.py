@@ -8,10 +8,11 @@ carries a failure as well.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import WireError
+from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Echo, Flip, Label, Layout, Sent, Status, SyncOffer
 from offbeat_ckptsync.wire import Json, decode_as, decode_error, encode_error, plain
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     """Carries an operation's name and request to the other side, and brings its outcome back."""
 
 
+_Result = TypeVar("_Result")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operation: fields and types of its request, in the order of the method's arguments, and of its answer."""
@@ -29,11 +33,14 @@ class Op:
     takes: dict[str, object] = field(default_factory=dict[str, object])
     gives: tuple[str, object] | None = None
     method: str = ""  # where it is not called as the operation
+    is_large: bool = (
+        False  # there may be hundreds of thousands of values: put in and out of JSON beside an event loop
+    )
 
 
 MEMBER_OPS = {
-    "layouts": Op(gives=("ranks", list[Layout])),
-    "begin": Op(takes={"offer": SyncOffer}, gives=("held", str)),
+    "layouts": Op(gives=("ranks", list[Layout]), is_large=True),
+    "begin": Op(takes={"offer": SyncOffer}, gives=("held", str), is_large=True),
     "transfer": Op(takes={"sync_id": str}, gives=("echoes", list[Echo])),
     "verify": Op(takes={"sync_id": str, "sent": Sent}),
     "flip": Op(takes={"sync_id": str, "sent": Sent}, gives=("flip", Flip)),
@@ -46,7 +53,7 @@ MEMBER_OPS = {
 """Methods of `Member`."""
 
 SOURCE_OPS = {
-    "offer": Op(takes={"version": int, "members": list[str]}, gives=("offer", SyncOffer)),
+    "offer": Op(takes={"version": int, "members": list[str]}, gives=("offer", SyncOffer), is_large=True),
     "send": Op(takes={"offer": SyncOffer}, gives=("sent", Sent)),
     "abort_send": Op(takes={"sync_id": str}, method="abort"),
     "reference": Op(gives=("values", list[float])),
@@ -63,7 +70,7 @@ SENDER_OPS = {
 """Methods of `Publisher`: what each rank of a source does."""
 
 RANK_OPS = {
-    "layout": Op(gives=("layout", Layout)),
+    "layout": Op(gives=("layout", Layout), is_large=True),
     "begin": Op(
         takes={"offer": SyncOffer, "config": SyncConfig, "member": str, "staged": str}, gives=("held", str)
     ),
@@ -91,8 +98,15 @@ def value_of(table: Table, op: str, answer: Mapping[str, object]) -> Any:  # noq
 
 async def answer(target: object, table: Table, op: str, request: Mapping[str, object]) -> Json:
     """Let `target` do `op` by its coroutine method, and return the answer."""
-    method, arguments = _call(target, table, op, request)
-    return _answer(table[op], await method(*arguments))
+    method, arguments = await beside(table, op, lambda: _call(target, table, op, request))
+    value = await method(*arguments)
+    return await beside(table, op, lambda: _answer(table[op], value))
+
+
+async def beside(table: Table, op: str, work: Callable[[], _Result]) -> _Result:
+    """Do `work` with the values of `op`, in a thread where they may be many."""
+    large = op in table and table[op].is_large
+    return await in_thread(work, name=f"values of {op}") if large else work()
 
 
 def answer_blocking(target: object, table: Table, op: str, request: Mapping[str, object]) -> Json:

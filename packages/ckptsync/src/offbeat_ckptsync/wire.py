@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
+import marshal
 import types
 from enum import Enum
-from functools import cache, lru_cache
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from offbeat_ckptsync import errors
 from offbeat_ckptsync.errors import SyncError, WireError
-from offbeat_ckptsync.values import Manifest
+from offbeat_ckptsync.values import Cell, Cut, Manifest, SyncOffer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _Value = TypeVar("_Value")
 Json = dict[str, object]
@@ -22,19 +25,39 @@ Json = dict[str, object]
 def encode(value: object) -> Json:
     """Return a wire value (a dataclass of `types`) as a JSON object, not to be changed."""
     if isinstance(value, Manifest):
-        return _encode_manifest(value)
+        return cast("Json", _encoded.get(value, _encode))
+    if isinstance(value, SyncOffer):
+        return {**_encode(dataclasses.replace(value, cells=())), "cells": _encoded.get(value.cells, _list)}
     return _encode(value)
-
-
-@lru_cache(maxsize=4)  # weights keep their names and shapes: the same manifest goes out with every sync
-def _encode_manifest(manifest: Manifest) -> Json:
-    return _encode(manifest)
 
 
 def _encode(value: object) -> Json:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         raise WireError(f"only values of offbeat_ckptsync.values travel, got {type(value).__name__}")
-    return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    return {name: plain(getattr(value, name)) for name in _shape_of(type(value))[1]}
+
+
+def _list(values: object) -> object:
+    return [_encode(value) for value in cast("tuple[object, ...]", values)]
+
+
+class _Encoded:
+    """Large values encoded last: weights keep names, shapes and cuts, so the same go to every member and with every sync."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[object, object]] = []
+
+    def get(self, value: object, encode: Callable[[Any], object]) -> object:
+        for known, data in self._kept:
+            if known is value:
+                return data
+        data = encode(value)
+        self._kept = [(value, data), *self._kept][:_KEPT]
+        return data
+
+
+_KEPT = 8
+_encoded = _Encoded()
 
 
 def decode(kind: type[_Value], data: object) -> _Value:
@@ -88,6 +111,8 @@ def decode_error(data: object, *, where: str) -> SyncError:
 
 def plain(value: object) -> object:
     """Return a wire value, or lists and dictionaries of them, as JSON."""
+    if type(value) in _PLAIN:
+        return value
     if dataclasses.is_dataclass(value):
         return encode(value)
     if isinstance(value, Enum):
@@ -100,7 +125,23 @@ def plain(value: object) -> object:
 
 
 def _decode(kind: object, data: object, where: str) -> object:
+    exact: Any = type(data)
+    if exact is kind:
+        return data  # a plain type, exactly: a bool is no int on this wire
+    special = _SPECIAL.get(kind)
+    if special is not None:
+        return special(data, where)
     origin = get_origin(kind)
+    if origin is not None:
+        return _decode_generic(kind, origin, data, where)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _decode_dataclass(kind, data, where)
+    if kind is float and type(data) is int:
+        return float(data)  # JSON writes 1.0 as it likes
+    return _require(cast("type", kind), data, where)
+
+
+def _decode_generic(kind: object, origin: Any, data: object, where: str) -> object:  # noqa: ANN401 -- of a type
     if origin in (Union, types.UnionType):
         return _decode_union(get_args(kind), data, where)
     if origin is Literal:
@@ -112,34 +153,57 @@ def _decode(kind: object, data: object, where: str) -> object:
         given = cast("list[object]", _require(list, data, where))
         items = [_decode(item_kind, item, f"{where}[{i}]") for i, item in enumerate(given)]
         return tuple(items) if origin is tuple else items
-    if origin is dict:
-        item_kind = get_args(kind)[1]
-        table = cast("dict[str, object]", _require(dict, data, where))
-        return {key: _decode(item_kind, item, f"{where}.{key}") for key, item in table.items()}
-    if kind is Manifest:
-        return _last_manifest.decode(data, where)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _decode_dataclass(kind, data, where)
-    if kind is float and type(data) is int:
-        return float(data)  # JSON writes 1.0 as it likes
-    return _require(cast("type", kind), data, where)
+    assert origin is dict, kind
+    item_kind = get_args(kind)[1]
+    table = cast("dict[str, object]", _require(dict, data, where))
+    return {key: _decode(item_kind, item, f"{where}.{key}") for key, item in table.items()}
 
 
-class _LastManifest:
-    """The manifest that came last, and the data it was made from: it comes again with every sync, thousands of specs long."""
+class _Decoded:
+    """Large values decoded last: they come again with every sync, and are the same objects then."""
 
-    def __init__(self) -> None:
-        self._known: tuple[object, object] = (None, None)
+    def __init__(self, decode: Callable[[object, str], object]) -> None:
+        self._decode = decode
+        self._kept: list[tuple[bytes, object]] = []
 
-    def decode(self, data: object, where: str) -> object:
-        known, manifest = self._known
-        if known is None or known != data:
-            manifest = _decode_dataclass(Manifest, data, where)
-            self._known = copy.deepcopy(data), manifest
-        return manifest
+    def __call__(self, data: object, where: str) -> object:
+        try:
+            key = marshal.dumps(cast("Any", data), 2)  # tells True from 1, as `==` does not
+        except ValueError:  # no JSON; refused with its field's name
+            return self._decode(data, where)
+        for known, value in self._kept:
+            if known == key:
+                return value
+        value = self._decode(data, where)
+        self._kept = [(key, value), *self._kept][:_KEPT]
+        return value
 
 
-_last_manifest = _LastManifest()
+def _decode_cells(data: object, where: str) -> object:
+    given = cast("list[object]", _require(list, data, where))
+    return tuple(_decode_dataclass(Cell, item, f"{where}[{i}]") for i, item in enumerate(given))
+
+
+def _decode_layout(data: object, where: str) -> object:
+    """Make each cut and each tuple of them once: a layout has one for every tensor, and all but a few are the same."""
+    table = cast("dict[str, object]", _require(dict, data, where))
+    made: dict[str, object] = {}
+
+    def cuts(name: str, item: object) -> object:
+        key = repr(item)
+        if key not in made:
+            made[key] = _decode(tuple[Cut, ...], item, f"{where}.{name}")
+        return made[key]
+
+    return {name: cuts(name, item) for name, item in table.items()}
+
+
+_PLAIN = (str, int, float, bool, type(None))
+_SPECIAL: dict[object, Callable[[object, str], object]] = {
+    Manifest: _Decoded(lambda data, where: _decode_dataclass(Manifest, data, where)),
+    tuple[Cell, ...]: _Decoded(_decode_cells),
+    dict[str, tuple[Cut, ...]]: _decode_layout,
+}
 
 
 def _decode_dataclass(kind: type, data: object, where: str) -> object:

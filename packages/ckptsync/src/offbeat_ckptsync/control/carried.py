@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.errors import WireError
-from offbeat_ckptsync.ops import MEMBER_OPS, SOURCE_OPS, answer, answer_in, failure, request_of, value_of
+from offbeat_ckptsync.ops import (
+    MEMBER_OPS,
+    SOURCE_OPS,
+    answer,
+    answer_in,
+    beside,
+    failure,
+    request_of,
+    value_of,
+)
 from offbeat_ckptsync.seams import Member, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from offbeat_ckptsync.ops import Call, Table
-    from offbeat_ckptsync.values import Registration
+    from offbeat_ckptsync.values import Layout, Registration
     from offbeat_ckptsync.wire import Json
 
 
@@ -44,8 +53,8 @@ class Operations:
 
 def _carried(table: Table, op: str) -> Any:  # noqa: ANN401 -- a method as the seam declares it
     async def method(self: CarriedMember | CarriedSource, *values: object) -> object:
-        outcome = await self.call(op, request_of(table, op, values))
-        return value_of(table, op, answer_in(outcome, where=op))
+        outcome = await self.call(op, await beside(table, op, lambda: request_of(table, op, values)))
+        return await beside(table, op, lambda: value_of(table, op, answer_in(outcome, where=op)))
 
     method.__doc__ = f"See `{'Source' if table is SOURCE_OPS else 'Member'}.{table[op].method or op}`."
     return method
@@ -58,13 +67,21 @@ class CarriedMember(Member):
         """Ask by `call` whoever registered so; the manager sets the deadlines."""
         self.registration = registration
         self.call = call
+        self._layouts: list[Layout] | None = None
 
     @property
     def name(self) -> str:
         """The name it registered under."""
         return self.registration.name
 
-    layouts = _carried(MEMBER_OPS, "layouts")
+    async def layouts(self) -> list[Layout]:
+        """See `Member.layouts`; asked for once, because it does not change while a replica lives."""
+        if self._layouts is None:
+            self._layouts = await self._ask_layouts()
+        assert self._layouts is not None
+        return self._layouts
+
+    _ask_layouts = _carried(MEMBER_OPS, "layouts")
     begin = _carried(MEMBER_OPS, "begin")
     transfer = _carried(MEMBER_OPS, "transfer")
     verify = _carried(MEMBER_OPS, "verify")

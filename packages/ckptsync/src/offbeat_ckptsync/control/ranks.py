@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import LoadError, TransferError, WireError
-from offbeat_ckptsync.ops import RANK_OPS, request_of, value_of
+from offbeat_ckptsync.ops import RANK_OPS, beside, request_of, value_of
 from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import in_thread
@@ -285,7 +285,7 @@ class EngineRanks(Ranks):
             raise TransferError(f"{self._name}: {op} failed: {failure}") from failure
         if self._committed is told:
             self._committed = None
-        return [value_of(RANK_OPS, op, answer) for answer in answers]
+        return await beside(RANK_OPS, op, lambda: [value_of(RANK_OPS, op, answer) for answer in answers])
 
     async def _answers(self, op: str, reply: str, timeout_s: float) -> list[Json]:
         answers = await self._mailbox.read(

@@ -18,12 +18,14 @@ from offbeat_ckptsync.errors import (
     TransferError,
     VersionError,
 )
-from offbeat_ckptsync.plan.cutting import cut_offer
+from offbeat_ckptsync.plan.buckets import plan_buckets
+from offbeat_ckptsync.plan.cutting import cut_offer, uncollected
 from offbeat_ckptsync.plan.deltas import common_base
 from offbeat_ckptsync.plan.digest import check_echo, label_of, require_every_rank, told
 from offbeat_ckptsync.plan.slices import own_buckets
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Seat, Sent, SyncOffer
+from offbeat_ckptsync.wire import encode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -96,7 +98,7 @@ class Run:
         layouts = {name: dict(enumerate(ranks)) for name, ranks in given.items() if ranks}
         try:
             like = self._target.like
-            return await in_thread(lambda: cut_offer(offer, layouts, like), name=f"cut {offer.version}")
+            return await in_thread(lambda: _prepared(cut_offer(offer, layouts, like)), name="cut")
         except ManifestError as error:
             raise ManifestError(f"version {self._target.version}: {Phase.BEGIN}: {error}") from error
 
@@ -305,6 +307,14 @@ class Run:
         if slow:
             raise SyncError(f"{where}: {', '.join(slow)} took longer than {limit_s:g} s")
         return {name: task.result() for name, task in tasks.items()}
+
+
+def _prepared(offer: SyncOffer) -> SyncOffer:
+    """Return `offer` with what else takes long worked out; whoever asks for it next finds it."""
+    with uncollected():
+        plan_buckets(offer.manifest, offer.bucket_bytes)
+        encode(offer)
+    return offer
 
 
 SOURCE = "source"

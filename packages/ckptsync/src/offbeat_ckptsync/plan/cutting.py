@@ -67,7 +67,7 @@ def _cut_once(manifest: Manifest, layouts: Layouts) -> _Cut:
     for digest, known, result in [*_done]:
         if digest == manifest.digest and known == layouts:
             return result
-    with _uncollected():
+    with uncollected():
         ranks = _Ranks(manifest, layouts)
         result = ranks.cut()
         ranks.forget()
@@ -77,7 +77,7 @@ def _cut_once(manifest: Manifest, layouts: Layouts) -> _Cut:
 
 
 @contextmanager
-def _uncollected() -> Generator[None]:
+def uncollected() -> Generator[None]:
     """Put off garbage collection: all that is made inside lives on, and each look at it would hold up every thread."""
     was_on = gc.isenabled()
     gc.disable()

@@ -73,10 +73,27 @@ def check_cut(offer: SyncOffer, seat: Seat, layout: Layout) -> None:
     """
     if offer.whole is None:
         return
+    own = parts_of(offer, seat)
+    if any(
+        whole is offer.whole
+        and manifest is offer.manifest
+        and cells is offer.cells
+        and needs == (own, layout)
+        for whole, manifest, cells, needs in _checked
+    ):
+        return  # these came with the last sync, too
+    _check_cut(offer, seat, layout, own)
+    _checked[:] = [(offer.whole, offer.manifest, offer.cells, (own, layout)), *_checked[:7]]
+
+
+_checked: list[tuple[Manifest, Manifest, tuple[Cell, ...], tuple[frozenset[int] | None, Layout]]] = []
+
+
+def _check_cut(offer: SyncOffer, seat: Seat, layout: Layout, own: frozenset[int] | None) -> None:
+    assert offer.whole is not None
     if len(offer.cells) != len(offer.manifest.specs):
         raise ManifestError(f"{len(offer.cells)} cells for {len(offer.manifest.specs)} cut tensors")
     covered = [0] * len(offer.whole.specs)
-    own = parts_of(offer, seat)
     ways = {name: plain_cuts(cuts) for name, cuts in layout.items()}
     for cell, piece in zip(offer.cells, offer.manifest.specs, strict=True):
         spec = offer.whole.specs[cell.spec_index]
