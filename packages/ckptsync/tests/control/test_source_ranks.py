@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,8 @@ from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.transports import auto
+from offbeat_ckptsync.transports.topology import here
 from offbeat_ckptsync.values import Cut, Seat
 
 TIMEOUT_S = 600.0
@@ -195,3 +198,18 @@ async def test_a_member_that_left_is_sent_nothing_and_its_rank_walks(ranks):
     assert ranks.met == {1: ["pair/0"], 2: ["pair/1"]}
     assert [worker.status().version for worker in ranks.workers] == [2, 2]
     assert [source.walks for source in ranks.sources] == [2] * 4
+
+
+async def test_where_one_gpu_has_no_room_all_ranks_go_through_host_memory(tmp_path, monkeypatch):
+    def on_gpu(device):  # senders, and the receiving ranks, which see room enough
+        free_bytes = 10 if device == "cuda:2" else 1 << 40
+        return dataclasses.replace(here("cpu"), gpu="that of both", free_bytes=free_bytes)
+
+    monkeypatch.setattr(auto, "here", on_gpu)
+    ranks = Ranks("auto", tmp_path)
+    for rank, publisher in enumerate(ranks.publishers[:3]):
+        publisher._transport._device = f"cuda:{rank}"
+    report = await ranks.manager.sync(1)
+    assert report.transport == "shm"
+    ranks.require_serving(1)
+    ranks.close()

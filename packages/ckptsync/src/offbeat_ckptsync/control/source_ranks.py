@@ -58,6 +58,9 @@ class SourceRanks(Source):
             "open", {rank: request_of(SENDER_OPS, "open", (offer.sync_id, shares[rank])) for rank in others}
         )
         endpoints[first] = offer.endpoint
+        free = [int(endpoint["free_bytes"]) for endpoint in endpoints.values() if "free_bytes" in endpoint]
+        if free:  # what one picks by the room on its GPU, all are to pick: the kind of digest goes with it
+            endpoints = {rank: {**endpoint, "room_bytes": min(free)} for rank, endpoint in endpoints.items()}
         return dataclasses.replace(
             offer,
             bases=(),  # each would have to keep what deltas stand on, and between neighbours all goes whole as fast

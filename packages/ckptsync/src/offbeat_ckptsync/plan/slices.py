@@ -54,8 +54,6 @@ def met_by(offer: SyncOffer, seat: Seat) -> tuple[SyncOffer, Seat]:
 
 def met_at(offer: SyncOffer, endpoint: dict[str, str | int | float]) -> SyncOffer:
     """Return the offer as it is for those that meet at this one of several senders' endpoints."""
-    if not offer.endpoints:
-        return offer
     audiences = {key_of(name, 0): parts for name, parts in offer.audiences.items()}
     return dataclasses.replace(offer, endpoint=endpoint, audiences=audiences, endpoints={})
 

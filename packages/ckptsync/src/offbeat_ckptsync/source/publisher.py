@@ -38,7 +38,6 @@ class Publisher:
         self._config = config
         self._transport = make_transport(config.transport, config) if transport is None else transport
         self._members: dict[str, list[str]] = {}
-        self._endpoint: dict[str, str | int | float] = {}  # of the sync that is open
         self._bases = Bases()
         self._buffers: Buffers | None = None
         self._sending = threading.Lock()
@@ -74,11 +73,10 @@ class Publisher:
         self._sending.release()
         endpoint = self._transport.open(sync_id, members)
         self._members = {sync_id: list(members)}
-        self._endpoint = endpoint | {
+        return endpoint | {
             "timeout_s": self._config.transfer_timeout_s,
             "rendezvous_s": min(self._config.begin_timeout_s, self._config.transfer_timeout_s),
         }
-        return self._endpoint
 
     def walk(self) -> None:
         """Take part in gathering what other ranks send."""
@@ -104,10 +102,12 @@ class Publisher:
             self._sending.release()
 
     def _send(self, offer: SyncOffer, members: list[str]) -> Sent:
-        compares = (
-            self._config.delta != "off" and not offer.endpoints
-        )  # to a member on its own GPU all goes whole
-        offer = met_at(offer, self._endpoint)
+        compares = self._config.delta != "off"
+        if offer.endpoints:
+            compares, offer = (
+                False,
+                met_at(offer, offer.endpoints[members[0]]),
+            )  # to neighbours all goes whole
         source = self._source if offer.whole is None else CutSource(self._source, offer)
 
         def send(lend: Lend, delta: FindDelta | None = None) -> Sent:

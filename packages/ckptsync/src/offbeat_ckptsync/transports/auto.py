@@ -47,7 +47,8 @@ class AutoTransport(Transport):
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Host the store (once) and say where it is."""
         self._members = {sync_id: list(members)}
-        return self.rendezvous.open()
+        free = {} if self._device == "cpu" else {"free_bytes": here(self._device).free_bytes}
+        return self.rendezvous.open() | free
 
     def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
         """Wait until everybody has said where they are, pick, and lend what the picked transport lends."""
@@ -91,6 +92,12 @@ class AutoTransport(Transport):
             for member, words in roll.items()
             for rank, word in enumerate(words)
         }
+        if (
+            room := offer.endpoint.get("room_bytes")
+        ) is not None:  # of several senders, all of which are to pick alike
+            places = {
+                seat: dataclasses.replace(place, free_bytes=int(room)) for seat, place in places.items()
+            }
         named = {f"rank {rank} of {member}": place for (member, rank), place in places.items()}
         choice = choose(here(self._device), named, device=self._device, num_bytes=num_bytes)
         transport = self._take(choice.transport, choice.device)
