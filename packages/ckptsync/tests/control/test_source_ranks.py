@@ -13,7 +13,7 @@ from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember, LocalMember
 from offbeat_ckptsync.control.ranks import Mailbox
-from offbeat_ckptsync.control.source_ranks import PASS, SourceRanks
+from offbeat_ckptsync.control.source_ranks import PASS, SourceRanks, _by_machine
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.receiver import Receiver
@@ -200,7 +200,9 @@ async def test_a_member_that_left_is_sent_nothing_and_its_rank_walks(ranks):
     assert [source.walks for source in ranks.sources] == [2] * 4
 
 
-async def test_where_one_gpu_has_no_room_all_ranks_go_through_host_memory(tmp_path, monkeypatch):
+async def test_where_one_gpu_has_no_room_one_rank_of_each_machine_sends_through_host_memory(
+    tmp_path, monkeypatch
+):
     def on_gpu(device):  # senders, and the receiving ranks, which see room enough
         free_bytes = 10 if device == "cuda:2" else 1 << 40
         return dataclasses.replace(here("cpu"), gpu="that of both", free_bytes=free_bytes)
@@ -211,5 +213,12 @@ async def test_where_one_gpu_has_no_room_all_ranks_go_through_host_memory(tmp_pa
         publisher._transport._device = f"cuda:{rank}"
     report = await ranks.manager.sync(1)
     assert report.transport == "shm"
+    assert ranks.met == {0: ["alone/0", "pair/0", "pair/1"]}
     ranks.require_serving(1)
     ranks.close()
+
+
+def test_several_machines_have_a_sender_each():
+    endpoints = {rank: {"machine": f"node {rank // 2}"} for rank in range(4)}
+    shares = {rank: [f"replica {rank}/0"] for rank in (0, 1, 3)}
+    assert _by_machine(shares, endpoints) == {0: ["replica 0/0", "replica 1/0"], 3: ["replica 3/0"]}

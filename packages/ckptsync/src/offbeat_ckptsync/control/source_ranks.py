@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.errors import DigestError
 from offbeat_ckptsync.ops import SENDER_OPS, answer_in, request_of, value_of
-from offbeat_ckptsync.plan.buckets import plan_buckets, tensors_in
+from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets, tensors_in
 from offbeat_ckptsync.plan.slices import key_of
 from offbeat_ckptsync.seams import Source
+from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.wire import Json
 
 if TYPE_CHECKING:
@@ -54,12 +55,17 @@ class SourceRanks(Source):
         self._open = {offer.sync_id: shares}
         if self._beside is None:
             return offer
-        endpoints = await self._each(
-            "open", {rank: request_of(SENDER_OPS, "open", (offer.sync_id, shares[rank])) for rank in others}
-        )
+        endpoints = await self._opened(offer, {rank: shares[rank] for rank in others})
         endpoints[first] = offer.endpoint
         free = [int(endpoint["free_bytes"]) for endpoint in endpoints.values() if "free_bytes" in endpoint]
         if free:  # what one picks by the room on its GPU, all are to pick: the kind of digest goes with it
+            buckets = await in_thread(
+                lambda: plan_buckets(offer.manifest, offer.bucket_bytes), name=f"plan {version}"
+            )
+            if min(free) < bucket_starts(buckets)[1]:
+                shares = _by_machine(shares, endpoints)
+                self._open = {offer.sync_id: shares}
+                endpoints = await self._opened(offer, shares)
             endpoints = {rank: {**endpoint, "room_bytes": min(free)} for rank, endpoint in endpoints.items()}
         return dataclasses.replace(
             offer,
@@ -90,6 +96,14 @@ class SourceRanks(Source):
         request = request_of(SENDER_OPS, "abort_send", (sync_id,))
         await self._each("abort_send", dict.fromkeys(self._open.get(sync_id, [0]), request))
 
+    async def _opened(
+        self, offer: SyncOffer, shares: Mapping[int, list[str]]
+    ) -> dict[int, dict[str, str | int | float]]:
+        return await self._each(
+            "open",
+            {rank: request_of(SENDER_OPS, "open", (offer.sync_id, seats)) for rank, seats in shares.items()},
+        )
+
     def _shares(self, members: list[str]) -> dict[int, list[str]]:
         """Return to whom each sending rank sends, in rank order: to members, or to single ranks of theirs."""
         if self._beside is None:
@@ -116,6 +130,18 @@ class SourceRanks(Source):
 
     def _where(self, op: str, rank: int) -> str:
         return op if self._beside is None else f"{op}: rank {rank} of the source"
+
+
+def _by_machine(
+    shares: Mapping[int, list[str]], endpoints: Mapping[int, Mapping[str, object]]
+) -> dict[int, list[str]]:
+    """Return shares in which one rank per machine sends: in host memory one copy of the weights does for all."""
+    joined: dict[int, list[str]] = {}
+    leaders: dict[object, int] = {}
+    for rank, seats in shares.items():
+        leader = leaders.setdefault(endpoints[rank]["machine"], rank)
+        joined.setdefault(leader, []).extend(seats)
+    return joined
 
 
 def _together(sent: Mapping[int, Sent], offer: SyncOffer, shares: Mapping[int, list[str]]) -> Sent:
