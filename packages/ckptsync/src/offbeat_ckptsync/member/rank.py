@@ -38,14 +38,13 @@ class Rank:
         *,
         rank: int = 0,
         num_ranks: int = 1,
-        version: int = 0,
         prepare_thread: Callable[[], None] | None = None,
     ) -> None:
-        """Serve `version` from `sink`; `prepare_thread` runs first in each staging thread (say, to choose cores)."""
+        """Serve what `sink` holds, as version 0; `prepare_thread` runs first in each staging thread (say, to choose cores)."""
         self._sink = sink
         self._rank = rank
         self._num_ranks = num_ranks
-        self._version = version
+        self._version = 0
         self._prepare_thread = prepare_thread
         self._receiver: Receiver | None = None
         self._transport: Transport | None = None

@@ -28,7 +28,7 @@ from offbeat_ckptsync.values import Registration
 from offbeat_ckptsync.wire import Json, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Coroutine
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.control.manager import CheckpointEngineManager
@@ -59,25 +59,13 @@ async def register(host: str, port: int, registration: Registration, secret: str
 class Membership:
     """Finds agents at a store and keeps a line to each; once it has a manager, joiners catch up and leavers are forgotten."""
 
-    def __init__(
-        self,
-        store: Store,
-        secret: str,
-        config: SyncConfig,
-        *,
-        on_leave: Callable[[str, str], None] | None = None,
-    ) -> None:
-        """Look for registrations at `store`; `on_leave` is called with the name of a connection whose line ended, and why.
-
-        Raises:
-            ValueError: there is no secret.
-        """
+    def __init__(self, store: Store, secret: str, config: SyncConfig) -> None:
+        """Look for registrations at `store`; raises `ValueError` without a secret."""
         if not secret:
             raise ValueError("`secret` is empty: anybody could join; share a random one")
         self._store = store
         self._secret = secret
         self._config = config
-        self._on_leave = on_leave
         self._changed: str | None = None  # the word that was there when registrations were last read
         self._read: dict[str, str] = {}  # the last text of each
         self._connections: dict[str, Connection] = {}
@@ -232,9 +220,7 @@ class Membership:
                 registration, self._secret, self._config.begin_timeout_s, self._ended
             )
         except SyncError as error:
-            self.refused[name] = str(
-                error
-            )  # most often one that registered with a manager before us, and is gone
+            self.refused[name] = str(error)  # most often: it registered with a manager before us, and is gone
             return
         if (before := self._connections.pop(name, None)) is not None:
             before.close()
@@ -278,14 +264,12 @@ class Membership:
             if self._connections.get(connection.name) is not connection:
                 manager.remove(connection.name)  # it went while it caught up
 
-    def _ended(self, connection: Connection, why: str) -> None:
+    def _ended(self, connection: Connection, _why: str) -> None:
         if self._connections.get(connection.name) is not connection:
             return
         del self._connections[connection.name]
         if self._manager is not None:
             self._manager.remove(connection.name)
-        if self._on_leave is not None:
-            self._on_leave(connection.name, why)
 
 
 def _signed(registration: Registration, secret: str) -> Json:

@@ -15,41 +15,39 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ALIGNMENT = 256
-"""Default alignment of tensors in buckets, in bytes: enough for any dtype and for vectorised copies on GPUs."""
+"""Alignment of tensors in buckets, in bytes: enough for any dtype and for vectorised copies on GPUs."""
 
 
 @lru_cache(maxsize=4)  # both sides ask several times in a sync, and always for the same weights
-def plan_buckets(manifest: Manifest, max_bytes: int, alignment: int = ALIGNMENT) -> tuple[Bucket, ...]:
+def plan_buckets(manifest: Manifest, max_bytes: int) -> tuple[Bucket, ...]:
     """Lay the tensors of `manifest` into buckets of at most `max_bytes`, in manifest order.
 
     A tensor that does not fit into what is left of a bucket opens the next one; a tensor larger than a bucket is
     cut, starting on a fresh bucket and filling whole ones. So buckets laid end to end (each rounded up to
-    `alignment`) hold every tensor in one piece: a receiver can use it where it landed. A tensor without elements
+    `ALIGNMENT`) hold every tensor in one piece: a receiver can use it where it landed. A tensor without elements
     has no piece. Tensors of one part share buckets, in the order in which their last bytes come.
 
     Raises:
-        PlanError: `alignment` is not a power of two >= 16, or a bucket is smaller than it.
+        PlanError: a bucket is smaller than the alignment.
     """
-    if alignment < 16 or alignment & (alignment - 1):
-        raise PlanError(f"`alignment` must be a power of two >= 16, got {alignment}")
-    room = max_bytes // alignment * alignment
-    if room < alignment:
+    room = max_bytes // ALIGNMENT * ALIGNMENT
+    if room < ALIGNMENT:
         raise PlanError(
-            f"a bucket of {max_bytes} bytes is smaller than the alignment {alignment}; raise `bucket_mib`"
+            f"a bucket of {max_bytes} bytes is smaller than the alignment {ALIGNMENT}; raise `bucket_mib`"
         )
-    layout = _Layout(room, alignment)
+    layout = _Layout(room)
     for index, spec in enumerate(manifest.specs):
         layout.place(index, num_bytes_of(spec), spec.part)
     return layout.finish()
 
 
-def bucket_starts(buckets: tuple[Bucket, ...], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
+def bucket_starts(buckets: tuple[Bucket, ...]) -> tuple[list[int], int]:
     """Return where each bucket starts when they lie end to end, part by part, and the bytes of them all."""
     starts = [0] * len(buckets)
     end = 0
     for place in sorted(range(len(buckets)), key=lambda place: buckets[place].part):
         starts[place] = end
-        end += round_up(buckets[place].num_bytes, alignment)
+        end += round_up(buckets[place].num_bytes, ALIGNMENT)
     return starts, end
 
 
@@ -109,9 +107,8 @@ def _view(spec: TensorSpec, staged: torch.Tensor, start: int | None) -> torch.Te
 class _Layout:
     """Buckets being filled, one of each part at a time."""
 
-    def __init__(self, room: int, alignment: int) -> None:
+    def __init__(self, room: int) -> None:
         self.room = room
-        self.alignment = alignment
         self._done: list[tuple[int, list[Piece]]] = []
         self._open: dict[int, list[Piece]] = {}
         self._ends: dict[int, int] = {}  # of what is open, rounded up
@@ -128,7 +125,7 @@ class _Layout:
             size = min(num_bytes - taken, self.room - offset)
             piece = Piece(spec_index=spec_index, tensor_offset=taken, bucket_offset=offset, num_bytes=size)
             self._open.setdefault(part, []).append(piece)
-            self._ends[part] = round_up(offset + size, self.alignment)
+            self._ends[part] = round_up(offset + size, ALIGNMENT)
             taken += size
             if taken < num_bytes:
                 self._close(part)

@@ -1,4 +1,4 @@
-"""`sum64` in one kernel, which reads every byte once: what `digest.sum64` computes with torch in sixteen passes.
+"""`sum64` in one kernel, which reads every byte once: what `sum64.sum64` computes with torch in sixteen passes.
 
 Imported where there is a GPU; Triton comes with torch's wheels for CUDA.
 """
