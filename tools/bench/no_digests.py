@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.plan.digest import RunningDigest
+from offbeat_ckptsync.source.buffers import RunningDigest
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,7 @@ from offbeat_ckptsync.control.report import make_report, memcpy_gb_per_s
 from offbeat_ckptsync.control.sync import Run, Target
 from offbeat_ckptsync.errors import DigestError, SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.plan.buckets import plan_buckets
-from offbeat_ckptsync.plan.digest import LabelBook, told
+from offbeat_ckptsync.plan.digest import told
 from offbeat_ckptsync.values import Echo, Label, Phase, Sent, SyncOffer, SyncReport
 
 if TYPE_CHECKING:
@@ -264,6 +264,36 @@ class CheckpointEngineManager:
                 del self._members[name]
             if self._on_fence is not None:
                 await self._on_fence(name, reason)
+
+
+class LabelBook:
+    """Remembers the last few thousand labels and refuses a second content for any of them."""
+
+    def __init__(self) -> None:
+        self._labels: dict[int, Label] = {}
+
+    def check(self, label: Label) -> None:
+        """Make sure that `label` may be used.
+
+        Raises:
+            VersionError: its version stands for another content.
+        """
+        known = self._labels.get(label.version)
+        if known is not None and known != label:
+            raise VersionError(
+                f"version {label.version} stands for content {known.content_digest} already and cannot be given to "
+                f"content {label.content_digest}; publish it under the next version"
+            )
+
+    def bind(self, label: Label) -> None:
+        """Remember `label` for good; raises as `check`."""
+        self.check(label)
+        self._labels[label.version] = label
+        while len(self._labels) > _KEPT:
+            del self._labels[next(iter(self._labels))]
+
+
+_KEPT = 4096
 
 
 def _served_text(served: dict[str, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import time
@@ -10,22 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from offbeat_ckptsync.control.canary import odd_ones
-from offbeat_ckptsync.errors import (
-    DigestError,
-    LoadError,
-    ManifestError,
-    SyncError,
-    TransferError,
-    VersionError,
-)
-from offbeat_ckptsync.plan.buckets import plan_buckets
-from offbeat_ckptsync.plan.cutting import cut_offer, uncollected
+from offbeat_ckptsync.control.together import all_of, failures_of
+from offbeat_ckptsync.errors import LoadError, ManifestError, SyncError, TransferError, VersionError
+from offbeat_ckptsync.plan.cutting import cut_offer, prepared
 from offbeat_ckptsync.plan.deltas import common_base
 from offbeat_ckptsync.plan.digest import check_echo, label_of, require_every_rank, told
 from offbeat_ckptsync.plan.slices import own_buckets
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Seat, Sent, SyncOffer
-from offbeat_ckptsync.wire import encode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -56,7 +49,6 @@ class Run:
     def __init__(
         self, source: Source, config: SyncConfig, members: Mapping[str, Member], target: Target
     ) -> None:
-        """Bring `members` to what `source` holds."""
         self._source = source
         self._config = config
         self._members = members
@@ -71,7 +63,7 @@ class Run:
 
     async def begin(self) -> SyncOffer:
         """Get the source's offer, then every member's yes."""
-        self._mark(Phase.BEGIN)
+        self._marks[Phase.BEGIN] = time.perf_counter()
         limit_s = self._config.begin_timeout_s
         offers = await self._all(
             Phase.BEGIN, limit_s, {SOURCE: self._source.offer(self._target.version, [*self._members])}
@@ -98,13 +90,13 @@ class Run:
         layouts = {name: dict(enumerate(ranks)) for name, ranks in given.items() if ranks}
         try:
             like = self._target.like
-            return await in_thread(lambda: _prepared(cut_offer(offer, layouts, like)), name="cut")
+            return await in_thread(lambda: prepared(cut_offer(offer, layouts, like)), name="cut")
         except ManifestError as error:
             raise ManifestError(f"version {self._target.version}: {Phase.BEGIN}: {error}") from error
 
     async def transfer(self, offer: SyncOffer) -> tuple[Sent, dict[str, list[Echo]]]:
         """Let the source send and the members stage."""
-        self._mark(Phase.TRANSFER)
+        self._marks[Phase.TRANSFER] = time.perf_counter()
         work: dict[str, Coroutine[object, object, Sent | list[Echo]]] = {
             SOURCE: self._source.send(offer),  # type: ignore[dict-item]
             **{name: member.transfer(offer.sync_id) for name, member in self._members.items()},  # type: ignore[dict-item]
@@ -118,7 +110,7 @@ class Run:
         self, offer: SyncOffer, buckets: tuple[Bucket, ...], sent: Sent, echoes: dict[str, list[Echo]]
     ) -> Label:
         """Compare every rank's echo here, let every member compare too, and return the label of the content."""
-        self._mark(Phase.VERIFY)
+        self._marks[Phase.VERIFY] = time.perf_counter()
         where = f"version {self._target.version}: {Phase.VERIFY}"
         label = label_of(sent, offer.bucket_bytes)
         try:
@@ -140,7 +132,7 @@ class Run:
 
     async def flip(self, offer: SyncOffer, sent: Sent) -> None:
         """Let every member change over; fills `flips`, `fenced` and `refused`."""
-        self._mark(Phase.FLIP)
+        self._marks[Phase.FLIP] = time.perf_counter()
 
         async def one(name: str, member: Member) -> None:
             try:
@@ -154,7 +146,7 @@ class Run:
 
     async def commit(self, label: Label) -> None:
         """Ask the canaries, then let `label` stand at every member that changed over."""
-        self._mark(Phase.COMMIT)
+        self._marks[Phase.COMMIT] = time.perf_counter()
         await self._compare_canaries()
 
         async def one(name: str, member: Member) -> None:
@@ -219,9 +211,6 @@ class Run:
         """How long a member is to wait for this manager: a transfer may use up its deadline, so may each phase after it."""
         return 2 * sum(getattr(self._config, f"{phase}_timeout_s") for phase in Phase)
 
-    def _mark(self, phase: Phase) -> None:
-        self._marks[phase] = time.perf_counter()
-
     async def _compare_canaries(self) -> None:
         answers: dict[str, list[float]] = {}
 
@@ -230,18 +219,13 @@ class Run:
 
         limit_s = self._config.commit_timeout_s
         await self._each(Phase.COMMIT, limit_s, one, [*self.flips])
-        reference = await self._of_source(limit_s)
+        reference: list[float] = []  # the transfer is over, so a source that is gone is no failure
+        with contextlib.suppress(SyncError, TimeoutError):
+            async with asyncio.timeout(limit_s):
+                reference = await self._source.reference()
         odd = odd_ones(answers, tolerance=self._config.canary_tolerance, reference=reference)
         for name, why in odd.items():
             self._fence(Phase.COMMIT, name, f"canary: {why}")
-
-    async def _of_source(self, limit_s: float) -> list[float]:
-        """Return the source's own answer; the transfer is over, so a source that is gone is no failure."""
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._source.reference()
-        except (SyncError, TimeoutError):
-            return []
 
     def _fence(self, phase: Phase, name: str, why: str) -> None:
         self.fenced[name] = f"{phase}: {why}"
@@ -251,74 +235,19 @@ class Run:
         self, phase: Phase, limit_s: float, work: Callable[[str, Member], Awaitable[None]], names: list[str]
     ) -> None:
         """Run `work` for every name within `limit_s`; who fails is fenced off and holds up nobody."""
-
-        async def one(name: str) -> None:
-            try:
-                async with asyncio.timeout(limit_s):
-                    await work(name, self._members[name])
-            except TimeoutError:
-                self._fence(phase, name, f"took longer than {limit_s:g} s")
-            except Exception as error:  # noqa: BLE001 -- becomes the reason why this member is fenced off
-                self._fence(phase, name, str(error))
-
-        async with asyncio.TaskGroup() as tasks:
-            for name in names:
-                tasks.create_task(one(name), name=f"{phase} {name}")
+        started = {name: work(name, self._members[name]) for name in names}
+        for name, why in (await failures_of(started, limit_s, where=phase)).items():
+            self._fence(phase, name, why)
 
     async def _all(
         self, phase: Phase, limit_s: float, work: Mapping[str, Coroutine[object, object, _Result]]
     ) -> dict[str, _Result]:
-        """Await all of `work` within `limit_s`; the first failure ends the waiting.
-
-        The error names everyone that failed within a moment of the first: when one side dies its peers fail too, and
-        which of them noticed first says nothing about who is to blame.
-        """
-        if not work:
-            return {}
-        tasks = {name: asyncio.create_task(one, name=f"{phase} {name}") for name, one in work.items()}
-        try:
-            _, waiting = await asyncio.wait(
-                tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
-            )
-            failed = any(task.done() and task.exception() is not None for task in tasks.values())
-            if failed and waiting:
-                await asyncio.wait(waiting, timeout=_SETTLE_S)
-        finally:
-            for task in tasks.values():
-                task.cancel()
-        return self._collect(phase, limit_s, tasks)
-
-    def _collect(
-        self, phase: Phase, limit_s: float, tasks: dict[str, asyncio.Task[_Result]]
-    ) -> dict[str, _Result]:
-        errors = {name: task.exception() for name, task in tasks.items() if task.done()}
-        causes = {name: error for name, error in errors.items() if error is not None}
-        slow = [name for name in tasks if name not in errors]
-        self._silent.update(slow)
-        where = f"version {self._target.version}: {phase}"
-        if causes:
-            # Who found wrong bytes says more than who then lost a line.
-            first = min(causes.values(), key=lambda error: not isinstance(error, DigestError))
-            kind = type(first) if isinstance(first, SyncError) else SyncError
-            silent = f"; no word from {', '.join(slow)}" if slow else ""
-            raise kind(
-                f"{where}: " + "; ".join(f"{name}: {error}" for name, error in causes.items()) + silent
-            ) from first
-        if slow:
-            raise SyncError(f"{where}: {', '.join(slow)} took longer than {limit_s:g} s")
-        return {name: task.result() for name, task in tasks.items()}
-
-
-def _prepared(offer: SyncOffer) -> SyncOffer:
-    """Return `offer` with what else takes long worked out; whoever asks for it next finds it."""
-    with uncollected():
-        plan_buckets(offer.manifest, offer.bucket_bytes)
-        encode(offer)
-    return offer
+        return await all_of(
+            work, limit_s, where=f"version {self._target.version}: {phase}", silent=self._silent
+        )
 
 
 SOURCE = "source"
 """How messages call the sending side."""
 
-_SETTLE_S = 0.25
 _FENCE_S = _SILENT_S = 1.0

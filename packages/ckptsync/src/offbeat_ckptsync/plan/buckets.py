@@ -52,10 +52,7 @@ def bucket_starts(buckets: tuple[Bucket, ...]) -> tuple[list[int], int]:
 
 
 def tensor_views(
-    manifest: Manifest,
-    buckets: tuple[Bucket, ...],
-    staged: torch.Tensor,
-    starts: Sequence[int] | None = None,
+    manifest: Manifest, buckets: tuple[Bucket, ...], staged: torch.Tensor, starts: Sequence[int] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of `manifest` as a view of `staged`, uint8; nothing is copied.
 

@@ -15,9 +15,11 @@ from operator import add, attrgetter
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import ManifestError
+from offbeat_ckptsync.plan.buckets import plan_buckets
 from offbeat_ckptsync.plan.manifest import make_manifest
 from offbeat_ckptsync.plan.slices import key_of, touches, where_of
 from offbeat_ckptsync.values import Cell, TensorSpec
+from offbeat_ckptsync.wire import encode
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -58,6 +60,14 @@ def cut_offer(offer: SyncOffer, layouts: Layouts, like: SyncOffer | None = None)
     return dataclasses.replace(offer, manifest=cut, whole=manifest, cells=cells, audiences=dict(audiences))
 
 
+def prepared(offer: SyncOffer) -> SyncOffer:
+    """Return `offer` with what else takes long worked out; whoever asks for it next finds it."""
+    with _uncollected():
+        plan_buckets(offer.manifest, offer.bucket_bytes)
+        encode(offer)
+    return offer
+
+
 _Cut = tuple["Manifest", tuple[Cell, ...], dict[str, tuple[int, ...]]]
 _done: list[tuple[str, Layouts, _Cut]] = []
 
@@ -67,7 +77,7 @@ def _cut_once(manifest: Manifest, layouts: Layouts) -> _Cut:
     for digest, known, result in [*_done]:
         if digest == manifest.digest and known == layouts:
             return result
-    with uncollected():
+    with _uncollected():
         ranks = _Ranks(manifest, layouts)
         result = ranks.cut()
         ranks.forget()
@@ -77,7 +87,7 @@ def _cut_once(manifest: Manifest, layouts: Layouts) -> _Cut:
 
 
 @contextmanager
-def uncollected() -> Generator[None]:
+def _uncollected() -> Generator[None]:
     """Put off garbage collection: all that is made inside lives on, and each look at it would hold up every thread."""
     was_on = gc.isenabled()
     gc.disable()

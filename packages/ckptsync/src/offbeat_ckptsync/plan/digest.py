@@ -1,6 +1,6 @@
 """Digests of bytes, fast enough to check everything that is sent: xxh3-128 on the host, `sum64` on a GPU.
 
-They guard against defects and broken hardware, not against forgers. Labels bind a version to the digests of its content: two contents never get one label.
+They guard against defects and broken hardware, not against forgers. A label binds a version to the digests of its content.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from offbeat_ckptsync.values import Label
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
     from offbeat_ckptsync.values import Bucket, Echo, Manifest, Sent
 
@@ -30,22 +28,6 @@ def digest(payload: torch.Tensor) -> str:
     if payload.device.type != "cpu":
         return sum64_on_device(payload)
     return xxhash.xxh3_128_hexdigest(payload.numpy().data)
-
-
-class RunningDigest:
-    """The digest of bytes in host memory that come one piece after the other: that of `digest` of them all."""
-
-    def __init__(self) -> None:
-        """Have seen nothing."""
-        self._hasher = xxhash.xxh3_128()
-
-    def update(self, payload: NDArray[np.uint8]) -> None:
-        """Go on with these bytes."""
-        self._hasher.update(payload.data)
-
-    def result(self) -> str:
-        """Return the digest of everything so far."""
-        return self._hasher.hexdigest()
 
 
 def check_echo(
@@ -99,9 +81,6 @@ def require_every_rank(member: str, echoes: Sequence[Echo]) -> None:
         )
 
 
-_KEPT = 4096
-
-
 def label_of(sent: Sent, bucket_bytes: int) -> Label:
     """Return the label of what was sent; every rank that staged it computes the same one."""
     row = [sent.manifest_digest, bucket_bytes, list(sent.bucket_digests)]
@@ -112,30 +91,3 @@ def label_of(sent: Sent, bucket_bytes: int) -> Label:
 def told(label: Label | None, version: int) -> str:
     """Return a label in words, for messages."""
     return f"version {version} with content {label.content_digest if label else 'nobody vouched for'}"
-
-
-class LabelBook:
-    """Remembers the last few thousand labels and refuses a second content for any of them."""
-
-    def __init__(self) -> None:
-        self._labels: dict[int, Label] = {}
-
-    def check(self, label: Label) -> None:
-        """Make sure that `label` may be used.
-
-        Raises:
-            VersionError: its version stands for another content.
-        """
-        known = self._labels.get(label.version)
-        if known is not None and known != label:
-            raise VersionError(
-                f"version {label.version} stands for content {known.content_digest} already and cannot be given to "
-                f"content {label.content_digest}; publish it under the next version"
-            )
-
-    def bind(self, label: Label) -> None:
-        """Remember `label` for good; raises as `check`."""
-        self.check(label)
-        self._labels[label.version] = label
-        while len(self._labels) > _KEPT:
-            del self._labels[next(iter(self._labels))]

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import xxhash
 
 from offbeat_ckptsync.plan.buckets import gaps
-from offbeat_ckptsync.plan.digest import RunningDigest, digest
+from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.threads import HostPages, cuda_runtime, mark_of
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from offbeat_ckptsync.values import Bucket, Piece
 
 
@@ -116,3 +119,18 @@ class BucketBuilder:
         self._running.update(self._bytes[self._num_digested : end])
         self._num_digested = end
         self.digest_s += time.perf_counter() - mark
+
+
+class RunningDigest:
+    """The digest of bytes in host memory that come one piece after the other: that of `digest` of them all."""
+
+    def __init__(self) -> None:
+        self._hasher = xxhash.xxh3_128()
+
+    def update(self, payload: NDArray[np.uint8]) -> None:
+        """Go on with these bytes."""
+        self._hasher.update(payload.data)
+
+    def result(self) -> str:
+        """Return the digest of everything so far."""
+        return self._hasher.hexdigest()

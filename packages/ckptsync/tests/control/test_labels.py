@@ -6,8 +6,9 @@ import json
 import pytest
 import xxhash
 
+from offbeat_ckptsync.control.manager import LabelBook
 from offbeat_ckptsync.errors import VersionError
-from offbeat_ckptsync.plan.digest import LabelBook, label_of
+from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.values import Sent
 
 SENT = Sent(

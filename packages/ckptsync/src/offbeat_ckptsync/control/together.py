@@ -1,0 +1,71 @@
+"""Waiting for several at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+from offbeat_ckptsync.errors import DigestError, SyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Coroutine, Mapping
+
+_Result = TypeVar("_Result")
+_SETTLE_S = 0.25
+
+
+async def all_of(
+    work: Mapping[str, Coroutine[object, object, _Result]], limit_s: float, *, where: str, silent: set[str]
+) -> dict[str, _Result]:
+    """Await all of `work` within `limit_s`; the first failure ends the waiting.
+
+    The error, which begins with `where`, names everyone that failed within a moment of the first: when one side dies its
+    peers fail too, and which of them noticed first says nothing about who is to blame. Who gave no word is added to `silent`.
+
+    Raises:
+        SyncError: of the kind of the failure that says most; also where somebody took longer.
+    """
+    if not work:
+        return {}
+    tasks = {name: asyncio.create_task(one, name=f"{where} {name}") for name, one in work.items()}
+    try:
+        _, waiting = await asyncio.wait(tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+        failed = any(task.done() and task.exception() is not None for task in tasks.values())
+        if failed and waiting:
+            await asyncio.wait(waiting, timeout=_SETTLE_S)
+    finally:
+        for task in tasks.values():
+            task.cancel()
+    errors = {name: task.exception() for name, task in tasks.items() if task.done()}
+    causes = {name: error for name, error in errors.items() if error is not None}
+    slow = [name for name in tasks if name not in errors]
+    silent.update(slow)
+    if causes:
+        # Who found wrong bytes says more than who then lost a line.
+        first = min(causes.values(), key=lambda error: not isinstance(error, DigestError))
+        kind = type(first) if isinstance(first, SyncError) else SyncError
+        unheard = f"; no word from {', '.join(slow)}" if slow else ""
+        told = "; ".join(f"{name}: {error}" for name, error in causes.items())
+        raise kind(f"{where}: {told}{unheard}") from first
+    if slow:
+        raise SyncError(f"{where}: {', '.join(slow)} took longer than {limit_s:g} s")
+    return {name: task.result() for name, task in tasks.items()}
+
+
+async def failures_of(work: Mapping[str, Awaitable[None]], limit_s: float, *, where: str) -> dict[str, str]:
+    """Await each of `work` for `limit_s` at most, whatever becomes of the others; return who failed, and why."""
+    failures: dict[str, str] = {}
+
+    async def one(name: str, awaited: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await awaited
+        except TimeoutError:
+            failures[name] = f"took longer than {limit_s:g} s"
+        except Exception as error:  # noqa: BLE001 -- returned as the reason
+            failures[name] = str(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for name, awaited in work.items():
+            tasks.create_task(one(name, awaited), name=f"{where} {name}")
+    return failures
