@@ -152,7 +152,10 @@ async def test_each_rank_sends_to_those_beside_it_alone_and_all_agree(ranks):
         ranks.require_serving(version)
     assert [source.walks for source in ranks.sources] == [3] * 4
     assert report.rank_bytes["pair/0"] < report.rank_bytes["alone/0"] == report.num_bytes
-    assert report.num_deltas == 0
+    assert (report.num_deltas, report.delta_why) == (
+        0,
+        "each rank sends to its neighbours, where all goes whole",
+    )
 
 
 async def test_where_one_rank_is_lost_all_serve_the_old_version_and_the_next_sync_is_good(ranks):

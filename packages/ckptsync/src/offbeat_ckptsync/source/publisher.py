@@ -102,12 +102,9 @@ class Publisher:
             self._sending.release()
 
     def _send(self, offer: SyncOffer, members: list[str]) -> Sent:
-        compares = self._config.delta != "off"
-        if offer.endpoints:
-            compares, offer = (
-                False,
-                met_at(offer, offer.endpoints[members[0]]),
-            )  # to neighbours all goes whole
+        to_neighbours = bool(offer.endpoints)
+        if to_neighbours:
+            offer = met_at(offer, offer.endpoints[members[0]])
         source = self._source if offer.whole is None else CutSource(self._source, offer)
 
         def send(lend: Lend, delta: FindDelta | None = None) -> Sent:
@@ -120,8 +117,14 @@ class Publisher:
                 delta=delta,
             )
 
-        if not compares:
-            return send(lambda num_bytes: self._transport.lend(offer, num_bytes))
+        if self._config.delta == "off" or to_neighbours:
+            sent = send(lambda num_bytes: self._transport.lend(offer, num_bytes))
+            why = (
+                ""
+                if self._config.delta == "off"
+                else "each rank sends to its neighbours, where all goes whole"
+            )
+            return dataclasses.replace(sent, delta_why=why)
         session = DeltaSession(self._bases, self._transport, offer, self._config)
         try:
             sent = send(session.lend, session.delta)
