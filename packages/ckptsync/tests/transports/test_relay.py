@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 import pytest
+import torch
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.member import staging
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.testing.contract import CASES, check_case, check_transport
+from offbeat_ckptsync.transports import relay
 from offbeat_ckptsync.transports.relay import RelayTransport
 
 CONFIG = SyncConfig(transport="relay", bucket_mib=4096 / (1 << 20))
@@ -40,6 +44,29 @@ def test_the_contract_holds_wherever_ranks_are(case, machines):
 @pytest.mark.parametrize("machines", PLACES.values(), ids=PLACES)
 def test_faults_are_refused_and_the_next_sync_is_good(machines):
     asyncio.run(check_transport(on(*machines), CONFIG, num_receivers=len(machines) - 1))
+
+
+async def test_a_landing_is_used_again_once_what_lay_there_was_digested_and_copied(monkeypatch):
+    """A GPU's two landing buckets, played by host memory; digests take longer than the wire."""
+
+    def landings(pump):
+        size = max(bucket.num_bytes for bucket in pump._buckets)
+        return [torch.full((size,), 255, dtype=torch.uint8) for _ in range(2)]
+
+    def late(landed):
+        time.sleep(0.01)
+        return digest(landed)
+
+    monkeypatch.setattr(relay._Pump, "_landings", landings)
+    monkeypatch.setattr(relay, "digest", late)
+    sinks = {f"r{i}": DictSink() for i in range(3)}
+    local = LocalSync(DictSource(awkward_weights(1)), dict(sinks), CONFIG, on("s", "a", "a", "b"))
+    for version in (1, 2):
+        local.source.weights = awkward_weights(version)
+        assert (await local.manager.sync(version)).num_buckets > 4
+        for sink in sinks.values():
+            assert_same(sink.weights, awkward_weights(version))
+    local.close()
 
 
 async def test_a_version_crosses_to_each_machine_once_and_is_digested_there_once(monkeypatch):
