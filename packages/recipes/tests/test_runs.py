@@ -39,6 +39,7 @@ CLOCKS = (
     "buffer/",
     "sync/gb_per_s",
     "sync/pause_s",
+    "sync/worst_gap_s",
     "sync/transfer_s",
     "sync/verify_s",
     "sync/flip_s",

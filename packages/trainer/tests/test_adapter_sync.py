@@ -254,8 +254,12 @@ async def test_a_request_in_flight_goes_on_under_the_new_adapter(house):
     )
     await asyncio.sleep(0)
     before = house.version
-    await house.publish(engine)
+    report = await house.publish(engine)
     done = await long
     assert done.num_tokens == 120
     assert set(done.policy_versions) <= {before, house.version}
+    if house.version in done.policy_versions:
+        assert report.worst_gap_s is not None
+        assert 0 < report.worst_gap_s <= report.total_s
+    assert (await house.publish(engine)).worst_gap_s is None  # nothing is under way
     assert difference(await house.answer(), house.trained(engine)[0]) <= 1e-4

@@ -56,7 +56,11 @@ async def test_a_sync_keeps_keys_and_values_or_has_them_computed_anew(replicas, 
     work = asyncio.create_task(replica.generate(request))
     await wait_for_tokens(replica)
     await replica.pause(PauseMode.KEEP)  # on a busy machine it would be over before the weights have come
-    await manager.sync(1)
+    report = await manager.sync(1)
+    assert report.worst_gap_s is not None
+    assert (
+        report.transfer_s + report.load_s <= report.worst_gap_s <= report.total_s
+    )  # it stood still all the time
     await replica.resume()
     done = await work
     flip = done.policy_versions.tolist().index(1)

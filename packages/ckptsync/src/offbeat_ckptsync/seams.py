@@ -235,6 +235,10 @@ class GenerationGate:
     async def resume(self) -> None:
         """Go on generating."""
 
+    async def tokens(self) -> int | None:
+        """Return how many tokens were made so far, at once; None where no request is under way, or nobody can tell."""
+        return None
+
     async def sleep(self) -> None:
         """Free the device memory of cache and weights, where the engine can; called while closed.
 

@@ -218,6 +218,9 @@ class Flip:
     pause_s: float
     load_s: float
     drain_s: float = 0.0  # the part of the pause until no forward pass ran any more
+    gap_s: float | None = (
+        None  # between two tokens, the longest from `begin` on; None: no request was seen under way
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +277,9 @@ class SyncReport:
     num_deltas: int = 0
     delta_fraction: float | None = None
     delta_why: str = ""  # why nothing was compared, where deltas are switched on
+    worst_gap_s: float | None = (
+        None  # between two tokens of any member, from begin to the first after its flip; see `Flip`
+    )
     rank_bytes: dict[str, int] = field(
         default_factory=dict[str, int]
     )  # content that each rank took, by "member/rank"

@@ -74,3 +74,42 @@ async def test_the_phases_sum_to_the_wall_time_and_each_says_what_it_is(transpor
     for end in ends:
         end.close()
     publisher.close()
+
+
+class Tokens(GenerationGate):
+    """An engine that makes a token at each look while it runs, and then stands still until `resume`."""
+
+    def __init__(self, *, num_running):
+        self.num_running, self.count, self.runs, self.looks = num_running, 0, True, 0
+
+    async def pause(self):
+        self.runs = False
+
+    async def resume(self):
+        self.runs = True
+
+    async def tokens(self):
+        self.looks += 1
+        self.count += self.runs
+        return self.count if self.num_running else None
+
+
+@pytest.mark.parametrize(("num_running", "answers"), [(1, True), (0, True), (1, False)])
+async def test_the_report_names_the_worst_gap_between_two_tokens(num_running, answers):
+    publisher = Publisher(DictSource(awkward_weights(1)), CONFIG)
+    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
+    end, gate = make_transport("shm", CONFIG), Tokens(num_running=num_running)
+    manager.add(LocalMember(Receiver(Seat(member="m"), SlowSink()), end, gate=gate))
+    if not answers:
+        gate.tokens = None  # to ask it raises, which is no failure of a sync
+    report = await manager.sync(1)
+    looks = gate.looks
+    if num_running and answers:
+        assert report.load_s <= report.worst_gap_s <= report.total_s
+        assert report.members["m"].gap_s == report.worst_gap_s
+    else:
+        assert report.worst_gap_s is None
+    await asyncio.sleep(0.05)
+    assert gate.looks == looks  # a sync that is over looks no more
+    end.close()
+    publisher.close()

@@ -72,7 +72,9 @@ async def make_member(
     match engine.weight_updates():
         case TensorUpdates() as updates:
             receiver = await _receiver(name, updates, sync, recompute_kv=recompute_kv)
-            return local_member(receiver, sync, gate=shared, canary=canary)
+            return local_member(
+                receiver, sync, gate=TokenCount(engine) if shared is None else shared, canary=canary
+            )
         case WorkerUpdates() as updates:
             control = _control(updates, recompute_kv=recompute_kv)
             gate = EngineGate(engine) if shared is None else shared
@@ -132,12 +134,21 @@ class EngineCanary:
         return [float(answer.logprobs[0]) for answer in await self._engine.generate_many(requests)]
 
 
-class EngineGate(GenerationGate):
-    """Holds generation still while weights change; requests in flight go on afterwards where they were."""
+class TokenCount(GenerationGate):
+    """Closes nothing, for an engine that takes weights between two tokens by itself; tells its tokens."""
 
     def __init__(self, engine: RolloutEngine) -> None:
-        """Close and open `engine`."""
+        """Stand at `engine`."""
         self._engine = engine
+
+    async def tokens(self) -> int | None:
+        """Return what the engine has made, while it is asked for some."""
+        health = await self._engine.health()
+        return health.tokens_made if health.num_running else None
+
+
+class EngineGate(TokenCount):
+    """Holds generation still while weights change; requests in flight go on afterwards where they were."""
 
     async def pause(self) -> None:
         """Freeze running requests."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable
@@ -52,6 +54,7 @@ class ReplicaMember(Member):
         self._copies = copies
         self._layouts: list[Layout] | None = None
         self._is_closed = False  # since `begin`: a gate that shares its device
+        self._gaps: Gaps | None = None  # of the sync that is open
 
     @property
     def name(self) -> str:
@@ -67,6 +70,8 @@ class ReplicaMember(Member):
 
     async def begin(self, offer: SyncOffer) -> str:
         """See `Member.begin`. On a shared device generation then stops and the engine sleeps; one that refuses goes on."""
+        self._look_away()
+        self._gaps = await Gaps.watched(self._gate, offer.silent_s)
         held = set(await self._ranks.ask("begin", offer))
         if self._gate.shares_device and not self._is_closed:
             self._is_closed = True
@@ -98,12 +103,14 @@ class ReplicaMember(Member):
             await self._open()
             raise
         await self._open()
+        pause_s = time.perf_counter() - mark
         return Flip(
             member=self._name,
             version=sent.version,
-            pause_s=time.perf_counter() - mark,
+            pause_s=pause_s,
             load_s=max(flip.load_s for flip in flips),
             drain_s=drain_s,
+            gap_s=None if self._gaps is None else await self._gaps.until_the_next(),
         )
 
     async def commit(self, label: Label) -> Label:
@@ -113,6 +120,7 @@ class ReplicaMember(Member):
 
     async def abort(self, sync_id: str) -> int:
         """See `Member.abort`. What slept wakes as it was; one whose weights are torn stays paused."""
+        self._look_away()
         try:
             versions = set(await self._ranks.ask("abort", sync_id))
             if len(versions) != 1:
@@ -146,6 +154,11 @@ class ReplicaMember(Member):
         """See `Member.peer`."""
         return self._copies
 
+    def _look_away(self) -> None:
+        if self._gaps is not None:
+            self._gaps.close()
+            self._gaps = None
+
     async def _close(self) -> None:
         if self._is_closed:
             await self._gate.wake([WEIGHTS])
@@ -163,6 +176,68 @@ class ReplicaMember(Member):
             await self._gate.wake([CACHE])
         await self._gate.resume()
         self._is_closed = False
+
+
+class Gaps:
+    """The times between two tokens of a replica while a sync goes on, as its gate counts them; `worst_s` is the longest.
+
+    One that has not ended counts as far as it has come.
+    """
+
+    def __init__(self, gate: GenerationGate, limit_s: float) -> None:
+        """Look for `limit_s` at most; a gate that cannot say any more ends it."""
+        self.worst_s: float | None = None
+        self._gate = gate
+        self._last: tuple[int, float] | None = None  # a count, and since when
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self._watch(limit_s), name="watch tokens")
+
+    @classmethod
+    async def watched(cls, gate: GenerationGate, silent_s: float) -> Gaps | None:
+        """Begin to look, until the manager has been silent for too long, if a request is under way."""
+        with contextlib.suppress(Exception):  # the sync finds out what is wrong with its engine
+            if await gate.tokens() is not None:
+                return cls(gate, silent_s if silent_s > 0 else _WATCH_S)
+        return None
+
+    async def until_the_next(self) -> float | None:
+        """Give the first token of the new weights a moment to come, look no more, and return the worst."""
+        if self._last is not None:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_NEXT_TOKEN_S):
+                    await self._changed.wait()
+        self.close()
+        return self.worst_s
+
+    def close(self) -> None:
+        """Look no more."""
+        self._task.cancel()
+
+    async def _watch(self, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        with contextlib.suppress(Exception):  # as above
+            while time.monotonic() < until:
+                self._saw(await self._gate.tokens(), time.perf_counter())
+                await asyncio.sleep(_LOOK_S)
+        self._last = None
+
+    def _saw(self, count: int | None, now: float) -> None:
+        if count is None:
+            self._last = None
+            self._changed.set()
+            return
+        if self._last is not None:
+            gap_s = now - self._last[1]
+            self.worst_s = gap_s if self.worst_s is None else max(self.worst_s, gap_s)
+        if self._last is None or self._last[0] != count:
+            self._last = (count, now)
+            self._changed.set()
+
+
+_LOOK_S = 0.005
+_NEXT_TOKEN_S = 0.05
+_WATCH_S = 600.0
 
 
 class LocalMember(ReplicaMember):

@@ -49,6 +49,7 @@ def make_report(
         receiver_digest_s=max((echo.digest_s for ranks in echoes.values() for echo in ranks), default=0.0),
         pause_s=max(flip.pause_s for flip in flips.values()),
         load_s=max(flip.load_s for flip in flips.values()),
+        worst_gap_s=max((flip.gap_s for flip in flips.values() if flip.gap_s is not None), default=None),
         gb_per_s=gb_per_s,
         phases=phases_of(walls, sent, flips),
         limit_gb_per_s=limit_gb_per_s,

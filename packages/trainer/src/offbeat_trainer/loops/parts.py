@@ -177,7 +177,9 @@ def due(step: int, every: int) -> bool:
 
 def sync_metrics(report: SyncReport) -> list[Metric]:
     """Return a weight sync in metrics."""
+    gap = [] if report.worst_gap_s is None else [Metric("sync/worst_gap_s", Mean(report.worst_gap_s))]
     return [
+        *gap,
         Metric("sync/version", Last(report.version)),
         Metric("sync/gb_per_s", Mean(report.gb_per_s)),
         Metric("sync/bytes", Sum(report.num_bytes)),
