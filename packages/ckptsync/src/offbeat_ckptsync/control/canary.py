@@ -10,10 +10,8 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
 def odd_ones(
@@ -37,18 +35,6 @@ def odd_ones(
         elif (distance := _distance(answer, right)) > tolerance:
             odd[name] = f"answers {distance:.3g} away from what is right; the tolerance is {tolerance:g}"
     return odd
-
-
-def module_canary(
-    module: torch.nn.Module, inputs: torch.Tensor, *, num_values: int = 64
-) -> Callable[[], Awaitable[list[float]]]:
-    """Return a canary for `LocalMember`: the first `num_values` outputs, float32, of `module` for fixed `inputs`."""
-
-    async def ask() -> list[float]:
-        with torch.no_grad():
-            return module(inputs).detach().float().reshape(-1)[:num_values].tolist()
-
-    return ask
 
 
 def _middle(answers: list[list[float]]) -> list[float]:
