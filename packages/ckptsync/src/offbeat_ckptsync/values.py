@@ -104,7 +104,6 @@ class Registration:
     role: str
     host: str = ""
     port: int = 0
-    layout: dict[str, str | int | float] = field(default_factory=dict[str, "str | int | float"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

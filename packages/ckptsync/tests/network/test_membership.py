@@ -150,7 +150,7 @@ async def test_who_does_not_know_the_secret_is_not_called_and_told_by_name(caplo
 async def test_rubbish_at_the_store_is_passed_over():
     async with Party() as party:
         store = party.membership._store
-        role = {"name": "x", "role": "member", "host": "127.0.0.1", "port": 1, "layout": {}}
+        role = {"name": "x", "role": "member", "host": "127.0.0.1", "port": 1}
         rubbish = ("no json", "[]", '{"registration": {"name": 1}}', "\ud800")
         proof = json.dumps({"registration": role, "proof": "\u00e9"})
         for number, text in enumerate((*rubbish, proof)):

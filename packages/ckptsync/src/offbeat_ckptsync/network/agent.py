@@ -74,28 +74,19 @@ class Agent:
         """Say whether a manager is on the line."""
         return self._channel is not None
 
-    async def start(self, *, layout: dict[str, str | int | float] | None = None) -> Registration:
-        """Begin to listen, and return what to register: the address, and the `layout` that others are to know."""
+    async def start(self) -> Registration:
+        """Begin to listen, and return what to register."""
         self._server = await asyncio.start_server(self._answer, self._host, 0)
         port = int(self._server.sockets[0].getsockname()[1])
-        return Registration(
-            name=self.name, role=self._operations.role, host=self._host, port=port, layout=layout or {}
-        )
+        return Registration(name=self.name, role=self._operations.role, host=self._host, port=port)
 
-    async def join(
-        self,
-        host: str,
-        port: int,
-        *,
-        timeout_s: float = 60.0,
-        layout: dict[str, str | int | float] | None = None,
-    ) -> None:
+    async def join(self, host: str, port: int, *, timeout_s: float = 60.0) -> None:
         """Register at the store of a manager and wait until it calls; from then on register again whenever it is lost.
 
         Raises:
             TransferError: no store answers, or no manager called, within `timeout_s`.
         """
-        registration = await self.start(layout=layout)
+        registration = await self.start()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._register_until_called(host, port, registration)

@@ -1,6 +1,6 @@
-"""Who takes part: members and sources write their address and layout to a store, the manager calls them.
+"""Who takes part: members and sources write their address to a store, the manager calls them.
 
-A registration is a JSON object {"registration": {name, role, host, port, layout}, "proof": HMAC-SHA256(secret,
+A registration is a JSON object {"registration": {name, role, host, port}, "proof": HMAC-SHA256(secret,
 canonical JSON of the registration), in hex, "turn": another word each time}. It lies under "offbeat/member/<name>"; whoever wrote one
 then sets "offbeat/members" to another word. When that word changes the manager reads what is new, drops what has a wrong proof, and
 calls the address; the line then proves both sides (see `channel`), so a registration that somebody repeats leads nowhere. Who loses
@@ -85,11 +85,6 @@ class Membership:
     def address(self) -> tuple[str, int]:
         """Host and port of the store: what agents `join`."""
         return self._store.host, self._store.port
-
-    @property
-    def peers(self) -> dict[str, Registration]:
-        """Who is on the line, by name."""
-        return {name: connection.registration for name, connection in self._connections.items()}
 
     async def start(self) -> None:
         """Begin to look for registrations."""
