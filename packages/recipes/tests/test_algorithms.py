@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from offbeat_recipes.algorithms import algorithm_of, algorithm_refusals
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.testing import Command
-from offbeat_trainer import DrGrpo, Grpo, GrpoConfig, Rloo, Role
+from offbeat_trainer import DrGrpo, Grpo, GrpoConfig, PolicyLossConfig, PpoConfig, Rloo, Role
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -68,7 +69,7 @@ def test_one_of_a_file_is_set_checked_and_printed_as_any_other(tmp_path):
         ([GSPO, "algorithm.clip_lo=1e-3"], "did you mean `algorithm.clip_low`?"),
         ([GSPO, "algorithm.clip_low=2.0"], "`algorithm.clip_low`: expected at most 1, got 2.0"),
         ([GSPO, "algorithm.kl_coef=0.1"], "`algorithm.kl_coef` belongs to algorithm=grpo; this run has"),
-        (["algorithm=gpro"], "expected one of dr_grpo, grpo, rloo, got 'gpro'; did you mean 'grpo'?"),
+        (["algorithm=gpro"], "expected one of dr_grpo, grpo, ppo, rloo, got 'gpro'; did you mean 'grpo'?"),
         (["algorithm=nowhere.py:Own"], "`algorithm.name`: cannot import 'nowhere.py': FileNotFoundError"),
     ],
 )
@@ -145,17 +146,13 @@ def test_the_page_counts_the_lines_of_gspo_and_names_all_settings_that_it_speaks
     lines = (EXAMPLES / "gspo.py").read_text().count("\n")
     assert f"GSPO on it in {lines} lines" in page
     assert lines < 60
-    for name in (
-        "clip_low",
-        "clip_high",
-        "dual_clip",
-        "kl_coef",
-        "kl_estimator",
-        "entropy_coef",
-        "aggregation",
-    ):
-        assert f"`{name}`" in page
-        assert hasattr(GrpoConfig(), name)
+    speaks_of = {*re.findall(r"`(\w+)`", page)}
+    own = {item.name for item in fields(PpoConfig)} - {item.name for item in fields(PolicyLossConfig)}
+    assert own <= speaks_of
+    kin = {item.name for item in fields(GrpoConfig)}
+    assert (
+        kin - {"advantage", "proximal"} - {name for name in kin if name.startswith("correction")} <= speaks_of
+    )
 
 
 def learn(folder: Path, *settings: str) -> list[dict[str, float]]:
@@ -175,6 +172,25 @@ def test_gspo_of_a_file_runs_on_two_ranks(tmp_path, shared_ray):
     )  # fmt: skip
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["gspo/ratio_max"] > 0 and line["train/grad_norm"] >= 0 for line in steps)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ppo_saves_and_resumes_policy_and_critic_on_two_ranks(tmp_path, shared_ray):
+    folder = tmp_path / "run"
+    words = [
+        "task=arithmetic", "algorithm=ppo", "algorithm.critic_warmup_steps=1", f"run_dir={folder}", shared_ray, "rollout=hf",
+        "engine.num_ranks=2", "warmup.steps=4", "trainer.prompts_per_step=4", "trainer.group_size=4",
+        "trainer.validation_prompts=8",
+    ]  # fmt: skip
+    for end, resume in ((2, []), (3, ["resume=auto"])):
+        said = tmp_path / "said" / f"to_{end}"
+        Command("train", [*words, f"trainer.steps={end}", *resume], said).succeed(RUN_TIMEOUT_S)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert ["train/loss" in line for line in steps] == [False, True, True]
+    assert all(line["critic/grad_norm"] > 0 for line in steps)
+    assert all((folder / "checkpoints" / role / "step_3").is_dir() for role in ("policy", "critic"))
 
 
 @pytest.mark.ray

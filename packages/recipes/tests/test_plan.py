@@ -222,8 +222,8 @@ def test_memory_of_a_rank_by_hand():
     memory = rank_memory(config, MODEL, longest_tokens=40, sequences=4)
     items = [num_bytes for _, num_bytes in memory.items]
     half = 500_000
-    # master, gradients, moments, reference in bf16, bf16 copy, activations, four buckets
-    assert items == [4 * half, 4 * half, 8 * half, 2 * half, 2_000_000, 160 * 64 * 34 * 2, 4 << 20]
+    # master, gradients, moments, reference in bf16, bf16 copy, activations, five buckets
+    assert items == [4 * half, 4 * half, 8 * half, 2 * half, 2_000_000, 160 * 64 * 34 * 2, 5 << 20]
     assert (memory.num, memory.certain, memory.total) == (2, 18 * half, sum(items))
 
 
@@ -237,6 +237,12 @@ def test_a_policy_with_adapters_needs_no_memory_for_its_reference():
     held = states_of(["engine.lora.rank=4", "algorithm.kl_coef=0.1"])
     assert held == states_of(["engine.lora.rank=4"])
     assert "reference weights, float32, sharded" in states_of(["algorithm.kl_coef=0.1"])[1]
+
+
+def test_a_critic_takes_what_a_second_trained_model_takes():
+    held, names = states_of(["algorithm=ppo"])
+    assert held == 2 * states_of([])[0]
+    assert "critic: Adam's two moments, float32, sharded" in names
 
 
 def test_activations_are_bounded_by_the_micro_batch_and_shrink_with_checkpointing():

@@ -19,6 +19,8 @@ from offbeat_trainer import (
     LoopConfig,
     MemoryJournal,
     Partial,
+    Ppo,
+    PpoConfig,
     Prompt,
     Role,
     SamplingConfig,
@@ -35,6 +37,7 @@ from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.parts import Parts, StopRequest
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.reporters.jsonl import JsonlReporter
+from offbeat_trainer.roles import role_engines
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.seeds import derive_seed
 
@@ -74,8 +77,7 @@ class LowTokens:
         return Prompt(uid=str(seed), text=str(ids), token_ids=ids)
 
 
-def new_engine(model):
-    config = Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=3e-3))
+def new_engine(config):
     engine = engine_class("fsdp2")(config, World())
     engine.init_model()
     return engine
@@ -85,12 +87,14 @@ async def run(
     folder, model, *, loop=LOOP, algorithm=None, transport="loopback", resume=False, updates=1, stop=None,
     mode=run_sync, **asynchronous,
 ):  # fmt: skip
-    algorithm = Grpo(
+    algorithm = (Ppo if isinstance(algorithm, PpoConfig) else Grpo)(
         config=GrpoConfig() if algorithm is None else algorithm,
         step=StepShape(updates_per_step=updates, max_completion_tokens=8),
     )
-    engine = new_engine(model)
-    roles = {name: Role(engine if name == "policy" else new_engine(model)) for name in algorithm.roles()}
+    config = Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=3e-3))
+    engines = role_engines(algorithm.roles(), config, infers_alone=True)
+    roles = {name: Role(new_engine(told)) for name, told in engines.items()}
+    engine = roles["policy"].engine
     replica = adapter_class("hf")(RolloutConfig(model_path=model, max_model_len=32))
     await replica.start()
     reporter = JsonlReporter(folder)
@@ -219,3 +223,30 @@ async def test_a_recorded_schedule_is_replayed_to_the_bit(tmp_path, model):
     schedule = Schedule.of(journal.events())
     await run(tmp_path / "replayed", model, loop=loop, replay=schedule, **settings)
     assert history(tmp_path / "replayed") == history(tmp_path / "recorded")
+
+
+PPO = PpoConfig(critic_lr=1e-2)
+MODES = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_ppo_learns_and_its_critic_follows(tmp_path, model, mode):
+    loop = replace(LOOP, steps=16, prompts_per_step=8, group_size=8)
+    outcome = await run(tmp_path, model, algorithm=PPO, loop=loop, mode=MODES[mode])
+    assert outcome.reward_last > outcome.reward_first + 0.1
+    lines = history(tmp_path)
+    errors = [line["critic/loss"] for line in lines]
+    assert sum(errors[-4:]) / 4 < errors[0] / 3
+    assert all(line["train/grad_norm"] > 0 and line["critic/grad_norm"] > 0 for line in lines)
+
+
+async def test_a_resumed_ppo_has_its_critic_back_and_its_place_in_the_warm_up(tmp_path, model):
+    algorithm = replace(PPO, critic_warmup_steps=3, kl_coef=0.1)
+    await run(tmp_path / "whole", model, algorithm=algorithm, updates=2)
+    await run(tmp_path / "parts", model, algorithm=algorithm, updates=2, loop=replace(LOOP, steps=2))
+    await run(tmp_path / "parts", model, algorithm=algorithm, updates=2, resume=True)
+    whole, resumed = history(tmp_path / "whole"), history(tmp_path / "parts")
+    assert resumed[2:] == whole[2:]
+    assert ["train/loss" in line for line in whole] == [False, False, False, True]
+    assert all(line["critic/loss"] > 0 for line in whole)
+    assert all((tmp_path / "whole" / role / "step_4").is_dir() for role in ("policy", "critic"))

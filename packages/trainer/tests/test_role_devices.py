@@ -8,10 +8,10 @@ from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import FakeCuda, make_tiny_model, pretend_on_cuda, random_batch
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.algorithms.interface import StepShape
+from offbeat_trainer.algorithms.value_roles import Critic, RewardModel
 from offbeat_trainer.config import GrpoConfig
 from offbeat_trainer.metrics import reduce_metrics
 from offbeat_trainer.roles import Role
-from offbeat_trainer.value_roles import Critic, RewardModel
 
 HEADS = ("lm", "value")
 

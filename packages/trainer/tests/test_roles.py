@@ -184,12 +184,12 @@ POLICY = RoleSpec(trained=True)
 
 
 def test_each_role_has_an_engine_as_it_asked_for():
-    slow = OptimizerConfig(lr=1e-7)
+    slow = replace(ENGINE.optimizer, lr=1e-7)
     roles = {
         "policy": POLICY,
         "reference": RoleSpec(trained=False),
         "teacher": RoleSpec(trained=False, path="large", offload=True),
-        "critic": RoleSpec(trained=True, head="value", optimizer=slow, offload=False),
+        "critic": RoleSpec(trained=True, head="value", lr=1e-7, offload=False),
     }
     frozen = replace(ENGINE, inference_only=True)
     assert role_engines(roles, ENGINE, infers_alone=True) == {

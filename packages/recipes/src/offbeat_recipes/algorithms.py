@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
+from offbeat_engine.registry import engine_class
 from offbeat_recipes.abilities import infers_alone
 from offbeat_trainer.algorithms.registry import algorithm_class
 
@@ -42,14 +43,21 @@ def engines_of(config: RunConfig, policy: EngineConfig) -> dict[str, EngineConfi
 def algorithm_refusals(config: RunConfig) -> list[Refusal]:
     """Return what a trial of the algorithm on made-up groups finds wrong with it; nothing where its settings are refused."""
     from offbeat_trainer.algorithms.trial import trial
+    from offbeat_trainer.roles import POLICY
 
     algorithm = algorithm_of(config)
     try:
         if algorithm.check():
             return []  # the plan says so
-        engines_of(config, config.engine_config(""))
+        engines = engines_of(config, config.engine_config(config.model.path))
         trial(algorithm)
     except Exception as error:  # noqa: BLE001 whatever a user's algorithm raises
         reason = f"{config.algorithm.name} failed a trial: {type(error).__name__}: {error}"
         return [Refusal("algorithm", reason, "mend it, or choose another")]
-    return []
+    engine = engine_class(config.engine.name)
+    return [
+        Refusal("algorithm", f"its {name}: {found.setting}: {found.reason}", found.remedy)
+        for name, told in engines.items()
+        if name != POLICY and told is not None  # the policy's engine is asked by itself
+        for found in engine.check(told, config.engine.num_ranks)
+    ]

@@ -28,7 +28,7 @@ from offbeat_recipes.placing import (
     placed,
     shared_memory_refusals,
 )
-from offbeat_trainer.config import GrpoConfig, KlEstimator
+from offbeat_trainer.config import KlEstimator, PolicyLossConfig
 from offbeat_trainer.gate import version_of
 
 if TYPE_CHECKING:
@@ -254,7 +254,11 @@ def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> It
     if num_devices(config, facts) is None:
         yield "devices of the cluster at cluster.ray_address are not counted; cluster.num_devices says how many"
     algorithm = config.algorithm
-    if isinstance(algorithm, GrpoConfig) and algorithm.kl_coef and algorithm.kl_estimator is KlEstimator.K1:
+    if (
+        isinstance(algorithm, PolicyLossConfig)
+        and algorithm.kl_coef
+        and algorithm.kl_estimator is KlEstimator.K1
+    ):
         yield "k1 in the loss has no gradient on average: it measures KL and does not bound it; k2 and k3 do"
     if isinstance(config.task, ArithmeticConfig) and not config.warmup.steps and not config.model.path:
         yield "an untrained model without warm-up is never right, and GRPO learns from differences: warmup.steps=250"

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from offbeat_trainer.algorithms.interface import Algorithm, StepShape
     from offbeat_trainer.algorithms.kl import kl_estimate
     from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+    from offbeat_trainer.algorithms.ppo import Ppo
     from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_config_class, algorithm_names
     from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
+    from offbeat_trainer.algorithms.value_roles import Critic, RewardModel
     from offbeat_trainer.assemble import assemble_examples, group_metrics
     from offbeat_trainer.buffer import GroupBuffer
     from offbeat_trainer.config import (
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
         OnStall,
         Order,
         Partial,
+        PolicyLossConfig,
+        PpoConfig,
         Proximal,
         RlooConfig,
         SamplingConfig,
@@ -63,7 +67,6 @@ if TYPE_CHECKING:
     from offbeat_trainer.schedule import Schedule
     from offbeat_trainer.timeline import Timeline
     from offbeat_trainer.types import Example, Group, Prompt, Score
-    from offbeat_trainer.value_roles import Critic, RewardModel
     from offbeat_trainer.watchdog import Watchdog
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
@@ -80,6 +83,7 @@ _HOMES = {
     "StepShape": "algorithms.interface",
     "kl_estimate": "algorithms.kl",
     "PolicyLoss": "algorithms.policy_loss",
+    "Ppo": "algorithms.ppo",
     "algorithm_class": "algorithms.registry",
     "algorithm_config_class": "algorithms.registry",
     "algorithm_names": "algorithms.registry",
@@ -102,6 +106,8 @@ _HOMES = {
     "OnStall": "config",
     "Order": "config",
     "Partial": "config",
+    "PolicyLossConfig": "config",
+    "PpoConfig": "config",
     "Proximal": "config",
     "RlooConfig": "config",
     "SamplingConfig": "config",
@@ -145,8 +151,8 @@ _HOMES = {
     "Group": "types",
     "Prompt": "types",
     "Score": "types",
-    "Critic": "value_roles",
-    "RewardModel": "value_roles",
+    "Critic": "algorithms.value_roles",
+    "RewardModel": "algorithms.value_roles",
     "Watchdog": "watchdog",
 }
 
@@ -196,6 +202,9 @@ __all__ = [
     "PlanRefused",
     "Policy",
     "PolicyLoss",
+    "PolicyLossConfig",
+    "Ppo",
+    "PpoConfig",
     "Prompt",
     "Proximal",
     "Publisher",

@@ -70,15 +70,14 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoConfig(AlgorithmConfig):
-    """What GRPO and its kin optimize.
+class PolicyLossConfig(AlgorithmConfig):
+    """The loss of a policy; `offbeat_trainer.algorithms.policy_loss` has its formula.
 
     `clip_low` and `clip_high` bound the importance ratio in 1 - clip_low .. 1 + clip_high; `dual_clip` > 1 bounds
     the loss of negative advantages (0 = off). `kl_coef` 0 means that no reference model is loaded. `proximal` and the
     `correction*` settings say what happens to tokens that another policy sampled; docs/asynchrony.md justifies them.
     """
 
-    advantage: Advantage = Advantage.GRPO
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     clip_low: float = bounded(0.2, at_least=0)
     clip_high: float = bounded(0.28, at_least=0)
@@ -91,6 +90,13 @@ class GrpoConfig(AlgorithmConfig):
     correction_level: CorrectionLevel = CorrectionLevel.TOKEN
     correction_low: float = bounded(0.5, at_least=0)
     correction_high: float = bounded(2.0, at_least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoConfig(PolicyLossConfig):
+    """GRPO (arXiv 2402.03300) with clip-higher and the mean over tokens (arXiv 2503.14476)."""
+
+    advantage: Advantage = Advantage.GRPO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +115,25 @@ class RlooConfig(GrpoConfig):
     aggregation: Aggregation = Aggregation.SEQ_MEAN_TOKEN_SUM
 
 
-def grpo_bounds(config: GrpoConfig) -> Iterator[tuple[str, str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PpoConfig(PolicyLossConfig):
+    """PPO with a critic (arXiv 1707.06347); `offbeat_trainer.algorithms.ppo` has the formulas.
+
+    `discount` and `trace` are gamma and lambda of GAE. `value_clip` bounds how far a value moves in a step (0 = off). `critic_path`
+    "" starts the critic from the model of the run, with a new head. `critic_warmup_steps` first steps train the critic alone.
+    """
+
+    clip_high: float = bounded(0.2, at_least=0)
+    discount: float = bounded(1.0, at_least=0, at_most=1)
+    trace: float = bounded(0.95, at_least=0, at_most=1)
+    whiten: bool = True
+    value_clip: float = bounded(0.5, at_least=0)
+    critic_path: str = ""
+    critic_lr: float = bounded(1e-5, at_least=0)
+    critic_warmup_steps: int = bounded(0, at_least=0)
+
+
+def policy_loss_bounds(config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
     """Yield the name of each setting that is out of its bounds, and what was expected and came."""
     low, high, dual = config.clip_low, config.clip_high, config.dual_clip
     for name, value, ok, wanted in (

@@ -43,7 +43,9 @@ class Learner:
 
     def update(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.update`."""
-        return self._algorithm.learn(self._roles, batch)
+        metrics = self._algorithm.learn(self._roles, batch)
+        self._begin_at(self._roles[POLICY].step + 1)
+        return metrics
 
     def supervise(self, batch: TrainBatch) -> list[Metric]:
         """See `Policy.supervise`."""
@@ -68,7 +70,12 @@ class Learner:
             for name, folder in self._folders.items():
                 if name != POLICY:
                     self._roles[name].engine.load_checkpoint(folder, global_step=found)
+            self._begin_at(found)
         return found
+
+    def _begin_at(self, step: int) -> None:
+        for role in self._roles.values():
+            role.step = step
 
     def export(self, path: str) -> None:
         """See `Policy.export`."""

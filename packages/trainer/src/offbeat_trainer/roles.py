@@ -28,13 +28,14 @@ class RoleSpec:
     """One model that an algorithm works with.
 
     `head` is what its model predicts: "lm" log-probs, "value" values. An empty `path` means the model that the run starts
-    from. `optimizer` None is the run's own. `offload` says whether its weights and moments wait in host memory while they are
+    from. `lr` None is that of the run's optimizer, and `optimizer` None that optimizer. `offload` says whether its weights and moments wait in host memory while they are
     not used; None leaves that to the run.
     """
 
     trained: bool
     head: Literal["lm", "value"] = "lm"
     path: str = ""
+    lr: float | None = None
     optimizer: OptimizerConfig | None = None
     offload: bool | None = None
 
@@ -72,6 +73,8 @@ def _engine_of(spec: RoleSpec, policy: EngineConfig, infers_alone: bool) -> Engi
         engine = replace(engine, lora=LoraConfig(), inference_only=infers_alone)
     if spec.optimizer is not None:
         engine = replace(engine, optimizer=spec.optimizer)
+    if spec.lr is not None:
+        engine = replace(engine, optimizer=replace(engine.optimizer, lr=spec.lr))
     if spec.offload is not None:
         engine = replace(engine, offload_parameters=spec.offload, offload_optimizer=spec.offload)
     return engine
@@ -83,6 +86,7 @@ class Role:
     def __init__(self, engine: Engine, *, base: bool = False) -> None:
         """Take an initialised engine; with `base` the one that trains adapters, for the model under them."""
         self.engine = engine
+        self.step = 0  # steps of the run that are done, those before a resume included
         self._mode = engine.base_mode if base else engine.eval_mode
 
     def shares(self, batch: TrainBatch, num_updates: int = 1) -> list[TrainBatch]:

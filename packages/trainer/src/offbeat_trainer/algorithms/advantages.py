@@ -88,7 +88,7 @@ def group_advantages(
     by_size: defaultdict[int, list[int]] = defaultdict(list)
     begin = 0
     for index, group in enumerate(groups):
-        _check_scores(group)
+        check_scores(group)
         by_size[len(group.scores)].append(index)
         places.append(list(range(begin, begin := begin + len(group.scores))))
     advantages_B = torch.zeros(begin, dtype=torch.float64)
@@ -102,7 +102,8 @@ def group_advantages(
     return advantages_B
 
 
-def _check_scores(group: Group) -> None:
+def check_scores(group: Group) -> None:
+    """Raise `TrainerError` unless `group` has one finite reward per completion."""
     if len(group.scores) != len(group.completions):
         raise TrainerError(
             f"prompt {group.prompt.uid!r} has {len(group.completions)} completions and {len(group.scores)} scores; "

@@ -15,7 +15,7 @@ from offbeat_trainer.config import (
     GrpoConfig,
     Proximal,
     RlooConfig,
-    grpo_bounds,
+    policy_loss_bounds,
 )
 from offbeat_trainer.roles import POLICY, RoleSpec
 
@@ -110,7 +110,7 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
 
     def check(self) -> list[Refusal]:
         """See `Algorithm.check`."""
-        bounds = grpo_bounds(self.config)
+        bounds = policy_loss_bounds(self.config)
         remedy = "leave the setting out for its default"
         return [
             *super().check(),

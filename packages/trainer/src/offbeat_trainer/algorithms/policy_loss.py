@@ -20,14 +20,14 @@ from offbeat_trainer.algorithms.off_policy import (
     derived,
     importance_ratios,
 )
-from offbeat_trainer.config import Correction, Proximal, grpo_bounds
+from offbeat_trainer.config import Correction, Proximal, policy_loss_bounds
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from offbeat_engine import Predictions, TrainBatch
-    from offbeat_trainer.config import GrpoConfig
+    from offbeat_trainer.config import PolicyLossConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +93,11 @@ class PolicyLoss:
         TrainerError: the batch or the predictions lack what the settings need (when called).
     """
 
-    config: GrpoConfig
+    config: PolicyLossConfig
     max_completion_tokens: int
 
     def __post_init__(self) -> None:
-        for name, told in grpo_bounds(self.config):
+        for name, told in policy_loss_bounds(self.config):
             raise PlanRefused(f"`{name}` must be {told}")
         if self.max_completion_tokens < 1:
             raise PlanRefused(f"`max_completion_tokens` must be >= 1, got {self.max_completion_tokens}")
