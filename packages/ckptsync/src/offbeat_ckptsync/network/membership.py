@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.control.carried import CarriedMember, CarriedSource
 from offbeat_ckptsync.errors import SyncError, TransferError, VersionError
-from offbeat_ckptsync.network.connection import Connection
+from offbeat_ckptsync.network.channel import Connection
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Registration

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, SglangMember, SglangServer
-from offbeat_ckptsync.adapters.sglang import folder as folder_module
+from offbeat_ckptsync.adapters.sglang import member as member_module
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
@@ -173,7 +173,7 @@ async def test_a_flipped_byte_on_the_way_is_refused_before_the_server_is_asked(l
 
 async def test_a_flipped_byte_in_the_folder_is_refused_before_the_server_is_asked(local, monkeypatch):
     local.train()
-    write = folder_module._write
+    write = member_module._write
 
     def damaged(path, whole):
         write(path, whole)
@@ -182,7 +182,7 @@ async def test_a_flipped_byte_in_the_folder_is_refused_before_the_server_is_aske
         path.write_bytes(data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_module, "_write", damaged)
+        patch.setattr(member_module, "_write", damaged)
         await refused(local, "is not what was written")
     assert list(local.folder.iterdir()) == []
     await local.manager.sync(10)
@@ -274,7 +274,7 @@ def test_the_url_must_be_one_of_http():
 def test_a_folder_that_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SyncError, match="could not be written"):
-        folder_module.write_verified(tmp_path / "file" / "v1", [("a", torch.ones(2))])
+        member_module.write_verified(tmp_path / "file" / "v1", [("a", torch.ones(2))])
 
 
 def test_a_written_folder_is_read_by_any_tool(tmp_path):
@@ -284,7 +284,7 @@ def test_a_written_folder_is_read_by_any_tool(tmp_path):
         "half": torch.randn(3, 5).to(torch.bfloat16).t(),
         "one": torch.tensor(2.0, dtype=torch.float64),
     }
-    folder_module.write_verified(tmp_path / "v1", tensors.items())
+    member_module.write_verified(tmp_path / "v1", tensors.items())
     found = load_file(tmp_path / "v1" / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert found.keys() == tensors.keys()

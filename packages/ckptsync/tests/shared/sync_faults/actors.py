@@ -21,7 +21,7 @@ from offbeat_ckptsync.control.members import StagedCopy
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.network.agent import Agent
-from offbeat_ckptsync.network.connection import Connection as Line
+from offbeat_ckptsync.network.channel import Connection as Line
 from offbeat_ckptsync.network.membership import Membership
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
 from offbeat_ckptsync.store import Store

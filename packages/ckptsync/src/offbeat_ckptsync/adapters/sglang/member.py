@@ -8,16 +8,17 @@ import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from offbeat_ckptsync.adapters.sglang.folder import keep_only, write_verified
 from offbeat_ckptsync.control.members import LocalMember
-from offbeat_ckptsync.errors import TransferError, VersionError
+from offbeat_ckptsync.errors import DigestError, TransferError, VersionError
 from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.plan.manifest import make_manifest
+from offbeat_ckptsync.plan.buckets import bytes_of
+from offbeat_ckptsync.plan.digest import digest
+from offbeat_ckptsync.plan.manifest import make_manifest, manifest_of
 from offbeat_ckptsync.seams import WeightSink
 from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.transports.weight_files import folder_specs
+from offbeat_ckptsync.transports.weight_files import folder_specs, write_header
 from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
@@ -169,3 +170,58 @@ class _ServerSink(WeightSink):
             self._server.resume(self._config.begin_timeout_s)
         except TransferError:
             return  # the pause failed for the same reason; that error is the one to tell
+
+
+def write_verified(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write `tensors` into a new `folder` as one safetensors file; it appears only once its bytes were read back right.
+
+    Raises:
+        DigestError: what is in the file is not what was to be written; names the tensor. Nothing has appeared.
+        TransferError: it cannot be written.
+    """
+    whole = dict(tensors)
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        _write(partial / _FILE, whole)
+        _compare(partial / _FILE, whole)
+        partial.rename(folder)
+    except OSError as error:
+        raise TransferError(f"{folder} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def keep_only(folder: Path, parent: Path) -> None:
+    """Remove every other folder of weights in `parent`."""
+    for other in parent.iterdir():
+        if other != folder and (other / _FILE).is_file():
+            shutil.rmtree(other, ignore_errors=True)
+
+
+_FILE = "model.safetensors"
+
+
+def _write(path: Path, whole: dict[str, torch.Tensor]) -> None:
+    head, starts = write_header(manifest_of(whole.items()).specs)
+    with path.open("wb") as file:
+        file.write(head)
+        for start, tensor in zip(starts, whole.values(), strict=True):
+            file.seek(start)
+            file.write(bytes_of(tensor.cpu()).numpy().data)
+
+
+def _compare(path: Path, whole: dict[str, torch.Tensor]) -> None:
+    from safetensors import torch as reader
+
+    # The library's stub leaves the kind of path open.
+    found = cast("dict[str, torch.Tensor]", cast("Any", reader).load_file(path))
+    for name, tensor in whole.items():
+        there = found.get(name)
+        if there is None or (there.shape, there.dtype, digest(bytes_of(there))) != (
+            tensor.shape,
+            tensor.dtype,
+            digest(bytes_of(tensor.cpu())),
+        ):
+            raise DigestError(f"{path}: {name!r} is not what was written; look at the disk, and sync again")
