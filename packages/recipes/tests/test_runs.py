@@ -77,9 +77,13 @@ def wait_for_steps(command: Command, folder: Path, num_steps: int) -> None:
 
 
 def kill_after(folder: Path, num_steps: int, *settings: str) -> None:
-    """Start a run and kill its driver with SIGKILL once `num_steps` steps are on record."""
+    """Start a run and kill its driver with SIGKILL once `num_steps` steps are on record, and a checkpoint is whole."""
     command = begin(folder, *settings)
     wait_for_steps(command, folder, num_steps)
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not any(path.name[5:].isdigit() for path in (folder / "checkpoints" / "policy").glob("step_*")):
+        assert time.monotonic() < deadline, "no whole checkpoint"
+        time.sleep(0.01)
     command.signal(signal.SIGKILL)
     assert command.wait(RUN_TIMEOUT_S) == -signal.SIGKILL
     wait_for_orphans(folder)

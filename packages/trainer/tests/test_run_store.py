@@ -32,6 +32,15 @@ def test_two_more_are_kept_than_asked_because_two_checkpoints_may_not_be_whole_y
     assert steps(tmp_path) == [5, 10, 15, 20]
 
 
+def test_a_run_may_be_asked_to_start_again_until_states_were_forgotten(tmp_path):
+    store = RunStore(tmp_path, keep=1)
+    oldest = []
+    for step in (5, 10, 15, 20):
+        store.save(RunState(step=step))
+        oldest.append(store.oldest())
+    assert oldest == [0, 0, 5, 10]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
     store = RunStore(tmp_path, keep=1)
     store.save(RunState(step=3))

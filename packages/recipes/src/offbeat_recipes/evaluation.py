@@ -27,21 +27,29 @@ async def evaluate_run(session: Session) -> None:
     """Sample held-out prompts from the model that `evaluation.step` names; write and report what came out."""
     config = session.config
     start = session.folder.model if session.folder.model.exists() else session.base_model
+    serves_alone, step = config.evaluation.step == 0, 0
+    if config.evaluation.step < 0 and _kept_its_end_alone(session):
+        serves_alone, start, step = True, session.folder.final, config.trainer.steps
     spec = cluster_spec(config, session.folder, str(start.absolute()))
-    if config.evaluation.step == 0:  # nobody is there to share devices with
+    if serves_alone:  # nobody is there to share devices with
         spec = replace(spec, cluster=replace(spec.cluster, placement=Placement.SEPARATE))
     cluster = Cluster(spec)
     try:
-        if config.evaluation.step == 0:
+        if serves_alone:
             await cluster.rollout.start()
             cluster.rollout.admit_all(0)
-            step = 0
         else:
             step = await _load_and_publish(session, cluster, start)
         groups = await _sample(session, cluster)
     finally:
         await cluster.stop()
     _report(session, step, groups)
+
+
+def _kept_its_end_alone(session: Session) -> bool:
+    """Say whether the newest model of a run is the one that it exported: it saved no checkpoint (trainer.save_every=0)."""
+    saved = any((session.folder.checkpoints / "policy").glob("step_*"))
+    return session.folder.final.exists() and not saved and not session.config.sends_adapter_alone
 
 
 async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> int:

@@ -167,8 +167,8 @@ class LoopConfig:
     """The loop's arithmetic and calendar.
 
     One step trains on `prompts_per_step` * `group_size` completions in `updates_per_step` equal mini-batches.
-    `validate_every`, `save_every` and `sample_every` count steps; 0 = only at the ends (validation), never (saving),
-    never (samples). `step_timeout_s` bounds each wait of the driver for a phase of one step.
+    `validate_every`, `save_every` and `sample_every` count steps; 0 = only at the ends (validation), only when the run is
+    asked to stop (saving), never (samples). What is saved at intervals is saved at the end, too. `step_timeout_s` bounds each wait of the driver for a phase of one step.
     """
 
     steps: int = 100

@@ -55,9 +55,12 @@ class RunStore:
             path.unlink()
 
     def oldest(self) -> int:
-        """Return the earliest step that a run may be asked to go on from; 0 when nothing was saved."""
+        """Return the earliest step that a run may be asked to go on from.
+
+        That is 0, its start, until states were forgotten: the checkpoints of those that are here may not be whole.
+        """
         names = [path.stem.removeprefix("step_") for path in self._folder.glob("step_*.json")]
-        return min(map(int, names), default=0)
+        return min(map(int, names)) if len(names) >= self._keep + 2 else 0
 
     def load(self, step: int) -> RunState:
         """Return the state saved with the checkpoint of `step`.

@@ -61,6 +61,7 @@ def parts_of(cluster, folder, recorder, journal, timeline):
             group_size=GROUP_SIZE,
             validation_prompts=1,
             step_timeout_s=TIMEOUT_S,
+            save_every=1,
         ),
         algorithm=Grpo(config=GrpoConfig()),
         sampling=SamplingConfig(max_tokens=COMPLETION_TOKENS),
@@ -208,4 +209,4 @@ async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_
                 asyncio.shield(run), TIMEOUT_S / 2
             )  # the deadlines of the run are TIMEOUT_S
         assert outcome.steps == 1
-        assert RunStore(tmp_path / "state", keep=2).load(0).step == 0, "there is a checkpoint to go on from"
+        assert RunStore(tmp_path / "state", keep=2).load(1).step == 1, "there is a checkpoint to go on from"

@@ -5,6 +5,7 @@ import json
 import os
 import sqlite3
 import struct
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from offbeat_trainer.journal.events import Dropped, Finished, Flipped, Half, Iss
 from offbeat_trainer.journal.memory import MemoryJournal
 from offbeat_trainer.journal.segments import SegmentJournal
 from offbeat_trainer.journal.sqlite import SqliteJournal
+from offbeat_trainer.loops.outcome import FORGET_EVERY
 from offbeat_trainer.testing import ScriptedRun, ScriptedTask
 from offbeat_trainer.types import Score
 
@@ -302,3 +304,35 @@ def test_another_task_under_the_same_journal_is_noticed(tmp_path):
     again = ScriptedRun(folder=tmp_path, loop=loop, task=Shifted(), journal=first.journal)
     with pytest.raises(ResumeError, match="the journal has it as"):
         again.go()
+
+
+class Watched(MemoryJournal):
+    """Notes the most groups whose tokens it ever held."""
+
+    most = 0
+
+    def write(self, event):
+        super().write(event)
+        held = [one for one in self.events() if isinstance(one, Finished) and one.completions]
+        self.most = max(self.most, len(held))
+
+
+@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+def test_a_run_that_saves_nothing_keeps_no_tokens_that_were_trained_and_can_begin_again(tmp_path, mode):
+    per_step = 2
+    loop = LoopConfig(
+        steps=70,
+        prompts_per_step=per_step,
+        group_size=1,
+        validate_every=0,
+        validation_prompts=1,
+        save_every=0,
+    )
+    first = ScriptedRun(folder=tmp_path, mode=mode, loop=loop, journal=Watched()).go()
+    assert sorted(tmp_path.rglob("*.json")) + sorted(tmp_path.rglob("*.pt")) == []
+    assert first.journal.most <= (FORGET_EVERY + 4) * per_step
+    again = ScriptedRun(folder=tmp_path, mode=mode, loop=loop, journal=Watched(first.journal.events())).go()
+    assert again.outcome.steps == 70
+    numbers = Counter(number for numbers in again.policy.prompts for number in numbers)
+    assert len(numbers) == 70 * per_step
+    assert set(numbers.values()) == {1}

@@ -161,11 +161,11 @@ async def test_what_is_due_is_done_and_the_last_step_validates_and_saves(tmp_pat
     assert done.steps[3]["time/validate_s"] > 0
 
 
-async def test_never_means_only_at_the_end(tmp_path):
+async def test_never_means_validation_at_the_end_and_no_checkpoint(tmp_path):
     done = await walk(tmp_path, LoopConfig(steps=3, validate_every=0, save_every=0, sample_every=0))
-    assert (done.validated, done.saved, done.shown) == ([3], [3], [(3, "after")])
+    assert (done.validated, done.saved, done.shown) == ([3], [], [(3, "after")])
 
 
 async def test_a_stop_request_saves_the_step_it_met(tmp_path):
     done = await walk(tmp_path, LoopConfig(steps=5, validate_every=0, save_every=0), stop_at=2)
-    assert done.saved == done.blocked == [2, 5]  # whole when the run ends
+    assert done.saved == done.blocked == [2]  # whole when the run ends

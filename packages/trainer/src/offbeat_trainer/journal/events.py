@@ -114,7 +114,7 @@ class Recovered:
 
     What steps before `start` took is consumed: it is in the weights. What later steps took is not, for their weights
     are lost: it waits again, and `script` says which step takes it, so that the lost steps are repeated as they were.
-    `holes` were begun and not finished; they are begun again, before anything new.
+    `holes` were begun and not finished, or their tokens are forgotten; they are begun again, before anything new.
     """
 
     start: int
@@ -144,6 +144,9 @@ def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recove
     for index in (*trained, *found.dropped):
         found.finished.pop(index, None)
         found.uids.pop(index, None)
+    if not all(group.completions for group in found.finished.values()):
+        # Forgotten, and the weights that they made are lost: what came later stands on those, so all of it begins again.
+        found.finished, found.halves, found.script = {}, {}, {}
     for index in (*trained, *found.dropped, *found.finished):
         found.halves.pop(index, None)
     found.holes = sorted(index for index in found.uids if index not in found.finished)

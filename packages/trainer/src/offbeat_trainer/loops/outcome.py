@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from offbeat_trainer.types import Group
 
 STEP_PHASES = ("generate", "reward", "train", "sync")
+FORGET_EVERY = 20
+"""Steps between two clearances of the journal where no checkpoint clears it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,15 +84,16 @@ class Outcome:
 
 
 async def open_run(parts: Parts, outcome: Outcome, start: int) -> None:
-    """Begin a run with step `start`, whose weights the policy holds: publish, validate, and make it resumable."""
+    """Begin a run with step `start`, whose weights the policy holds: publish and validate.
+
+    Nothing is saved: what a run starts from is there already, and one that is killed before its first checkpoint starts from it.
+    """
     clock = parts.clock()
     outcome.steps = start
     with clock.phase("sync", "first weights to every replica"):
         await parts.publisher.publish(version_of(start))
     if outcome.accuracy_before is None:
         outcome.accuracy_before = await validate(parts, clock, start, "before")
-    if start == 0:  # the warm-up is not done twice, and a run can be resumed from its first step
-        await save(parts, outcome, block=False)
     parts.stop.listening = True
 
 
@@ -119,9 +122,11 @@ async def close_step(
         show(parts, done, "sampled", groups)
     parts.reporter.metrics(done, [*metrics, *clock.metrics()])
     ends = parts.stop.due
-    if due(done, parts.loop.save_every) or ends or last:
+    if due(done, parts.loop.save_every) or ends or (last and parts.loop.save_every):
         with clock.phase("save"):
             await save(parts, outcome, block=ends or last)  # nothing follows that would wait for it
+    elif not parts.loop.save_every and due(done, FORGET_EVERY):
+        parts.journal.forget(done)  # without checkpoints these tokens would never be trained again
     outcome.interrupted = ends and not last
     return ends
 

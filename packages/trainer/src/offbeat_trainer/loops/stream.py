@@ -156,10 +156,6 @@ class GroupStream:
     def _restore(self, recovered: Recovered) -> None:
         for index in sorted(recovered.finished):
             found = recovered.finished[index]
-            if not found.completions:
-                raise TrainerError(
-                    f"the journal has forgotten the tokens of group {index}, which is not trained yet"
-                )
             group = Group(
                 prompt=self._producer.prompt(index), completions=found.completions, scores=found.scores
             )
