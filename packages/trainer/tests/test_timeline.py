@@ -109,3 +109,21 @@ def test_the_trace_is_what_perfetto_reads(tmp_path):
     assert len(begun) == len(set(begun)) == 40
     assert sorted(begun) == sorted(event["id"] for event in events if event["ph"] == "e")
     assert sum(event["ph"] == "i" for event in events) == LOOP.steps
+
+
+def test_of_a_long_run_the_last_part_stays_in_two_files(tmp_path):
+    limit = 4000
+    timeline = Timeline(tmp_path / "trace.json", max_bytes=limit)
+    for number in range(1000):
+        timeline.mark(f"track {number % 3}", f"event {number}")
+    timeline.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.before.json", "trace.json"]
+    drawn = []
+    for name in ("trace.before.json", "trace.json"):
+        assert (tmp_path / name).stat().st_size < limit + 200
+        events = json.loads((tmp_path / name).read_text())
+        tracks = {event["tid"]: event["args"]["name"] for event in events if event.get("ph") == "M"}
+        drawn += [(tracks[event["tid"]], event["name"]) for event in events if event.get("ph") == "i"]
+    first = 1000 - len(drawn)
+    assert len(drawn) > 20
+    assert drawn == [(f"track {number % 3}", f"event {number}") for number in range(first, 1000)]

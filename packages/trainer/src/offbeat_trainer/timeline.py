@@ -61,9 +61,16 @@ class Idle:
 class Timeline:
     """Adds up idle time as it passes, and writes the trace if it has a file."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Write the trace to `path` (an earlier one is replaced), or to nowhere."""
-        self._file: IO[str] | None = None if path is None else path.open("w")
+    def __init__(self, path: Path | None = None, *, max_bytes: int = 64 << 20) -> None:
+        """Write the trace to `path` (an earlier one is replaced), or to nowhere.
+
+        When it has `max_bytes` it becomes `<name>.before<suffix>`, in place of an earlier one, and a new one begins: of a long
+        run the last part stays, in two files.
+        """
+        self._path = path
+        self._max_bytes = max_bytes
+        self._file: IO[str] | None = None
+        self._num_bytes = 0
         self._tracks: dict[str, int] = {}
         self._phases: list[str] = []
         self._running = 0
@@ -71,8 +78,9 @@ class Timeline:
         self._tail_s = 0.0
         self._first_s: float | None = None
         self._last_s = 0.0
-        if self._file is not None:
-            self._file.write("[\n")
+        if path is not None:
+            _before(path).unlink(missing_ok=True)
+        self._begin()
 
     @contextmanager
     def phase(self, name: str, detail: str = "") -> Generator[None]:
@@ -205,8 +213,26 @@ class Timeline:
         if track not in self._tracks:
             self._tracks[track] = len(self._tracks) + 1
             name = {"ph": "M", "name": "thread_name", "pid": 1, "tid": self._tracks[track]}
-            self._file.write(json.dumps(name | {"args": {"name": track}}) + ",\n")
-        self._file.write(json.dumps({"pid": 1, "tid": self._tracks[track], **fields}) + ",\n")
+            self._write(name | {"args": {"name": track}})
+        self._write({"pid": 1, "tid": self._tracks[track], **fields})
+        if self._num_bytes >= self._max_bytes and self._path is not None:
+            self.close()
+            self._path.replace(_before(self._path))
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._path is not None:
+            self._file = self._path.open("w")
+            self._file.write("[\n")
+            self._tracks, self._num_bytes = {}, 0
+
+    def _write(self, event: dict[str, object]) -> None:
+        assert self._file is not None
+        self._num_bytes += self._file.write(json.dumps(event) + ",\n")
+
+
+def _before(path: Path) -> Path:
+    return path.with_stem(f"{path.stem}.before")
 
 
 def _us(seconds: float) -> float:
