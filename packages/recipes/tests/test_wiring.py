@@ -157,3 +157,24 @@ def test_looking_at_a_run_writes_nothing_into_its_folder(folder, console, kind):
     assert type(reporter) is kind
     reporter.close()
     assert sorted(folder.path.rglob("*")) == before
+
+
+def test_a_tracker_of_anybodys_is_told_where_who_and_with_which_settings(folder, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from offbeat_trainer.testing import Recorder\n"
+        "def tracker(folder, name, settings):\n"
+        "    made = Recorder()\n"
+        "    made.told = folder, name, settings\n"
+        "    return made\n"
+    )
+    config = parse(
+        {"report": {"console": False, "tensorboard": False, "others": [f"{tmp_path}/mine.py:tracker"]}}
+    )
+    jsonl = JsonlReporter(folder.path)
+    reporter = make_reporter(config, jsonl, folder)
+    path, name, settings = reporter._reporters[-1].told
+    assert (path, name, settings["seed"]) == (folder.path, config.name, config.seed)
+    reporter.close()
+    unknown = parse({"report": {"console": False, "others": ["mlflow"]}})
+    with pytest.raises(SettingError, match=r"report\.others: no tracker named 'mlflow' .*offbeat\.reporters"):
+        make_reporter(unknown, jsonl, folder)

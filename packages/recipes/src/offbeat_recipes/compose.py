@@ -15,6 +15,7 @@ from offbeat_recipes.wiring import cluster_spec, engine_on
 from offbeat_trainer import ResumeError
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.roles import POLICY
+from offbeat_trainer.reporters.fanout import Truncating
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.warmup import run_warm_up, warm_up_engine
 
@@ -91,8 +92,8 @@ async def _prepare_training(session: Session, train: TrainGroup, store: RunStore
     session.outcome.accuracy_before = state.accuracy_before
     session.outcome.reward_first = state.reward_first
     session.outcome.warmup_s = state.warmup_s
-    if session.jsonl is not None:
-        session.jsonl.truncate_after(step)
+    if isinstance(session.reporter, Truncating):
+        session.reporter.truncate_after(step)
     session.reporter.phase("resume", f"from the checkpoint of step {step}")
     return step
 

@@ -6,6 +6,7 @@ import pytest
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import Last, Mean, Metric
+from offbeat_trainer.reporters.fanout import FanOut
 from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
 from offbeat_trainer.types import Group, Prompt
 
@@ -42,12 +43,22 @@ def test_scalars_and_texts_read_back(tmp_path):
 
 @INSTALLED
 def test_a_resumed_run_hides_what_came_after_its_step(tmp_path):
-    for first_step, steps in ((0, (1, 2, 3)), (2, (2, 3))):
-        reporter = TensorBoardReporter(tmp_path, first_step)
-        for step in steps:
-            reporter.metrics(step, [Metric("a/x", Last(step + 10 * first_step))])
-        reporter.close()
+    first, again = FanOut([TensorBoardReporter(tmp_path)]), FanOut([TensorBoardReporter(tmp_path)])
+    for step in (1, 2, 3):
+        first.metrics(step, [Metric("a/x", Last(step))])
+    first.close()
+    again.truncate_after(1)
+    for step in (2, 3):
+        again.metrics(step, [Metric("a/x", Last(step + 20))])
+    again.close()
     assert [(one.step, one.value) for one in read(tmp_path).Scalars("a/x")] == [(1, 1), (2, 22), (3, 23)]
+
+
+@INSTALLED
+def test_the_settings_of_the_run_are_there_to_read(tmp_path):
+    TensorBoardReporter(tmp_path, config={"seed": 3, "algorithm": {"lr": 0.5}}).close()
+    (text,) = read(tmp_path).Tensors("config/text_summary")
+    assert b'"lr": 0.5' in text.tensor_proto.string_val[0]
 
 
 def test_where_it_is_missing_the_extra_is_named(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from offbeat_trainer.interface import Reporter
     from offbeat_trainer.metrics import Metric
     from offbeat_trainer.types import Group
+
+
+@runtime_checkable
+class Truncating(Protocol):
+    """A reporter that can take back what it said: a run that goes on from a checkpoint repeats the steps after it."""
+
+    def truncate_after(self, step: int) -> None:
+        """Forget, or hide, everything said about steps beyond `step`."""
+        ...
 
 
 class FanOut:
@@ -40,6 +49,15 @@ class FanOut:
     def summary(self, values: Mapping[str, object]) -> None:
         """Tell all."""
         self._tell(lambda reporter: reporter.summary(values))
+
+    def truncate_after(self, step: int) -> None:
+        """Tell those that can (they have such a method) to forget what they said of steps beyond `step`."""
+
+        def truncate(reporter: Reporter) -> None:
+            if isinstance(reporter, Truncating):
+                reporter.truncate_after(step)
+
+        self._tell(truncate)
 
     def close(self) -> None:
         """Close all."""

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoardReporter:
-    """A `Reporter` into an event file: one scalar per key, samples and summary as text."""
+    """A `Reporter` into an event file: one scalar per key; settings, samples and summary as text."""
 
-    def __init__(self, folder: str | Path, first_step: int = 0) -> None:
-        """Write to `folder`. A resumed run gives its `first_step`: what is there from that step on is hidden.
+    def __init__(self, folder: str | Path, *, config: Mapping[str, object] | None = None) -> None:
+        """Write to `folder`, the settings `config` of the run first.
 
         Raises:
             TrainerError: TensorBoard is not installed.
@@ -36,7 +36,15 @@ class TensorBoardReporter:
                 "the TensorBoard reporter needs the package tensorboard; "
                 "install `offbeat-trainer[tensorboard]` or leave the reporter out"
             ) from missing
-        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+        self._open = lambda first_step=None: SummaryWriter(str(folder), purge_step=first_step)
+        self._writer = self._open()
+        if config:
+            self._writer.add_text("config", _block(config))
+
+    def truncate_after(self, step: int) -> None:
+        """Let readers hide what is there of later steps: a run that goes on from `step` says it again."""
+        self._writer.close()
+        self._writer = self._open(step + 1)
 
     def phase(self, name: str, detail: str = "") -> None:
         """Nothing: phases are for people."""
@@ -56,9 +64,13 @@ class TensorBoardReporter:
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Write the values as text."""
-        self._writer.add_text("summary", f"```\n{json.dumps(dict(values), indent=2, default=str)}\n```")
+        self._writer.add_text("summary", _block(values))
         self._writer.flush()
 
     def close(self) -> None:
         """Flush and close; safe to call twice."""
         self._writer.close()
+
+
+def _block(values: Mapping[str, object]) -> str:
+    return f"```\n{json.dumps(dict(values), indent=2, default=str)}\n```"

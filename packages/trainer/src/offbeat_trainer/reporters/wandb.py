@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
 
 class WandbReporter:
-    """A `Reporter` into a Weights & Biases run.
+    """A `Reporter` into a Weights & Biases run of its own, with the id that `folder` keeps in `wandb.id`.
 
-    Offline it writes below `folder` only, to be sent later with `wandb sync`.
+    Offline it writes below `folder` only, to be sent later with `wandb sync`. A run that goes on in its folder goes on there; steps
+    that it repeats are drawn again: they are an axis of their own, while W&B's own counter drops what does not rise.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class WandbReporter:
         config: Mapping[str, object] | None = None,
         offline: bool = True,
     ) -> None:
-        """Start a run called `name`, or go on with it: a run of the same project and name is the same run.
+        """Start a run shown as `name`, with its settings `config`, or go on with the one of this `folder`.
 
         Raises:
             TrainerError: wandb is not installed.
@@ -53,7 +55,7 @@ class WandbReporter:
             dir=str(folder),
             project=project,
             name=name,
-            id=name,
+            id=_own_id(Path(folder) / "wandb.id"),
             resume="allow",
             config=dict(config or {}),
             mode="offline" if offline else "online",
@@ -61,12 +63,15 @@ class WandbReporter:
             settings=wandb.Settings(silent=True, console="off"),
         )
 
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
     def phase(self, name: str, detail: str = "") -> None:
         """Nothing: phases are for people."""
 
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Log every key."""
-        self._run.log(reduce_metrics(metrics), step=step)
+        self._run.log({"step": step, **reduce_metrics(metrics)})
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
         """Log a table of prompt, completion and reward."""
@@ -76,8 +81,8 @@ class WandbReporter:
             for index, text in enumerate(group_texts)
         ]
         table = self._table(columns=["prompt", "completion", "reward"], data=rows)
-        # Not committed: the metrics of this step are still to come, and W&B closes a step when it is committed.
-        self._run.log({f"samples/{title}": table}, step=step, commit=False)
+        # Not committed: the metrics of this step are still to come, and go into the same row.
+        self._run.log({"step": step, f"samples/{title}": table}, commit=False)
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Write the values into the run's summary."""
@@ -86,3 +91,9 @@ class WandbReporter:
     def close(self) -> None:
         """Finish the run; safe to call twice."""
         self._run.finish()
+
+
+def _own_id(kept: Path) -> str:
+    if not kept.exists():
+        kept.write_text(uuid.uuid4().hex[:16])
+    return kept.read_text()
