@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync import SyncError
@@ -28,8 +30,6 @@ from offbeat_trainer.loops.parts import StopRequest
 from offbeat_trainer.reporters.jsonl import JsonlReporter
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from offbeat_recipes.config import RunConfig
     from offbeat_recipes.tasks.base import RunnableTask
     from offbeat_trainer import Reporter
@@ -179,12 +179,21 @@ def _where_next(session: Session, code: int) -> dict[str, object]:
             ),
             "metrics": str(folder / "metrics.jsonl"),
             "samples": str(folder / "samples.jsonl"),
-            "curves": f"uv run tensorboard --logdir {folder / 'tensorboard'}",
-            "evaluate": f"uv run offbeat-eval --config {folder / 'config.yaml'} run_dir={folder}",
+            "curves": _command("tensorboard", "--logdir", str(folder / "tensorboard")),
+            "evaluate": _command(
+                "offbeat-eval", "--config", str(folder / "config.yaml"), f"run_dir={folder}"
+            ),
         }
     }
 
 
 def _again(session: Session) -> str:
     folder = session.folder.path
-    return f"uv run offbeat-train --config {folder / 'config.yaml'} run_dir={folder} resume=auto"
+    config = str(folder / "config.yaml")
+    return _command("offbeat-train", "--config", config, f"run_dir={folder}", "resume=auto")
+
+
+def _command(program: str, *words: str) -> str:
+    """Return what a shell takes wherever it stands, whether the environment is active, of uv, or neither."""
+    beside = Path(sys.executable).parent / program
+    return shlex.join([str(beside) if beside.exists() else program, *words])
