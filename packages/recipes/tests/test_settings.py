@@ -13,7 +13,7 @@ from offbeat_engine.config import Dtype, OptimizerConfig
 from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_recipes.config import EngineSection, ModelSection, RolloutSection, RunConfig
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.settings import all_settings, known_paths, parse, to_dict
+from offbeat_recipes.settings import all_settings, known_paths, parse, suggestion, to_dict
 from offbeat_rollout.vllm.config import VllmConfig
 
 
@@ -105,6 +105,22 @@ def test_derived_fields_say_what_decides_them(section: type):
 )
 def test_what_is_wrong_is_said(raw: dict[str, Any], message: str):
     assert message in _problems(raw)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("trainer.lr", "engine.optimizer.lr"),
+        ("lr", "engine.optimizer.lr"),
+        ("trainer.learning_rate", "engine.optimizer.lr"),
+        ("trainer.batch_size", "trainer.prompts_per_step"),
+        ("trainer.num_generations", "trainer.group_size"),
+        ("warmup.batchsize", "warmup.batch_size"),
+        ("trainer.temperature", "sampling.temperature"),
+    ],
+)
+def test_a_setting_of_the_warm_up_is_not_taken_for_one_of_the_run(typed: str, meant: str):
+    assert suggestion(typed, known_paths()) == meant
 
 
 def test_all_problems_are_named_at_once():

@@ -67,6 +67,14 @@ _AT_MOST_ONE = (
 )
 
 
+_MEANT = {
+    "lr": "engine.optimizer.lr",
+    "learning_rate": "engine.optimizer.lr",
+    "batch_size": "trainer.prompts_per_step",
+    "num_generations": "trainer.group_size",
+}
+"""What other libraries call settings that have no such name here."""
+
 _UNIONS = {"task": "arithmetic", "mode": "sync"}
 _DEFAULT_CHOICE = {**_UNIONS, **{path: plug_in.default for path, plug_in in PLUG_INS.items()}}
 """The variant of a section that has several, or the plug-in that it is of, where its `name` is not given."""
@@ -159,9 +167,13 @@ def unknown_setting(path: str, chosen: Mapping[str, str] | None = None) -> str:
 def suggestion(path: str, known: Iterable[str]) -> str:
     """Return the known dotted path nearest to `path`, or "" when none is near.
 
-    A last part that is right in the wrong place counts too: `steps` is nearest to `trainer.steps`.
+    A last part that is right in the wrong place counts too: `steps` is nearest to `trainer.steps`. So does what others call it;
+    settings of the warm-up are near to paths of the warm-up alone.
     """
-    names = list(known)
+    meant = _MEANT.get(path.rsplit(".", 1)[-1], "")
+    names = [name for name in known if path.startswith("warm") or not name.startswith("warmup.")]
+    if meant in names and not path.startswith("warm"):
+        return meant
     near = difflib.get_close_matches(path, names, n=1, cutoff=0.75)
     if near:
         return near[0]
