@@ -49,6 +49,25 @@ def test_threads_that_are_set_stay():
     assert threads_per_rank(parse({"engine": {"num_ranks": 2, "threads_per_rank": 7}})) == 7
 
 
+@pytest.mark.usefixtures("eight_cores")
+def test_on_a_cluster_threads_follow_the_machines_where_processes_come_to_be(folder):
+    cluster = {"cluster": {"ray_address": "head:6379"}}
+    apart = cluster_spec(parse({**cluster, "mode": {"name": "fully_async"}}), folder, "/m")
+    assert (apart.train.threads_per_rank, apart.train.taken_cores) == (0, 1)
+    assert not apart.rollout.shares_cores
+    cluster["cluster"]["placement"] = "colocated"
+    shared = cluster_spec(parse(cluster), folder, "/m")
+    assert (shared.train.threads_per_rank, shared.train.taken_cores, shared.rollout.shares_cores) == (
+        0,
+        0,
+        True,
+    )
+    told = cluster_spec(
+        parse({**cluster, "engine": {"threads_per_rank": 3}, "rollout": {"cpu_threads": 2}}), folder, "/m"
+    )
+    assert (told.train.threads_per_rank, told.rollout.shares_cores) == (3, False)
+
+
 def environments(num_replicas, ray_address="", **rollout):
     settings = {"name": "vllm", "num_replicas": num_replicas, **rollout}
     config = parse({"rollout": settings, "cluster": {"ray_address": ray_address}})

@@ -14,8 +14,8 @@ from offbeat_recipes.session import Session, drive
 from offbeat_recipes.wiring import cluster_spec, engine_on
 from offbeat_trainer import ResumeError
 from offbeat_trainer.cluster.cluster import Cluster
-from offbeat_trainer.roles import POLICY
 from offbeat_trainer.reporters.fanout import Truncating
+from offbeat_trainer.roles import POLICY
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.warmup import run_warm_up, warm_up_engine
 

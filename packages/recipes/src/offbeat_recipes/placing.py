@@ -31,10 +31,12 @@ def placed(config: RunConfig, facts: Facts) -> Iterator[Placed]:
     """Yield every process of the run."""
     ranks, width = config.engine.num_ranks, config.rollout.tensor_parallel_size
     cuda, cores = config.device == "cuda", facts.num_cores
-    threads = config.engine.threads_per_rank or default_threads(config, cores)
+    share = f"{config.engine.threads_per_rank or default_threads(config, cores)} thread(s) on {cores} cores"
+    if config.cluster.ray_address and not config.engine.threads_per_rank:
+        share = "its share of the cores of its machine"
     yield Placed(process="driver", where="this machine: loop, task and rewards")
     for rank in range(ranks):
-        place = "one GPU" if cuda else f"{threads} thread(s) on {cores} cores"
+        place = "one GPU" if cuda else share
         yield Placed(process=f"training rank {rank} ({config.engine.name})", where=place)
     for replica in range(config.rollout.num_replicas):
         place = f"{width} GPU(s)" if cuda else f"{config.replica_threads(cores)} of {cores} cores"
@@ -50,11 +52,15 @@ def default_threads(config: RunConfig, num_cores: int) -> int:
 
     In turns, training and generation may each use all of them. Side by side on a CPU, the replicas have theirs.
     """
+    return max(1, (num_cores - taken_cores(config, num_cores)) // config.engine.num_ranks)
+
+
+def taken_cores(config: RunConfig, num_cores: int) -> int:
+    """Return how many cores replicas keep busy while ranks compute: none in turns, none of a CPU where they are on GPUs."""
+    if config.mode.name == "sync" or config.device != "cpu":
+        return 0
     rollout = config.rollout
-    taken = 0
-    if config.mode.name != "sync" and config.device == "cpu":
-        taken = rollout.num_replicas * rollout.tensor_parallel_size * config.replica_threads(num_cores)
-    return max(1, (num_cores - taken) // config.engine.num_ranks)
+    return rollout.num_replicas * rollout.tensor_parallel_size * config.replica_threads(num_cores)
 
 
 def num_devices(config: RunConfig, facts: Facts) -> int | None:

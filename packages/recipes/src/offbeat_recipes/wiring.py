@@ -13,7 +13,7 @@ import torch
 from offbeat_recipes.abilities import offloads
 from offbeat_recipes.algorithms import algorithm_of
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.placing import default_threads
+from offbeat_recipes.placing import default_threads, taken_cores
 from offbeat_recipes.settings import to_dict
 from offbeat_recipes.tasks.text import load_function
 from offbeat_rollout.registry import adapter_environment
@@ -51,6 +51,7 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
             threads_per_rank=threads_per_rank(config),
             algorithm=algorithm_of(config),
             checkpoint_dir=str(folder.checkpoints.absolute()),
+            taken_cores=taken_cores(config, 1),
             keep_checkpoints=config.trainer.keep_checkpoints,
             collective_timeout_s=config.engine.collective_timeout_s,
             # Fresh for each run; the processes get it over Ray, and nothing writes it down.
@@ -61,6 +62,9 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
             rollout=rollout,
             num_replicas=config.rollout.num_replicas,
             recompute_kv=config.asynchrony.recompute_kv,
+            shares_cores=bool(config.cluster.ray_address)
+            and config.colocated
+            and not config.rollout.cpu_threads,
             environments=replica_environments(config, rollout),
         ),
         log_dir=str(folder.logs.absolute()),
@@ -83,9 +87,10 @@ def engine_on(config: RunConfig, model: Path) -> EngineConfig:
 def threads_per_rank(config: RunConfig) -> int:
     """Return how many threads a training rank computes with: the cores, shared, unless the settings say.
 
-    Where training and generation run side by side on a CPU, the replicas' cores are not among them.
+    Where training and generation run side by side on a CPU, the replicas' cores are not among them. 0 on a cluster: whose cores
+    they are is known when Ray has put the ranks somewhere.
     """
-    if config.engine.threads_per_rank:
+    if config.engine.threads_per_rank or config.cluster.ray_address:
         return config.engine.threads_per_rank
     return default_threads(config, len(os.sched_getaffinity(0)))
 

@@ -95,8 +95,13 @@ def requests():
 @pytest.fixture(scope="session")
 def started():
     @asynccontextmanager
-    async def started(folder, *, num_ranks=1, num_replicas=1, max_tokens=8, sync=None, **cluster):
-        """Start a policy of `num_ranks` and its replicas, all of one tiny model, and stop them in the end."""
+    async def started(
+        folder, *, num_ranks=1, num_replicas=1, max_tokens=8, sync=None, own_cores=False, **cluster
+    ):
+        """Start a policy of `num_ranks` and its replicas, all of one tiny model, and stop them in the end.
+
+        With `own_cores` they compute with those of their machine, as Ray counts them; else with one thread each.
+        """
         from offbeat_trainer.cluster.cluster import Cluster
         from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
 
@@ -105,9 +110,9 @@ def started():
             engine_name="fsdp2",
             device="cpu",
             num_ranks=num_ranks,
-            threads_per_rank=1,
             algorithm=Grpo(config=GrpoConfig(), step=StepShape(max_completion_tokens=max_tokens)),
             checkpoint_dir=str(folder),
+            threads_per_rank=0 if own_cores else 1,
             keep_checkpoints=2,
             collective_timeout_s=TIMEOUT_S,
             sync=sync or SyncConfig(),
@@ -116,6 +121,7 @@ def started():
             adapter_name="hf",
             rollout=RolloutConfig(model_path=model, max_model_len=1024),
             num_replicas=num_replicas,
+            shares_cores=own_cores,
         )
         spec = ClusterSpec(
             cluster=ClusterConfig(object_store_mib=128, **cluster),

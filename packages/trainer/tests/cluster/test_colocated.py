@@ -24,6 +24,7 @@ async def cluster(tmp_path_factory, started):
         folder,
         max_tokens=LONG,
         sync=SyncConfig(transport="auto"),
+        own_cores=True,
         placement=Placement.COLOCATED,
         health_period_s=0.5,
     ) as cluster:
@@ -49,6 +50,20 @@ async def test_both_pools_sit_in_one_room(cluster):
 
     rooms = [room for room in placement_group_table().values() if room["state"] == "CREATED"]
     assert [(room["name"], len(room["bundles"])) for room in rooms] == [("shared", 1)]
+
+
+async def test_both_compute_with_the_cores_that_ray_counts_on_their_machine(cluster):
+    import ray
+
+    def threads(worker):
+        import torch
+
+        return torch.get_num_threads()
+
+    there = int(ray.cluster_resources()["CPU"])
+    assert await cluster.train._workers[0].__ray_call__.remote(threads) == there
+    replica = cluster.rollout.handles["replica 0"]
+    assert await replica.__ray_call__.remote(lambda worker: worker._engine.config.cpu_threads) == there
 
 
 async def test_nothing_is_generated_while_weights_change_and_it_goes_on_with_the_next_version(

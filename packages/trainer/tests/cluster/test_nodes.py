@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from offbeat_trainer.cluster.nodes import meeting_host
+from offbeat_trainer.cluster.nodes import even_shares, meeting_host
+from offbeat_trainer.cluster.placement import Rooms
 from offbeat_trainer.cluster.train_group import TrainGroup
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.errors import PlanRefused
@@ -47,12 +48,42 @@ def test_an_address_of_another_machine_is_refused(monkeypatch):
     assert (host, int(port) > 0) == ("127.0.0.1", True)
 
 
+@pytest.mark.parametrize(
+    ("places", "taken", "threads"),
+    [
+        ([HERE], 0, [4]),
+        ([HERE, HERE], 0, [2, 2]),
+        ([FAR, FAR, HERE], 0, [48, 48, 4]),  # each by its own machine, not the driver's
+        ([FAR, HERE], 2, [94, 2]),
+        ([HERE] * 9, 0, [1] * 9),
+        (["10.0.0.3"], 0, [1]),  # one that Ray does not know
+    ],
+)
+def test_processes_share_the_cores_of_the_machines_that_they_are_on(places, taken, threads):
+    assert even_shares(places, {HERE: 4, FAR: 96}, taken=taken) == threads
+
+
+def test_a_replica_beside_its_ranks_shares_the_cores_of_their_machine(monkeypatch):
+    monkeypatch.setattr("offbeat_trainer.cluster.placement.cores_of_machines", lambda: {HERE: 4, FAR: 96})
+    rooms = Rooms(
+        SimpleNamespace(
+            train=SimpleNamespace(num_ranks=4),
+            rollout=SimpleNamespace(num_replicas=2, rollout=SimpleNamespace(tensor_parallel_size=2)),
+        )
+    )
+    rooms.ranks_hold(["0", "1", "0", "1"], [FAR, FAR, HERE, HERE])
+    assert [rooms.replica_threads(index) for index in (0, 1)] == [48, 2]
+
+
 class Rank:
     """The handle of a rank that answers `sees` where it is, without Ray."""
 
     def __init__(self, root):
         self.sees = self
         self._worker, self._root = TrainWorker.__new__(TrainWorker), root
+
+    def options(self, **_):
+        return self
 
     async def remote(self, path):
         return self._worker.sees(path.replace("/own/", f"/{self._root}/"))
@@ -64,7 +95,9 @@ async def test_a_rank_that_does_not_see_the_driver_s_run_folder_is_refused(tmp_p
         (tmp_path / name / "logs").mkdir(parents=True)
     group = TrainGroup.__new__(TrainGroup)
     group._spec = SimpleNamespace(
-        log_dir=str(tmp_path / "own" / "logs"), cluster=SimpleNamespace(start_timeout_s=60.0)
+        log_dir=str(tmp_path / "own" / "logs"),
+        cluster=SimpleNamespace(start_timeout_s=60.0),
+        train=SimpleNamespace(num_ranks=2),
     )
     group._names, group._nodes = ["training rank 0", "training rank 1"], [HERE, FAR]
     group._workers = [Rank("own"), Rank("own")]

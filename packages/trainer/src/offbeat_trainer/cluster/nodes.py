@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import ray
@@ -14,7 +15,7 @@ from offbeat_ckptsync.store import is_loopback
 from offbeat_trainer.errors import PlanRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 LOOPBACK = "127.0.0.1"
 
@@ -34,6 +35,24 @@ def beside_the_driver() -> dict[str, float]:
     """Return what a process asks of Ray to run on the driver's machine; nothing where that is none of Ray's."""
     resource = f"node:{this_node()}"
     return {resource: 0.001} if resource in ray.cluster_resources() else {}
+
+
+def cores_of_machines() -> dict[str, int]:
+    """Return how many cores Ray counts on each machine that lives."""
+    return {
+        str(node["NodeManagerAddress"]): int(node["Resources"].get("CPU", 1))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+def even_shares(places: Sequence[str], cores: Mapping[str, int], *, taken: int = 0) -> list[int]:
+    """Return how many threads each process computes with that runs at `places`, one machine for each: at least one.
+
+    It is an even share of its machine's `cores` but for the `taken` ones there.
+    """
+    count = Counter(places)
+    return [max(1, (cores.get(place, 1) - taken) // count[place]) for place in places]
 
 
 def meeting_host(setting: str, host_node: str, others: Mapping[str, str]) -> str:

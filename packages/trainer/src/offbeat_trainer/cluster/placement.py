@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from offbeat_trainer.cluster.nodes import beside_the_driver
+from offbeat_trainer.cluster.nodes import beside_the_driver, cores_of_machines, even_shares
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.config import Placement
 from offbeat_trainer.errors import PlanRefused
@@ -45,6 +45,7 @@ class Rooms:
         self._spec = spec
         self._groups: dict[Pool, PlacementGroup] = {}
         self._devices: list[str] = []  # of each rank: what CUDA_VISIBLE_DEVICES says there
+        self._nodes: list[str] = []  # of each rank
 
     @property
     def shared(self) -> bool:
@@ -81,9 +82,15 @@ class Rooms:
         width, ranks = self._width, self._spec.train.num_ranks
         return [device % ranks for device in range(index * width, (index + 1) * width)]
 
-    def ranks_hold(self, devices: Sequence[str]) -> None:
-        """Note the devices that Ray gave to the ranks, in rank order."""
-        self._devices = list(devices)
+    def ranks_hold(self, devices: Sequence[str], nodes: Sequence[str]) -> None:
+        """Note the devices that Ray gave to the ranks, in rank order, and the machines that they are on."""
+        self._devices, self._nodes = list(devices), list(nodes)
+
+    def replica_threads(self, index: int) -> int:
+        """Return the even share of its machine's cores for each process of replica `index`, which is beside its ranks."""
+        everybody = range(self._spec.rollout.num_replicas)
+        places = [self._nodes[rank] for one in everybody for rank in self.ranks_beside(one)]
+        return even_shares(places, cores_of_machines())[index * self._width]
 
     def release(self) -> None:
         """Give all room back; safe to call twice."""

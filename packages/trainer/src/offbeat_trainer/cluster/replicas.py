@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from offbeat_rollout.registry import adapter_environment
 from offbeat_trainer.cluster.replica_worker import ReplicaWorker
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.waits import answer
@@ -36,6 +38,10 @@ class ReplicaStarter:
         spec, index = self._spec, self.names.index(name)
         rollout, seat = spec.rollout, self._rooms.replica(index)
         environment = rollout.environments[index] if rollout.environments else {}
+        if rollout.shares_cores:
+            threads = self._rooms.replica_threads(index)
+            rollout = replace(rollout, rollout=replace(rollout.rollout, cpu_threads=threads))
+            environment = adapter_environment(rollout.adapter_name, rollout.rollout)
         return (
             ray.remote(ReplicaWorker)
             .options(

@@ -17,6 +17,8 @@ class TrainSpec:
     """The training pool. The engines' own configs come with `TrainGroup.build`.
 
     Each trained role has a folder of its own in `checkpoint_dir`.
+    `threads_per_rank` 0: an even share of the cores of the rank's own machine, but for `taken_cores`, which replicas use
+    meanwhile, spread over all machines.
     """
 
     engine_name: str
@@ -28,16 +30,21 @@ class TrainSpec:
     keep_checkpoints: int
     collective_timeout_s: float
     sync: SyncConfig
+    taken_cores: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """The generation pool: equal replicas. `recompute_kv`: what goes on through a sync is computed anew after it."""
+    """The generation pool: equal replicas. `recompute_kv`: what goes on through a sync is computed anew after it.
+
+    With `shares_cores`, colocated, each replica computes with an even share of the cores of its own machine.
+    """
 
     adapter_name: str
     rollout: RolloutConfig
     num_replicas: int
     recompute_kv: bool = False
+    shares_cores: bool = False
     environments: tuple[dict[str, str], ...] = ()  # one per replica: what its library reads at import
 
 

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 import ray
 
 from offbeat_trainer.cluster.liveness import guarded
-from offbeat_trainer.cluster.nodes import meeting_host, this_node
+from offbeat_trainer.cluster.nodes import cores_of_machines, even_shares, meeting_host, this_node
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.cluster.waits import answer, answers
@@ -80,8 +80,17 @@ class TrainGroup:
             what="find a free port",
             timeout_s=timeout_s,
         )
-        await self.call("join", address, what="meet the other ranks", timeout_s=timeout_s)
-        self._rooms.ranks_hold(await self.call("device", what="name its device", timeout_s=timeout_s))
+        await self.call("join", address, self._threads(), what="meet the other ranks", timeout_s=timeout_s)
+        self._rooms.ranks_hold(
+            await self.call("device", what="name its device", timeout_s=timeout_s), self._nodes
+        )
+
+    def _threads(self) -> list[int]:
+        train = self._spec.train
+        if train.threads_per_rank:
+            return [train.threads_per_rank] * train.num_ranks
+        cores = cores_of_machines()
+        return even_shares(self._nodes, cores, taken=-(-train.taken_cores // len(cores)))
 
     def host_for(self, others: Mapping[str, str]) -> str:
         """Return the address at which processes on these machines, by name, meet rank 0.

@@ -22,7 +22,7 @@ from offbeat_trainer.learner import Learner
 from offbeat_trainer.roles import POLICY, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from offbeat_ckptsync.wire import Json
     from offbeat_engine import Engine, EngineConfig, TrainBatch
@@ -62,9 +62,9 @@ class TrainWorker:
                 "it empty, or let it be one"
             ) from error
 
-    def join(self, store_address: str) -> None:
-        """Meet the other ranks. Called in the thread that computes, whose number of threads is set here."""
-        torch.set_num_threads(self._spec.threads_per_rank)
+    def join(self, store_address: str, threads: Sequence[int]) -> None:
+        """Meet the other ranks. Called in the thread that computes, whose number of threads, by rank, is set here."""
+        torch.set_num_threads(threads[self._rank])
         self._world = World.join(
             rank=self._rank,
             size=self._spec.num_ranks,
