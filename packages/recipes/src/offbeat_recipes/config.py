@@ -207,13 +207,7 @@ class SyncSection(SyncConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportConfig:
-    """Where a run tells what is going on, besides its JSONL files.
-
-    `wandb` writes below the run folder, to be sent with `wandb sync`; with `wandb_online` it is sent while the run goes on.
-    `others` names trackers of other packages, by entry points of the group `offbeat.reporters`, or functions,
-    "package.module:function" or "file.py:function": called with the run folder, the run's name and its settings, each returns a
-    `Reporter`.
-    """
+    """Where a run tells what is going on, besides its JSONL files; see `reporting` for `others`. W&B is sent with `wandb sync` unless online."""
 
     console: bool = True
     tensorboard: bool = True

@@ -18,11 +18,11 @@ from offbeat_recipes.errors import RecipeError, TaskError
 from offbeat_recipes.interrupts import StopKeys
 from offbeat_recipes.quiet import logs_to
 from offbeat_recipes.random_model import random_model_folder
+from offbeat_recipes.reporting import make_reporter
 from offbeat_recipes.run_folder import RunFolder, open_run_folder, reopen_run_folder
 from offbeat_recipes.settings import to_dict
 from offbeat_recipes.stops import check_stops
 from offbeat_recipes.tasks.base import make_task
-from offbeat_recipes.wiring import make_reporter
 from offbeat_rollout import RolloutError
 from offbeat_trainer import TrainerError
 from offbeat_trainer.loops.outcome import Outcome

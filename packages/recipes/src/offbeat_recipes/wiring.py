@@ -5,38 +5,23 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import replace
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from offbeat_recipes.abilities import offloads
 from offbeat_recipes.algorithms import algorithm_of
-from offbeat_recipes.errors import SettingError
 from offbeat_recipes.placing import default_threads, taken_cores
-from offbeat_recipes.settings import to_dict
-from offbeat_recipes.tasks.text import load_function
 from offbeat_rollout.registry import adapter_environment
 from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
-from offbeat_trainer.reporters.console import ConsoleReporter
-from offbeat_trainer.reporters.fanout import FanOut
-from offbeat_trainer.reporters.silent import Silent
-from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
-from offbeat_trainer.reporters.wandb import WandbReporter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from offbeat_engine import EngineConfig
     from offbeat_recipes.config import RunConfig
     from offbeat_recipes.run_folder import RunFolder
     from offbeat_rollout import RolloutConfig
-    from offbeat_trainer import Reporter
-    from offbeat_trainer.reporters.jsonl import JsonlReporter
-
-
-REPORTERS = "offbeat.reporters"
 
 
 def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> ClusterSpec:
@@ -110,42 +95,3 @@ def replica_environments(config: RunConfig, rollout: RolloutConfig) -> tuple[dic
         )
         for index in range(config.rollout.num_replicas)
     )
-
-
-def make_reporter(config: RunConfig, jsonl: JsonlReporter | None, folder: RunFolder) -> Reporter:
-    """Return where this run reports to: `jsonl` unless None, and what the settings ask for."""
-    if jsonl is None:
-        return ConsoleReporter(title=config.name) if config.report.console else Silent()
-    settings = to_dict(config)
-    reporters: list[Reporter] = [jsonl]
-    if config.report.console:
-        reporters.append(ConsoleReporter(title=config.name, steps=config.trainer.steps))
-    if config.report.tensorboard:
-        reporters.append(TensorBoardReporter(folder.path / "tensorboard", config=settings))
-    if config.report.wandb:
-        told = config.report
-        reporters.append(
-            WandbReporter(
-                folder.path,
-                project=told.wandb_project,
-                name=config.name,
-                config=settings,
-                offline=not told.wandb_online,
-            )
-        )
-    reporters += [_other_reporter(name)(folder.path, config.name, settings) for name in config.report.others]
-    return FanOut(reporters)
-
-
-def _other_reporter(name: str) -> Callable[[Path, str, Mapping[str, object]], Reporter]:
-    if ":" in name:
-        return cast("Any", load_function(name, "report.others"))
-    points = {point.name: point for point in entry_points(group=REPORTERS)}
-    if name not in points:
-        raise SettingError(
-            [
-                f"report.others: no tracker named {name!r} is installed; found: {', '.join(sorted(points)) or 'none'}. A package "
-                f"adds one through the entry-point group {REPORTERS!r}"
-            ]
-        )
-    return points[name].load()

@@ -1,0 +1,68 @@
+"""A run reports where its settings say."""
+
+import pytest
+
+from offbeat_recipes.errors import SettingError
+from offbeat_recipes.reporting import make_reporter
+from offbeat_recipes.run_folder import open_run_folder
+from offbeat_recipes.settings import parse, to_dict
+from offbeat_trainer.reporters.console import ConsoleReporter
+from offbeat_trainer.reporters.fanout import FanOut
+from offbeat_trainer.reporters.jsonl import JsonlReporter
+from offbeat_trainer.reporters.silent import Silent
+from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = open_run_folder(tmp_path / "run", to_dict(parse({})), resume=False)
+    yield folder
+    folder.close()
+
+
+@pytest.mark.parametrize(
+    ("report", "kinds"),
+    [
+        ({"console": False, "tensorboard": False}, [JsonlReporter]),
+        ({"console": True, "tensorboard": False}, [JsonlReporter, ConsoleReporter]),
+        ({"console": False, "tensorboard": True}, [JsonlReporter, TensorBoardReporter]),
+    ],
+)
+def test_a_run_reports_where_the_settings_say_and_always_to_its_folder(folder, report, kinds):
+    jsonl = JsonlReporter(folder.path)
+    reporter = make_reporter(parse({"report": report}), jsonl, folder)
+    assert isinstance(reporter, FanOut)
+    assert [type(one) for one in reporter._reporters] == kinds
+    assert reporter._reporters[0] is jsonl
+    assert (folder.path / "tensorboard").exists() == report["tensorboard"]
+    reporter.close()
+
+
+@pytest.mark.parametrize(("console", "kind"), [(True, ConsoleReporter), (False, Silent)])
+def test_looking_at_a_run_writes_nothing_into_its_folder(folder, console, kind):
+    before = sorted(folder.path.rglob("*"))
+    reporter = make_reporter(parse({"report": {"console": console, "tensorboard": True}}), None, folder)
+    assert type(reporter) is kind
+    reporter.close()
+    assert sorted(folder.path.rglob("*")) == before
+
+
+def test_a_tracker_of_anybodys_is_told_where_who_and_with_which_settings(folder, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from offbeat_trainer.testing import Recorder\n"
+        "def tracker(folder, name, settings):\n"
+        "    made = Recorder()\n"
+        "    made.told = folder, name, settings\n"
+        "    return made\n"
+    )
+    config = parse(
+        {"report": {"console": False, "tensorboard": False, "others": [f"{tmp_path}/mine.py:tracker"]}}
+    )
+    jsonl = JsonlReporter(folder.path)
+    reporter = make_reporter(config, jsonl, folder)
+    path, name, settings = reporter._reporters[-1].told
+    assert (path, name, settings["seed"]) == (folder.path, config.name, config.seed)
+    reporter.close()
+    unknown = parse({"report": {"console": False, "others": ["mlflow"]}})
+    with pytest.raises(SettingError, match=r"report\.others: no tracker named 'mlflow' .*offbeat\.reporters"):
+        make_reporter(unknown, jsonl, folder)
