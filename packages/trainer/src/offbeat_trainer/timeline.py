@@ -16,7 +16,7 @@ from offbeat_trainer.clock import now_s
 from offbeat_trainer.metrics import Mean, Metric
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
     from pathlib import Path
 
 TRAINER = "trainer"
@@ -226,7 +226,7 @@ class Timeline:
             self._file.write("[\n")
             self._tracks, self._num_bytes = {}, 0
 
-    def _write(self, event: dict[str, object]) -> None:
+    def _write(self, event: Mapping[str, object]) -> None:
         assert self._file is not None
         self._num_bytes += self._file.write(json.dumps(event) + ",\n")
 

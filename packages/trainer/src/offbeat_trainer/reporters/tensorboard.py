@@ -36,15 +36,15 @@ class TensorBoardReporter:
                 "the TensorBoard reporter needs the package tensorboard; "
                 "install `offbeat-trainer[tensorboard]` or leave the reporter out"
             ) from missing
-        self._open = lambda first_step=None: SummaryWriter(str(folder), purge_step=first_step)
-        self._writer = self._open()
+        self._folder, self._writer_class = str(folder), SummaryWriter
+        self._writer = SummaryWriter(self._folder)
         if config:
             self._writer.add_text("config", _block(config))
 
     def truncate_after(self, step: int) -> None:
         """Let readers hide what is there of later steps: a run that goes on from `step` says it again."""
         self._writer.close()
-        self._writer = self._open(step + 1)
+        self._writer = self._writer_class(self._folder, purge_step=step + 1)
 
     def phase(self, name: str, detail: str = "") -> None:
         """Nothing: phases are for people."""
