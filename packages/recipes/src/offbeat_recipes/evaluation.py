@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from offbeat_recipes.errors import TaskError
 from offbeat_recipes.wiring import cluster_spec, engine_on
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.cluster.cluster import Cluster
@@ -72,6 +73,8 @@ async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> 
 async def _sample(session: Session, cluster: Cluster) -> list[Group]:
     config, task = session.config, session.task
     prompts = task.validation_prompts(config.trainer.validation_prompts)
+    if not prompts:
+        raise TaskError("the task holds no prompts out: there is nothing to evaluate on; give it some")
     session.reporter.phase("validate", f"{len(prompts)} held-out prompts")
     sampling = SamplingParams(
         max_tokens=config.sampling.max_tokens,

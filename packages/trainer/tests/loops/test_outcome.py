@@ -103,7 +103,12 @@ async def complete(requests):
     return [completion(request.request_id) for request in requests]
 
 
-async def walk(folder, loop, *, stop_at=None):
+class NothingHeldOut(Yes):
+    def validation_prompts(self, num_prompts):
+        return []
+
+
+async def walk(folder, loop, *, stop_at=None, task=None):
     """Close all steps of a run; return, per step, what was done."""
     saved, blocked = [], []
     reporter = Recorder()
@@ -117,7 +122,7 @@ async def walk(folder, loop, *, stop_at=None):
             blocked.append(step)
 
     parts = Parts(
-        task=Yes(),
+        task=task or Yes(),
         policy=SimpleNamespace(save=save),
         generator=GroupGenerator(complete),
         publisher=SimpleNamespace(),
@@ -164,6 +169,12 @@ async def test_what_is_due_is_done_and_the_last_step_validates_and_saves(tmp_pat
 async def test_never_means_validation_at_the_end_and_no_checkpoint(tmp_path):
     done = await walk(tmp_path, LoopConfig(steps=3, validate_every=0, save_every=0, sample_every=0))
     assert (done.validated, done.saved, done.shown) == ([3], [], [(3, "after")])
+
+
+async def test_a_task_that_holds_nothing_out_is_trained_without_validation(tmp_path):
+    done = await walk(tmp_path, LoopConfig(steps=2, validate_every=1, save_every=0), task=NothingHeldOut())
+    assert (done.validated, done.outcome.accuracy_after, done.outcome.steps) == ([], None, 2)
+    json.dumps(done.outcome.summary(), allow_nan=False)
 
 
 async def test_a_stop_request_saves_the_step_it_met(tmp_path):

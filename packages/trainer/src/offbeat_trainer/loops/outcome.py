@@ -116,7 +116,8 @@ async def close_step(
     last = done == parts.loop.steps
     if last or due(done, parts.loop.validate_every):
         accuracy = await validate(parts, clock, done, "after" if last else "")
-        metrics.append(Metric("accuracy/validation", Mean(accuracy)))
+        if accuracy is not None:
+            metrics.append(Metric("accuracy/validation", Mean(accuracy)))
         outcome.accuracy_after = accuracy
     if due(done, parts.loop.sample_every):
         show(parts, done, "sampled", groups)

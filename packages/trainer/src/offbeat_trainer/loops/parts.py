@@ -152,9 +152,14 @@ async def score_groups(task: Task, groups: Sequence[Group], timeout_s: float) ->
         ) from error
 
 
-async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float:
-    """Return greedy accuracy on held-out prompts under the weights now served; `title` shows some completions."""
+async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float | None:
+    """Return greedy accuracy on held-out prompts under the weights now served; `title` shows some completions.
+
+    None where the task holds none out.
+    """
     prompts = parts.task.validation_prompts(parts.loop.validation_prompts)
+    if not prompts:
+        return None
     greedy = replace(training_params(parts, step), temperature=0.0)
     with clock.phase("validate", f"{len(prompts)} held-out prompts, greedy"):
         groups = await score(parts, await parts.generator.collect(prompts, greedy, 1))
