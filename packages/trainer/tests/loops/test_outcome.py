@@ -3,6 +3,8 @@
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import GrpoConfig, LoopConfig, SamplingConfig
@@ -44,6 +46,15 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "warmup_s": 0.0,
         "where_time_went": None,
     }
+
+
+@pytest.mark.parametrize(("ages", "diff"), [((0, 1), 0.125), ((1, 2), None), ((0, 0), 0.5)])
+def test_the_age_of_tokens_is_not_taken_for_a_difference_between_sampler_and_trainer(ages, diff):
+    outcome = Outcome()
+    for age, step_diff in zip(ages, (0.125, 0.5), strict=True):
+        told = {"staleness/max": float(age), "mismatch/max_abs_logprob_diff": step_diff}
+        outcome.take(age, values(0.5, **told), {})
+    assert outcome.summary()["max_abs_logprob_diff"] == diff
 
 
 def test_the_first_reward_of_a_resumed_run_is_that_of_the_first_process():

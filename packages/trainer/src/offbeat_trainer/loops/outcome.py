@@ -26,7 +26,8 @@ FORGET_EVERY = 20
 class Outcome:
     """What a run came to. `steps` counts all that were done, `steps_here` those of this process.
 
-    `tokens` are generated ones; `step_s` is the time of the four phases of a step, without validation and saving.
+    `max_abs_logprob_diff`, sampler against trainer, is that of steps whose tokens were all made by the weights they trained; None
+    where there were none. `tokens` are generated ones; `step_s` is the time of the four phases of a step, without validation and saving.
     """
 
     steps: int = 0
@@ -55,10 +56,9 @@ class Outcome:
         self.step_s += sum(seconds.get(name, 0.0) for name in STEP_PHASES)
         for name, value in seconds.items():
             self.phase_s[name] = self.phase_s.get(name, 0.0) + value
-        diff = values.get("mismatch/max_abs_logprob_diff", 0.0)
-        self.max_abs_logprob_diff = (
-            diff if self.max_abs_logprob_diff is None else max(diff, self.max_abs_logprob_diff)
-        )
+        diff = values.get("mismatch/max_abs_logprob_diff")
+        if diff is not None and not values.get("staleness/max"):  # of older tokens it is mostly their age
+            self.max_abs_logprob_diff = max(diff, self.max_abs_logprob_diff or 0.0)
         if "sync/gb_per_s" in values:  # not every step of an asynchronous run has a sync
             self.sync_gb_per_s.append(values["sync/gb_per_s"])
 
