@@ -33,9 +33,7 @@ class Op:
     takes: dict[str, object] = field(default_factory=dict[str, object])
     gives: tuple[str, object] | None = None
     method: str = ""  # where it is not called as the operation
-    is_large: bool = (
-        False  # there may be hundreds of thousands of values: put in and out of JSON beside an event loop
-    )
+    is_large: bool = False  # up to hundreds of thousands of values: to and from JSON beside an event loop
 
 
 MEMBER_OPS = {

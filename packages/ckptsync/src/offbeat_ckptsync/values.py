@@ -140,9 +140,7 @@ class SyncOffer:
     endpoints: dict[str, dict[str, str | int | float]] = field(
         default_factory=dict[str, "dict[str, str | int | float]"]
     )
-    silent_s: float = (
-        0.0  # how long a member waits for its manager's next word before it gives up; 0: for ever
-    )
+    silent_s: float = 0.0  # of the manager, after which a member gives up; 0: it waits for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +177,7 @@ class Echo:
     transfer_s: float = 0.0
     digest_s: float = 0.0
     num_bytes: int = 0  # of the buckets that this rank took
-    wire_bytes: int = (
-        0  # that it brought to its machine: 0 where a neighbour, or the source, had brought them
-    )
+    wire_bytes: int = 0  # that it brought to its machine: 0 where somebody else had
     num_ranks: int = 1  # of the member
 
 
@@ -202,9 +198,7 @@ class Sent:
     why: str = ""  # and the reason
     wire_bytes: int = 0  # what left for each rank: deltas where there were some, else the buckets
     num_deltas: int = 0  # buckets that went as deltas
-    delta_fraction: float | None = (
-        None  # elements that changed since the base, of all; None: nothing compared
-    )
+    delta_fraction: float | None = None  # of the elements, that changed since the base; None: not compared
     delta_why: str = ""  # why no deltas were made, where they are switched on
 
 
@@ -268,9 +262,7 @@ class SyncReport:
     why: str = ""  # the reason for `transport`, where it was picked for this sync
     members: dict[str, Flip] = field(default_factory=dict[str, Flip])
     fenced: dict[str, str] = field(default_factory=dict[str, str])  # member: why it is no longer one
-    left: dict[str, str] = field(
-        default_factory=dict[str, str]
-    )  # who went while the sync ran: what failed then
+    left: dict[str, str] = field(default_factory=dict[str, str])  # who went meanwhile: what failed then
     content_digest: str = ""  # of the label under which this version was committed
     wire_bytes: int = 0  # as in `Sent`; `num_bytes` is the content
     num_deltas: int = 0
@@ -279,9 +271,5 @@ class SyncReport:
     worst_gap_s: float | None = (
         None  # between two tokens of any member, from begin to the first after its flip; see `Flip`
     )
-    rank_bytes: dict[str, int] = field(
-        default_factory=dict[str, int]
-    )  # content that each rank took, by "member/rank"
-    received_bytes: dict[str, int] = field(
-        default_factory=dict[str, int]
-    )  # and what it brought to its machine, where one rank of it receives for all
+    rank_bytes: dict[str, int] = field(default_factory=dict[str, int])  # content taken, by "member/rank"
+    received_bytes: dict[str, int] = field(default_factory=dict[str, int])  # and brought to its machine

@@ -63,9 +63,7 @@ class CheckpointEngineManager:
         self._book = LabelBook()
         self._turn = asyncio.Lock()
         memcpy_gb_per_s()  # now, while nothing else runs; reports are held against it
-        self._doubt = (
-            False  # a sync found bytes that were not what was sent: what deltas stand on may be such
-        )
+        self._doubt = False  # wrong bytes were found: what deltas stand on may be such
 
     @property
     def members(self) -> list[str]:

@@ -81,9 +81,8 @@ class StagingPool:
         self._copy: Memory | None = None
         self._plan: tuple[Manifest, tuple[Bucket, ...]] | None = None  # how to read it
         self._others: list[Memory] = []
-        self._served: tuple[Manifest, list[tuple[str, torch.Tensor]]] | None = (
-            None  # from where it was staged
-        )
+        # What is served from where it was staged.
+        self._served: tuple[Manifest, list[tuple[str, torch.Tensor]]] | None = None
 
     def holds(self, manifest: Manifest, buckets: tuple[Bucket, ...]) -> bool:
         """Say whether there is a copy of what is served, laid out like this."""

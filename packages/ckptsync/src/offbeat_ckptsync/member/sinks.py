@@ -230,9 +230,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Say whether it is one of torch's DTensors."""
-    module = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # slow to import; without it there are no such tensors
+    # Slow to import; without it there are no such tensors.
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 

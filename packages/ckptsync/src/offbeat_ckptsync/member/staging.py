@@ -123,13 +123,7 @@ def stage(
         end.close()
         raise
     return Staged(
-        buckets=own,
-        starts=starts,
-        memory=memory,
-        kept=kept,
-        digests=digests,
-        digest_s=clock.seconds,
-        end=end,
+        buckets=own, starts=starts, memory=memory, kept=kept, digests=digests, digest_s=clock.seconds, end=end
     )
 
 

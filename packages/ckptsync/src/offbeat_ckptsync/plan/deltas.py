@@ -192,9 +192,8 @@ def _find_on_device(
         words = run.words(fresh)
         where = (run.words(base) != words).nonzero().flatten()
         places = where % BLOCK_WORDS
-        places -= (
-            places >> 15
-        ) << 16  # above 32767 they become negative, with the bits of the unsigned number
+        # Above 32767 they become negative, with the bits of the unsigned number.
+        places -= (places >> 15) << 16
         counts = torch.bincount(where // BLOCK_WORDS, minlength=run.num_blocks)
         found.append(_Changes(counts=counts, places=places.to(torch.int16), values=words[where]))
     return found

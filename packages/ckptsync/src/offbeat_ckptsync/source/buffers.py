@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.values import Bucket, Piece
 
 
-_BLOCK_BYTES = (
-    512 << 10
-)  # digested and copied at a time: a cache holds it, so that it is read from memory once
+_BLOCK_BYTES = 512 << 10  # copied and digested at a time: a cache holds it, so memory is read once
 
 
 class Buffers:

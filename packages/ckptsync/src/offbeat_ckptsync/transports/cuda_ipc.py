@@ -200,9 +200,8 @@ class _Receiver(BucketReceiver):
         if packet.get("bucket") != bucket.index:
             raise TransferError(f"{what}: the source says {packet}")
         into.copy_(self._slots.slots[bucket.index % _NUM_SLOTS][: bucket.num_bytes])
-        torch.cuda.current_stream(
-            into.device
-        ).synchronize()  # the slot is written to again after the next line
+        # The slot is written to again after the next line.
+        torch.cuda.current_stream(into.device).synchronize()
         try:
             self._line.send({"took": bucket.index}, self._deadline)
         except OSError as error:

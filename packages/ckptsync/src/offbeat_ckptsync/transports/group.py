@@ -171,9 +171,7 @@ class Group:
     def take(self, payload: torch.Tensor, timeout_s: float) -> None:
         """Receive what `give` sends."""
         self._each_chunk(
-            payload,
-            timeout_s,
-            lambda chunk: [self._looked_at(self._group().recv([chunk], 0, 0), timeout_s)],
+            payload, timeout_s, lambda chunk: [self._looked_at(self._group().recv([chunk], 0, 0), timeout_s)]
         )
 
     def leave(self) -> None:

@@ -202,9 +202,7 @@ class _Receiver(BucketReceiver):
         until = len(self._buckets) if bucket.index == self._last else bucket.index + 1
         while self._num_whole < until:
             packet, _ = self._line.receive(
-                self._deadline,
-                lambda: self._transport.is_aborted(self._offer.sync_id),
-                what,
+                self._deadline, lambda: self._transport.is_aborted(self._offer.sync_id), what
             )
             if packet.get("bucket") != self._num_whole:
                 raise TransferError(f"{what}: the source says {packet}, expected bucket {self._num_whole}")

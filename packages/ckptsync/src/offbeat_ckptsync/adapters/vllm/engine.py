@@ -84,9 +84,8 @@ class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatU
 
     def receive_weights(self, update_info: OffbeatUpdateInfo) -> None:
         """Handle one request; what it raises names what was refused, and the mailbox holds the same."""
-        use_device(
-            str(self.device)
-        )  # this thread's: transports are made here, and stay on it in threads of their own
+        # This thread's: transports are made here, and stay on it in threads of their own.
+        use_device(str(self.device))
         self._rank.handle(update_info.request)
 
     def finish_weight_update(self) -> None:
