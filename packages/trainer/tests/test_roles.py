@@ -251,10 +251,14 @@ def test_every_trained_role_is_saved_under_its_name_and_goes_back_to_the_step_of
         }
         first.save(step, block=False)
     first.update(random_batch(6, seed=3))
-    roles["critic"].engine.save_checkpoint(
-        str(tmp_path / "critic"), global_step=3, max_ckpt_to_keep=2, block=True
-    )
-    again, second = learner()  # the process ended between the two checkpoints of step 3
+
+    def ends(*_, **__):
+        raise InterruptedError("the process ends between the two checkpoints of step 3")
+
+    roles["policy"].engine.save_checkpoint = ends
+    with pytest.raises(InterruptedError):
+        first.save(3, block=False)
+    again, second = learner()
     assert second.load(None) == 2
     for name, role in again.items():
         assert torch.equal(role.logprobs(role.engine.shard_data(random_batch(6))), said[2][name]), name
