@@ -89,6 +89,18 @@ def test_more_steps_under_a_schedule_of_its_own_length_go_on(tmp_path, schedule,
     assert open_and_close(tmp_path / "run", with_schedule(schedule, 20, total_steps), resume=True).resumed
 
 
+@pytest.mark.parametrize("name", ["validate_every", "save_every"])
+def test_a_calendar_that_decides_when_weights_flow_stays(tmp_path, name):
+    def settings(sync_every, every):
+        return {"mode": {"sync_every": sync_every}, "trainer": {name: every}}
+
+    open_and_close(tmp_path / "run", settings(3, 10), resume=False)
+    with pytest.raises(RunFolderError, match=rf"trainer\.{name}: was 10, is 5, and with mode\.sync_every=3"):
+        open_and_close(tmp_path / "run", settings(3, 5), resume=True)
+    open_and_close(tmp_path / "each", settings(1, 10), resume=False)
+    assert open_and_close(tmp_path / "each", settings(1, 5), resume=True).resumed
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_folder_in_use_is_refused_with_the_process_that_has_it(tmp_path, other_process, resume):
     path = tmp_path / "run"

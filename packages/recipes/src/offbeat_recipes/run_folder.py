@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "engine.checkpoint_timeout_s",
     "sync.",
 )
+_ALSO_SYNCS = ("trainer.validate_every", "trainer.save_every")
 _SCHEDULE = "engine.optimizer.schedule"
 _TOTAL_STEPS = "engine.optimizer.total_steps"
 
@@ -178,6 +179,13 @@ def _check_same(path: Path, settings: Mapping[str, object]) -> None:
             f"trainer.steps: was {before['trainer.steps']}, is {now['trainer.steps']}, and the "
             f"{now[_SCHEDULE]} schedule ends with the run; give {_TOTAL_STEPS} from the start to keep it apart"
         )
+    if (before.get("mode.sync_every") or 1) != 1:  # other modes have none
+        changed += [
+            f"{name}: was {before.get(name)!r}, is {now.get(name)!r}, and with mode.sync_every={before['mode.sync_every']} it "
+            "decides when weights flow, and so what is trained"
+            for name in _ALSO_SYNCS
+            if before.get(name) != now.get(name)
+        ]
     if changed:
         raise RunFolderError(
             f"{path} holds a run with other settings; going on would not be the same run:\n  "
