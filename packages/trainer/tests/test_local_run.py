@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from offbeat_trainer import (
     Score,
     SqliteJournal,
     StepShape,
+    algorithm_class,
 )
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.local import LocalPolicy, LocalPublisher
@@ -84,11 +86,11 @@ def new_engine(config):
 
 
 async def run(
-    folder, model, *, loop=LOOP, algorithm=None, transport="loopback", resume=False, updates=1, stop=None,
+    folder, model, *, loop=LOOP, kind=Grpo, algorithm=None, transport="loopback", resume=False, updates=1, stop=None,
     mode=run_sync, **asynchronous,
 ):  # fmt: skip
-    algorithm = (Ppo if isinstance(algorithm, PpoConfig) else Grpo)(
-        config=GrpoConfig() if algorithm is None else algorithm,
+    algorithm = kind(
+        config=kind.Config() if algorithm is None else algorithm,
         step=StepShape(updates_per_step=updates, max_completion_tokens=8),
     )
     config = Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=3e-3))
@@ -225,6 +227,15 @@ async def test_a_recorded_schedule_is_replayed_to_the_bit(tmp_path, model):
     assert history(tmp_path / "replayed") == history(tmp_path / "recorded")
 
 
+async def test_gspo_of_a_users_file_learns_while_half_of_the_completions_are_clipped(tmp_path, model):
+    """Its bounds are narrow: the paper clips far more than GRPO does, too (arXiv 2507.18071, section 5.2)."""
+    gspo = algorithm_class(f"{Path(__file__).parents[3] / 'examples' / 'gspo.py'}:Gspo")
+    loop = replace(LOOP, steps=12, prompts_per_step=8, group_size=8)
+    outcome = await run(tmp_path, model, kind=gspo, updates=4, loop=loop)
+    assert outcome.reward_last > outcome.reward_first + 0.1
+    assert all(0.2 < line["gspo/clip_fraction"] < 0.8 for line in history(tmp_path))
+
+
 PPO = PpoConfig(critic_lr=1e-2)
 MODES = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}
 
@@ -232,7 +243,7 @@ MODES = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_
 @pytest.mark.parametrize("mode", MODES)
 async def test_ppo_learns_and_its_critic_follows(tmp_path, model, mode):
     loop = replace(LOOP, steps=16, prompts_per_step=8, group_size=8)
-    outcome = await run(tmp_path, model, algorithm=PPO, loop=loop, mode=MODES[mode])
+    outcome = await run(tmp_path, model, kind=Ppo, algorithm=PPO, loop=loop, mode=MODES[mode])
     assert outcome.reward_last > outcome.reward_first + 0.1
     lines = history(tmp_path)
     errors = [line["critic/loss"] for line in lines]
@@ -241,10 +252,10 @@ async def test_ppo_learns_and_its_critic_follows(tmp_path, model, mode):
 
 
 async def test_a_resumed_ppo_has_its_critic_back_and_its_place_in_the_warm_up(tmp_path, model):
-    algorithm = replace(PPO, critic_warmup_steps=3, kl_coef=0.1)
-    await run(tmp_path / "whole", model, algorithm=algorithm, updates=2)
-    await run(tmp_path / "parts", model, algorithm=algorithm, updates=2, loop=replace(LOOP, steps=2))
-    await run(tmp_path / "parts", model, algorithm=algorithm, updates=2, resume=True)
+    settings = {"kind": Ppo, "algorithm": replace(PPO, critic_warmup_steps=3, kl_coef=0.1), "updates": 2}
+    await run(tmp_path / "whole", model, **settings)
+    await run(tmp_path / "parts", model, loop=replace(LOOP, steps=2), **settings)
+    await run(tmp_path / "parts", model, resume=True, **settings)
     whole, resumed = history(tmp_path / "whole"), history(tmp_path / "parts")
     assert resumed[2:] == whole[2:]
     assert ["train/loss" in line for line in whole] == [False, False, False, True]
