@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat_recipes.config import ArithmeticConfig
 from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_recipes.testing import Command
 
 if TYPE_CHECKING:

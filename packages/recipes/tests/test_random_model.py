@@ -4,9 +4,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from offbeat_recipes.config import ArithmeticConfig
 from offbeat_recipes.random_model import random_model_folder
 from offbeat_recipes.tasks.arithmetic import ArithmeticTask
+from offbeat_recipes.tasks.config import ArithmeticConfig
 
 
 def test_fresh_weights_in_the_same_shape_with_the_same_tokens(tmp_path: Path):

@@ -33,9 +33,10 @@ def files_task(model: Path) -> list[str]:
     """Settings of a task that takes the folder's tokenizer as it is."""
     rows = model / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": ":2"}\n')
+    (model / "length_reward.py").write_text("def length(completion): return len(completion)\n")
     return [
         "task=file",
-        "task.reward=json:dumps",
+        f"task.reward={model}/length_reward.py:length",
         f"model.path={model}",
         f"task.train_path={rows}",
         f"task.validation_path={rows}",

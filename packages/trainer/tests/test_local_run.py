@@ -23,6 +23,7 @@ from offbeat_trainer import (
     Ppo,
     PpoConfig,
     Prompt,
+    RewardConfig,
     Role,
     SamplingConfig,
     Schedule,
@@ -41,6 +42,7 @@ from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.reporters.jsonl import JsonlReporter
 from offbeat_trainer.roles import role_engines
 from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.seeds import derive_seed
 
 VOCAB = 32
@@ -104,6 +106,7 @@ async def run(
     sync = SyncConfig(transport=transport, disk_path=str(folder / "sync"))
     parts = Parts(
         task=LowTokens(),
+        scorer=TaskScorer(LowTokens().score, RewardConfig()),
         policy=policy,
         generator=GroupGenerator(replica.generate_many, replica.abort),
         publisher=await LocalPublisher.between(engine, replica, sync),

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import TaskError
+from offbeat_recipes.tasks.base import make_scorer
 from offbeat_recipes.wiring import cluster_spec, engine_on
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.config import Placement
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.generation import GroupGenerator
-from offbeat_trainer.loops.parts import score_groups
+from offbeat_trainer.loops.parts import score_all
 from offbeat_trainer.roles import POLICY
 from offbeat_trainer.seeds import derive_seed
 
@@ -85,7 +86,11 @@ async def _sample(session: Session, cluster: Cluster) -> list[Group]:
     )
     generator = GroupGenerator(cluster.rollout.generate_many)
     groups = await generator.collect(prompts, sampling, config.evaluation.num_samples)
-    return await score_groups(task, groups, config.trainer.step_timeout_s)
+    scorer = make_scorer(task, config.reward, session.folder.logs / "rewards.log")
+    try:
+        return await score_all(scorer, groups)
+    finally:
+        await scorer.close()
 
 
 def _report(session: Session, step: int, groups: list[Group]) -> None:

@@ -15,10 +15,10 @@ from offbeat_engine.capabilities import Refusal
 from offbeat_engine.registry import engine_class
 from offbeat_recipes.abilities import offloads, recomputes, sleeps
 from offbeat_recipes.algorithms import algorithm_refusals
-from offbeat_recipes.config import ArithmeticConfig, FileConfig, RowsConfig
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.replay import replay_refusals
 from offbeat_recipes.stops import stop_refusals
+from offbeat_recipes.tasks.config import ArithmeticConfig, FileConfig, RowsConfig
 from offbeat_rollout import ConfigError as RolloutConfigError
 from offbeat_rollout.registry import adapter_class
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, assert_never
 from offbeat_recipes.algorithms import algorithm_of
 from offbeat_recipes.journals import open_journal
 from offbeat_recipes.replay import recorded_schedule
+from offbeat_recipes.tasks.base import make_scorer
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
@@ -38,6 +39,7 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
     cluster.draw_on(timeline)
     return Parts(
         task=session.task,
+        scorer=make_scorer(session.task, config.reward, session.folder.logs / "rewards.log"),
         policy=cluster.train,
         generator=GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort),
         publisher=cluster.publisher(),

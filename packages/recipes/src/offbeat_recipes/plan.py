@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
 from offbeat_recipes.algorithms import algorithm_of
-from offbeat_recipes.config import ArithmeticConfig
 from offbeat_recipes.memory import (
     GIB,
     Memory,
@@ -28,6 +27,7 @@ from offbeat_recipes.placing import (
     placed,
     shared_memory_refusals,
 )
+from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_trainer.config import KlEstimator, PolicyLossConfig
 from offbeat_trainer.gate import version_of
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.settings import to_dict
-from offbeat_recipes.tasks.text import load_function
+from offbeat_trainer.errors import LoadError
+from offbeat_trainer.loading import load_object
 from offbeat_trainer.reporters.console import ConsoleReporter
 from offbeat_trainer.reporters.fanout import FanOut
 from offbeat_trainer.reporters.silent import Silent
@@ -57,7 +58,10 @@ def make_reporter(config: RunConfig, jsonl: JsonlReporter | None, folder: RunFol
 
 def _other_reporter(name: str) -> Callable[[Path, str, Mapping[str, object]], Reporter]:
     if ":" in name:
-        return cast("Any", load_function(name, "report.others"))
+        try:
+            return cast("Any", load_object(name))
+        except LoadError as error:
+            raise SettingError([f"report.others: {error}"]) from error
     points = {point.name: point for point in entry_points(group=REPORTERS)}
     if name not in points:
         raise SettingError(

@@ -26,6 +26,7 @@ MAY_CHANGE = (
     "report.",
     "cluster.",
     "evaluation.",
+    "reward.",
     "trainer.steps",
     "trainer.validate_every",
     "trainer.validation_prompts",

@@ -34,7 +34,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size task.level",
         "task.hidden_size task.num_layers task.num_heads task.intermediate_size task.max_prompt_tokens",
         "trainer.keep_checkpoints evaluation.num_samples mode.sync_every",
-        "mode.max_attempts",
+        "mode.max_attempts reward.concurrency reward.max_attempts",
     ),
     "0": (
         "seed trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
@@ -51,6 +51,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
 }
 _MORE_THAN_ZERO = (
     "sync.bucket_mib",
+    "reward.timeout_s",
     "cluster.health_period_s",
     "cluster.object_store_mib",
     "task.initializer_range",

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
-from offbeat_recipes.config import RowsConfig
 from offbeat_recipes.errors import TaskError
+from offbeat_recipes.tasks.config import RowsConfig
 from offbeat_rollout.checks import eos_token_ids
 
 if TYPE_CHECKING:

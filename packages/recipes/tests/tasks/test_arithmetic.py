@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_recipes.config import ArithmeticConfig
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.arithmetic import (
     ALPHABET,
@@ -19,6 +18,7 @@ from offbeat_recipes.tasks.arithmetic import (
     max_answer_tokens,
     worked_answer,
 )
+from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer import Prompt
 

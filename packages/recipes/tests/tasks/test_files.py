@@ -10,14 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.config import ExternalTaskConfig, FileConfig, Gsm8kConfig
 from offbeat_recipes.errors import DataError, TaskError
 from offbeat_recipes.session import drive
-from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.base import make_scorer, make_task
+from offbeat_recipes.tasks.config import ExternalTaskConfig, FileConfig, Gsm8kConfig
 from offbeat_recipes.tasks.file import FileTask
 from offbeat_recipes.tasks.gsm8k import INSTRUCTION, Gsm8kTask
 from offbeat_recipes.tasks.rows import read_rows
 from offbeat_rollout import Completion, Finish
+from offbeat_trainer import Group, RewardConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +51,9 @@ def reward(tmp_path: Path) -> str:
     return f"{path}:count"
 
 
-def _file_task(tmp_path: Path, rows: list[dict[str, Any]], model: str, reward: str, **more: Any) -> FileTask:
+def _file_task(
+    tmp_path: Path, rows: list[dict[str, Any]], model: str, reward: str | tuple[str, ...], **more: Any
+) -> FileTask:
     path = _jsonl(tmp_path / "rows.jsonl", rows)
     config = FileConfig(train_path=path, validation_path=path, reward=reward, **more)
     return FileTask(config, model, seed=0)
@@ -97,10 +100,6 @@ def test_file_task_end_to_end(tmp_path: Path, plain_model: str, reward: str):
     assert task.prompts(1, 2) == prompts[2:]
     assert [prompt.uid for prompt in task.validation_prompts(2)] == ["rows.jsonl:1", "rows.jsonl:2"]
     assert task.decode(prompts[0].token_ids) == prompts[0].text
-    yes = task.validation_prompts(1)[0]
-    assert task.score(yes, _completion(task, "yes yes")).reward == 2.0
-    assert task.score(yes, _completion(task, "yes")).correct
-    assert not task.score(yes, _completion(task, "no")).correct
     example = task.examples(0, 1)[0]
     assert task.decode(example.completion_ids) in {row["answer"] for row in rows}
     assert example.completion_ids[-1] == task.stop_token_ids()[0]
@@ -161,11 +160,11 @@ def test_more_prompts_than_rows(tmp_path: Path, plain_model: str, reward: str):
     ("reward", "message"),
     [
         ("", "needed"),
-        ("math", "expected package.module:function"),
+        ("math", "expected package.module:name or file.py:name"),
         ("nowhere.at_all:f", "cannot import 'nowhere.at_all'"),
         ("nowhere/file.py:f", "cannot import 'nowhere/file.py'"),
-        ("math:nothing", "no function 'nothing'"),
-        ("math:pi", "no function 'pi'"),
+        ("math:nothing", "math has no 'nothing'"),
+        ("math:pi", "math:pi is no function"),
     ],
 )
 def test_reward_functions_that_are_not(tmp_path: Path, plain_model: str, reward: str, message: str):
@@ -174,35 +173,52 @@ def test_reward_functions_that_are_not(tmp_path: Path, plain_model: str, reward:
     assert message in str(caught.value)
 
 
-def test_a_reward_must_be_a_number(tmp_path: Path, plain_model: str):
-    (tmp_path / "bad.py").write_text("def nothing(prompt, completion, row):\n    return float('nan')\n")
-    task = _file_task(tmp_path, [{"prompt": "a"}], plain_model, f"{tmp_path}/bad.py:nothing")
-    with pytest.raises(TaskError, match=r"returned nan for rows\.jsonl:1"):
-        task.score(task.validation_prompts(1)[0], _completion(task, "x"))
-
-
-def test_what_a_reward_raises_names_the_row_and_numbers_of_numpy_are_numbers(
-    tmp_path: Path, plain_model: str
-):
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text(
-        "import numpy as np\ndef fails(p, c, row): return row['nothing']\ndef counts(p, c, row): return np.float32(1)\n"
-        "def half(p, c, row): return 'x'\n"
+@pytest.mark.spawns
+async def test_several_rewards_score_what_completions_read(tmp_path: Path, plain_model: str, reward: str):
+    brief = tmp_path / "brief.py"
+    brief.write_text("def brief(completions, answer, **rest): return [-len(one) for one in completions]\n")
+    both = (reward, f"{brief}:brief")
+    task = _file_task(
+        tmp_path, [{"prompt": "say yes", "answer": "yes"}], plain_model, both, reward_weights=(1.0, 0.1)
     )
-    (tmp_path / "broken.py").write_text("def (")
+    scorer = make_scorer(task, RewardConfig(concurrency=1), tmp_path / "rewards.log")
+    asked = Group(
+        prompt=task.validation_prompts(1)[0],
+        completions=(_completion(task, "yes yes"), _completion(task, "yes"), _completion(task, "no")),
+    )
+    try:
+        scores = (await scorer.score(asked)).scores
+    finally:
+        await scorer.close()
+    assert [score.reward for score in scores] == pytest.approx([2 - 0.7, 1 - 0.3, -0.2])
+    assert [score.correct for score in scores] == [True, False, False]
+    assert scores[0].parts == {"count": 2.0, "brief": -7.0}
 
-    def task(name: str):
-        return _file_task(tmp_path, [{"prompt": "a"}], plain_model, f"{rewards}:{name}")
 
-    prompt = task("fails").prompts(0, 1)[0]
-    said = _completion(task("fails"), "x")
-    with pytest.raises(TaskError, match=r"rewards\.py:fails raised KeyError: 'nothing' for "):
-        task("fails").score(prompt, said)
-    assert task("counts").score(prompt, said).reward == 1.0
-    with pytest.raises(TaskError, match="not a finite number"):
-        task("half").score(prompt, said)
-    with pytest.raises(TaskError, match=r"cannot import .* SyntaxError"):
-        _file_task(tmp_path, [{"prompt": "a"}], plain_model, f"{tmp_path}/broken.py:any")
+@pytest.mark.parametrize(
+    ("rewards", "weights", "message"),
+    [
+        (("{0}", "{0}"), (), "names a function twice"),
+        (("{0}",), (1.0, 2.0), "task.reward_weights: 2 numbers for 1 functions"),
+        (("{0}", "math:pi"), (), "math:pi is no function"),
+    ],
+)
+def test_several_rewards_that_do_not_fit(
+    tmp_path: Path, plain_model: str, reward: str, rewards: Any, weights: Any, message: str
+):
+    named = tuple(one.format(reward) for one in rewards)
+    with pytest.raises(TaskError) as caught:
+        _file_task(tmp_path, [{"prompt": "a"}], plain_model, named, reward_weights=weights)
+    assert message in str(caught.value)
+
+
+def test_rewards_are_settings_of_a_run():
+    one = compose_run(["task=file", "task.reward=r.py:score"])
+    assert isinstance(one.task, FileConfig)
+    assert one.task.reward == "r.py:score"
+    more = compose_run(["task=file", "task.reward=[r.py:score,b.py:brief]", "task.reward_weights=[1,0.5]"])
+    assert isinstance(more.task, FileConfig)
+    assert (more.task.reward, more.task.reward_weights) == (("r.py:score", "b.py:brief"), (1.0, 0.5))
 
 
 def test_no_tokenizer(tmp_path: Path, reward: str):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         PolicyLossConfig,
         PpoConfig,
         Proximal,
+        RewardConfig,
         RlooConfig,
         SamplingConfig,
         TooOld,
@@ -46,11 +47,12 @@ if TYPE_CHECKING:
         LoadError,
         PlanRefused,
         ResumeError,
+        RewardFailed,
         TrainerError,
         WorkerGone,
     )
     from offbeat_trainer.gate import StalenessGate
-    from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Supervised, Task
+    from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Scorer, Supervised, Task
     from offbeat_trainer.journal.events import Journal
     from offbeat_trainer.journal.memory import MemoryJournal
     from offbeat_trainer.journal.segments import SegmentJournal
@@ -109,6 +111,7 @@ _HOMES = {
     "PolicyLossConfig": "config",
     "PpoConfig": "config",
     "Proximal": "config",
+    "RewardConfig": "config",
     "RlooConfig": "config",
     "SamplingConfig": "config",
     "TooOld": "config",
@@ -117,6 +120,7 @@ _HOMES = {
     "LoadError": "errors",
     "PlanRefused": "errors",
     "ResumeError": "errors",
+    "RewardFailed": "errors",
     "TrainerError": "errors",
     "WorkerGone": "errors",
     "StalenessGate": "gate",
@@ -124,6 +128,7 @@ _HOMES = {
     "Policy": "interface",
     "Publisher": "interface",
     "Reporter": "interface",
+    "Scorer": "interface",
     "Supervised": "interface",
     "Task": "interface",
     "Journal": "journal.events",
@@ -210,6 +215,8 @@ __all__ = [
     "Publisher",
     "Reporter",
     "ResumeError",
+    "RewardConfig",
+    "RewardFailed",
     "RewardModel",
     "Rloo",
     "RlooConfig",
@@ -218,6 +225,7 @@ __all__ = [
     "SamplingConfig",
     "Schedule",
     "Score",
+    "Scorer",
     "SegmentJournal",
     "Silent",
     "SqliteJournal",

@@ -6,7 +6,7 @@ N = prompts, G = completions of one prompt, B = sequences, T = tokens of the lon
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from offbeat_rollout import Completion
-    from offbeat_trainer.types import Example, Group
+    from offbeat_trainer.types import Example, Group, Score
 
 Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
 
@@ -146,6 +146,10 @@ def group_metrics(groups: Sequence[Group]) -> list[Metric]:
         Metric("reward/mean", Mean(math.fsum(score.reward for score in scores), len(scores))),
         Metric("reward/std", Mean(math.fsum(spreads), len(spreads))),
         Metric("reward/max", Max(max((score.reward for score in scores), default=math.nan))),
+        *(
+            Metric(f"reward/{name}_mean", Mean(math.fsum(given), len(given)))
+            for name, given in _parts(scores)
+        ),
         Metric("accuracy/train", Mean(sum(score.correct for score in scores), len(scores))),
         Metric("completion/length_mean", Mean(sum(lengths), num_completions)),
         Metric("completion/length_max", Max(max(lengths, default=0))),
@@ -177,6 +181,15 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> list[Metric]:
         Metric("trajectory/versions_mean", Mean(sum(counts), len(counts))),
         Metric("trajectory/versions_max", Max(max(counts, default=0))),
     ]
+
+
+def _parts(scores: Sequence[Score]) -> list[tuple[str, list[float]]]:
+    """Return what each of several rewards gave, by its name."""
+    given: defaultdict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            given[name].append(value)
+    return sorted(given.items())
 
 
 def _check_logprobs(groups: Sequence[Group], logprobs_BT: npt.NDArray[np.float32]) -> None:

@@ -162,6 +162,27 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
 
 
+class OnFailure(StrEnum):
+    """What follows a group that cannot be scored: it is left out and another takes its place, or the run ends."""
+
+    DROP = "drop"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """How reward functions are called.
+
+    `concurrency` calls run at a time, each in a process of its own that is ended after `timeout_s`; coroutine functions
+    share one event loop. A call that fails is tried `max_attempts` times before `on_failure` decides.
+    """
+
+    concurrency: int = 32
+    timeout_s: float = 60.0
+    max_attempts: int = 2
+    on_failure: OnFailure = OnFailure.DROP
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
     """The loop's arithmetic and calendar.

@@ -25,3 +25,12 @@ class ResumeError(TrainerError, RuntimeError):
 
 class LoadError(TrainerError, ImportError):
     """What a setting names by its path cannot be imported, or is not what it must be."""
+
+
+class RewardFailed(TrainerError, RuntimeError):
+    """A group could not be scored and is left out. `reason` is a few words: "raised", "timed out", "died", ..."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        """Say why in `reason`, and what is known in `message`."""
+        super().__init__(message)
+        self.reason = reason

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from offbeat_engine import TrainBatch
     from offbeat_rollout import Completion, SamplingParams
     from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.types import Example, Group, Prompt, Score
+    from offbeat_trainer.types import Example, Group, Prompt
 
 
 class Task(Protocol):
-    """Where prompts come from and what a completion is worth. Pure functions of their arguments and a seed."""
+    """Where prompts come from. Pure functions of their arguments and a seed."""
 
     def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
         """Return the training prompts of `step`; the same ones whenever asked again."""
@@ -25,16 +25,29 @@ class Task(Protocol):
         """Return up to `num_prompts` held-out prompts, always the same, never met in training."""
         ...
 
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """Return what `completion` is worth."""
-        ...
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, for people."""
         ...
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return the tokens that end a completion."""
+        ...
+
+
+class Scorer(Protocol):
+    """What completions are worth. Groups are scored side by side."""
+
+    async def score(self, group: Group) -> Group:
+        """Return `group` with one score per completion.
+
+        Raises:
+            RewardFailed: it has none; the group is left out, and counted by the error's reason.
+            TrainerError: it has none, and the run is to end.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End what was started for it; safe to call twice."""
         ...
 
 

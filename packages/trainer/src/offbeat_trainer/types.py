@@ -25,11 +25,12 @@ class Prompt:
 class Score:
     """What a reward function said of one completion. `correct` feeds accuracy; it never enters a loss.
 
-    Numbers of numpy, which sums over `Completion.token_ids` give, become Python's: files of JSON hold no others.
+    `parts` are the rewards that it is the weighted sum of, by name, where there are several. Numbers of numpy, which sums over `Completion.token_ids` give, become Python's: files of JSON hold no others.
     """
 
     reward: float
     correct: bool
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", float(self.reward))

@@ -12,7 +12,7 @@ import pytest
 
 from offbeat_engine.testing import random_batch
 from offbeat_trainer import Grpo, GrpoConfig
-from offbeat_trainer.config import AsyncConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.config import AsyncConfig, LoopConfig, RewardConfig, SamplingConfig
 from offbeat_trainer.errors import WorkerGone
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.journal.events import Dropped, Finished, Issued, Taken
@@ -21,6 +21,7 @@ from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.parts import Parts
 from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.testing import Recorder, ScriptedTask
 from offbeat_trainer.timeline import Timeline
 
@@ -49,6 +50,7 @@ def parts_of(cluster, folder, recorder, journal, timeline):
     cluster.draw_on(timeline)
     return Parts(
         task=ScriptedTask(),
+        scorer=TaskScorer(ScriptedTask().score, RewardConfig()),
         policy=cluster.train,
         generator=GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort),
         publisher=cluster.publisher(),
@@ -194,7 +196,8 @@ async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_
     async with lively(tmp_path) as cluster:
         recorder = Recorder()
         parts = parts_of(cluster, tmp_path, recorder, MemoryJournal(), Timeline())
-        parts = replace(parts, task=slow_reward, asynchrony=AsyncConfig(max_staleness=0))
+        slow = TaskScorer(slow_reward.score, RewardConfig(timeout_s=TIMEOUT_S))
+        parts = replace(parts, scorer=slow, asynchrony=AsyncConfig(max_staleness=0))
         outcome = Outcome()
         run = asyncio.create_task(cluster.train.watched(run_fully_async(parts, outcome)))
         await until(

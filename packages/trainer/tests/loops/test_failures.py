@@ -1,13 +1,11 @@
 """Generation that fails: tried again, dropped with a reason, never made up; and what ends a run."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 from offbeat_rollout import EngineStateError, NoReplica, ReplicaGone, RequestError, version_spans
-from offbeat_trainer.config import AsyncConfig, LoopConfig
+from offbeat_trainer.config import AsyncConfig, LoopConfig, OnFailure, RewardConfig
 from offbeat_trainer.errors import DeadlineExceeded, TrainerError
 from offbeat_trainer.journal.events import Dropped
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun, ScriptedTask
@@ -49,27 +47,6 @@ def test_a_failed_group_is_tried_again_and_is_what_it_would_have_been(tmp_path, 
     assert again[FIRST_PROMPT][:10] == first[FIRST_PROMPT][:10]
 
 
-HANGS = """
-import asyncio, threading
-from types import SimpleNamespace
-from offbeat_trainer.errors import DeadlineExceeded
-from offbeat_trainer.loops.parts import score_groups
-task = SimpleNamespace(score=lambda prompt, completion: threading.Event().wait())
-group = SimpleNamespace(prompt=SimpleNamespace(uid="rows.jsonl:7"), completions=["x"])
-try:
-    asyncio.run(score_groups(task, [group], 0.2))
-except DeadlineExceeded as error:
-    print(error)
-"""
-
-
-def test_a_reward_that_hangs_is_named_and_keeps_the_process_from_nothing():
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=600, check=True
-    )
-    assert "waited 0.2 s for the rewards of 1 groups; that of rows.jsonl:7 is under way" in done.stdout
-
-
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_after_its_last_attempt_a_group_is_dropped_with_its_reason_and_another_takes_its_place(
     tmp_path, mode
@@ -101,7 +78,7 @@ def test_what_can_never_be_served_is_not_tried_again(tmp_path):
 
 
 def test_when_nothing_works_any_more_the_run_ends_instead_of_eating_the_data(tmp_path):
-    with pytest.raises(TrainerError, match="8 groups in a row could not be generated; the last: too long"):
+    with pytest.raises(TrainerError, match="8 groups in a row could not be made; the last: too long"):
         run_with(tmp_path, lambda request, attempt: RequestError("too long"))
 
 
@@ -123,15 +100,49 @@ def test_and_ends_within_its_deadline_if_none_does(tmp_path):
         run_with(tmp_path, lambda request, attempt: NoReplica("all are out"), watchdog=dog)
 
 
-def test_an_error_in_a_reward_is_the_runs_error(tmp_path):
-    class Broken(ScriptedTask):
+class Divides(ScriptedTask):
+    """Prompt 3 has no score."""
+
+    def score(self, prompt, completion):
+        if prompt.uid == "3":
+            raise ZeroDivisionError("a reward that divides")
+        return super().score(prompt, completion)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_a_group_without_a_score_is_left_out_counted_and_another_takes_its_place(tmp_path, mode):
+    run = run_with(tmp_path, lambda request, attempt: None, task=Divides(), mode=mode)
+    assert dropped(run) == [(3, "reward raised")]
+    assert run.outcome.steps == 4
+    trained = [number for numbers in run.policy.prompts for number in set(numbers)]
+    assert 3 not in trained
+    assert len(trained) == 4 * LOOP.prompts_per_step
+    assert run.reporter.steps[4]["buffer/dropped_reward_raised_groups"] == 1
+
+
+def test_where_it_is_asked_for_a_group_without_a_score_ends_the_run(tmp_path):
+    with pytest.raises(
+        TrainerError, match=r"3 raised ZeroDivisionError: a reward that divides; reward\.on_failure"
+    ):
+        run_with(
+            tmp_path,
+            lambda request, attempt: None,
+            task=Divides(),
+            rewards=RewardConfig(on_failure=OnFailure.STOP),
+        )
+
+
+def test_a_reward_that_never_works_ends_the_run_instead_of_eating_the_data(tmp_path):
+    class Never(ScriptedTask):
         def score(self, prompt, completion):
-            if prompt.uid == "3":
-                raise ZeroDivisionError("a reward that divides")
+            if int(prompt.uid) < 40_000:
+                raise KeyError("answer")
             return super().score(prompt, completion)
 
-    with pytest.raises(ZeroDivisionError, match="a reward that divides"):
-        run_with(tmp_path, lambda request, attempt: None, task=Broken())
+    with pytest.raises(
+        TrainerError, match=r"8 groups in a row could not be made; the last: .* raised KeyError"
+    ):
+        run_with(tmp_path, lambda request, attempt: None, task=Never())
 
 
 def test_tokens_older_than_what_is_served_are_not_taken(tmp_path):

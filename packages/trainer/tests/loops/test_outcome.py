@@ -7,13 +7,14 @@ import pytest
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.grpo import Grpo
-from offbeat_trainer.config import GrpoConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.config import GrpoConfig, LoopConfig, RewardConfig, SamplingConfig
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.loops.outcome import Outcome, close_step
 from offbeat_trainer.loops.parts import Parts, StopRequest, due
 from offbeat_trainer.metrics import Mean, Metric
 from offbeat_trainer.phases import PhaseClock
 from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.testing import Recorder
 from offbeat_trainer.types import Group, Prompt, Score
 
@@ -134,6 +135,7 @@ async def walk(folder, loop, *, stop_at=None, task=None):
 
     parts = Parts(
         task=task or Yes(),
+        scorer=TaskScorer(Yes().score, RewardConfig()),
         policy=SimpleNamespace(save=save),
         generator=GroupGenerator(complete),
         publisher=SimpleNamespace(),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from offbeat_recipes.config import ArithmeticConfig
+    from offbeat_recipes.tasks.config import ArithmeticConfig
     from offbeat_rollout import Completion
 
 COLUMN_ENDS = ",;/|"  # one mark of its own after each column but the last: a tiny model sees where it is

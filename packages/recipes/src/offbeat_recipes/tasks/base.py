@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Protocol, assert_never, cast
+from typing import TYPE_CHECKING, Protocol, assert_never, cast, runtime_checkable
 
-from offbeat_recipes.config import ArithmeticConfig, ExternalTaskConfig, FileConfig, Gsm8kConfig
 from offbeat_recipes.errors import TaskError
+from offbeat_recipes.tasks.config import ArithmeticConfig, ExternalTaskConfig, FileConfig, Gsm8kConfig
 from offbeat_trainer import Supervised, Task
+from offbeat_trainer.scoring.scorer import TaskScorer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from offbeat_recipes.config import TaskConfig
+    from offbeat_recipes.tasks.config import TaskConfig
+    from offbeat_rollout import Completion
+    from offbeat_trainer import Prompt, Score, Scorer
+    from offbeat_trainer.config import RewardConfig
 
 ENTRY_POINT_GROUP = "offbeat.tasks"
 
 
 class RunnableTask(Task, Supervised, Protocol):
-    """A task with everything a run asks of it.
+    """A task with everything a run asks of it, and either `score` or `scorer`: see `ScoresItself` and `MakesScorer`.
 
     `max_prompt_tokens` bounds every prompt it hands out. `notes` are sentences for the person who starts the run
     (say, how many overlong prompts were left out).
@@ -71,6 +75,30 @@ def make_task(config: TaskConfig, model_path: str, seed: int) -> RunnableTask:
             return _external(config, model_path, seed)
         case _:
             assert_never(config)
+
+
+class ScoresItself(Protocol):
+    """A task whose reward is a quick function of its own."""
+
+    def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """Return what `completion` is worth; 0 for a wrong one, never for a failure."""
+        ...
+
+
+@runtime_checkable
+class MakesScorer(Protocol):
+    """A task whose completions are scored by something else."""
+
+    def scorer(self, config: RewardConfig, log: Path) -> Scorer:
+        """Return what scores completions; what that prints goes to `log`."""
+        ...
+
+
+def make_scorer(task: RunnableTask, config: RewardConfig, log: Path) -> Scorer:
+    """Return what scores the completions of `task`: its `scorer`, or its own `score`, see the protocols above."""
+    if isinstance(task, MakesScorer):
+        return task.scorer(config, log)
+    return TaskScorer(cast("ScoresItself", task).score, config)
 
 
 def _external(config: ExternalTaskConfig, model_path: str, seed: int) -> RunnableTask:

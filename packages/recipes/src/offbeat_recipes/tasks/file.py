@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, SupportsFloat, cast
+from typing import TYPE_CHECKING, cast
 
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.tasks.text import Messages, TextTask, load_function
-from offbeat_trainer import Score
+from offbeat_recipes.tasks.text import Messages, TextTask
+from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.scoring.functions import find_reward
+from offbeat_trainer.scoring.scorer import FunctionScorer
 
 if TYPE_CHECKING:
-    from offbeat_recipes.config import FileConfig
+    from pathlib import Path
+
+    from offbeat_recipes.tasks.config import FileConfig
     from offbeat_recipes.tasks.rows import Row
-    from offbeat_rollout import Completion
-    from offbeat_trainer import Prompt
+    from offbeat_trainer import Prompt, Scorer
+    from offbeat_trainer.config import RewardConfig
+    from offbeat_trainer.scoring.functions import Reward
 
 
 class FileTask(TextTask):
-    """Prompts under `prompt_key`: text, or a list of messages {"role", "content"}.
-
-    The reward is a function of (prompt text, completion text, row).
-    """
+    """Prompts under `prompt_key`: text, or a list of messages {"role", "content"}. `rewards` are the user's functions."""
 
     def __init__(self, config: FileConfig, model_path: str, seed: int) -> None:
-        """Import the reward and read both files.
+        """Read both files and import the rewards.
 
         Raises:
             TaskError: no such function, or see `TextTask`.
         """
         if not config.reward:
             raise TaskError("task.reward: needed, package.module:function or file.py:function")
-        self._reward = load_function(config.reward, "task.reward")
         self._file = config
         super().__init__(config, model_path, seed)
+        self.rewards = self._find_rewards()
 
     def asked(self, row: Row) -> str | Messages:
         """Return the row's prompt.
@@ -64,21 +65,28 @@ class FileTask(TextTask):
             )
         return value
 
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """Return the reward function's number; at least `correct_at` counts as correct.
+    def scorer(self, config: RewardConfig, log: Path) -> Scorer:
+        """Return what scores completions with the reward functions; what these print goes to `log`."""
+        return FunctionScorer(
+            self.rewards, config, decode=self.decode, correct_at=self._file.correct_at, log=log
+        )
 
-        Raises:
-            TaskError: the function raised, or returned no finite number.
-        """
-        where = f"task.reward: {self._file.reward}"
+    def _find_rewards(self) -> tuple[Reward, ...]:
+        given, weights = self._file.reward, self._file.reward_weights
+        paths = (given,) if isinstance(given, str) else given
+        if weights and len(weights) != len(paths):
+            raise TaskError(
+                f"task.reward_weights: {len(weights)} numbers for {len(paths)} functions of task.reward; give one each"
+            )
+        if len(set(paths)) != len(paths):
+            raise TaskError(f"task.reward: names a function twice: {', '.join(paths)}")
         try:
-            given = self._reward(prompt.text, self.decode(completion.token_ids.tolist()), dict(prompt.data))
-        except Exception as error:
-            raise TaskError(f"{where} raised {type(error).__name__}: {error} for {prompt.uid}") from error
-        # `SupportsFloat`: numpy's numbers and tensors of one element are numbers, too.
-        if not isinstance(given, SupportsFloat) or not math.isfinite(float(given)):
-            raise TaskError(f"{where} returned {given!r} for {prompt.uid}, not a finite number")
-        return Score(reward=float(given), correct=float(given) >= self._file.correct_at)
+            return tuple(
+                find_reward(path, weight, self.columns)
+                for path, weight in zip(paths, weights or [1.0] * len(paths), strict=True)
+            )
+        except PlanRefused as error:
+            raise TaskError(f"task.reward: {error}") from error
 
 
 def _is_message(item: object) -> bool:

@@ -17,7 +17,7 @@ from offbeat_recipes.tasks.text import Messages, TextTask
 from offbeat_trainer import Score
 
 if TYPE_CHECKING:
-    from offbeat_recipes.config import Gsm8kConfig
+    from offbeat_recipes.tasks.config import Gsm8kConfig
     from offbeat_recipes.tasks.rows import Row
     from offbeat_rollout import Completion
     from offbeat_trainer import Prompt

@@ -16,11 +16,11 @@ from offbeat_recipes.tasks.streams import Stream, epoch_indices
 from offbeat_trainer import Example, Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from transformers import PreTrainedTokenizerBase
 
-    from offbeat_recipes.config import RowsConfig
+    from offbeat_recipes.tasks.config import RowsConfig
     from offbeat_recipes.tasks.rows import Row
 
 Messages = list[dict[str, str]]
@@ -130,6 +130,11 @@ class TextTask:
         return len(self._train)
 
     @property
+    def columns(self) -> dict[str, object]:
+        """The first row of the training data, by column."""
+        return dict(self._train[0].data)
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
         return self.maker.tokenizer
@@ -204,32 +209,3 @@ class TextTask:
         if self._config.overlong == "refuse":
             raise DataError(f"{what}; raise task.max_prompt_tokens, or task.overlong=filter leaves them out")
         self.notes = (*self.notes, f"{what}; left out")
-
-
-def load_function(path: str, setting: str) -> Callable[..., object]:
-    """Return the function that `path` names: "package.module:function" or "folder/file.py:function".
-
-    Raises:
-        TaskError: nothing callable is there; `setting` is named in the message.
-    """
-    from importlib import import_module
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    home, mark, name = path.rpartition(":")
-    if not mark or not home or not name:
-        raise TaskError(f"{setting}: expected package.module:function or file.py:function, got {path!r}")
-    try:
-        if home.endswith(".py"):
-            spec = spec_from_file_location(Path(home).stem, home)
-            assert spec is not None
-            assert spec.loader is not None
-            module = module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = import_module(home)
-    except Exception as error:  # whatever a user's module raises
-        raise TaskError(f"{setting}: cannot import {home!r}: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise TaskError(f"{setting}: {home} has no function {name!r}")
-    return found

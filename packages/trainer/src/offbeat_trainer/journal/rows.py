@@ -22,7 +22,7 @@ def to_row(event: Event) -> Row:
         case Half():
             return "half", event.index, None, None, pack(event.completions)
         case Finished():
-            scores = [(score.reward, score.correct) for score in event.scores]
+            scores = [(one.reward, one.correct, *([one.parts] if one.parts else [])) for one in event.scores]
             detail = ENCODE({"scores": scores, "spans": event.spans})
             return "finished", event.index, event.version, detail, pack(event.completions)
         case Taken():
@@ -66,6 +66,9 @@ def _finished(index: int, version: int, detail: dict[str, Any], body: bytes | No
         index=index,
         version=version,
         completions=() if body is None else unpack(body),
-        scores=tuple(Score(reward=reward, correct=bool(correct)) for reward, correct in detail["scores"]),
+        scores=tuple(
+            Score(reward=reward, correct=bool(correct), parts=parts[0] if parts else {})
+            for reward, correct, *parts in detail["scores"]
+        ),
         spans=tuple(tuple((made_by, count) for made_by, count in one) for one in detail["spans"]),
     )

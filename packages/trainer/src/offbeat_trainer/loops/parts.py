@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from concurrent.futures import Executor, Future
+import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.config import AsyncConfig
-from offbeat_trainer.errors import DeadlineExceeded
+from offbeat_trainer.errors import RewardFailed
 from offbeat_trainer.gate import version_of as version_of  # the loops' word for it, kept here for them
 from offbeat_trainer.journal.memory import MemoryJournal
 from offbeat_trainer.metrics import Last, Mean, Metric, Sum
@@ -20,12 +19,12 @@ from offbeat_trainer.timeline import Timeline
 from offbeat_trainer.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from offbeat_ckptsync import SyncReport
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
-    from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Task
+    from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Scorer, Task
     from offbeat_trainer.journal.events import Journal
     from offbeat_trainer.run_store import RunStore
     from offbeat_trainer.schedule import Schedule
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 
 NUM_SHOWN = 4
 
-P = ParamSpec("P")
-T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class StopRequest:
@@ -64,6 +62,7 @@ class Parts:
     """
 
     task: Task
+    scorer: Scorer
     policy: Policy
     generator: Generator
     publisher: Publisher
@@ -96,73 +95,34 @@ def training_params(parts: Parts, step: int) -> SamplingParams:
     )
 
 
-async def score(parts: Parts, groups: Sequence[Group]) -> list[Group]:
-    """Return `groups` with scores; `score_groups` with the deadline of a step."""
-    return await score_groups(parts.task, groups, parts.loop.step_timeout_s)
-
-
-class _Daemons(Executor):
-    """Runs each call in a daemon thread: one that hangs keeps nobody from ending, as those of a pool would."""
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 -- becomes the future's exception
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="rewards", daemon=True).start()
-        return future
-
-
-_DAEMONS = _Daemons()
-
-
-async def score_groups(task: Task, groups: Sequence[Group], timeout_s: float) -> list[Group]:
-    """Return `groups` with scores. Reward functions may block, so they run beside the event loop.
+async def score_all(scorer: Scorer, groups: Sequence[Group]) -> list[Group]:
+    """Return those of `groups` that could be scored, with their scores; why others could not is in the log.
 
     Raises:
-        DeadlineExceeded: they took longer than `timeout_s`; names the prompt. A call that hangs holds up nobody's end.
+        RewardFailed: none could.
     """
-    under_way = ""
-
-    def all_scores() -> list[Group]:
-        nonlocal under_way
-        scored: list[Group] = []
-        for group in groups:
-            under_way = group.prompt.uid
-            scores = tuple(task.score(group.prompt, one) for one in group.completions)
-            scored.append(replace(group, scores=scores))
-        return scored
-
-    limit = asyncio.timeout(timeout_s)
-    try:
-        async with limit:
-            return await asyncio.get_running_loop().run_in_executor(_DAEMONS, all_scores)
-    except TimeoutError as error:
-        if not limit.expired():
-            raise  # the reward's own
-        raise DeadlineExceeded(
-            f"waited {timeout_s:g} s for the rewards of {len(groups)} groups; that of {under_way or 'the first'} is under "
-            "way. Make the reward function faster or give it a limit of its own, or raise trainer.step_timeout_s"
-        ) from error
+    found = await asyncio.gather(*(scorer.score(group) for group in groups), return_exceptions=True)
+    failures = [one for one in found if isinstance(one, BaseException)]
+    scored = [one for one in found if not isinstance(one, BaseException)]
+    for failure in failures:
+        if not isinstance(failure, RewardFailed) or not scored:
+            raise failure
+    if failures:
+        log.warning("%d of %d groups have no score; the first: %s", len(failures), len(groups), failures[0])
+    return scored
 
 
 async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float | None:
     """Return greedy accuracy on held-out prompts under the weights now served; `title` shows some completions.
 
-    None where the task holds none out.
+    Prompts without a score do not count. None where the task holds none out.
     """
     prompts = parts.task.validation_prompts(parts.loop.validation_prompts)
     if not prompts:
         return None
     greedy = replace(training_params(parts, step), temperature=0.0)
     with clock.phase("validate", f"{len(prompts)} held-out prompts, greedy"):
-        groups = await score(parts, await parts.generator.collect(prompts, greedy, 1))
+        groups = await score_all(parts.scorer, await parts.generator.collect(prompts, greedy, 1))
     if title:
         show(parts, step, title, groups)
     return sum(group.scores[0].correct for group in groups) / len(groups)

@@ -7,9 +7,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import NoReplica, RequestError, RolloutError
-from offbeat_trainer.errors import DeadlineExceeded, ResumeError, TrainerError, WorkerGone
+from offbeat_trainer.errors import DeadlineExceeded, ResumeError, RewardFailed, TrainerError, WorkerGone
 from offbeat_trainer.journal.events import Half, oldest_version
-from offbeat_trainer.loops.parts import score, training_params
+from offbeat_trainer.loops.parts import training_params
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -85,7 +85,6 @@ class Producer:
         self._halves = recovered.halves
         self._max_attempts = max_attempts
         self._failures = 0  # in a row
-        self._unscored: asyncio.Queue[tuple[int, Group]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups: dict[int, asyncio.Task[None]] = {}
 
@@ -94,9 +93,8 @@ class Producer:
         return self._prompts.prompt(index)
 
     def start(self) -> None:
-        """Begin to feed and to score."""
+        """Begin to feed."""
         self._spawn("feed", self._feed())
-        self._spawn("score", self._score())
 
     async def stop(self) -> None:
         """Cancel everything and wait until it is gone."""
@@ -136,9 +134,20 @@ class Producer:
             with self._parts.timeline.generating(f"{index}"):
                 group = await self._complete(index, prompt, begun, version)
             if group is not None:
-                self._unscored.put_nowait((index, group))
+                await self._finish(index, group)
         finally:
             self._groups.pop(index, None)
+
+    async def _finish(self, index: int, group: Group) -> None:
+        """Score a whole group and hand it over, or give it up for the scorer's reason."""
+        try:
+            scored = await self._parts.scorer.score(group)
+        except RewardFailed as error:
+            self._give_up(index, group.prompt, f"reward {error.reason}", str(error))
+            return
+        self._failures = 0
+        self._buffer.finish(index, scored)
+        self._parts.watchdog.progress(GENERATION, f"finished group {index}")
 
     async def _complete(
         self, index: int, prompt: Prompt, begun: tuple[Completion, ...], version: int
@@ -184,21 +193,7 @@ class Producer:
         self._failures += 1
         limit = max(8, 2 * self._parts.loop.prompts_per_step)
         if self._failures >= limit:
-            raise TrainerError(f"{self._failures} groups in a row could not be generated; the last: {why}")
-
-    async def _score(self) -> None:
-        """Score what is there, all at once, as it comes."""
-        while True:
-            waiting = [await self._unscored.get()]
-            while not self._unscored.empty():
-                waiting.append(self._unscored.get_nowait())
-            for (index, _), group in zip(
-                waiting, await score(self._parts, [group for _, group in waiting]), strict=True
-            ):
-                self._failures = 0
-                self._buffer.finish(index, group)
-                self._parts.watchdog.progress(GENERATION, f"finished group {index}")
-                await asyncio.sleep(0)  # if this one fills a step, the step begins
+            raise TrainerError(f"{self._failures} groups in a row could not be made; the last: {why}")
 
     def _spawn(self, name: str, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guarded(work), name=name)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_rollout import Finish
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.loops.parts import score, training_params
+from offbeat_trainer.loops.parts import training_params
 from offbeat_trainer.loops.producer import GENERATION, Producer
 from offbeat_trainer.types import Group
 
@@ -68,8 +68,7 @@ class Replayer(Producer):
             self._left[version] -= 1
             if not self._left[version]:
                 buffer.touch()
-        scored = await score(parts, [Group(prompt=prompt, completions=begun)])
-        buffer.finish(index, scored[0])
+        buffer.finish(index, await parts.scorer.score(Group(prompt=prompt, completions=begun)))
         parts.watchdog.progress(GENERATION, f"replayed group {index}")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.algorithms.grpo import Grpo
-from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig, SamplingConfig
+from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig, RewardConfig, SamplingConfig
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.journal.memory import MemoryJournal
 from offbeat_trainer.loops.fully_async import run_fully_async
@@ -16,6 +16,7 @@ from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.parts import Parts, StopRequest
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.testing.recorder import Recorder
 from offbeat_trainer.testing.scripted import (
     ScriptedPolicy,
@@ -30,7 +31,7 @@ from offbeat_trainer.watchdog import Watchdog
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_trainer.interface import Task
+    from offbeat_trainer.interface import Scorer
     from offbeat_trainer.journal.events import Journal
     from offbeat_trainer.schedule import Schedule
 
@@ -60,7 +61,9 @@ class ScriptedRun:
     sync_s: float = 0.05
     journal: Journal = field(default_factory=MemoryJournal)
     pool: ScriptedPool = field(default_factory=ScriptedPool)
-    task: Task = field(default_factory=ScriptedTask)
+    task: ScriptedTask = field(default_factory=ScriptedTask)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    scorer: Scorer | None = None  # that of the task
     stop: StopRequest = field(default_factory=StopRequest)
     replay: Schedule | None = None
     timeline: Timeline = field(default_factory=Timeline)
@@ -83,6 +86,7 @@ class ScriptedRun:
         """Run to the end on the clock of the running event loop."""
         parts = Parts(
             task=self.task,
+            scorer=TaskScorer(self.task.score, self.rewards) if self.scorer is None else self.scorer,
             policy=self.policy,
             generator=GroupGenerator(self.pool.generate_many, self.pool.abort),
             publisher=self.publisher,

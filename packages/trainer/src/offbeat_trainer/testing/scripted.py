@@ -38,7 +38,7 @@ HELD_OUT = 40_000  # numbers from here on are never trained
 
 
 class ScriptedTask:
-    """Prompts by number; a completion earns the share of its tokens that are odd. Satisfies `Task`."""
+    """Prompts by number; a completion earns the share of its tokens that are odd. Satisfies `Task`, and scores."""
 
     def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
         """Return prompts whose uid says which they are."""

@@ -1,0 +1,90 @@
+"""The settings of the tasks, one class each."""
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithmeticConfig:
+    """Sums to be worked out column by column, with a tiny model and tokenizer made on the spot.
+
+    `level` is the number of digits of both operands. Each column but the last carries with probability `carry_share`.
+    `forget_carry` is the share of the warm-up's worked examples that leave out every carry: it makes a policy that is
+    right sometimes. `held_out_fraction` of all prompts is kept for validation alone. The rest is the shape of the
+    model.
+    """
+
+    name: Literal["arithmetic"] = "arithmetic"
+    level: int = 2
+    carry_share: float = 0.7
+    forget_carry: float = 0.7
+    held_out_fraction: float = 0.1
+    hidden_size: int = 96
+    num_layers: int = 2
+    num_heads: int = 3
+    intermediate_size: int = 256
+    initializer_range: float = 0.1
+    rope_theta: float = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsConfig:
+    """Prompts from files: JSONL or parquet, by the ending of the name.
+
+    A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted. `chat_template`
+    "auto" applies the tokenizer's template to prompts that are lists of messages, "always" to plain text
+    too (as the user's message), "never" takes text as it is.
+    """
+
+    train_path: str = ""
+    validation_path: str = ""
+    max_prompt_tokens: int = 256
+    overlong: Literal["refuse", "filter"] = "refuse"
+    chat_template: Literal["auto", "always", "never"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gsm8kConfig(RowsConfig):
+    """Grade-school word problems in the public format: `question`, and `answer` that ends in `#### 42`.
+
+    `answer` "strict" takes the number after `####`, "flexible" the last number of the completion.
+    """
+
+    name: Literal["gsm8k"] = "gsm8k"
+    answer: Literal["strict", "flexible"] = "strict"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileConfig(RowsConfig):
+    """Any prompts with any reward.
+
+    `reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md); it is
+    their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct.
+    `answer_key` names the column that supervised training learns from.
+    """
+
+    name: Literal["file"] = "file"
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    reward: str | tuple[str, ...] = ""
+    reward_weights: tuple[float, ...] = ()
+    correct_at: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalTaskConfig:
+    """A task of another package, found under `entry` in the entry-point group `offbeat.tasks`."""
+
+    name: Literal["external"] = "external"
+    entry: str = ""
+    options: dict[str, bool | int | float | str] = field(
+        default_factory=dict[str, bool | int | float | str], metadata={"free": True}
+    )
+
+
+TaskConfig: TypeAlias = Annotated[
+    ArithmeticConfig | Gsm8kConfig | FileConfig | ExternalTaskConfig, Field(discriminator="name")
+]

@@ -1,0 +1,147 @@
+"""The driver's end of the process that calls reward functions: started when needed, started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from offbeat_trainer.clock import now_s
+from offbeat_trainer.scoring.frames import DIED, LENGTH, Answer, Call, frame
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_trainer.scoring.frames import Setup
+
+COMMAND = "from offbeat_trainer.scoring.server import main; main()"
+GRACE_S = 15.0
+
+
+class RewardProcess:
+    """Calls functions over there. One event loop; nothing runs before the first call."""
+
+    def __init__(self, setup: Setup, log: Path | None = None) -> None:
+        """Serve the functions of `setup`; what they print goes to the end of `log`, or to where our errors go."""
+        self._setup = setup
+        self._log = log
+        # Between two answers every worker may be at a call that takes as long as it may, and has its imports before it.
+        self._silence_s = 2 * setup.timeout_s + 120
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._heard_s = 0.0
+
+    async def call(self, path: str, arguments: dict[str, Any]) -> Answer:
+        """Call the function at `path`; its failure is an answer, the end of the process over there is one, too."""
+        process = await self._running()
+        call = Call(number=next(self._numbers), path=path, arguments=arguments)
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[call.number] = answer
+        try:
+            assert process.stdin is not None
+            with suppress(ConnectionError):  # it is gone: the reader answers
+                process.stdin.write(frame(call))
+                await process.stdin.drain()
+            return await answer
+        finally:
+            self._waiting.pop(call.number, None)
+
+    async def close(self) -> None:
+        """End everything over there, whatever it does."""
+        process, reader = self._process, self._reader
+        self._process = self._reader = None
+        if process is None or reader is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await process.wait()
+        _kill(process)
+        await process.wait()
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._process is None:
+                self._process = await self._start()
+                self._reader = asyncio.create_task(self._read(self._process), name="answers of rewards")
+            return self._process
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        log = None if self._log is None else self._log.open("ab")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", COMMAND),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is the run's, which then closes this
+            )
+        finally:
+            if log is not None:
+                log.close()
+        assert process.stdin is not None
+        process.stdin.write(frame(self._setup))
+        self._heard_s = now_s()
+        return process
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        why = "it ended"
+        try:
+            while True:
+                answer = await self._next(process)
+                self._heard_s = now_s()
+                waiting = self._waiting.get(answer.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except TimeoutError:
+            why = f"it gave no answer for {self._silence_s:g} s"
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            _kill(process)
+            if self._process is process:  # the next call starts another
+                self._process = None
+            for number, waiting in self._waiting.items():
+                if not waiting.done():
+                    detail = (
+                        f"the process that calls rewards: {why}; what it said is in {self._log or 'stderr'}"
+                    )
+                    waiting.set_result(Answer(number=number, failure=DIED, detail=detail))
+
+    async def _next(self, process: asyncio.subprocess.Process) -> Answer:
+        """Return the next answer.
+
+        Raises:
+            IncompleteReadError: the process is gone.
+            TimeoutError: calls are under way, and none was answered for too long.
+        """
+        stream = process.stdout
+        assert stream is not None
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    head = await stream.readexactly(LENGTH.size)
+            except TimeoutError:
+                if self._waiting:
+                    raise
+                continue
+            (size,) = LENGTH.unpack(head)
+            async with asyncio.timeout(self._silence_s):
+                return Answer.read(await stream.readexactly(size))
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """End `process` and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,66 @@
+"""What goes between the driver and the process that calls reward functions.
+
+A frame is a length (8 bytes, little-endian), then a pickle; both ends are this package on this machine, joined by a pipe
+that nobody else has. In goes a `Setup`, then `Call`s; out comes one `Answer` a call, in any order.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+LENGTH = struct.Struct("<q")
+RAISED, TIMED_OUT, DIED = "raised", "timed out", "died"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Which functions there are, how many calls run at a time, and how long one may take."""
+
+    paths: tuple[str, ...]
+    concurrency: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Call function `path` with `arguments`."""
+
+    number: int
+    path: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What call `number` came to: `value`, or `failure` (one of RAISED, TIMED_OUT, DIED) and what is known of it."""
+
+    number: int
+    value: Any = None
+    failure: str = ""
+    detail: str = ""
+
+    @staticmethod
+    def read(body: bytes) -> Answer:
+        """Return the answer in the body of a frame."""
+        found = pickle.loads(body)
+        assert isinstance(found, Answer)
+        return found
+
+
+def read_frame(stream: BinaryIO) -> Any | None:  # noqa: ANN401 - whatever was written
+    """Return what the other end wrote next, or None once it is gone."""
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(head)
+    body = stream.read(size)
+    return pickle.loads(body) if len(body) == size else None
+
+
+def frame(value: object) -> bytes:
+    """Return `value` as it goes over a pipe."""
+    body = pickle.dumps(value)
+    return LENGTH.pack(len(body)) + body

@@ -1,0 +1,197 @@
+"""Groups get their scores: by functions of users, or by the task itself. What fails is said, tried again, and dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from offbeat_trainer.concurrency import together
+from offbeat_trainer.config import OnFailure, RewardConfig
+from offbeat_trainer.errors import RewardFailed, TrainerError
+from offbeat_trainer.scoring.client import RewardProcess
+from offbeat_trainer.scoring.frames import RAISED, TIMED_OUT, Setup
+from offbeat_trainer.types import Score
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from offbeat_rollout import Completion
+    from offbeat_trainer.scoring.functions import Reward
+    from offbeat_trainer.types import Group, Prompt
+
+log = logging.getLogger(__name__)
+
+NO_NUMBER = "not a number"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class FunctionScorer:
+    """Satisfies `Scorer` with reward functions, called in processes of their own; see `scoring.functions`.
+
+    A completion's reward is the sum of what its functions return, each times its weight; one that returned None does not
+    apply to it. What each returned is kept in `Score.parts`.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        config: RewardConfig,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        correct_at: float,
+        log: Path | None = None,
+    ) -> None:
+        """Score with `rewards`; a completion with a reward of at least `correct_at` is correct. See `RewardProcess`."""
+        self._rewards = list(rewards)
+        self._config = config
+        self._decode = decode
+        self._correct_at = correct_at
+        setup = Setup(
+            paths=tuple(dict.fromkeys(reward.path for reward in rewards)),
+            concurrency=config.concurrency,
+            timeout_s=config.timeout_s,
+        )
+        self._process = RewardProcess(setup, log)
+
+    async def score(self, group: Group) -> Group:
+        """See `Scorer.score`."""
+        texts = await asyncio.to_thread(
+            lambda: [self._decode(one.token_ids.tolist()) for one in group.completions]
+        )
+        work = {reward.path: self._values(reward, group, texts) for reward in self._rewards}
+        try:
+            values = await together(work)
+        except RewardFailed as error:
+            raise _as_asked(error, self._config) from error
+        return replace(group, scores=tuple(self._sum(column) for column in zip(*values, strict=True)))
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._process.close()
+
+    def _sum(self, values: Sequence[float | None]) -> Score:
+        given = [
+            (reward, value) for reward, value in zip(self._rewards, values, strict=True) if value is not None
+        ]
+        total = math.fsum(reward.weight * value for reward, value in given)
+        parts = {reward.name: value for reward, value in given} if len(self._rewards) > 1 else {}
+        return Score(reward=total, correct=total >= self._correct_at, parts=parts)
+
+    async def _values(self, reward: Reward, group: Group, texts: Sequence[str]) -> list[float | None]:
+        """Return what `reward` says of each completion of `group`."""
+        calls = reward.calls(group, texts)
+        answers = await together(
+            {f"{reward.path} {place}": self._answer(reward, group, call) for place, call in enumerate(calls)}
+        )
+        values = answers if not reward.batched else _each(answers[0])
+        if len(values) != len(texts):
+            raise RewardFailed(
+                NO_NUMBER,
+                f"{_where(reward, group)} returned {len(values)} values for {len(texts)} completions",
+            )
+        return [_number(value, reward, group) for value in values]
+
+    async def _answer(self, reward: Reward, group: Group, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
+        """Return what one call gives, tried as often as allowed."""
+        attempt = 0
+        while True:
+            attempt += 1
+            answer = await self._process.call(reward.path, arguments)
+            if not answer.failure:
+                return answer.value
+            said = f"{_where(reward, group)} {answer.failure}: {answer.detail}"
+            log.warning("%s (attempt %d of %d)", said, attempt, self._config.max_attempts)
+            if attempt >= self._config.max_attempts:
+                raise RewardFailed(answer.failure, said)
+
+
+class TaskScorer:
+    """Satisfies `Scorer` with the `score` of a task: a function that is quick and ours, called in a thread.
+
+    A thread cannot be ended: a call that hangs goes on beside the run, whose group is given up.
+    """
+
+    def __init__(self, score: Callable[[Prompt, Completion], Score], config: RewardConfig) -> None:
+        """Score with `score`."""
+        self._score = score
+        self._config = config
+
+    async def score(self, group: Group) -> Group:
+        """See `Scorer.score`."""
+        where = f"the reward of {group.prompt.uid}"
+        limit = asyncio.timeout(self._config.timeout_s)
+        try:
+            async with limit:
+                scores = await asyncio.get_running_loop().run_in_executor(
+                    _DAEMONS, lambda: tuple(self._score(group.prompt, one) for one in group.completions)
+                )
+        except Exception as error:
+            if limit.expired():
+                failed = RewardFailed(
+                    TIMED_OUT, f"{where} took longer than {self._config.timeout_s:g} s (reward.timeout_s)"
+                )
+            else:
+                failed = RewardFailed(RAISED, f"{where} raised {type(error).__name__}: {error}")
+            raise _as_asked(failed, self._config) from error
+        return replace(group, scores=scores)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def _as_asked(error: RewardFailed, config: RewardConfig) -> TrainerError:
+    """Return what a failed reward is for the run."""
+    if config.on_failure is OnFailure.STOP:
+        return TrainerError(f"{error}; reward.on_failure=drop would leave the group out and go on")
+    return error
+
+
+def _where(reward: Reward, group: Group) -> str:
+    return f"the reward {reward.path} for {group.prompt.uid}"
+
+
+def _each(value: object) -> list[object]:
+    """Return the entries of a list, or the one value that is none."""
+    return cast("list[object]", value) if isinstance(value, list) else [value]
+
+
+def _number(value: object, reward: Reward, group: Group) -> float | None:
+    entries = _each(value)
+    value = entries[0] if len(entries) == 1 else value  # an array of one element
+    if value is None:
+        return None
+    if isinstance(value, (bool, int, float)) and math.isfinite(value):
+        return float(value)
+    raise RewardFailed(NO_NUMBER, f"{_where(reward, group)} returned {value!r}, not a finite number")
+
+
+class _Daemons(Executor):
+    """Runs each call in a daemon thread: one that hangs keeps nobody from ending, as those of a pool would."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - becomes the future's
+                # An event loop's future takes no StopIteration.
+                future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+            except BaseException as error:  # noqa: BLE001 - a reward's SystemExit or KeyboardInterrupt is its own failure
+                future.set_exception(RuntimeError(repr(error)))
+
+        threading.Thread(target=run, name="rewards", daemon=True).start()
+        return future
+
+
+_DAEMONS = _Daemons()

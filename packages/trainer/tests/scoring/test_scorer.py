@@ -1,0 +1,233 @@
+"""Reward functions that fail in every way there is: the group is left out with the reason, and nothing else notices."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from offbeat_rollout import Completion, Finish
+from offbeat_trainer import Group, Prompt, RewardConfig, RewardFailed, TrainerError
+from offbeat_trainer.config import OnFailure
+from offbeat_trainer.scoring.functions import find_reward
+from offbeat_trainer.scoring.scorer import FunctionScorer, TaskScorer
+
+pytestmark = pytest.mark.spawns
+
+REWARDS = """
+import asyncio, os, signal, threading, time
+import numpy as np
+
+def one(completion): return len(completion)
+def numpys(completions): return np.arange(len(completions), dtype=np.float32)
+def none_for_b(completion): return None if completion == "b" else 1
+async def later(completion):
+    await asyncio.sleep(0.01)
+    return 0.5
+def short(completions): return [1.0]
+def where(completion): return threading.current_thread() is threading.main_thread()
+def alarmed(completion):
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("my own alarm")))
+    signal.alarm(1)
+    time.sleep(600)
+
+def fails(how):
+    if how == "raised": raise KeyError("nothing")
+    if how == "interrupted": raise KeyboardInterrupt
+    if how == "left": raise SystemExit(0)
+    if how == "timed out": time.sleep(600)
+    if how == "died": os._exit(3)
+    if how == "killed": os.kill(os.getpid(), 9)
+    if how == "nan": return float("nan")
+    if how == "text": return "good"
+    print("all is well with", how)
+    return 1.0
+
+async def hangs(how):
+    await asyncio.sleep(600 if how == "timed out" else 0)
+    return 1.0
+
+def once(completion):
+    from pathlib import Path
+    mark = Path(__file__).with_suffix(".tried")
+    if mark.exists(): return 1.0
+    mark.touch()
+    raise ConnectionError("the judge is busy")
+"""
+
+
+def group(how="", texts=("a", "b", "ccc")):
+    made = [
+        Completion.of(
+            request_id=text, token_ids=[ord(one) for one in text], logprobs=[-1.0] * len(text),
+            policy_versions=[1] * len(text), finish=Finish.STOP,
+        )
+        for text in texts
+    ]  # fmt: skip
+    return Group(
+        prompt=Prompt(uid="rows:1", text="q", token_ids=(1,), data={"how": how}), completions=tuple(made)
+    )
+
+
+def decode(token_ids):
+    return "".join(map(chr, token_ids))
+
+
+@pytest.fixture
+async def scorer(tmp_path):
+    """Make scorers; they are closed afterwards."""
+    file = tmp_path / f"rewards_{tmp_path.name}.py"
+    file.write_text(REWARDS)
+    made = []
+
+    def make(*names, weights=None, **settings):
+        config = RewardConfig(**({"concurrency": 2, "timeout_s": 600.0, "max_attempts": 1} | settings))
+        rewards = [
+            find_reward(f"{file}:{name}", weight, {"how": ""})
+            for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
+        ]
+        made.append(
+            FunctionScorer(rewards, config, decode=decode, correct_at=1, log=tmp_path / "rewards.log")
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+        await one.close()
+
+
+def rewards_of(scored):
+    return [score.reward for score in scored.scores]
+
+
+async def test_functions_of_every_kind_add_up_by_their_weights(scorer):
+    mixed = scorer("one", "numpys", "later", "none_for_b", weights=[1.0, 10.0, 2.0, 100.0])
+    scored = await mixed.score(group())
+    assert rewards_of(scored) == [1 + 0 + 1 + 100, 1 + 10 + 1, 3 + 20 + 1 + 100]
+    assert scored.scores[1].parts == {"one": 1.0, "numpys": 1.0, "later": 0.5}
+    assert all(score.correct for score in scored.scores)
+
+
+async def test_a_function_runs_in_the_main_thread_where_alarms_work(scorer):
+    assert rewards_of(await scorer("where").score(group())) == [1, 1, 1]
+    with pytest.raises(RewardFailed, match="raised: TimeoutError: my own alarm"):
+        await scorer("alarmed").score(group(texts=("a",)))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "says"),
+    [
+        ("raised", "raised", "rewards_.*:fails for rows:1 raised: KeyError: 'nothing'"),
+        ("interrupted", "raised", "KeyboardInterrupt"),
+        ("left", "raised", "SystemExit"),
+        ("died", "died", "exit code 3"),
+        ("killed", "died", "exit code -9"),
+        ("nan", "not a number", "returned nan, not a finite number"),
+        ("text", "not a number", "returned 'good', not a finite number"),
+    ],
+)
+async def test_a_failure_is_that_group_s_alone(scorer, how, reason, says):
+    made = scorer("fails")
+    with pytest.raises(RewardFailed, match=says) as failed:
+        await made.score(group(how, texts=("a",)))
+    assert failed.value.reason == reason
+    assert rewards_of(await made.score(group("fine"))) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["fails", "hangs"])
+async def test_a_call_that_takes_too_long_is_ended_and_those_beside_it_go_on(scorer, name):
+    made = scorer(name, timeout_s=5.0, concurrency=2)
+    slow, quick = await asyncio.gather(
+        made.score(group("timed out", texts=("a",))), made.score(group("fine")), return_exceptions=True
+    )
+    assert isinstance(slow, RewardFailed)
+    assert slow.reason == "timed out"
+    assert "took longer than 5 s" in str(slow)
+    assert rewards_of(quick) == [1, 1, 1]
+
+
+async def test_what_fails_once_is_tried_again_and_a_batch_must_answer_for_each(scorer):
+    assert rewards_of(await scorer("once", max_attempts=2).score(group(texts=("a",)))) == [1]
+    with pytest.raises(RewardFailed, match="returned 1 values for 3 completions"):
+        await scorer("short").score(group())
+
+
+async def test_where_it_is_asked_for_a_failure_ends_the_run(scorer):
+    with pytest.raises(TrainerError, match=r"reward\.on_failure=drop") as ended:
+        await scorer("fails", on_failure=OnFailure.STOP).score(group("raised", texts=("a",)))
+    assert not isinstance(ended.value, RewardFailed)
+
+
+async def test_when_the_process_of_the_rewards_is_killed_another_takes_its_place(scorer, tmp_path):
+    made = scorer("fails", timeout_s=600.0)
+    assert rewards_of(await made.score(group("fine", texts=("a",)))) == [1]
+    waiting = asyncio.create_task(made.score(group("timed out", texts=("a",))))
+    await asyncio.sleep(0.5)
+    os.kill(made._process._process.pid, signal.SIGKILL)
+    with pytest.raises(RewardFailed, match="the process that calls rewards: it ended") as failed:
+        await waiting
+    assert failed.value.reason == "died"
+    assert rewards_of(await made.score(group("fine", texts=("a",)))) == [1]
+    assert "all is well with fine" in (tmp_path / "rewards.log").read_text()
+
+
+DRIVER = """
+import asyncio, os, sys
+from offbeat_trainer.scoring.client import RewardProcess
+from offbeat_trainer.scoring.frames import Setup
+
+async def main():
+    process = RewardProcess(Setup(paths=(sys.argv[1],), concurrency=2, timeout_s=600.0))
+    asyncio.get_running_loop().create_task(process.call(sys.argv[1], {"how": "timed out"}))
+    while True:
+        answer = await process.call(sys.argv[1], {"how": "fine"})
+        print(process._process.pid, answer.value, flush=True)
+        os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+
+
+def test_a_driver_that_is_killed_leaves_no_process_behind(tmp_path):
+    file = tmp_path / "rewards_of_a_driver.py"
+    file.write_text(REWARDS)
+    driver = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(DRIVER), f"{file}:fails"],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert driver.returncode == -signal.SIGKILL
+    server, value = driver.stdout.split()
+    assert value == "1.0"
+    while in_group(int(server)):
+        time.sleep(0.05)
+
+
+def in_group(leader):
+    """The processes of a group that are alive."""
+    listed = subprocess.run(
+        ["ps", "-e", "-o", "pgid=,stat="], capture_output=True, text=True, timeout=600, check=True
+    )
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    return [stat for pgid, stat in rows if int(pgid) == leader and not stat.startswith("Z")]
+
+
+async def test_a_task_s_own_score_fails_alike():
+    class Task:
+        def score(self, prompt, completion):
+            if prompt.data["how"] == "raised":
+                raise StopIteration
+            threading.Event().wait()
+
+    for how, reason, says in (
+        ("raised", "raised", "StopIteration"),
+        ("hangs", "timed out", "longer than 0.2 s"),
+    ):
+        with pytest.raises(RewardFailed, match=says) as failed:
+            await TaskScorer(Task().score, RewardConfig(timeout_s=0.2)).score(group(how))
+        assert failed.value.reason == reason
