@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tensordict import TensorDict
 
-from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
+from offbeat_engine import Fsdp2Config, LossScale, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_recipes.algorithms import algorithm_of, algorithm_refusals
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
@@ -153,6 +155,30 @@ def test_the_page_counts_the_lines_of_gspo_and_names_all_settings_that_it_speaks
     assert (
         kin - {"advantage", "proximal"} - {name for name in kin if name.startswith("correction")} <= speaks_of
     )
+
+
+def test_gspo_is_the_formula_of_its_paper_however_the_batch_is_cut():
+    loss_fn = algorithm_of(compose_run([GSPO, "algorithm.clip_low=0.1", "algorithm.clip_high=0.2"])).loss_fn()
+    batch = random_batch(8)
+    mask_BT, noise = batch["loss_mask"], torch.Generator().manual_seed(0)
+    new_BT, old_BT = (-torch.rand(mask_BT.shape, generator=noise) for _ in range(2))
+    batch["old_logprobs"] = old_BT
+    batch["advantages"] = torch.where(mask_BT, torch.linspace(-1, 1, 8)[:, None], 0.0)
+    wanted, cut = 0.0, 0
+    for b, advantage in enumerate(torch.linspace(-1, 1, 8).tolist()):
+        differences = [float(new_BT[b, t] - old_BT[b, t]) for t in mask_BT[b].nonzero().flatten().tolist()]
+        ratio = math.exp(sum(differences) / len(differences))
+        kept = min(max(ratio, 1 - 0.1), 1 + 0.2)
+        wanted -= min(ratio * advantage, kept * advantage) / 8
+        cut += kept * advantage < ratio * advantage
+    assert 0 < cut < 8
+    predictions = TensorDict({"logprobs": new_BT}, batch_size=[8])
+    scale = LossScale(num_tokens=int(mask_BT.sum()), num_sequences=8)
+    for parts in ([slice(0, 8)], [slice(0, 3), slice(3, 8)]):
+        outputs = [loss_fn(predictions[part], batch[part], scale) for part in parts]
+        assert float(sum(output.loss for output in outputs)) == pytest.approx(wanted, abs=1e-6)
+        fractions = [output.sums["gspo/clip_fraction"] for output in outputs]
+        assert float(sum(fractions)) == pytest.approx(cut / 8)
 
 
 def learn(folder: Path, *settings: str) -> list[dict[str, float]]:
