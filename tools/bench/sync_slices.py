@@ -25,6 +25,7 @@ from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_ckptsync.control.sync import Run, Target
 from offbeat_ckptsync.plan.manifest import make_manifest
 from offbeat_ckptsync.seams import Source
+from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Cut, Layout, Registration, Sent, SyncOffer, TensorSpec
 from offbeat_ckptsync.wire import plain
 
@@ -76,8 +77,9 @@ class Offers(Source):
 
     async def offer(self, version: int, members: list[str]) -> SyncOffer:
         """Offer, with a manifest made anew each time, as one is that came over a wire."""
+        manifest = await in_thread(lambda: make_manifest(self._offered), name="manifest")
         return SyncOffer(
-            sync_id=f"s{version}", version=version, manifest=make_manifest(self._offered), bucket_bytes=BUCKET_BYTES,
+            sync_id=f"s{version}", version=version, manifest=manifest, bucket_bytes=BUCKET_BYTES,
             transport="broadcast", endpoint={},
         )  # fmt: skip
 

@@ -184,8 +184,8 @@ async def _ours(llm: Any, model: torch.nn.Module) -> Any:  # noqa: ANN401 -- vLL
     from offbeat_ckptsync.seams import GenerationGate
 
     class Gate(GenerationGate):
-        async def pause(self) -> None:
-            await llm.pause_generation(mode="keep", clear_cache=False)
+        async def pause(self) -> None:  # as the adapter of offbeat-rollout does
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
         async def resume(self) -> None:
             await llm.resume_generation()
