@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -91,9 +92,9 @@ class Offers(Source):
         """Nothing is sent."""
 
 
-def replica(name: str, layouts: list[Layout]) -> CarriedMember:
+def replica(name: str, layouts: object) -> CarriedMember:
     """Return a replica elsewhere that says what its ranks need, as JSON, and agrees to every offer."""
-    answers: dict[str, Json] = {"layouts": {"ranks": plain(layouts)}, "begin": {"held": ""}}
+    answers: dict[str, Json] = {"layouts": {"ranks": layouts}, "begin": {"held": ""}}
 
     async def call(op: str, request: Json) -> Json:
         assert request or op == "layouts"
@@ -128,7 +129,8 @@ _BEAT_S = 0.001
 async def measure(layout_of: Callable[[int, list[TensorSpec]], Layout], repeats: int) -> dict[str, float]:
     """Begin two syncs, several times, each time with replicas that nobody knows yet; return medians, and the worst standstill."""
     offered, config = specs(), SyncConfig(begin_timeout_s=600.0)
-    layouts = [layout_of(rank, offered) for rank in range(NUM_RANKS)]
+    layouts = plain([layout_of(rank, offered) for rank in range(NUM_RANKS)])
+    gc.freeze()  # what replicas hold is in their own processes
     found: dict[str, list[float]] = {}
     for turn in range(repeats):
         members = {
