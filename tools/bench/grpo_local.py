@@ -16,6 +16,7 @@ from offbeat_trainer import (
     Learner,
     LoopConfig,
     Prompt,
+    RewardConfig,
     Role,
     SamplingConfig,
     Score,
@@ -24,11 +25,12 @@ from offbeat_trainer import (
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.local import LocalPolicy, LocalPublisher
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.loops.parts import Parts, StopRequest
+from offbeat_trainer.loops.parts import Parts
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.reporters.jsonl import JsonlReporter
 from offbeat_trainer.roles import POLICY
 from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -109,7 +111,8 @@ class GrpoRun:
         learner = Learner(algorithm, {POLICY: Role(engine)}, checkpoints=str(folder), keep=1)
         policy = LocalPolicy(learner, timeout_s=TIMEOUT_S)
         parts = Parts(
-            task=LowTokens(vocab=self.size.vocab),
+            task=(task := LowTokens(vocab=self.size.vocab)),
+            scorer=TaskScorer(task.score, RewardConfig()),
             policy=policy,
             generator=GroupGenerator(replica.generate_many, replica.abort),
             publisher=await LocalPublisher.between(engine, replica, SyncConfig(transport="loopback")),
@@ -126,7 +129,6 @@ class GrpoRun:
             ),
             algorithm=algorithm,
             sampling=SamplingConfig(max_tokens=MAX_TOKENS),
-            stop=StopRequest(),
         )
         try:
             await run_sync(parts, Outcome(), 0)

@@ -3,12 +3,13 @@
 
     uv run tools/bench/modes.py --json
 
-Three parts, one after the other; --only picks some of them:
+Four parts, one after the other; --only picks some of them:
 
   paced   a generator with log-normal lengths that takes no CPU, and real training: `utilisation` of the busier side
   real    vLLM and training of an 8.8 M model through `offbeat-train` in each mode: `tokens_per_s`, `async_over_sync`
   driver  the driver alone: `driver_us_per_sample` with 10,000 groups in flight, `ready_to_consumed_p99_ms`;
           `driver_us_per_token` with completions of 8,192 tokens
+  rewards 256 completions, rewards of 100 ms each: `sleep_s`, `cpu_s`, `async_s` of a step
 
 `journal_share` of a step is the larger of those that `paced` and `real` found. Progress goes to stderr. With --json the
 last line of stdout is one JSON object. The exit code is 1 if a part could not be measured.
@@ -32,7 +33,7 @@ from failures import BenchError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PARTS = ("paced", "real", "driver")
+PARTS = ("paced", "real", "driver", "rewards")
 
 
 def say(text: str) -> None:
@@ -68,6 +69,13 @@ def _driver(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         **asyncio.run(measure(folder / "many", options.in_flight, options.driver_steps)),
         **asyncio.run(measure_tokens(folder / "long", options.token_steps)),
     }
+
+
+def _rewards(options: argparse.Namespace, folder: Path) -> dict[str, object]:
+    from modes_rewards import measure
+
+    del options
+    return asyncio.run(measure(folder))
 
 
 def _options() -> argparse.Namespace:
@@ -115,6 +123,7 @@ def main() -> int:
         "paced": _paced,
         "real": _real,
         "driver": _driver,
+        "rewards": _rewards,
     }
     answer: dict[str, object] = {}
     failed: list[str] = []

@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING
 from modes_paced import Lengths, PacedReplica, PacedTask, StepLog, TimedJournal
 
 from offbeat_ckptsync import SyncReport
-from offbeat_trainer import AsyncConfig, Grpo, GrpoConfig, LoopConfig, SamplingConfig, SqliteJournal
+from offbeat_trainer import (
+    AsyncConfig,
+    Grpo,
+    GrpoConfig,
+    LoopConfig,
+    RewardConfig,
+    SamplingConfig,
+    SqliteJournal,
+)
 from offbeat_trainer.generation import GroupGenerator
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.parts import Parts
 from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.scoring.scorer import TaskScorer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -196,6 +205,7 @@ async def _run(folder: Path, load: Load) -> Counted:
 def _parts(folder: Path, replica: PacedReplica, log: StepLog, journal: TimedJournal, load: Load) -> Parts:
     return Parts(
         task=PacedTask(),
+        scorer=TaskScorer(PacedTask().score, RewardConfig()),
         policy=NoPolicy(),
         generator=GroupGenerator(replica.generate_many),
         publisher=NoWeights(replica),

@@ -19,6 +19,7 @@ from offbeat_trainer import (
     GrpoConfig,
     Learner,
     LoopConfig,
+    RewardConfig,
     Role,
     SamplingConfig,
     SqliteJournal,
@@ -34,6 +35,7 @@ from offbeat_trainer.loops.parts import Parts
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles import POLICY
 from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.scoring.scorer import TaskScorer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -133,6 +135,7 @@ async def train(folder: Path, model: str, mode: str, token_s: float, steps: int)
     journal = TimedJournal(SqliteJournal(folder / "journal.sqlite"))
     parts = Parts(
         task=PacedTask(),
+        scorer=TaskScorer(PacedTask().score, RewardConfig()),
         policy=LocalPolicy(
             Learner(algorithm, {POLICY: Role(engine)}, checkpoints=str(folder), keep=2),
             timeout_s=STEP_TIMEOUT_S,

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import struct
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from offbeat_trainer.journal.codec import pack, unpack
 from offbeat_trainer.journal.events import Dropped, Finished, Flipped, Half, Issued, Taken, recover, spans_of
 from offbeat_trainer.journal.memory import MemoryJournal
 from offbeat_trainer.journal.segments import SegmentJournal
-from offbeat_trainer.journal.sqlite import SqliteJournal
+from offbeat_trainer.journal.sqlite import _FORGET, SqliteJournal
 from offbeat_trainer.loops.outcome import FORGET_EVERY
 from offbeat_trainer.testing import ScriptedRun, ScriptedTask
 from offbeat_trainer.types import Score
@@ -336,3 +337,11 @@ def test_a_run_that_saves_nothing_keeps_no_tokens_that_were_trained_and_can_begi
     numbers = Counter(number for numbers in again.policy.prompts for number in numbers)
     assert len(numbers) == 70 * per_step
     assert set(numbers.values()) == {1}
+
+
+def test_to_forget_a_group_is_no_walk_over_the_whole_run(tmp_path):
+    with closing(SqliteJournal(tmp_path / "journal.sqlite")):
+        pass
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as database:
+        plan = database.execute(f"EXPLAIN QUERY PLAN {_FORGET}", (1,)).fetchall()
+    assert ["USING INDEX bodies" in step[3] for step in plan] == [True]

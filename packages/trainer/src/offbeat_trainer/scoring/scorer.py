@@ -116,35 +116,90 @@ class FunctionScorer:
 class TaskScorer:
     """Satisfies `Scorer` with the `score` of a task: a function that is quick and ours, called in a thread.
 
-    A thread cannot be ended: a call that hangs goes on beside the run, whose group is given up.
+    What waits is scored in one go: to change threads costs more than to score. A thread cannot be ended: a call that hangs
+    goes on beside the run, whose group is given up.
     """
 
     def __init__(self, score: Callable[[Prompt, Completion], Score], config: RewardConfig) -> None:
         """Score with `score`."""
         self._score = score
         self._config = config
+        self._waiting: list[tuple[Group, asyncio.Future[Group]]] = []
+        self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, group: Group) -> Group:
         """See `Scorer.score`."""
-        where = f"the reward of {group.prompt.uid}"
-        limit = asyncio.timeout(self._config.timeout_s)
-        try:
-            async with limit:
-                scores = await asyncio.get_running_loop().run_in_executor(
-                    _DAEMONS, lambda: tuple(self._score(group.prompt, one) for one in group.completions)
-                )
-        except Exception as error:
-            if limit.expired():
-                failed = RewardFailed(
-                    TIMED_OUT, f"{where} took longer than {self._config.timeout_s:g} s (reward.timeout_s)"
-                )
-            else:
-                failed = RewardFailed(RAISED, f"{where} raised {type(error).__name__}: {error}")
-            raise _as_asked(failed, self._config) from error
-        return replace(group, scores=scores)
+        answer: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
+        self._waiting.append((group, answer))
+        if self._scoring is None:
+            self._scoring = asyncio.create_task(self._score_all(), name="rewards")
+        return await answer
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Give up what is under way."""
+        if self._scoring is not None:
+            self._scoring.cancel()
+            await asyncio.gather(self._scoring, return_exceptions=True)
+
+    async def _score_all(self) -> None:
+        try:
+            while self._waiting:
+                taken, self._waiting = self._waiting, []
+                batch = _Batch([group for group, _ in taken], self._score)
+                await self._until_done_or_stuck(batch)
+                for (group, answer), scores in zip(taken, batch.done, strict=False):
+                    self._settle(answer, group, scores)
+                left = taken[len(batch.done) :]
+                if left:  # the first of them hangs
+                    group, answer = left[0]
+                    late = f"it took longer than {self._config.timeout_s:g} s (reward.timeout_s)"
+                    self._settle(
+                        answer, group, RewardFailed(TIMED_OUT, f"the reward of {group.prompt.uid}: {late}")
+                    )
+                    self._waiting = left[1:] + self._waiting
+        finally:
+            self._scoring = None
+
+    async def _until_done_or_stuck(self, batch: _Batch) -> None:
+        work = asyncio.get_running_loop().run_in_executor(_DAEMONS, batch.run)
+        num_done = -1
+        while not work.done() and len(batch.done) > num_done:
+            num_done = len(batch.done)
+            await asyncio.wait([work], timeout=self._config.timeout_s)
+        if not work.done():
+            batch.given_up = True
+            batch.done = list(batch.done)  # what is still to come is nobody's
+
+    def _settle(
+        self, answer: asyncio.Future[Group], group: Group, found: tuple[Score, ...] | RewardFailed
+    ) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        if isinstance(found, RewardFailed):
+            answer.set_exception(_as_asked(found, self._config))
+        else:
+            answer.set_result(replace(group, scores=found))
+
+
+class _Batch:
+    """Groups that are scored one after the other; `done` grows as it goes, until it is given up."""
+
+    def __init__(self, groups: Sequence[Group], score: Callable[[Prompt, Completion], Score]) -> None:
+        self.done: list[tuple[Score, ...] | RewardFailed] = []
+        self.given_up = False
+        self._groups = groups
+        self._score = score
+
+    def run(self) -> None:
+        done = self.done
+        for group in self._groups:
+            if self.given_up:
+                return
+            try:
+                done.append(tuple(self._score(group.prompt, one) for one in group.completions))
+            except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt of a reward are its own failure
+                said = f"the reward of {group.prompt.uid} raised {type(error).__name__}: {error}"
+                done.append(RewardFailed(RAISED, said))
 
 
 def _as_asked(error: RewardFailed, config: RewardConfig) -> TrainerError:
@@ -180,15 +235,10 @@ class _Daemons(Executor):
         future: Future[T] = Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
             try:
                 future.set_result(fn(*args, **kwargs))
             except Exception as error:  # noqa: BLE001 - becomes the future's
-                # An event loop's future takes no StopIteration.
-                future.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-            except BaseException as error:  # noqa: BLE001 - a reward's SystemExit or KeyboardInterrupt is its own failure
-                future.set_exception(RuntimeError(repr(error)))
+                future.set_exception(error)
 
         threading.Thread(target=run, name="rewards", daemon=True).start()
         return future
