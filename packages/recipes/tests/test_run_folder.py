@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from offbeat_recipes.errors import RunFolderError
-from offbeat_recipes.run_folder import MAY_CHANGE, open_run_folder, reopen_run_folder
+from offbeat_recipes.run_folder import MAY_CHANGE, open_run_folder, reopen_run_folder, speed_settings
 from offbeat_recipes.settings import known_paths, parse, to_dict
 
 SETTINGS = {"seed": 0, "trainer": {"steps": 5, "group_size": 4}, "report": {"wandb": False}}
@@ -144,10 +144,49 @@ def test_settings_that_change_nothing_may_differ(tmp_path):
         **SETTINGS,
         "trainer": {"steps": 9, "group_size": 4},
         "report": {"wandb": True},
-        "engine": {"collective_timeout_s": 1200.0, "checkpoint_timeout_s": 7200.0},
         "resume": "auto",
     }
     assert open_and_close(tmp_path, other, resume=True).resumed
+
+
+FASTER = {
+    "engine": {
+        "num_ranks": 2, "micro_batch_tokens": 2048, "activation_checkpointing": True, "offload_optimizer": True,
+        "shard_size": 1, "compile": True, "collective_timeout_s": 1200.0,
+    },
+    "rollout": {"num_replicas": 3, "max_num_seqs": 8, "gpu_memory_fraction": 0.5, "request_timeout_s": 9.0, "enforce_eager": True},
+    "mode": {"max_attempts": 7},
+    "reward": {"concurrency": 2},
+}  # fmt: skip
+
+
+def test_a_run_goes_on_with_other_settings_of_speed_and_placement(tmp_path):
+    """What the first thing is that one changes after a run has met its limits: memory, cores, a lost node."""
+    before, now = parse({}), parse(FASTER)
+    open_and_close(tmp_path, to_dict(before), resume=False)
+    folder = open_run_folder(tmp_path, to_dict(now), resume=True, may_change=speed_settings(now))
+    folder.close()
+    assert folder.resumed
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["engine"]["num_ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"task": {"level": 3}}, "task.level"),
+        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
+        ({"engine": {"optimizer": {"lr": 1e-3}}}, "engine.optimizer.lr"),
+        ({"engine": {"reduce_dtype": "bfloat16"}}, "engine.reduce_dtype"),
+        ({"rollout": {"max_model_len": 77}}, "rollout.max_model_len"),
+        ({"algorithm": {"clip_low": 0.1}}, "algorithm.clip_low"),
+    ],
+)
+def test_and_not_with_what_is_learned_by_whom(tmp_path, changed, named):
+    now = parse(changed)
+    open_and_close(tmp_path, to_dict(parse({})), resume=False)
+    with pytest.raises(RunFolderError) as caught:
+        open_run_folder(tmp_path, to_dict(now), resume=True, may_change=speed_settings(now))
+    assert f"{named}: was " in str(caught.value)
 
 
 def test_every_setting_that_may_change_is_one_and_none_hides_another():

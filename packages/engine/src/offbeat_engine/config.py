@@ -1,6 +1,7 @@
 """Settings of an engine: frozen values, plain types only, validated by whoever reads them from a file."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypeVar
@@ -59,6 +60,10 @@ class LoraConfig:
     export: LoraExport = LoraExport.MERGED
 
 
+SPEED: Mapping[str, object] = {"speed": True}
+"""Metadata of a field, see `EngineConfig`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Which model the engine trains.
@@ -101,7 +106,8 @@ class EngineConfig:
     """What every training engine is told; an engine's own settings are fields of its own subclass (`Engine.Config`).
 
     An engine refuses in `check` what it cannot honour of these. A subclass is frozen and keyword-only too, and gives every
-    field a default: recipes then read `engine.<field>` by it.
+    field a default: recipes then read `engine.<field>` by it. A field with the metadata `SPEED` changes how fast a step is and
+    where it is computed, and of its numbers no more than the rounding: a run may go on with another value.
 
     `micro_batch_tokens` is the budget of one micro-batch on one rank, in tokens after packing; a single longer
     sequence gets a micro-batch of its own. Ranks that share sequences put their budgets together. `max_sequence_tokens` is
@@ -118,18 +124,18 @@ class EngineConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     dtype: Dtype = Dtype.FLOAT32
     device: Literal["cpu", "cuda"] = "cpu"
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = field(default=16384, metadata=SPEED)
     max_sequence_tokens: int = 0
-    activation_checkpointing: bool = False
-    offload_parameters: bool = False
-    offload_optimizer: bool = False
+    activation_checkpointing: bool = field(default=False, metadata=SPEED)
+    offload_parameters: bool = field(default=False, metadata=SPEED)
+    offload_optimizer: bool = field(default=False, metadata=SPEED)
     lora: LoraConfig = field(default_factory=LoraConfig)
     freeze: tuple[str, ...] = ()
     inference_only: bool = False
     deterministic: bool = False
     on_nonfinite: NonFinite = NonFinite.STOP
-    collective_timeout_s: float = 600.0
-    checkpoint_timeout_s: float = 3600.0
+    collective_timeout_s: float = field(default=600.0, metadata=SPEED)
+    checkpoint_timeout_s: float = field(default=3600.0, metadata=SPEED)
 
     @property
     def model_parallel_size(self) -> int:
@@ -147,13 +153,15 @@ def bounded(
     at_least: float | None = None,
     more_than: float | None = None,
     at_most: float | None = None,
+    speed: bool = False,
 ) -> Any:  # noqa: ANN401 what `field` answers is as the annotation beside it says
     """Return a field with limits in its metadata; whoever reads settings from a file or command line holds them.
 
-    That is early and cheap; an engine's `check` looks at what depends on more than one setting.
+    With `speed` it has `SPEED`, too. That is early and cheap; an engine's `check` looks at what depends on more than one setting.
     """
     limits = {"at_least": at_least, "more_than": more_than, "at_most": at_most}
-    return field(default=default, metadata={key: limit for key, limit in limits.items() if limit is not None})
+    given = {key: limit for key, limit in limits.items() if limit is not None}
+    return field(default=default, metadata={**given, **(SPEED if speed else {})})
 
 
 C = TypeVar("C", bound=EngineConfig)

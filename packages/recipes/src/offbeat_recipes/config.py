@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict, Field
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_engine.config import Dtype, EngineConfig, LoraExport, ModelConfig
+from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig
 from offbeat_engine.registry import engine_config_class
 from offbeat_recipes.tasks.config import ArithmeticConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
@@ -79,8 +79,8 @@ class EngineSection(EngineConfig):
     """
 
     name: str = "fsdp2"
-    num_ranks: int = 1
-    threads_per_rank: int = 0
+    num_ranks: int = field(default=1, metadata=SPEED)
+    threads_per_rank: int = field(default=0, metadata=SPEED)
     model: ModelConfig = field(
         default_factory=lambda: ModelConfig(path=""), metadata={"derived": "the section `model`"}
     )
@@ -99,8 +99,8 @@ class RolloutSection(RolloutConfig):
     """
 
     name: str = "vllm"
-    num_replicas: int = 1
-    cpu_threads: int = 0
+    num_replicas: int = field(default=1, metadata=SPEED)
+    cpu_threads: int = field(default=0, metadata=SPEED)
     model_path: str = field(default="", metadata={"derived": "model.path"})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
     device: Device = field(default="cpu", metadata={"derived": "device"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import IO, TYPE_CHECKING, cast
 
 import yaml
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from _typeshed import DataclassInstance
+
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
-# Settings that may differ when a run goes on: they change neither the data nor the arithmetic of a step.
+# Settings that may differ when a run goes on, besides those whose fields have the metadata `SPEED`: they change neither the
+# data nor the arithmetic of a step.
 MAY_CHANGE = (
     "resume",
     "run_dir",
@@ -34,8 +37,8 @@ MAY_CHANGE = (
     "trainer.keep_checkpoints",
     "trainer.sample_every",
     "trainer.step_timeout_s",
-    "engine.collective_timeout_s",
-    "engine.checkpoint_timeout_s",
+    "mode.max_attempts",
+    "mode.on_stall",
     "sync.",
 )
 _ALSO_SYNCS = ("trainer.validate_every", "trainer.save_every")
@@ -85,7 +88,21 @@ class RunFolder:
         self.lock.close()
 
 
-def open_run_folder(path: Path, settings: Mapping[str, object], *, resume: bool) -> RunFolder:
+def speed_settings(section: DataclassInstance, prefix: str = "") -> frozenset[str]:
+    """Return the paths of the settings below `section` that change speed and placement only: their fields say so."""
+    found: set[str] = set()
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if item.metadata.get("speed"):
+            found.add(f"{prefix}{item.name}")
+        elif is_dataclass(value) and not isinstance(value, type):
+            found |= speed_settings(value, f"{prefix}{item.name}.")
+    return frozenset(found)
+
+
+def open_run_folder(
+    path: Path, settings: Mapping[str, object], *, resume: bool, may_change: frozenset[str] = frozenset()
+) -> RunFolder:
     """Make or reopen the run folder at `path`; nothing that was there is lost.
 
     Without `resume`, a run that is already there is moved aside to `<path>.1`, `<path>.2`, ...
@@ -94,6 +111,7 @@ def open_run_folder(path: Path, settings: Mapping[str, object], *, resume: bool)
         path: the folder.
         settings: the resolved settings, nested plain values.
         resume: go on from what is there, if anything is.
+        may_change: settings that may be others than before, besides `MAY_CHANGE`; see `speed_settings`.
 
     Raises:
         RunFolderError: another process is at work in it, or the settings differ in a way that would make the rest of
@@ -108,7 +126,7 @@ def open_run_folder(path: Path, settings: Mapping[str, object], *, resume: bool)
     lock = _locked(path)
     if there:
         try:
-            _check_same(path, settings)
+            _check_same(path, settings, may_change)
         except BaseException:
             lock.close()
             raise
@@ -162,7 +180,7 @@ def _locked(path: Path) -> IO[str]:
     return lock
 
 
-def _check_same(path: Path, settings: Mapping[str, object]) -> None:
+def _check_same(path: Path, settings: Mapping[str, object], may_change: frozenset[str]) -> None:
     written = yaml.safe_load((path / CONFIG).read_text())
     if not isinstance(written, dict):
         raise RunFolderError(
@@ -173,7 +191,7 @@ def _check_same(path: Path, settings: Mapping[str, object]) -> None:
     changed = [
         f"{name}: was {before.get(name)!r}, is {now.get(name)!r}"
         for name in sorted({*before, *now})
-        if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE)
+        if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE) and name not in may_change
     ]
     if _bends_the_schedule(before, now):
         changed.append(

@@ -19,7 +19,7 @@ from offbeat_recipes.interrupts import StopKeys
 from offbeat_recipes.quiet import logs_to
 from offbeat_recipes.random_model import random_model_folder
 from offbeat_recipes.reporting import make_reporter
-from offbeat_recipes.run_folder import RunFolder, open_run_folder, reopen_run_folder
+from offbeat_recipes.run_folder import RunFolder, open_run_folder, reopen_run_folder, speed_settings
 from offbeat_recipes.settings import to_dict
 from offbeat_recipes.stops import check_stops
 from offbeat_recipes.tasks.base import make_task
@@ -90,7 +90,12 @@ def drive(
         folder = reopen_run_folder(config.folder)
     else:
         _check_sizes(config, task)
-        folder = open_run_folder(config.folder, to_dict(config), resume=config.resume == "auto")
+        folder = open_run_folder(
+            config.folder,
+            to_dict(config),
+            resume=config.resume == "auto",
+            may_change=speed_settings(config),
+        )
     try:
         with logs_to(folder.logs / "driver.log"):
             session = _open(config, folder, task, started, reopen=reopen)
@@ -148,7 +153,8 @@ async def _guarded(session: Session, work: Work) -> int:
             code = _failed(session, str(error))
         except Exception as error:
             log.exception("the run failed in a way nobody foresaw")
-            code = _failed(session, f"{type(error).__name__}: {error} (a defect; the log has the traceback)")
+            defect = f"{type(error).__name__}: {error} (a defect; the log has the traceback)"
+            code = _failed(session, _out_of_memory(session.config, error) or defect)
     if session.outcome.interrupted:
         code = INTERRUPTED
     if session.jsonl is not None:
@@ -157,6 +163,22 @@ async def _guarded(session: Session, work: Work) -> int:
         session.reporter.summary({**summary, **_where_next(session, code)})
     session.reporter.close()
     return code
+
+
+def _out_of_memory(config: RunConfig, error: Exception) -> str:
+    """Say what to do where `error` is that memory ran out, a device's or the machine's; else nothing."""
+    text = str(error)
+    # Torch's and Ray's classes of that name, wherever the error came from; on a CPU torch raises a plain RuntimeError.
+    ran_out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if not ran_out and "can't allocate memory" not in text:
+        return ""
+    where = "; ".join([text.splitlines()[0] if text else "MemoryError", *getattr(error, "__notes__", [])])
+    return (
+        f"memory ran out: {where}. What takes less: engine.micro_batch_tokens (now {config.engine.micro_batch_tokens}), "
+        f"engine.activation_checkpointing=true, engine.offload_optimizer=true, more ranks (engine.num_ranks, now "
+        f"{config.engine.num_ranks}), fewer replicas (rollout.num_replicas, now {config.rollout.num_replicas}) or less for each "
+        "(rollout.gpu_memory_fraction, rollout.kv_cache_gib). A run may go on with any of these changed"
+    )
 
 
 def _failed(session: Session, message: str) -> int:

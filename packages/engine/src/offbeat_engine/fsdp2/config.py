@@ -2,10 +2,10 @@
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time. No torch either: settings
 # are read long before anything is trained.
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from offbeat_engine.config import Dtype, EngineConfig, bounded
+from offbeat_engine.config import SPEED, Dtype, EngineConfig, bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +27,19 @@ class Fsdp2Config(EngineConfig):
     keeps the results of matrix products and attention, so that backward computes the cheap rest again.
     """
 
-    packing: bool = True
-    share_prefixes: bool = True
-    activation_offload: bool = False
-    sequence_parallel_size: int = bounded(1, at_least=1)
-    shard_size: int = bounded(0, at_least=0)
-    compile: bool = False
-    reshard: Literal["auto", "always", "never"] | int = "auto"
+    packing: bool = field(default=True, metadata=SPEED)
+    share_prefixes: bool = field(default=True, metadata=SPEED)
+    activation_offload: bool = field(default=False, metadata=SPEED)
+    sequence_parallel_size: int = bounded(1, at_least=1, speed=True)
+    shard_size: int = bounded(0, at_least=0, speed=True)
+    compile: bool = field(default=False, metadata=SPEED)
+    reshard: Literal["auto", "always", "never"] | int = field(default="auto", metadata=SPEED)
     reduce_dtype: Dtype = Dtype.FLOAT32
-    checkpoint_every: int = bounded(1, at_least=1)
-    checkpoint_keeps: Literal["inputs", "products"] = "inputs"
-    attention: Literal["auto", "eager", "sdpa", "varlen", "flash_attention_2"] = "auto"
+    checkpoint_every: int = bounded(1, at_least=1, speed=True)
+    checkpoint_keeps: Literal["inputs", "products"] = field(default="inputs", metadata=SPEED)
+    attention: Literal["auto", "eager", "sdpa", "varlen", "flash_attention_2"] = field(
+        default="auto", metadata=SPEED
+    )
 
     @property
     def model_parallel_size(self) -> int:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from offbeat_rollout.config import RolloutConfig
+from offbeat_rollout.config import SPEED, RolloutConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class VllmConfig(RolloutConfig):
     arguments of vLLM's `AsyncEngineArgs`, by vLLM's names; see `arguments` for those that are not taken.
     """
 
-    enforce_eager: bool | None = None
-    prefix_caching: bool | None = None
+    enforce_eager: bool | None = field(default=None, metadata=SPEED)
+    prefix_caching: bool | None = field(default=None, metadata=SPEED)
     weight_backend: str = field(default="offbeat", metadata={"derived": "the weight sync of a run"})
     engine_args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True})
