@@ -144,7 +144,7 @@ def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recove
     for index in (*trained, *found.dropped):
         found.finished.pop(index, None)
         found.uids.pop(index, None)
-    if not all(group.completions for group in found.finished.values()):
+    if any(group.spans and not group.completions for group in found.finished.values()):
         # Forgotten, and the weights that they made are lost: what came later stands on those, so all of it begins again.
         found.finished, found.halves, found.script = {}, {}, {}
     for index in (*trained, *found.dropped, *found.finished):
