@@ -29,7 +29,8 @@ def test_steps_rewards_tokens_and_times_of_a_run():
     outcome = Outcome(steps=4)  # a resumed run: four steps were done by another process
     phases = {"generate": 1.0, "reward": 0.5, "train": 2.0, "sync": 0.25, "validate": 100.0}
     outcome.take(4, values(0.25, speed=1.0, **{"mismatch/max_abs_logprob_diff": 1e-3}), phases)
-    outcome.take(5, values(0.75, speed=3.0, **{"mismatch/max_abs_logprob_diff": 1e-6}), {"train": 0.25})
+    last = {"mismatch/max_abs_logprob_diff": 1e-6, "buffer/dropped_reward_raised_groups": 2.0}
+    outcome.take(5, values(0.75, speed=3.0, **last), {"train": 0.25})
     assert (outcome.steps, outcome.steps_here) == (6, 2)
     summary = outcome.summary()
     json.dumps(summary, allow_nan=False)
@@ -43,6 +44,7 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "tokens_per_s": 20.0 / 4.0,
         "phase_s": {"generate": 0.5, "reward": 0.25, "train": 1.125, "sync": 0.125},
         "sync_gb_per_s": 2.0,
+        "dropped_groups": {"reward_raised": 2.0},
         "max_abs_logprob_diff": 1e-3,
         "warmup_s": 0.0,
         "where_time_went": None,

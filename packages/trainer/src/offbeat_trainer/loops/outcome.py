@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.types import Group
 
 STEP_PHASES = ("generate", "reward", "train", "sync")
+DROPPED = "buffer/dropped_"  # metrics that count, by reason; see `GroupStream.metrics`
 FORGET_EVERY = 20
 """Steps between two clearances of the journal where no checkpoint clears it."""
 
@@ -42,6 +43,9 @@ class Outcome:
     tokens: float = 0.0
     step_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict[str, float])
+    dropped_groups: dict[str, float] = field(
+        default_factory=dict[str, float]
+    )  # since the run began, by reason
     sync_gb_per_s: list[float] = field(default_factory=list[float])
     where_time_went: str | None = None  # the largest cause of idle time, in a sentence
 
@@ -59,6 +63,10 @@ class Outcome:
         diff = values.get("mismatch/max_abs_logprob_diff")
         if diff is not None and not values.get("staleness/max"):  # of older tokens it is mostly their age
             self.max_abs_logprob_diff = max(diff, self.max_abs_logprob_diff or 0.0)
+        dropped = [key for key in values if key.startswith(DROPPED)]
+        self.dropped_groups = {
+            key.removeprefix(DROPPED).removesuffix("_groups"): values[key] for key in dropped
+        }
         if "sync/gb_per_s" in values:  # not every step of an asynchronous run has a sync
             self.sync_gb_per_s.append(values["sync/gb_per_s"])
 
@@ -77,6 +85,7 @@ class Outcome:
             "sync_gb_per_s": sum(self.sync_gb_per_s) / len(self.sync_gb_per_s)
             if self.sync_gb_per_s
             else None,
+            "dropped_groups": self.dropped_groups,
             "max_abs_logprob_diff": self.max_abs_logprob_diff,
             "warmup_s": self.warmup_s,
             "where_time_went": self.where_time_went,
