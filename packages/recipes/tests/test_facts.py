@@ -9,6 +9,8 @@ import pytest
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.facts import Facts, gather_facts
 from offbeat_recipes.plan import plan_run
+from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.config import ArithmeticConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,8 +22,6 @@ def _refused(facts: Facts) -> dict[str, str]:
 
 def test_the_tiny_model_is_counted_without_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from transformers import AutoModelForCausalLM
-
-    from offbeat_recipes.tasks.base import make_task
 
     monkeypatch.chdir(tmp_path)
     config = compose_run([])
@@ -67,12 +67,58 @@ def test_missing_files_and_models_are_named():
     assert {"task.validation_path", "task.reward", "model.path"} <= set(refused)
 
 
+def opened(tmp_path: Path, rows: str, *settings: str) -> Facts:
+    """What the plan knows of a run on `rows`."""
+    model = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path / "base", 0)
+    data = tmp_path / "rows.jsonl"
+    data.write_text(rows)
+    (tmp_path / "reward_of_a_plan.py").write_text("def right(completion, answer): return 1.0\n")
+    given = [f"task.{key}={data}" for key in ("train_path", "validation_path")]
+    reward = f"task.reward={tmp_path}/reward_of_a_plan.py:right"
+    words = ["task=file", *given, reward, f"model.path={model}", *settings]
+    return gather_facts(compose_run(words), opens_data=True)
+
+
+ROWS = '{"prompt": "1+1=", "answer": ":2"}\n{"prompt": "1+2=", "answer": ":3"}\n'
+
+
+def test_a_plan_opens_data_and_rewards(tmp_path: Path):
+    facts = opened(tmp_path, ROWS)
+    assert (facts.refusals, facts.num_train_prompts) == ((), 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "setting", "says"),
+    [
+        (ROWS, ["task.reward=nowhere.py:right"], "task.reward", "nowhere.py"),
+        (ROWS, ["task.reward=math:pi"], "task.reward", "is no function"),
+        (ROWS, ["task.prompt_key=asked"], "task", "rows.jsonl"),
+        ('{"prompt": 3, "answer": ":2"}\n', [], "task", "row 1"),
+        ("not json\n", [], "task", "row"),
+    ],
+)
+def test_a_plan_never_says_that_what_its_data_forbids_can_run(
+    tmp_path: Path, rows: str, settings: list[str], setting: str, says: str
+):
+    [refusal] = opened(tmp_path, rows, *settings).refusals
+    assert refusal.setting == setting
+    assert says in refusal.reason
+
+
+def test_a_plan_looks_up_a_task_of_others():
+    [refusal] = gather_facts(
+        compose_run(["task=external", "task.entry=nope", "model.path="]), opens_data=True
+    ).refusals
+    assert refusal.setting == "task.entry"
+    assert "no task named 'nope'" in refusal.reason
+
+
 @pytest.mark.parametrize(
     ("setting", "refused"),
     [
         ("model.path=nowhere", "model.path"),
         ("engine.optimizer.beta1=1.5", "engine.optimizer.beta1"),
-        ("task.level=12", "task"),
+        ("task.level=12", "task.level"),
     ],
 )
 def test_what_the_parts_refuse(setting: str, refused: str):

@@ -18,6 +18,7 @@ from offbeat_recipes.algorithms import algorithm_refusals
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.replay import replay_refusals
 from offbeat_recipes.stops import stop_refusals
+from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig, FileConfig, RowsConfig
 from offbeat_rollout import ConfigError as RolloutConfigError
 from offbeat_rollout.registry import adapter_class
@@ -69,8 +70,12 @@ class Facts:
     refusals: tuple[Refusal, ...] = ()
 
 
-def gather_facts(config: RunConfig) -> Facts:
-    """Look up what planning `config` needs. Imports torch; starts nothing, reads no data, loads no weights."""
+def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
+    """Look up what planning `config` needs. Imports torch; starts nothing, loads no weights.
+
+    With `opens_data` the task is made, its data read and its rewards imported; a command that then runs does so itself, before
+    anything starts.
+    """
     import torch
 
     refusals = [
@@ -85,11 +90,11 @@ def gather_facts(config: RunConfig) -> Facts:
     try:
         shape = _model_config(config)
         model = None if shape is None else model_facts(shape)
-        num_prompts, prompt_tokens, answer_tokens = _task(config)
+        opens = opens_data and not any(one.setting.startswith(("task", "model.path")) for one in refusals)
+        num_prompts, prompt_tokens, answer_tokens = _task(config, opens=opens)
         refusals += [] if model is None else stop_refusals(config, model.vocab_size)
     except (TaskError, OSError, ValueError) as error:
-        setting = "task" if isinstance(error, TaskError) else "model.path"
-        refusals.append(Refusal(setting, str(error).splitlines()[0], "give a value that can be used"))
+        refusals.append(_refused_value(error))
     # GPUs of a cluster are not this machine's: nothing is known of them.
     on_cuda = config.device == "cuda" and not config.cluster.ray_address and torch.cuda.is_available()
     return Facts(
@@ -187,7 +192,16 @@ def _model_config(config: RunConfig) -> PretrainedConfig | None:
     return None
 
 
-def _task(config: RunConfig) -> tuple[int, int, int]:
+def _refused_value(error: Exception) -> Refusal:
+    """Return what an error of the task or the model says, under the setting it names if it names one."""
+    said = str(error).splitlines()[0]
+    setting, mark, reason = said.partition(": ")
+    if not mark or not setting.startswith(("task.", "model.")) or " " in setting:
+        setting, reason = "task" if isinstance(error, TaskError) else "model.path", said
+    return Refusal(setting, reason.rstrip("."), "give a value that can be used")
+
+
+def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int]:
     """Return how many training prompts there are, the longest prompt, and the longest right answer, in tokens."""
     if isinstance(config.task, ArithmeticConfig):
         from offbeat_recipes.tasks.arithmetic import ArithmeticTask, max_answer_tokens
@@ -198,4 +212,7 @@ def _task(config: RunConfig) -> tuple[int, int, int]:
             task.max_prompt_tokens,
             max_answer_tokens(config.task.level),
         )
+    if opens:
+        task = make_task(config.task, config.model.path, config.seed)
+        return getattr(task, "num_train_prompts", 0), task.max_prompt_tokens, 0
     return 0, config.task.max_prompt_tokens if isinstance(config.task, RowsConfig) else 0, 0

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from offbeat_recipes.plan_view import plan_json, print_plan
 
     try:
-        plan = plan_run(config, gather_facts(config))
+        plan = plan_run(config, gather_facts(config, opens_data=True))
     except RecipeError as error:
         complain(made.prog, error)
         return USAGE
