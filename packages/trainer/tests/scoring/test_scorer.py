@@ -158,6 +158,18 @@ async def test_what_fails_once_is_tried_again_and_a_batch_must_answer_for_each(s
         await scorer("short").score(group())
 
 
+async def test_a_module_that_only_this_process_looks_for_is_found_over_there(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "rewards_elsewhere.py").write_text("def two(completion): return 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    reward = find_reward("rewards_elsewhere:two", 1.0, {})
+    scorer = FunctionScorer([reward], RewardConfig(concurrency=1), decode=decode, correct_at=1)
+    try:
+        assert rewards_of(await scorer.score(group())) == [2, 2, 2]
+    finally:
+        await scorer.close()
+
+
 async def test_where_it_is_asked_for_a_failure_ends_the_run(scorer):
     with pytest.raises(TrainerError, match=r"reward\.on_failure=drop") as ended:
         await scorer("fails", on_failure=OnFailure.STOP).score(group("raised", texts=("a",)))
@@ -183,7 +195,7 @@ from offbeat_trainer.scoring.client import RewardProcess
 from offbeat_trainer.scoring.frames import Setup
 
 async def main():
-    process = RewardProcess(Setup(paths=(sys.argv[1],), concurrency=2, timeout_s=600.0))
+    process = RewardProcess(Setup(paths=(sys.argv[1],), search=(), concurrency=2, timeout_s=600.0))
     asyncio.get_running_loop().create_task(process.call(sys.argv[1], {"how": "timed out"}))
     while True:
         answer = await process.call(sys.argv[1], {"how": "fine"})

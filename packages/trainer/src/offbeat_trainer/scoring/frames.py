@@ -17,9 +17,10 @@ RAISED, TIMED_OUT, DIED = "raised", "timed out", "died"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Which functions there are, how many calls run at a time, and how long one may take."""
+    """Which functions there are and where modules are looked for, how many calls run at a time, and how long one may take."""
 
     paths: tuple[str, ...]
+    search: tuple[str, ...]
     concurrency: int
     timeout_s: float
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import threading
 from concurrent.futures import Executor, Future
 from dataclasses import replace
@@ -56,6 +57,7 @@ class FunctionScorer:
         self._correct_at = correct_at
         setup = Setup(
             paths=tuple(dict.fromkeys(reward.path for reward in rewards)),
+            search=tuple(sys.path),
             concurrency=config.concurrency,
             timeout_s=config.timeout_s,
         )

@@ -57,6 +57,7 @@ class Server:
         """Import the functions; workers start with the first call that needs one."""
         self._setup = setup
         self._answer = answer
+        sys.path += [folder for folder in setup.search if folder not in sys.path]
         functions = {path: load_object(path) for path in setup.paths}
         self._coroutines = {path: one for path, one in functions.items() if inspect.iscoroutinefunction(one)}
         self._loop: asyncio.AbstractEventLoop | None = None
