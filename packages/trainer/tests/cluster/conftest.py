@@ -92,6 +92,17 @@ def requests():
     return requests
 
 
+async def build(cluster, model):
+    """Start both pools; the ranks train `model`."""
+    policy = Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))
+
+    async def prepare():
+        await cluster.train.build({POLICY: policy})
+        return "built"
+
+    assert await cluster.start(prepare) == "built"
+
+
 @pytest.fixture(scope="session")
 def started():
     @asynccontextmanager
@@ -131,15 +142,8 @@ def started():
             step_timeout_s=TIMEOUT_S,
         )
         cluster = Cluster(spec)
-
-        async def build():
-            await cluster.train.build(
-                {POLICY: Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=1e-2))}
-            )
-            return "built"
-
         try:
-            assert await cluster.start(build) == "built"
+            await build(cluster, model)
             yield cluster
         finally:
             await cluster.stop()
