@@ -22,16 +22,16 @@ from offbeat_trainer import (
     Score,
     StepShape,
 )
-from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.data.generation import GroupGenerator
+from offbeat_trainer.data.seeds import derive_seed
 from offbeat_trainer.local import LocalPolicy, LocalPublisher
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.loops.parts import Parts
 from offbeat_trainer.loops.sync import run_sync
-from offbeat_trainer.reporters.jsonl import JsonlReporter
-from offbeat_trainer.roles import POLICY
+from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.seeds import derive_seed
+from offbeat_trainer.stream.parts import Parts
+from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

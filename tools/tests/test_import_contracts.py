@@ -17,6 +17,8 @@ TYPE_ONLY = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import {
 FLOORS = "Packages depend only downward, and the three on the ground are strangers"
 CYCLES = "No cycles inside a package"
 CKPTSYNC = "ckptsync: plan < source, member < transports < control < network, adapters"
+TRAINER = "trainer: data < watch < stream < loops, and roles < algorithms"
+RECIPES = "recipes: settings < plan < run < cli"
 RAY = "Ray only in offbeat_trainer.cluster"
 HYDRA = "Hydra and omegaconf only in offbeat_recipes"
 VLLM = "vLLM only in its adapters"
@@ -30,6 +32,10 @@ VIOLATIONS = [
     (FLOORS, "trainer", "planted", "offbeat_recipes", IN_FUNCTION),
     (CKPTSYNC, "ckptsync", "plan.planted", "offbeat_ckptsync.control.manager", TYPE_ONLY),
     (CKPTSYNC, "ckptsync", "member.planted", "offbeat_ckptsync.transports.shm", IN_FUNCTION),
+    (TRAINER, "trainer", "stream.planted", "offbeat_trainer.loops.sync", TYPE_ONLY),
+    (TRAINER, "trainer", "roles.planted", "offbeat_trainer.algorithms.grpo", IN_FUNCTION),
+    (RECIPES, "recipes", "settings.planted", "offbeat_recipes.plan.memory", TYPE_ONLY),
+    (RECIPES, "recipes", "plan.planted", "offbeat_recipes.run.folder", IN_FUNCTION),
     (RAY, "engine", "planted", "ray", IN_FUNCTION),
     (RAY, "recipes", "planted", "ray", TYPE_ONLY),
     (RAY, "trainer", "planted", "ray.actor", IN_FUNCTION),

@@ -15,9 +15,9 @@ from tensordict import TensorDict
 
 from offbeat_engine import Fsdp2Config, LossScale, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_recipes.algorithms import algorithm_of, algorithm_refusals
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
 from offbeat_recipes.errors import SettingError
+from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
 from offbeat_recipes.testing import Command
 from offbeat_trainer import DrGrpo, Grpo, GrpoConfig, PolicyLossConfig, PpoConfig, Rloo, Role
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.facts import Facts, gather_facts
-from offbeat_recipes.plan import plan_run
+from offbeat_recipes.plan.facts import Facts, gather_facts
+from offbeat_recipes.plan.plan import plan_run
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
 

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from offbeat_recipes.interrupts import SIGNALS, StopKeys
-from offbeat_trainer.loops.parts import StopRequest
+from offbeat_recipes.run.interrupts import SIGNALS, StopKeys
+from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.testing import Recorder
 
 DEADLINE_S = 600.0

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_recipes import journals
-from offbeat_recipes.journals import existing_journal, open_journal, shared_file_system
-from offbeat_trainer.journal.events import Issued
-from offbeat_trainer.journal.segments import SegmentJournal
-from offbeat_trainer.journal.sqlite import SqliteJournal
+from offbeat_recipes.plan import journals
+from offbeat_recipes.plan.journals import existing_journal, open_journal, shared_file_system
+from offbeat_trainer.stream.journal.events import Issued
+from offbeat_trainer.stream.journal.segments import SegmentJournal
+from offbeat_trainer.stream.journal.sqlite import SqliteJournal
 
 EVENT = Issued(index=0, uid="a", version=1)
 MOUNTS = """\

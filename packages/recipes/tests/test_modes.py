@@ -9,7 +9,7 @@ import yaml
 
 from offbeat_recipes.cli._hydra import CONF, compose_run, to_yaml
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.settings import all_settings, parse
+from offbeat_recipes.settings.reading import all_settings, parse
 from offbeat_trainer.config import AsyncConfig, OnStall
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
-from offbeat_recipes.facts import gather_facts
-from offbeat_recipes.journals import open_journal
-from offbeat_recipes.replay import recorded_schedule
-from offbeat_trainer.journal.events import Finished, Flipped, Issued, Taken
+from offbeat_recipes.plan.facts import gather_facts
+from offbeat_recipes.plan.journals import open_journal
+from offbeat_recipes.plan.replay import recorded_schedule
+from offbeat_trainer.stream.journal.events import Finished, Flipped, Issued, Taken
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_trainer.journal.events import Spans
+    from offbeat_trainer.stream.journal.events import Spans
 
 
 def record(folder: Path, spans: Spans, num_steps: int = 2) -> Path:

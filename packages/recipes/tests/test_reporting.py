@@ -3,14 +3,14 @@
 import pytest
 
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.reporting import make_reporter
-from offbeat_recipes.run_folder import open_run_folder
-from offbeat_recipes.settings import parse, to_dict
-from offbeat_trainer.reporters.console import ConsoleReporter
-from offbeat_trainer.reporters.fanout import FanOut
-from offbeat_trainer.reporters.jsonl import JsonlReporter
-from offbeat_trainer.reporters.silent import Silent
-from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
+from offbeat_recipes.run.folder import open_run_folder
+from offbeat_recipes.run.reporting import make_reporter
+from offbeat_recipes.settings.reading import parse, to_dict
+from offbeat_trainer.watch.reporters.console import ConsoleReporter
+from offbeat_trainer.watch.reporters.fanout import FanOut
+from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+from offbeat_trainer.watch.reporters.silent import Silent
+from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
 
 
 @pytest.fixture

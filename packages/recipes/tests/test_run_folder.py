@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from offbeat_recipes.errors import RunFolderError
-from offbeat_recipes.run_folder import MAY_CHANGE, open_run_folder, reopen_run_folder, speed_settings
-from offbeat_recipes.settings import known_paths, parse, to_dict
+from offbeat_recipes.run.folder import MAY_CHANGE, open_run_folder, reopen_run_folder, speed_settings
+from offbeat_recipes.settings.reading import known_paths, parse, to_dict
 
 SETTINGS = {"seed": 0, "trainer": {"steps": 5, "group_size": 4}, "report": {"wandb": False}}
 HOLDER = """
 import sys
 from pathlib import Path
-from offbeat_recipes.run_folder import open_run_folder
+from offbeat_recipes.run.folder import open_run_folder
 folder = open_run_folder(Path(sys.argv[1]), {"seed": 0}, resume=False)
 print("held", flush=True)
 sys.stdin.read()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from offbeat_recipes.testing import Command
-from offbeat_trainer.journal.events import Dropped, Issued, Taken
-from offbeat_trainer.journal.sqlite import SqliteJournal
+from offbeat_trainer.stream.journal.events import Dropped, Issued, Taken
+from offbeat_trainer.stream.journal.sqlite import SqliteJournal
 
 if TYPE_CHECKING:
     from offbeat_recipes.testing.commands import Name

@@ -9,9 +9,9 @@ import yaml
 
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
 from offbeat_recipes.errors import RunFolderError, SettingError
-from offbeat_recipes.facts import gather_facts
-from offbeat_recipes.run_folder import open_run_folder
-from offbeat_recipes.settings import parse, to_dict
+from offbeat_recipes.plan.facts import gather_facts
+from offbeat_recipes.run.folder import open_run_folder
+from offbeat_recipes.settings.reading import parse, to_dict
 
 SETTINGS = """
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ def far(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     importlib.invalidate_caches()
     yield
-    from offbeat_recipes import sections
+    from offbeat_recipes.settings import sections
 
     sections._run_class.cache_clear()
     sys.modules.pop("far_settings", None)

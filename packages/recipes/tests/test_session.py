@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat_recipes.session import _command, _out_of_memory
-from offbeat_recipes.settings import parse
+from offbeat_recipes.run.session import _command, _out_of_memory
+from offbeat_recipes.settings.reading import parse
 
 
 def test_commands_name_the_program_of_this_environment_and_survive_a_shell():

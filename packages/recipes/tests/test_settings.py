@@ -11,9 +11,9 @@ import pytest
 
 from offbeat_engine.config import Dtype, OptimizerConfig
 from offbeat_engine.fsdp2.config import Fsdp2Config
-from offbeat_recipes.config import EngineSection, ModelSection, RolloutSection, RunConfig
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.settings import all_settings, known_paths, parse, suggestion, to_dict
+from offbeat_recipes.settings.reading import all_settings, known_paths, parse, suggestion, to_dict
+from offbeat_recipes.settings.tree import EngineSection, ModelSection, RolloutSection, RunConfig
 from offbeat_rollout.vllm.config import VllmConfig
 
 
@@ -137,14 +137,14 @@ def test_options_of_external_tasks_are_free():
 
 
 def test_every_path_named_in_a_bound_exists():
-    from offbeat_recipes import settings
+    from offbeat_recipes.settings import reading as settings
 
     named = {path for groups in settings._AT_LEAST.values() for path in " ".join(groups).split()}
     assert named | set(settings._MORE_THAN_ZERO) | set(settings._AT_MOST_ONE) <= set(known_paths())
 
 
 def test_every_number_has_some_bound_or_a_reason():
-    from offbeat_recipes import settings
+    from offbeat_recipes.settings import reading as settings
 
     bounded = {path for groups in settings._AT_LEAST.values() for path in " ".join(groups).split()}
     bounded |= set(settings._MORE_THAN_ZERO) | set(settings._AT_MOST_ONE)
@@ -162,7 +162,7 @@ def test_every_number_has_some_bound_or_a_reason():
 @pytest.mark.spawns
 def test_reading_settings_imports_nothing_heavy():
     code = (
-        "import sys; import offbeat_recipes.config, offbeat_recipes.settings; from offbeat_recipes.cli import train;"
+        "import sys; import offbeat_recipes.settings.tree, offbeat_recipes.settings.reading; from offbeat_recipes.cli import train;"
         "code = train.main(['trainer.stpes=5']); heavy = {'torch', 'ray', 'vllm', 'transformers', 'numpy'};"
         "print(sorted(heavy & set(sys.modules))); sys.exit(code)"
     )
@@ -177,9 +177,7 @@ def test_reading_settings_imports_nothing_heavy():
 
 
 def test_config_alone_does_not_import_hydra():
-    code = (
-        "import sys; import offbeat_recipes.config; print({'torch', 'hydra', 'omegaconf'} & set(sys.modules))"
-    )
+    code = "import sys; import offbeat_recipes.settings.tree; print({'torch', 'hydra', 'omegaconf'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
     )

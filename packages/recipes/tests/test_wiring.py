@@ -5,14 +5,14 @@ import os
 import pytest
 
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.run_folder import open_run_folder
-from offbeat_recipes.settings import parse, to_dict
-from offbeat_recipes.wiring import (
+from offbeat_recipes.run.build import (
     cluster_spec,
     engine_on,
     replica_environments,
     threads_per_rank,
 )
+from offbeat_recipes.run.folder import open_run_folder
+from offbeat_recipes.settings.reading import parse, to_dict
 from offbeat_trainer import Grpo, GrpoConfig, StepShape
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"

@@ -35,7 +35,8 @@ from offbeat_rollout import GenerateRequest, SamplingParams
 from offbeat_rollout import LoraConfig as ReplicaLora
 from offbeat_rollout.registry import adapter_class, adapter_environment
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs
-from offbeat_trainer.bridge import EngineWeights, make_member
+from offbeat_trainer.weights.member import make_member
+from offbeat_trainer.weights.source import EngineWeights
 
 pytest.importorskip("peft")
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from offbeat_engine import check_batch
 from offbeat_rollout import Completion, Finish, version_spans
 from offbeat_trainer.algorithms.advantages import compute_advantages, group_advantages
-from offbeat_trainer.assemble import NO_VERSION, assemble, assemble_examples, group_metrics
 from offbeat_trainer.config import Advantage
+from offbeat_trainer.data.assemble import NO_VERSION, assemble, assemble_examples, group_metrics
+from offbeat_trainer.data.types import Example, Group, Prompt, Score
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.types import Example, Group, Prompt, Score
 
 
 def completion(tokens, *, version=3, finish=Finish.STOP):

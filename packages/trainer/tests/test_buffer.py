@@ -6,14 +6,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from offbeat_trainer.buffer import GroupBuffer
 from offbeat_trainer.config import AsyncConfig, Order, TooOld
+from offbeat_trainer.data.types import Group, Prompt
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.gate import StalenessGate, version_of
-from offbeat_trainer.journal.events import recover
-from offbeat_trainer.journal.memory import MemoryJournal
+from offbeat_trainer.stream.buffer import GroupBuffer
+from offbeat_trainer.stream.gate import StalenessGate, version_of
+from offbeat_trainer.stream.journal.events import recover
+from offbeat_trainer.stream.journal.memory import MemoryJournal
 from offbeat_trainer.testing import run_virtual
-from offbeat_trainer.types import Group, Prompt
 
 STEPS = 100_000
 

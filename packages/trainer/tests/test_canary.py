@@ -10,7 +10,8 @@ from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, W
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_rollout import RolloutConfig
 from offbeat_rollout.registry import adapter_class
-from offbeat_trainer.bridge import EngineWeights, make_member
+from offbeat_trainer.weights.member import make_member
+from offbeat_trainer.weights.source import EngineWeights
 
 SYNC = SyncConfig(transport="loopback", canary=True)
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_trainer.gate import StalenessGate, version_of
+from offbeat_trainer.stream.gate import StalenessGate, version_of
 
 
 @dataclass(frozen=True)

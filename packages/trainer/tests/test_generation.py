@@ -6,10 +6,10 @@ import pytest
 
 from offbeat_rollout import Completion, Finish, RolloutConfig, SamplingParams
 from offbeat_rollout.testing import ScriptedRollout
+from offbeat_trainer.data.generation import GroupGenerator
+from offbeat_trainer.data.seeds import derive_seed
+from offbeat_trainer.data.types import Prompt
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.generation import GroupGenerator
-from offbeat_trainer.seeds import derive_seed
-from offbeat_trainer.types import Prompt
 
 SAMPLING = SamplingParams(max_tokens=6, seed=11)
 

@@ -32,18 +32,18 @@ from offbeat_trainer import (
     StepShape,
     algorithm_class,
 )
-from offbeat_trainer.generation import GroupGenerator
+from offbeat_trainer.data.generation import GroupGenerator
+from offbeat_trainer.data.seeds import derive_seed
 from offbeat_trainer.local import LocalPolicy, LocalPublisher
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.loops.parts import Parts, StopRequest
 from offbeat_trainer.loops.sync import run_sync
-from offbeat_trainer.reporters.jsonl import JsonlReporter
-from offbeat_trainer.roles import role_engines
+from offbeat_trainer.roles.role import role_engines
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.seeds import derive_seed
+from offbeat_trainer.stream.parts import Parts, StopRequest
+from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
 
 VOCAB = 32
 LOOP = LoopConfig(

@@ -8,10 +8,12 @@ from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import FakeCuda, make_tiny_model, pretend_on_cuda, random_batch
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.algorithms.interface import StepShape
-from offbeat_trainer.algorithms.value_roles import Critic, RewardModel
+from offbeat_trainer.algorithms.value_loss import ValueLoss
 from offbeat_trainer.config import GrpoConfig
 from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.roles import Role
+from offbeat_trainer.roles.critic import Critic
+from offbeat_trainer.roles.reward import RewardModel
+from offbeat_trainer.roles.role import Role
 
 HEADS = ("lm", "value")
 
@@ -67,7 +69,7 @@ def test_a_critic_and_a_reward_model(models):
     with FakeCuda():
         pretend_on_cuda(engine)
         batch = sampled_batch()
-        values = Critic(engine).values(batch)
+        values = Critic(engine, ValueLoss()).values(batch)
         assert (values.shape, values.device.type) == (batch["input_ids"].shape, "cpu")
-        assert "critic/loss" in reduce_metrics(Critic(engine, updates_per_step=2).update(batch))
+        assert "critic/loss" in reduce_metrics(Critic(engine, ValueLoss(), updates_per_step=2).update(batch))
         assert RewardModel(engine).scores(batch).shape == (6,)

@@ -22,7 +22,7 @@ from offbeat_trainer.config import AlgorithmConfig
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.learner import Learner
 from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
-from offbeat_trainer.roles import Role, RoleSpec, role_engines, split_evenly, stats_metrics
+from offbeat_trainer.roles.role import Role, RoleSpec, role_engines, split_evenly, stats_metrics
 
 LR = 1e-2
 

@@ -6,8 +6,8 @@ import pytest
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.errors import PlanRefused, ResumeError, TrainerError
-from offbeat_trainer.journal.sqlite import SqliteJournal
-from offbeat_trainer.schedule import Schedule
+from offbeat_trainer.stream.journal.sqlite import SqliteJournal
+from offbeat_trainer.stream.schedule import Schedule
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(

@@ -7,7 +7,7 @@ import pytest
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun, run_virtual
-from offbeat_trainer.timeline import GENERATION, TRAINER, Timeline
+from offbeat_trainer.watch.timeline import GENERATION, TRAINER, Timeline
 
 LOOP = LoopConfig(
     steps=10, prompts_per_step=4, group_size=1, validate_every=0, validation_prompts=1, save_every=0, sample_every=0

@@ -7,7 +7,7 @@ import pytest
 from offbeat_trainer.config import AsyncConfig, LoopConfig, OnStall
 from offbeat_trainer.errors import DeadlineExceeded
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun, run_virtual
-from offbeat_trainer.watchdog import Watchdog
+from offbeat_trainer.watch.watchdog import Watchdog
 
 
 def expire(dog, progress_at=(), hold_s=1000.0):

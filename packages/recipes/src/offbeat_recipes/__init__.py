@@ -6,27 +6,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_recipes.config import RunConfig
     from offbeat_recipes.errors import DataError, RecipeError, RunFolderError, SettingError, TaskError
-    from offbeat_recipes.facts import Facts, gather_facts
-    from offbeat_recipes.plan import Plan, plan_run
-    from offbeat_recipes.settings import parse, to_dict
+    from offbeat_recipes.plan.facts import Facts, gather_facts
+    from offbeat_recipes.plan.plan import Plan, plan_run
+    from offbeat_recipes.settings.reading import parse, to_dict
+    from offbeat_recipes.settings.tree import RunConfig
     from offbeat_recipes.tasks.base import RunnableTask, make_task
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 _HOMES = {
-    "RunConfig": "config",
+    "RunConfig": "settings.tree",
     "DataError": "errors",
     "RecipeError": "errors",
     "RunFolderError": "errors",
     "SettingError": "errors",
     "TaskError": "errors",
-    "Facts": "facts",
-    "gather_facts": "facts",
-    "Plan": "plan",
-    "plan_run": "plan",
-    "parse": "settings",
-    "to_dict": "settings",
+    "Facts": "plan.facts",
+    "gather_facts": "plan.facts",
+    "Plan": "plan.plan",
+    "plan_run": "plan.plan",
+    "parse": "settings.reading",
+    "to_dict": "settings.reading",
     "RunnableTask": "tasks.base",
     "make_task": "tasks.base",
 }

@@ -56,7 +56,7 @@ def test_supervised_training_alone_refuses_what_it_cannot_do(
 def test_a_refusal_comes_before_ray_and_vllm():
     code = (
         "import sys; from offbeat_recipes.cli import train; code = train.main(['trainer.group_size=1']);"
-        "print(sorted({'ray', 'vllm', 'offbeat_recipes.compose'} & set(sys.modules))); sys.exit(code)"
+        "print(sorted({'ray', 'vllm', 'offbeat_recipes.run.commands'} & set(sys.modules))); sys.exit(code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600

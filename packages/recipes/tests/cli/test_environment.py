@@ -101,7 +101,7 @@ def test_the_libraries_that_planning_imports_find_it_set():
     assert seen_by(
         "import json, sys\n"
         "from offbeat_recipes.cli._checked import checked\n"
-        "from offbeat_recipes.settings import parse\n"
+        "from offbeat_recipes.settings.reading import parse\n"
         "refused = parse({'trainer': {'group_size': 1}})\n"
         "code = checked('test', refused, 'train')\n"
         "from huggingface_hub import constants\n"

@@ -11,7 +11,7 @@ import pytest
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.session import drive
+from offbeat_recipes.run.session import drive
 from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_recipes.tasks.config import ExternalTaskConfig, FileConfig, Gsm8kConfig
 from offbeat_recipes.tasks.file import FileTask

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from offbeat_trainer.algorithms.ppo import Ppo
     from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_config_class, algorithm_names
     from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
-    from offbeat_trainer.algorithms.value_roles import Critic, RewardModel
-    from offbeat_trainer.assemble import assemble_examples, group_metrics
-    from offbeat_trainer.buffer import GroupBuffer
     from offbeat_trainer.config import (
         Advantage,
         Aggregation,
@@ -42,6 +39,8 @@ if TYPE_CHECKING:
         TooOld,
         WarmupConfig,
     )
+    from offbeat_trainer.data.assemble import assemble_examples, group_metrics
+    from offbeat_trainer.data.types import Example, Group, Prompt, Score
     from offbeat_trainer.errors import (
         DeadlineExceeded,
         LoadError,
@@ -51,25 +50,27 @@ if TYPE_CHECKING:
         TrainerError,
         WorkerGone,
     )
-    from offbeat_trainer.gate import StalenessGate
     from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Scorer, Supervised, Task
-    from offbeat_trainer.journal.events import Journal
-    from offbeat_trainer.journal.memory import MemoryJournal
-    from offbeat_trainer.journal.segments import SegmentJournal
-    from offbeat_trainer.journal.sqlite import SqliteJournal
     from offbeat_trainer.learner import Learner
     from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
-    from offbeat_trainer.reporters.console import ConsoleReporter
-    from offbeat_trainer.reporters.fanout import FanOut
-    from offbeat_trainer.reporters.jsonl import JsonlReporter
-    from offbeat_trainer.reporters.silent import Silent
-    from offbeat_trainer.reporters.tensorboard import TensorBoardReporter
-    from offbeat_trainer.reporters.wandb import WandbReporter
-    from offbeat_trainer.roles import Role, RoleSpec
-    from offbeat_trainer.schedule import Schedule
-    from offbeat_trainer.timeline import Timeline
-    from offbeat_trainer.types import Example, Group, Prompt, Score
-    from offbeat_trainer.watchdog import Watchdog
+    from offbeat_trainer.roles.critic import Critic
+    from offbeat_trainer.roles.reward import RewardModel
+    from offbeat_trainer.roles.role import Role, RoleSpec
+    from offbeat_trainer.stream.buffer import GroupBuffer
+    from offbeat_trainer.stream.gate import StalenessGate
+    from offbeat_trainer.stream.journal.events import Journal
+    from offbeat_trainer.stream.journal.memory import MemoryJournal
+    from offbeat_trainer.stream.journal.segments import SegmentJournal
+    from offbeat_trainer.stream.journal.sqlite import SqliteJournal
+    from offbeat_trainer.stream.schedule import Schedule
+    from offbeat_trainer.watch.reporters.console import ConsoleReporter
+    from offbeat_trainer.watch.reporters.fanout import FanOut
+    from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+    from offbeat_trainer.watch.reporters.silent import Silent
+    from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
+    from offbeat_trainer.watch.reporters.wandb import WandbReporter
+    from offbeat_trainer.watch.timeline import Timeline
+    from offbeat_trainer.watch.watchdog import Watchdog
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 # (`assemble` itself is not among them: here that name is its module.)
@@ -91,9 +92,9 @@ _HOMES = {
     "algorithm_names": "algorithms.registry",
     "ValueLoss": "algorithms.value_loss",
     "gae": "algorithms.value_loss",
-    "assemble_examples": "assemble",
-    "group_metrics": "assemble",
-    "GroupBuffer": "buffer",
+    "assemble_examples": "data.assemble",
+    "group_metrics": "data.assemble",
+    "GroupBuffer": "stream.buffer",
     "Advantage": "config",
     "Aggregation": "config",
     "AlgorithmConfig": "config",
@@ -123,7 +124,7 @@ _HOMES = {
     "RewardFailed": "errors",
     "TrainerError": "errors",
     "WorkerGone": "errors",
-    "StalenessGate": "gate",
+    "StalenessGate": "stream.gate",
     "Generator": "interface",
     "Policy": "interface",
     "Publisher": "interface",
@@ -131,10 +132,10 @@ _HOMES = {
     "Scorer": "interface",
     "Supervised": "interface",
     "Task": "interface",
-    "Journal": "journal.events",
-    "MemoryJournal": "journal.memory",
-    "SegmentJournal": "journal.segments",
-    "SqliteJournal": "journal.sqlite",
+    "Journal": "stream.journal.events",
+    "MemoryJournal": "stream.journal.memory",
+    "SegmentJournal": "stream.journal.segments",
+    "SqliteJournal": "stream.journal.sqlite",
     "Learner": "learner",
     "Last": "metrics",
     "Max": "metrics",
@@ -142,23 +143,23 @@ _HOMES = {
     "Metric": "metrics",
     "Sum": "metrics",
     "reduce_metrics": "metrics",
-    "ConsoleReporter": "reporters.console",
-    "FanOut": "reporters.fanout",
-    "JsonlReporter": "reporters.jsonl",
-    "Silent": "reporters.silent",
-    "TensorBoardReporter": "reporters.tensorboard",
-    "WandbReporter": "reporters.wandb",
-    "Role": "roles",
-    "RoleSpec": "roles",
-    "Schedule": "schedule",
-    "Timeline": "timeline",
-    "Example": "types",
-    "Group": "types",
-    "Prompt": "types",
-    "Score": "types",
-    "Critic": "algorithms.value_roles",
-    "RewardModel": "algorithms.value_roles",
-    "Watchdog": "watchdog",
+    "ConsoleReporter": "watch.reporters.console",
+    "FanOut": "watch.reporters.fanout",
+    "JsonlReporter": "watch.reporters.jsonl",
+    "Silent": "watch.reporters.silent",
+    "TensorBoardReporter": "watch.reporters.tensorboard",
+    "WandbReporter": "watch.reporters.wandb",
+    "Role": "roles.role",
+    "RoleSpec": "roles.role",
+    "Schedule": "stream.schedule",
+    "Timeline": "watch.timeline",
+    "Example": "data.types",
+    "Group": "data.types",
+    "Prompt": "data.types",
+    "Score": "data.types",
+    "Critic": "roles.critic",
+    "RewardModel": "roles.reward",
+    "Watchdog": "watch.watchdog",
 }
 
 

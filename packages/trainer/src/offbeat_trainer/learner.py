@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat_engine.losses import SftLoss
-from offbeat_trainer.roles import POLICY
+from offbeat_trainer.roles.role import POLICY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig
     from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.roles import Role
+    from offbeat_trainer.roles.role import Role
 
 
 class Learner:

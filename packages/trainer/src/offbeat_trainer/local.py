@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
-from offbeat_trainer.bridge import EngineWeights, make_member
+from offbeat_trainer.weights.member import make_member
+from offbeat_trainer.weights.source import EngineWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

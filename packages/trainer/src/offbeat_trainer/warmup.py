@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.assemble import assemble_examples
+from offbeat_trainer.data.assemble import assemble_examples
 from offbeat_trainer.metrics import reduce_metrics
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from offbeat_engine.testing import random_batch
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.ppo import Ppo, whitened
-from offbeat_trainer.assemble import assemble
 from offbeat_trainer.config import PpoConfig
+from offbeat_trainer.data.assemble import assemble
+from offbeat_trainer.data.types import Group, Prompt, Score
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.types import Group, Prompt, Score
 
 
 def group(lengths, rewards):

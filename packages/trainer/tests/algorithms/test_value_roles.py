@@ -7,8 +7,9 @@ from transformers import AutoModelForTokenClassification
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
-from offbeat_trainer.algorithms.value_roles import Critic, RewardModel
 from offbeat_trainer.metrics import reduce_metrics
+from offbeat_trainer.roles.critic import Critic
+from offbeat_trainer.roles.reward import RewardModel
 
 SEED = 3
 
@@ -47,7 +48,7 @@ def states(plain, ids):
 
 def test_values_are_those_of_the_state_before_each_token(model, plain):
     batch = random_batch(5)
-    values = Critic(new_engine(model)).values(batch)
+    values = Critic(new_engine(model), ValueLoss()).values(batch)
     assert values.shape == batch["input_ids"].shape
     for b, length in enumerate(batch["lengths"].tolist()):
         expected = states(plain, batch["input_ids"][b, :length])

@@ -17,7 +17,7 @@ from offbeat_engine.testing import make_tiny_model
 from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
 from offbeat_trainer import Grpo, GrpoConfig, StepShape
 from offbeat_trainer.config import ClusterConfig
-from offbeat_trainer.roles import POLICY
+from offbeat_trainer.roles.role import POLICY
 
 ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",

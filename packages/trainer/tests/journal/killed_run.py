@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
-from offbeat_trainer.journal.segments import SegmentJournal
-from offbeat_trainer.journal.sqlite import SqliteJournal
+from offbeat_trainer.stream.journal.segments import SegmentJournal
+from offbeat_trainer.stream.journal.sqlite import SqliteJournal
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 
 JOURNALS = {

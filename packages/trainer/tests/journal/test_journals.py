@@ -15,15 +15,24 @@ from hypothesis import strategies as st
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.config import AsyncConfig, LoopConfig
+from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import ResumeError, TrainerError
-from offbeat_trainer.journal.codec import pack, unpack
-from offbeat_trainer.journal.events import Dropped, Finished, Flipped, Half, Issued, Taken, recover, spans_of
-from offbeat_trainer.journal.memory import MemoryJournal
-from offbeat_trainer.journal.segments import SegmentJournal
-from offbeat_trainer.journal.sqlite import _FORGET, SqliteJournal
 from offbeat_trainer.loops.outcome import FORGET_EVERY
+from offbeat_trainer.stream.journal.codec import pack, unpack
+from offbeat_trainer.stream.journal.events import (
+    Dropped,
+    Finished,
+    Flipped,
+    Half,
+    Issued,
+    Taken,
+    recover,
+    spans_of,
+)
+from offbeat_trainer.stream.journal.memory import MemoryJournal
+from offbeat_trainer.stream.journal.segments import SegmentJournal
+from offbeat_trainer.stream.journal.sqlite import _FORGET, SqliteJournal
 from offbeat_trainer.testing import ScriptedRun, ScriptedTask
-from offbeat_trainer.types import Score
 
 
 def completion(num_tokens=3, finish=Finish.STOP, version=1):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_trainer.journal.events import Taken, recover
-from offbeat_trainer.journal.memory import MemoryJournal
-from offbeat_trainer.journal.segments import SegmentJournal
-from offbeat_trainer.journal.sqlite import SqliteJournal
-from offbeat_trainer.loops import stream
+from offbeat_trainer.stream import stream
+from offbeat_trainer.stream.journal.events import Taken, recover
+from offbeat_trainer.stream.journal.memory import MemoryJournal
+from offbeat_trainer.stream.journal.segments import SegmentJournal
+from offbeat_trainer.stream.journal.sqlite import SqliteJournal
 
 pytestmark = pytest.mark.spawns
 

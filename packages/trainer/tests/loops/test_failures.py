@@ -7,9 +7,9 @@ import pytest
 from offbeat_rollout import EngineStateError, NoReplica, ReplicaGone, RequestError, version_spans
 from offbeat_trainer.config import AsyncConfig, LoopConfig, OnFailure, RewardConfig
 from offbeat_trainer.errors import DeadlineExceeded, TrainerError
-from offbeat_trainer.journal.events import Dropped
+from offbeat_trainer.stream.journal.events import Dropped
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun, ScriptedTask
-from offbeat_trainer.watchdog import Watchdog
+from offbeat_trainer.watch.watchdog import Watchdog
 
 LOOP = LoopConfig(
     steps=4, prompts_per_step=2, group_size=2, validate_every=0, validation_prompts=1, save_every=0, sample_every=0

@@ -10,7 +10,7 @@ from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooO
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.loops.learning import learn
 from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.loops.parts import StopRequest, score_all, sync_metrics, training_params, version_of
+from offbeat_trainer.stream.parts import StopRequest, score_all, sync_metrics, training_params, version_of
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(

@@ -11,9 +11,9 @@ import pytest
 from offbeat_rollout import EngineStateError, NoReplica, RequestError
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.gate import StalenessGate
-from offbeat_trainer.journal.events import Dropped, Finished, Issued
-from offbeat_trainer.loops.stream import GroupStream
+from offbeat_trainer.stream.gate import StalenessGate
+from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued
+from offbeat_trainer.stream.stream import GroupStream
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 
 NUM_SCHEDULES = 200

@@ -1,6 +1,6 @@
 import pytest
 
-from offbeat_trainer.reporters.figures import (
+from offbeat_trainer.watch.reporters.figures import (
     COLUMNS,
     clock,
     header,

@@ -10,15 +10,15 @@ from offbeat_recipes.cli import STARTED_S
 from offbeat_recipes.cli._environment import prepare_environment
 from offbeat_recipes.cli._hydra import USAGE, complain
 from offbeat_recipes.errors import RecipeError
-from offbeat_recipes.facts import gather_facts
-from offbeat_recipes.plan import plan_run
+from offbeat_recipes.plan.facts import gather_facts
+from offbeat_recipes.plan.plan import plan_run
 
 if TYPE_CHECKING:
-    from offbeat_recipes.config import RunConfig
+    from offbeat_recipes.settings.tree import RunConfig
 
 
 def checked(prog: str, config: RunConfig, what: str) -> int:
-    """Plan `config`; run `offbeat_recipes.compose.<what>` if nothing is refused; return the exit code."""
+    """Plan `config`; run `offbeat_recipes.run.commands.<what>` if nothing is refused; return the exit code."""
     prepare_environment()
     try:
         plan = plan_run(config, gather_facts(config))
@@ -29,7 +29,7 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
                 sys.stderr.write(f"{prog}: refused: {refusal}\n")
             return USAGE
         # Composition brings Ray and the engines: not before everything is known to fit.
-        return int(getattr(import_module("offbeat_recipes.compose"), what)(config, STARTED_S))
+        return int(getattr(import_module("offbeat_recipes.run.commands"), what)(config, STARTED_S))
     except RecipeError as error:
         complain(prog, error)
         return USAGE

@@ -21,13 +21,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from offbeat_recipes.errors import RecipeError, SettingError
-from offbeat_recipes.sections import PLUG_INS, replaced_fields
-from offbeat_recipes.settings import check_path, parse, suggestion, to_dict
+from offbeat_recipes.settings.reading import check_path, parse, suggestion, to_dict
+from offbeat_recipes.settings.sections import PLUG_INS, replaced_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat_recipes.config import RunConfig
+    from offbeat_recipes.settings.tree import RunConfig
 
 CONF = Path(str(files("offbeat_recipes"))) / "conf"
 USAGE = 2  # exit code of everything that is refused before it starts

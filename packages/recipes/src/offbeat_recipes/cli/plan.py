@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from offbeat_recipes.cli._environment import prepare_environment
 
     prepare_environment()
-    from offbeat_recipes.facts import gather_facts  # torch from here on
-    from offbeat_recipes.plan import plan_run
-    from offbeat_recipes.plan_view import plan_json, print_plan
+    from offbeat_recipes.plan.facts import gather_facts  # torch from here on
+    from offbeat_recipes.plan.plan import plan_run
+    from offbeat_recipes.plan.view import plan_json, print_plan
 
     try:
         plan = plan_run(config, gather_facts(config, opens_data=True))

@@ -10,7 +10,7 @@ from offbeat_recipes.cli._hydra import USAGE, parser, read_command_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat_recipes.config import RunConfig
+    from offbeat_recipes.settings.tree import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.tasks.char_model import (
+from offbeat_recipes.models.char import (
     CharModelShape,
     char_model_folder,
     char_tokenizer,
@@ -115,7 +115,7 @@ class ArithmeticTask:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token per character; see `offbeat_recipes.tasks.char_model`."""
+        """One token per character; see `offbeat_recipes.models.char`."""
         return self._tokenizer
 
     @cached_property

@@ -11,6 +11,6 @@ prepare_environment()
 for _name in (
     "transformers.models.auto.modeling_auto",
     "offbeat_recipes.cli._checked",
-    "offbeat_recipes.compose",
+    "offbeat_recipes.run.commands",
 ):
     import_module(_name)

@@ -17,7 +17,7 @@ from offbeat_trainer.errors import TrainerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from offbeat_trainer.types import Group
+    from offbeat_trainer.data.types import Group
 
 MAX_REWARD = 1e38
 """The largest reward, up or down: differences of two of them are float32 numbers still, and advantages are no more."""

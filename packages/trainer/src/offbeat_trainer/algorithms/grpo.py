@@ -17,7 +17,7 @@ from offbeat_trainer.config import (
     RlooConfig,
     policy_loss_bounds,
 )
-from offbeat_trainer.roles import POLICY, RoleSpec
+from offbeat_trainer.roles.role import POLICY, RoleSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_engine import LossFn, TrainBatch
+    from offbeat_trainer.data.types import Group
     from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.roles import Role
-    from offbeat_trainer.types import Group
+    from offbeat_trainer.roles.role import Role
 
 REFERENCE = "reference"
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_engine import Refusal, TrainBatch
+    from offbeat_trainer.data.types import Group
     from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.roles import Role, RoleSpec
-    from offbeat_trainer.types import Group
+    from offbeat_trainer.roles.role import Role, RoleSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

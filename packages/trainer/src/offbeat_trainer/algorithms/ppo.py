@@ -15,17 +15,17 @@ from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
-from offbeat_trainer.algorithms.value_roles import Critic
 from offbeat_trainer.config import AlgorithmConfig, PpoConfig, Proximal, policy_loss_bounds
-from offbeat_trainer.roles import POLICY, RoleSpec
+from offbeat_trainer.roles.critic import Critic
+from offbeat_trainer.roles.role import POLICY, RoleSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat_engine import TrainBatch
+    from offbeat_trainer.data.types import Group
     from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.roles import Role
-    from offbeat_trainer.types import Group
+    from offbeat_trainer.roles.role import Role
 
 CRITIC = "critic"
 REWARDS = register_field(

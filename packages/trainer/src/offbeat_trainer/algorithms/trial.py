@@ -6,9 +6,9 @@ import pickle
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer.assemble import assemble
+from offbeat_trainer.data.assemble import assemble
+from offbeat_trainer.data.types import Group, Prompt, Score
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.types import Group, Prompt, Score
 
 if TYPE_CHECKING:
     from offbeat_trainer.algorithms.interface import Algorithm

@@ -24,7 +24,7 @@ class ValueLoss:
     batch holds `returns` and, with a clip, `values` taken before the update.
 
     `sums` are shares of means over the step's tokens; `value/return_square` and the two beside it are what
-    `explained_variance` is computed from.
+    a critic's explained variance is computed from.
 
     Raises:
         PlanRefused: `clip` is negative (when made).
@@ -68,12 +68,6 @@ class ValueLoss:
                 key: inside(value.detach().float(), mask_BT).sum() / num_tokens for key, value in sums.items()
             },
         )
-
-
-def explained_variance(error_square: float, return_mean: float, return_square: float) -> float:
-    """Return 1 - E[(R - v)^2] / Var[R]: 1 is a perfect critic, 0 one that knows only the mean, NaN if R never varies."""
-    variance = return_square - return_mean**2
-    return 1 - error_square / variance if variance > 0 else float("nan")
 
 
 def gae(

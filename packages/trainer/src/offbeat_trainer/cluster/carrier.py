@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.values import SyncOffer
     from offbeat_ckptsync.wire import Json
     from offbeat_trainer.cluster.train_group import TrainGroup
-    from offbeat_trainer.timeline import Timeline
+    from offbeat_trainer.watch.timeline import Timeline
 
 
 def to_replica(name: str, handle: Any, timeline: Callable[[], Timeline] | None = None) -> Call:  # noqa: ANN401

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from offbeat_trainer.cluster.placement import Rooms
+from offbeat_trainer.cluster.publisher import ClusterPublisher
 from offbeat_trainer.cluster.rollout_group import RolloutGroup
 from offbeat_trainer.cluster.session import start_ray, stop_ray
 from offbeat_trainer.cluster.train_group import TrainGroup
-from offbeat_trainer.cluster.weights import ClusterPublisher
 from offbeat_trainer.concurrency import together
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from offbeat_trainer.cluster.spec import ClusterSpec
-    from offbeat_trainer.timeline import Timeline
+    from offbeat_trainer.watch.timeline import Timeline
 
 _Prepared = TypeVar("_Prepared")
 

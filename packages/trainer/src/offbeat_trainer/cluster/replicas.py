@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offbeat_rollout import Completion, GenerateRequest, Health
     from offbeat_trainer.cluster.placement import Rooms
     from offbeat_trainer.cluster.spec import ClusterSpec
-    from offbeat_trainer.timeline import Timeline
+    from offbeat_trainer.watch.timeline import Timeline
 
 MAX_CALLS = 1024  # of one replica at once; a call carries a whole batch, so this is never the limit
 

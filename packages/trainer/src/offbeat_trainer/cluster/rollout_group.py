@@ -16,7 +16,7 @@ from offbeat_trainer.cluster.carrier import to_replica
 from offbeat_trainer.cluster.replicas import RemoteReplica, ReplicaStarter
 from offbeat_trainer.cluster.supplies import Supplies
 from offbeat_trainer.cluster.waits import answer, answers
-from offbeat_trainer.timeline import Timeline
+from offbeat_trainer.watch.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence

@@ -14,12 +14,12 @@ import torch
 from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_engine import World, engine_class
-from offbeat_trainer.bridge import EngineWeights
 from offbeat_trainer.cluster.nodes import LOOPBACK, this_node
 from offbeat_trainer.cluster.process import redirect_output
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.learner import Learner
-from offbeat_trainer.roles import POLICY, Role
+from offbeat_trainer.roles.role import POLICY, Role
+from offbeat_trainer.weights.source import EngineWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

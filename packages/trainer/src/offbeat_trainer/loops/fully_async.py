@@ -1,6 +1,6 @@
 """Fully asynchronous training: generation streams, a step trains as soon as enough whole groups are there.
 
-How far the two may drift apart is the gate's affair (`offbeat_trainer.gate`): no trained token is more than
+How far the two may drift apart is the gate's affair (`offbeat_trainer.stream.gate`): no trained token is more than
 `max_staleness` versions old. With 0 this is synchronous training, batch for batch.
 """
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.loops.learning import learn
 from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.loops.parts import sync_metrics, version_of
-from offbeat_trainer.loops.stream import open_stream
+from offbeat_trainer.stream.parts import sync_metrics, version_of
+from offbeat_trainer.stream.stream import open_stream
 
 if TYPE_CHECKING:
     from offbeat_trainer.loops.outcome import Outcome
-    from offbeat_trainer.loops.parts import Parts
+    from offbeat_trainer.stream.parts import Parts
 
 
 async def run_fully_async(parts: Parts, outcome: Outcome, start: int = 0) -> None:

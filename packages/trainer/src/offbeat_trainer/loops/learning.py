@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.assemble import assemble
+from offbeat_trainer.data.assemble import assemble
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat_trainer.loops.parts import Parts
+    from offbeat_trainer.data.types import Group
     from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.phases import PhaseClock
-    from offbeat_trainer.types import Group
+    from offbeat_trainer.stream.parts import Parts
+    from offbeat_trainer.watch.phases import PhaseClock
 
 
 async def learn(parts: Parts, clock: PhaseClock, groups: Sequence[Group]) -> tuple[list[Group], list[Metric]]:

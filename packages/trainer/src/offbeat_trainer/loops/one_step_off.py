@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.loops.learning import learn
 from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.loops.parts import sync_metrics, version_of
-from offbeat_trainer.loops.stream import open_stream
 from offbeat_trainer.loops.sync import in_turns
+from offbeat_trainer.stream.parts import sync_metrics, version_of
+from offbeat_trainer.stream.stream import open_stream
 
 if TYPE_CHECKING:
     from offbeat_trainer.config import AsyncConfig
     from offbeat_trainer.loops.outcome import Outcome
-    from offbeat_trainer.loops.parts import Parts
+    from offbeat_trainer.stream.parts import Parts
 
 
 def one_step_off(mode: AsyncConfig) -> AsyncConfig:

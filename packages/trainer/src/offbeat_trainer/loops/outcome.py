@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.assemble import group_metrics, staleness_metrics
-from offbeat_trainer.loops.parts import due, show, validate, version_of
+from offbeat_trainer.data.assemble import group_metrics, staleness_metrics
 from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
 from offbeat_trainer.run_store import RunState
+from offbeat_trainer.stream.parts import due, show, validate, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat_trainer.loops.parts import Parts
-    from offbeat_trainer.phases import PhaseClock
-    from offbeat_trainer.types import Group
+    from offbeat_trainer.data.types import Group
+    from offbeat_trainer.stream.parts import Parts
+    from offbeat_trainer.watch.phases import PhaseClock
 
 STEP_PHASES = ("generate", "reward", "train", "sync")
 DROPPED = "buffer/dropped_"  # metrics that count, by reason; see `GroupStream.metrics`

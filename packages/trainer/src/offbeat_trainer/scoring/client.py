@@ -11,8 +11,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from offbeat_trainer.clock import now_s
 from offbeat_trainer.scoring.frames import DIED, LENGTH, Answer, Call, frame
+from offbeat_trainer.watch.clock import now_s
 
 if TYPE_CHECKING:
     from pathlib import Path

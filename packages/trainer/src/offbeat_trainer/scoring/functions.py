@@ -19,7 +19,7 @@ from offbeat_trainer.loading import load_object
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from offbeat_trainer.types import Group
+    from offbeat_trainer.data.types import Group
 
 ONE: tuple[str, ...] = ("prompt", "completion", "completion_ids", "finish", "row")
 MANY: tuple[str, ...] = ("prompts", "completions", "completion_ids", "finishes", "rows")

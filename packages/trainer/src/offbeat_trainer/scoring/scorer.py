@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from offbeat_trainer.concurrency import together
 from offbeat_trainer.config import OnFailure, RewardConfig
+from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import RewardFailed, TrainerError
 from offbeat_trainer.scoring.client import RewardProcess
 from offbeat_trainer.scoring.frames import RAISED, TIMED_OUT, Setup
-from offbeat_trainer.types import Score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from offbeat_rollout import Completion
+    from offbeat_trainer.data.types import Group, Prompt
     from offbeat_trainer.scoring.functions import Reward
-    from offbeat_trainer.types import Group, Prompt
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from offbeat_trainer.metrics import reduce_metrics
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from offbeat_trainer.data.types import Group
     from offbeat_trainer.metrics import Metric
-    from offbeat_trainer.types import Group
 
 
 class Recorder:

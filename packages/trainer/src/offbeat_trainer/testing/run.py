@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig, RewardConfig, SamplingConfig
-from offbeat_trainer.generation import GroupGenerator
-from offbeat_trainer.journal.memory import MemoryJournal
+from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.loops.parts import Parts, StopRequest
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
+from offbeat_trainer.stream.journal.memory import MemoryJournal
+from offbeat_trainer.stream.parts import Parts, StopRequest
 from offbeat_trainer.testing.recorder import Recorder
 from offbeat_trainer.testing.scripted import (
     ScriptedPolicy,
@@ -25,15 +25,15 @@ from offbeat_trainer.testing.scripted import (
     ScriptedTask,
 )
 from offbeat_trainer.testing.virtual import run_virtual
-from offbeat_trainer.timeline import Timeline
-from offbeat_trainer.watchdog import Watchdog
+from offbeat_trainer.watch.timeline import Timeline
+from offbeat_trainer.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_trainer.interface import Scorer
-    from offbeat_trainer.journal.events import Journal
-    from offbeat_trainer.schedule import Schedule
+    from offbeat_trainer.stream.journal.events import Journal
+    from offbeat_trainer.stream.schedule import Schedule
 
 Loop = Callable[[Parts, Outcome, int], Awaitable[None]]
 LOOPS: dict[str, Loop] = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_fully_async}

@@ -20,9 +20,9 @@ import torch
 
 from offbeat_ckptsync import SyncReport
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer.clock import now_s
+from offbeat_trainer.data.types import Prompt, Score
 from offbeat_trainer.metrics import Max, Mean, Metric
-from offbeat_trainer.types import Prompt, Score
+from offbeat_trainer.watch.clock import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

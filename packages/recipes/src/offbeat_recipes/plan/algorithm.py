@@ -1,0 +1,63 @@
+"""The algorithm of a run: made of its settings, asked for its models, and tried before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from offbeat_engine.capabilities import Refusal
+from offbeat_engine.registry import engine_class
+from offbeat_recipes.plan.abilities import infers_alone
+from offbeat_trainer.algorithms.registry import algorithm_class
+
+if TYPE_CHECKING:
+    from offbeat_engine import EngineConfig
+    from offbeat_recipes.settings.tree import RunConfig
+    from offbeat_trainer import Algorithm
+    from offbeat_trainer.config import AlgorithmConfig
+
+
+def algorithm_of(config: RunConfig) -> Algorithm[AlgorithmConfig]:
+    """Return the algorithm that the settings name."""
+    from offbeat_trainer import StepShape
+
+    algorithm = algorithm_class(config.algorithm.name)
+    told = {item.name: getattr(config.algorithm, item.name) for item in fields(algorithm.Config)}
+    return algorithm(
+        config=algorithm.Config(**told),
+        step=StepShape(
+            group_size=config.trainer.group_size,
+            updates_per_step=config.trainer.updates_per_step,
+            max_completion_tokens=config.sampling.max_tokens,
+        ),
+    )
+
+
+def engines_of(config: RunConfig, policy: EngineConfig) -> dict[str, EngineConfig | None]:
+    """Return what the engine of each role is told, where the policy's is told `policy`; see `role_engines`."""
+    from offbeat_trainer.roles.role import role_engines
+
+    return role_engines(algorithm_of(config).roles(), policy, infers_alone=infers_alone(config))
+
+
+def algorithm_refusals(config: RunConfig) -> list[Refusal]:
+    """Return what a trial of the algorithm on made-up groups finds wrong with it; nothing where its settings are refused."""
+    from offbeat_trainer.algorithms.trial import trial
+    from offbeat_trainer.roles.role import POLICY
+
+    algorithm = algorithm_of(config)
+    try:
+        if algorithm.check():
+            return []  # the plan says so
+        engines = engines_of(config, config.engine_config(config.model.path))
+        trial(algorithm)
+    except Exception as error:  # noqa: BLE001 whatever a user's algorithm raises
+        reason = f"{config.algorithm.name} failed a trial: {type(error).__name__}: {error}"
+        return [Refusal("algorithm", reason, "mend it, or choose another")]
+    engine = engine_class(config.engine.name)
+    return [
+        Refusal("algorithm", f"its {name}: {found.setting}: {found.reason}", found.remedy)
+        for name, told in engines.items()
+        if name != POLICY and told is not None  # the policy's engine is asked by itself
+        for found in engine.check(told, config.engine.num_ranks)
+    ]

@@ -1,0 +1,218 @@
+"""What a plan needs to know of this machine and of what is installed: looked up here, so that planning is pure."""
+
+# transformers is typed in part; models are built on the meta device here, which holds no weights.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_engine.capabilities import Refusal
+from offbeat_engine.registry import engine_class
+from offbeat_recipes.errors import TaskError
+from offbeat_recipes.plan.abilities import offloads, recomputes, sleeps
+from offbeat_recipes.plan.algorithm import algorithm_refusals
+from offbeat_recipes.plan.replay import replay_refusals
+from offbeat_recipes.plan.stops import stop_refusals
+from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.config import ArithmeticConfig, FileConfig, RowsConfig
+from offbeat_rollout import ConfigError as RolloutConfigError
+from offbeat_rollout.registry import adapter_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig
+
+    from offbeat_recipes.settings.tree import RunConfig
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The shape of the model. Tied weights count once; `max_positions` 0 means: not said."""
+
+    num_params: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was found. `refusals` are those of the parts themselves: engine, adapter, files, model folder.
+
+    `num_gpus` and `gpu_gib` are 0 where there are none, and where processes run on the machines of a cluster.
+    `num_train_prompts` and `longest_answer_tokens` are 0 where they are not known without reading the data.
+    `offloads` and `sleeps`: engine and replicas can leave a device to the other while they rest.
+    `recomputes`: replicas can compute keys and values of what is under way again.
+    """
+
+    num_cores: int
+    num_gpus: int
+    gpu_gib: float
+    ram_gib: float
+    model: ModelFacts | None = None
+    max_prompt_tokens: int = 0
+    num_train_prompts: int = 0
+    longest_answer_tokens: int = 0
+    offloads: bool = False
+    sleeps: bool = False
+    recomputes: bool = False
+    refusals: tuple[Refusal, ...] = ()
+
+
+def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
+    """Look up what planning `config` needs. Imports torch; starts nothing, loads no weights.
+
+    With `opens_data` the task is made, its data read and its rewards imported; a command that then runs does so itself, before
+    anything starts.
+    """
+    import torch
+
+    refusals = [
+        *_engine(config),
+        *_rollout(config),
+        *algorithm_refusals(config),
+        *_files(config),
+        *replay_refusals(config),
+    ]
+    model: ModelFacts | None = None
+    num_prompts = prompt_tokens = answer_tokens = 0
+    try:
+        shape = _model_config(config)
+        model = None if shape is None else model_facts(shape)
+        opens = opens_data and not any(one.setting.startswith(("task", "model.path")) for one in refusals)
+        num_prompts, prompt_tokens, answer_tokens = _task(config, opens=opens)
+        refusals += [] if model is None else stop_refusals(config, model.vocab_size)
+    except (TaskError, OSError, ValueError) as error:
+        refusals.append(_refused_value(error))
+    # GPUs of a cluster are not this machine's: nothing is known of them.
+    on_cuda = config.device == "cuda" and not config.cluster.ray_address and torch.cuda.is_available()
+    return Facts(
+        num_cores=len(os.sched_getaffinity(0)),
+        num_gpus=torch.cuda.device_count() if on_cuda else 0,
+        gpu_gib=torch.cuda.get_device_properties(0).total_memory / GIB if on_cuda else 0.0,
+        ram_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
+        model=model,
+        max_prompt_tokens=prompt_tokens,
+        num_train_prompts=num_prompts,
+        longest_answer_tokens=answer_tokens,
+        offloads=not refusals and offloads(config),
+        sleeps=not refusals and sleeps(config),
+        recomputes=not refusals and recomputes(config),
+        refusals=tuple(refusals),
+    )
+
+
+def model_facts(shape: PretrainedConfig) -> ModelFacts:
+    """Return the facts of a Hugging Face config; parameters are counted on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    text = shape.get_text_config()
+    heads = int(text.num_attention_heads)
+    return ModelFacts(
+        num_params=sum(parameter.numel() for parameter in model.parameters()),
+        num_layers=int(text.num_hidden_layers),
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
+        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        max_positions=int(getattr(text, "max_position_embeddings", 0)),
+    )
+
+
+def _engine(config: RunConfig) -> list[Refusal]:
+    engine = engine_class(config.engine.name)
+    found = engine.check(config.engine_config(config.model.path), config.engine.num_ranks)
+    return [Refusal(_our_name(item.setting), item.reason, item.remedy) for item in found]
+
+
+def _our_name(setting: str) -> str:
+    """Return the setting of the run that decides an engine's own setting."""
+    if setting == "device" or setting.startswith("model"):
+        return setting
+    return "model.dtype" if setting == "dtype" else f"engine.{setting}"
+
+
+def _rollout(config: RunConfig) -> Iterator[Refusal]:
+    adapter, told = adapter_class(config.rollout.name), config.rollout_config(config.model.path)
+    for setting, replica in (("rollout", replace(told, stop_strings=False)), ("sampling.stop", told)):
+        try:
+            adapter.check(replica)
+        except RolloutConfigError as error:
+            yield Refusal(setting, str(error), "choose what the adapter offers, or another adapter")
+            break
+    if config.rollout.name == "vllm" and find_spec("vllm") is None:
+        yield Refusal(
+            "rollout.name", "vLLM is not installed", "install the dependency group cpu or gpu, or rollout=hf"
+        )
+
+
+def _files(config: RunConfig) -> Iterator[Refusal]:
+    if not isinstance(config.task, RowsConfig):
+        return
+    for key in ("train_path", "validation_path"):
+        path = str(getattr(config.task, key))
+        if not path:
+            yield Refusal(f"task.{key}", "not given", "name a JSONL or parquet file")
+        elif not Path(path).is_file():
+            yield Refusal(f"task.{key}", f"no file {path}", "name a JSONL or parquet file that is there")
+    if isinstance(config.task, FileConfig) and not config.task.reward:
+        yield Refusal("task.reward", "not given", "name package.module:function or file.py:function")
+    if not config.model.path:
+        yield Refusal("model.path", "not given, and this task makes no model", "name a Hugging Face folder")
+
+
+def _model_config(config: RunConfig) -> PretrainedConfig | None:
+    if config.model.path:
+        from transformers import AutoConfig
+
+        if not (Path(config.model.path) / "config.json").is_file():
+            raise ValueError(f"{config.model.path} holds no config.json")
+        return AutoConfig.from_pretrained(
+            config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+    if isinstance(config.task, ArithmeticConfig):
+        from offbeat_recipes.models.char import char_model_config
+        from offbeat_recipes.tasks.arithmetic import ArithmeticTask
+
+        return char_model_config(ArithmeticTask(config.task, config.seed).shape)
+    return None
+
+
+def _refused_value(error: Exception) -> Refusal:
+    """Return what an error of the task or the model says, under the setting it names if it names one."""
+    said = str(error).splitlines()[0]
+    setting, mark, reason = said.partition(": ")
+    if not mark or not setting.startswith(("task.", "model.")) or " " in setting:
+        setting, reason = "task" if isinstance(error, TaskError) else "model.path", said
+    return Refusal(setting, reason.rstrip("."), "give a value that can be used")
+
+
+def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int]:
+    """Return how many training prompts there are, the longest prompt, and the longest right answer, in tokens."""
+    if isinstance(config.task, ArithmeticConfig):
+        from offbeat_recipes.tasks.arithmetic import ArithmeticTask, max_answer_tokens
+
+        task = ArithmeticTask(config.task, config.seed)
+        return (
+            task.num_available(held_out=False),
+            task.max_prompt_tokens,
+            max_answer_tokens(config.task.level),
+        )
+    if opens:
+        task = make_task(config.task, config.model.path, config.seed)
+        return getattr(task, "num_train_prompts", 0), task.max_prompt_tokens, 0
+    return 0, config.task.max_prompt_tokens if isinstance(config.task, RowsConfig) else 0, 0

@@ -1,0 +1,178 @@
+"""How much memory each process is expected to take: each line says what it counts.
+
+What the libraries themselves take (Python, torch, vLLM: one to two GiB a process) comes on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat_engine.config import Dtype, OptimizerName
+from offbeat_recipes.plan.algorithm import algorithm_of, engines_of
+
+if TYPE_CHECKING:
+    from offbeat_engine import EngineConfig
+    from offbeat_recipes.plan.facts import ModelFacts
+    from offbeat_recipes.settings.tree import RunConfig
+
+GIB = 1 << 30
+MIB = 1 << 20
+_FP32 = 4
+_ADAPTED_WIDTHS = (
+    20  # inputs and outputs of a layer's linear maps, in hidden sizes, of a model of Llama's shape
+)
+_SYNC_BUCKETS = 5  # being filled (two), digested, and on the wire (two), on a rank that sends
+# Stored activations of one transformer layer, in bytes per token and hidden unit at two bytes a number; attention
+# scores are recomputed by the fused kernels (Korthikanti et al. 2022, arXiv 2205.05198, equations 1 and 2).
+_LAYER_BYTES = 34
+_CHECKPOINTED_LAYER_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one process of a kind takes, item by item, in bytes; `num` processes of that kind run.
+
+    `certain` of the items are arithmetic; the others depend on what is generated and are upper bounds.
+    """
+
+    process: str
+    num: int
+    items: tuple[tuple[str, int], ...]
+    certain: int
+
+    @property
+    def total(self) -> int:
+        """All items of one process."""
+        return sum(num_bytes for _, num_bytes in self.items)
+
+
+def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, sequences: int) -> Memory:
+    """Return the memory of a training rank that holds `sequences` of at most `longest_tokens` a mini-batch."""
+    ranks, params = config.engine.num_ranks, model.num_params
+    width = bytes_of(config.model.dtype)
+    shard = -(-params // config.engine.shard_ranks(ranks))
+    states, trained = _states(config.engine_config(""), model, shard)
+    others, trained_too = _other_roles(config, model, shard)
+    tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))
+    packed = (
+        [("the last two contents sent, for deltas, at most", 2 * params * width)]
+        if _sends_deltas(config)
+        else []
+    )
+    return Memory(
+        process="training rank",
+        num=ranks,
+        items=(
+            *states,
+            *trained,
+            *others,
+            *trained_too,
+            (f"gathered weights, {config.model.dtype.value}, at most", params * width),
+            (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
+            ("buckets of the weight sync", _SYNC_BUCKETS * config.sync_config().bucket_bytes),
+            *packed,
+        ),
+        certain=sum(num_bytes for _, num_bytes in (*states, *others)),
+    )
+
+
+Items = tuple[tuple[str, int], ...]
+
+
+def _other_roles(config: RunConfig, model: ModelFacts, shard: int) -> tuple[Items, Items]:
+    """Return, as `_states`, what a rank keeps of the algorithm's other models, each taken to be as large as the policy."""
+    certain: list[tuple[str, int]] = []
+    about: list[tuple[str, int]] = []
+    specs = algorithm_of(config).roles()
+    for name, engine in engines_of(config, config.engine_config("")).items():
+        if name == "policy" or engine is None:
+            continue
+        if specs[name].trained:
+            states, trained = _states(engine, model, shard)
+            certain += [(f"{name}: {item}", num_bytes) for item, num_bytes in states]
+            about += [(f"{name}: {item}", num_bytes) for item, num_bytes in trained]
+        else:
+            dtype = engine.dtype if engine.inference_only else Dtype.FLOAT32
+            certain.append((f"{name} weights, {dtype.value}, sharded", shard * bytes_of(dtype)))
+    return tuple(certain), tuple(about)
+
+
+def _states(engine: EngineConfig, model: ModelFacts, shard: int) -> tuple[Items, Items]:
+    """Return what a rank keeps of the weights it trains: what is arithmetic, and what depends on which are trained."""
+    if engine.lora.rank:
+        base, width = ("base weights, frozen, sharded", shard * bytes_of(engine.dtype)), 4 * _FP32
+        adapter = engine.lora.rank * model.num_layers * _ADAPTED_WIDTHS * model.hidden_size * width
+        return (base,), (("adapter with gradients and moments, about", adapter),)
+    weights = ("master weights, float32, sharded", shard * _FP32)
+    match engine.optimizer.name:
+        case OptimizerName.ADAMW:
+            moments = (("Adam's two moments, float32, sharded", shard * 2 * _FP32),)
+        case OptimizerName.ADAMW_8BIT:  # and a scale for each block of 256
+            moments = (("Adam's two moments, eight bits, sharded", shard * 2 + shard * 2 * _FP32 // 256),)
+        case OptimizerName.ADAFACTOR:  # a row and a column of each matrix
+            moments = ()
+    rest = (("gradients, float32, sharded", shard * _FP32), *moments)
+    if engine.freeze:
+        return (weights,), tuple((f"{name}, at most", num_bytes) for name, num_bytes in rest)
+    return (weights, *rest), ()
+
+
+def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memory:
+    """Return the memory of one replica (of one device of it, with tensor parallelism)."""
+    width, devices = bytes_of(config.model.dtype), config.rollout.tensor_parallel_size
+    weights = -(-model.num_params * width // devices)
+    staged = model.num_params * width
+    if config.device == "cuda":
+        # vLLM takes its fraction whole: weights, activations, and keys and values in what is left.
+        cache = max(0, int(config.rollout.gpu_memory_fraction * gpu_gib * GIB) - weights)
+        cache_item = ("keys, values and activations, what is left of gpu_memory_fraction", cache)
+    else:
+        cache = int(config.rollout.kv_cache_gib * GIB)
+        cache_item = ("keys and values", cache)
+    # The Transformers adapter merges: it starts from the base again at every update.
+    merges = config.sends_adapter_alone and config.rollout.name == "hf" and config.device == "cpu"
+    base = [("base weights under the adapter, at most", weights)] if merges else []
+    copy = [("what is served, as it was sent, for deltas, at most", staged)] if _sends_deltas(config) else []
+    return Memory(
+        process="replica",
+        num=config.rollout.num_replicas * devices,
+        items=(
+            (f"weights, {config.model.dtype.value}", weights),
+            cache_item,
+            *base,
+            ("new weights, staged until verified", staged),
+            *copy,
+        ),
+        certain=weights + cache,
+    )
+
+
+def driver_memory(config: RunConfig) -> Memory:
+    """Return the memory of what a private Ray sets aside."""
+    store = config.cluster.object_store_mib * MIB
+    return Memory(process="object store", num=1, items=(("shared memory, at most", store),), certain=0)
+
+
+def kv_bytes_per_token(config: RunConfig, model: ModelFacts) -> int:
+    """Return the bytes that keys and values of one token take, over all layers."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * bytes_of(config.model.dtype)
+
+
+def bytes_of(dtype: Dtype) -> int:
+    """Return the bytes of one number."""
+    return 2 if dtype is Dtype.BFLOAT16 else 4
+
+
+def _sends_deltas(config: RunConfig) -> bool:
+    return config.sync.delta == "auto" and not config.sends_adapter_alone
+
+
+def _activations(config: RunConfig, model: ModelFacts, tokens: int) -> int:
+    per_layer = tokens * model.hidden_size * bytes_of(config.model.dtype) // 2
+    engine, again = config.engine, 0
+    # Settings that not every engine has; with "products" a layer keeps most of what it would.
+    if engine.activation_checkpointing and getattr(engine, "checkpoint_keeps", "inputs") == "inputs":
+        again = model.num_layers // getattr(engine, "checkpoint_every", 1)
+    whole = model.num_layers - again + (again > 0)  # of those computed again, one at a time
+    return per_layer * (_CHECKPOINTED_LAYER_BYTES * again + _LAYER_BYTES * whole)

@@ -1,0 +1,264 @@
+"""The plan of a run: who runs where, how the batch divides, what memory it takes, and why it cannot run.
+
+A pure function of settings and facts. `offbeat-plan` prints it; `offbeat-train` obeys it before anything starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offbeat_engine.capabilities import Refusal
+from offbeat_recipes.plan.algorithm import algorithm_of
+from offbeat_recipes.plan.memory import (
+    GIB,
+    Memory,
+    driver_memory,
+    kv_bytes_per_token,
+    rank_memory,
+    replica_memory,
+)
+from offbeat_recipes.plan.placement import (
+    Placed,
+    device_refusals,
+    gpu_peak,
+    mode_refusals,
+    num_devices,
+    placed,
+    shared_memory_refusals,
+)
+from offbeat_recipes.tasks.config import ArithmeticConfig
+from offbeat_trainer.config import KlEstimator, PolicyLossConfig
+from offbeat_trainer.stream.gate import version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_recipes.plan.facts import Facts
+    from offbeat_recipes.settings.tree import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """The arithmetic of a step and of the run. Token counts are upper bounds, prompts included.
+
+    `sequences_per_rank` is the even share; the engine balances tokens, so ranks may hold a few more or fewer.
+    """
+
+    prompts_per_step: int
+    group_size: int
+    completions_per_step: int
+    updates_per_step: int
+    sequences_per_update: int
+    sequences_per_rank: int
+    max_tokens_per_sequence: int
+    max_tokens_per_step: int
+    steps: int
+    optimizer_steps: int
+    final_version: int
+    completions_in_all: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything worth knowing before a run. It may start when `refusals` is empty."""
+
+    placement: tuple[Placed, ...]
+    batch: BatchPlan
+    memory: tuple[Memory, ...]
+    num_params: int
+    refusals: tuple[Refusal, ...]
+    warnings: tuple[str, ...]
+
+
+def plan_run(config: RunConfig, facts: Facts) -> Plan:
+    """Return the plan of `config` on the machine that `facts` describe."""
+    batch = plan_batch(config, facts)
+    broken = any(item.setting == "algorithm" for item in facts.refusals)
+    memory = () if broken else _memory(config, facts, batch)
+    refusals = [
+        *facts.refusals,
+        *device_refusals(config, facts),
+        *([] if broken else algorithm_of(config).check()),
+        *_batch(config, batch),
+        *_lengths(config, facts),
+        *_sampling_and_sync(config),
+        *mode_refusals(config, facts),
+        *_prompts(config, facts),
+        *_too_large(config, facts, memory),
+    ]
+    return Plan(
+        placement=tuple(placed(config, facts)),
+        batch=batch,
+        memory=memory,
+        num_params=0 if facts.model is None else facts.model.num_params,
+        refusals=tuple(refusals),
+        warnings=tuple(_warnings(config, facts, memory)),
+    )
+
+
+def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
+    """Return the arithmetic of a step, rounded down where it does not divide (which the plan refuses)."""
+    loop = config.trainer
+    completions = loop.prompts_per_step * loop.group_size
+    per_update = completions // loop.updates_per_step
+    longest = facts.max_prompt_tokens + config.sampling.max_tokens
+    return BatchPlan(
+        prompts_per_step=loop.prompts_per_step,
+        group_size=loop.group_size,
+        completions_per_step=completions,
+        updates_per_step=loop.updates_per_step,
+        sequences_per_update=per_update,
+        sequences_per_rank=-(-per_update * config.engine.model_parallel_size // config.engine.num_ranks),
+        max_tokens_per_sequence=longest,
+        max_tokens_per_step=completions * longest,
+        steps=loop.steps,
+        optimizer_steps=config.num_updates,
+        final_version=version_of(loop.steps),
+        completions_in_all=completions * loop.steps,
+    )
+
+
+def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
+    loop = config.trainer
+    ranks = config.engine.num_ranks // config.engine.model_parallel_size  # those share their rows
+    if batch.completions_per_step % loop.updates_per_step:
+        yield Refusal(
+            "trainer.updates_per_step",
+            f"{loop.prompts_per_step} prompts x {loop.group_size} = {batch.completions_per_step} completions "
+            f"are not divisible into {loop.updates_per_step} equal mini-batches",
+            "use a divisor of prompts_per_step x group_size",
+        )
+    elif batch.sequences_per_update < ranks:
+        yield Refusal(
+            "engine.num_ranks",
+            f"a mini-batch has {batch.sequences_per_update} sequences for {ranks} ranks: some would idle",
+            "raise trainer.prompts_per_step or trainer.group_size, or lower trainer.updates_per_step",
+        )
+    if config.warmup.steps and config.warmup.batch_size < ranks:
+        yield Refusal(
+            "warmup.batch_size",
+            f"{config.warmup.batch_size} examples for {ranks} ranks",
+            f"use {ranks} or more",
+        )
+
+
+def _lengths(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
+    need, have = facts.max_prompt_tokens + config.sampling.max_tokens, config.rollout.max_model_len
+    if need > have:
+        yield Refusal(
+            "rollout.max_model_len",
+            f"{facts.max_prompt_tokens} prompt tokens + {config.sampling.max_tokens} completion tokens "
+            f"are more than {have}",
+            f"rollout.max_model_len={need}, or lower sampling.max_tokens",
+        )
+    positions = 0 if facts.model is None else facts.model.max_positions
+    if positions and have > positions:
+        yield Refusal(
+            "rollout.max_model_len",
+            f"{have}, and the model was made for {positions} positions",
+            f"use {positions} at most",
+        )
+
+
+def _sampling_and_sync(config: RunConfig) -> Iterator[Refusal]:
+    if config.sampling.temperature <= 0:
+        yield Refusal(
+            "sampling.temperature", "0 is greedy: all completions of a prompt would be one", "use 1"
+        )
+    if config.sync.transport == "loopback":
+        yield Refusal(
+            "sync.transport",
+            "loopback stays within one process, and replicas have their own",
+            "sync=auto or sync=disk",
+        )
+
+
+def _prompts(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
+    if not facts.num_train_prompts:
+        return
+    if config.trainer.prompts_per_step > facts.num_train_prompts:
+        yield Refusal(
+            "trainer.prompts_per_step",
+            f"{config.trainer.prompts_per_step} different prompts a step; the task has at most {facts.num_train_prompts}",
+            "take fewer, or raise task.level",
+        )
+
+
+def _memory(config: RunConfig, facts: Facts, batch: BatchPlan) -> tuple[Memory, ...]:
+    if facts.model is None:
+        return ()
+    return (
+        rank_memory(config, facts.model, batch.max_tokens_per_sequence, batch.sequences_per_rank),
+        replica_memory(config, facts.model, facts.gpu_gib),
+        driver_memory(config),
+    )
+
+
+def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> Iterator[Refusal]:
+    """Refuse what is certain not to fit; what may not fit is a warning."""
+    if facts.model is None or not memory or config.cluster.ray_address:
+        return
+    if config.device == "cuda":
+        rank, replica = memory[0], memory[1]
+        weights = replica.items[0][1]
+        if facts.gpu_gib and rank.certain > facts.gpu_gib * GIB:
+            yield Refusal(
+                "engine.num_ranks",
+                f"weights, gradients and moments take {rank.certain / GIB:.1f} GiB a rank, "
+                f"a GPU has {facts.gpu_gib:.1f}",
+                "use more ranks or a smaller model",
+            )
+        if facts.gpu_gib and weights > config.rollout.gpu_memory_fraction * facts.gpu_gib * GIB:
+            yield Refusal(
+                "rollout.tensor_parallel_size",
+                f"weights of {weights / GIB:.1f} GiB leave no room for keys and values",
+                "raise rollout.tensor_parallel_size or rollout.gpu_memory_fraction, or use a smaller model",
+            )
+        yield from shared_memory_refusals(config, facts, rank, replica)
+        return
+    certain = sum(item.certain * item.num for item in memory)
+    if certain > facts.ram_gib * GIB:
+        yield Refusal(
+            "rollout.kv_cache_gib",
+            f"all processes take {certain / GIB:.1f} GiB, the machine has {facts.ram_gib:.1f}",
+            "lower rollout.kv_cache_gib or rollout.num_replicas, or use a smaller model",
+        )
+    one = config.rollout.max_model_len * kv_bytes_per_token(config, facts.model)
+    if config.rollout.kv_cache_gib * GIB < one:
+        yield Refusal(
+            "rollout.kv_cache_gib",
+            f"{config.rollout.kv_cache_gib:g} GiB cannot hold one sequence of {config.rollout.max_model_len} tokens",
+            f"use {one / GIB:.2g} or more",
+        )
+
+
+def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> Iterator[str]:
+    if facts.longest_answer_tokens > config.sampling.max_tokens:
+        yield (
+            f"sampling.max_tokens={config.sampling.max_tokens} cuts off right answers: "
+            f"the longest has {facts.longest_answer_tokens} tokens"
+        )
+    limit = (facts.gpu_gib if config.device == "cuda" else facts.ram_gib) * GIB
+    shared = config.device == "cpu"
+    worst = 0
+    if memory and shared:
+        worst = sum(item.total * item.num for item in memory)
+    elif memory:
+        worst = gpu_peak(config, facts, memory[0], memory[1], certain=False)
+    if limit and worst > limit and not config.cluster.ray_address:
+        yield f"memory may reach {worst / GIB:.1f} GiB of {limit / GIB:.1f}; lower engine.micro_batch_tokens"
+    wanted = config.rollout.num_replicas * config.replica_threads(facts.num_cores)
+    if shared and wanted > facts.num_cores and not config.cluster.ray_address:
+        yield f"{wanted} generating threads share {facts.num_cores} cores; lower rollout.cpu_threads"
+    if num_devices(config, facts) is None:
+        yield "devices of the cluster at cluster.ray_address are not counted; cluster.num_devices says how many"
+    algorithm = config.algorithm
+    if (
+        isinstance(algorithm, PolicyLossConfig)
+        and algorithm.kl_coef
+        and algorithm.kl_estimator is KlEstimator.K1
+    ):
+        yield "k1 in the loss has no gradient on average: it measures KL and does not bound it; k2 and k3 do"
+    if isinstance(config.task, ArithmeticConfig) and not config.warmup.steps and not config.model.path:
+        yield "an untrained model without warm-up is never right, and GRPO learns from differences: warmup.steps=250"

@@ -1,0 +1,60 @@
+"""Following the recorded schedule of an earlier run: what timing decided there is decided alike here."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_engine.capabilities import Refusal
+from offbeat_recipes.plan.journals import existing_journal
+from offbeat_trainer.config import Partial
+from offbeat_trainer.errors import ResumeError
+from offbeat_trainer.stream.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_recipes.settings.tree import RunConfig
+
+
+def recorded_schedule(config: RunConfig) -> Schedule | None:
+    """Return the schedule of the run in folder `replay`, or None where there is nothing to be followed.
+
+    Raises:
+        ResumeError: the folder holds no journal that can be read.
+    """
+    if not config.replay:
+        return None
+    journal = existing_journal(Path(config.replay))
+    if journal is None:
+        raise ResumeError(
+            f"{config.replay} holds no journal, neither checkpoints/journal.sqlite nor checkpoints/journal"
+        )
+    with closing(journal) as recorded:
+        return Schedule.of(recorded.events())
+
+
+def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse a schedule that cannot be followed by this run."""
+    if not config.replay:
+        return
+    if config.mode.name == "sync":
+        yield Refusal(
+            "replay",
+            "mode=sync leaves nothing to timing",
+            "leave it out: a run with the same settings and seed repeats itself; or choose the mode of the recorded run",
+        )
+        return
+    if Path(config.replay).resolve() == config.folder.resolve():
+        yield Refusal("replay", "a run cannot follow itself", "give this run another run_dir")
+        return
+    try:
+        schedule = recorded_schedule(config)
+    except ResumeError as error:
+        yield Refusal("replay", str(error), "name the folder of a run in an asynchronous mode")
+        return
+    assert schedule is not None
+    found = schedule.obstacle(config.trainer.steps, kept=config.asynchrony.partial is Partial.KEEP)
+    if found is not None:
+        yield Refusal("replay", *found)

@@ -1,0 +1,91 @@
+"""A plan for people (tables) and for machines (JSON)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from offbeat_recipes.plan.memory import GIB, MIB
+
+if TYPE_CHECKING:
+    from typing import IO
+
+    from offbeat_recipes.plan.plan import BatchPlan, Plan
+
+
+def plan_json(plan: Plan) -> str:
+    """Return `plan` as one line of JSON; memory in bytes."""
+    return json.dumps({"ok": not plan.refusals, **asdict(plan)})
+
+
+def print_plan(plan: Plan, out: IO[str]) -> None:
+    """Print `plan` to `out`: placement, batch, memory, notes, and what is refused with its remedy."""
+    console = Console(file=out, highlight=False, soft_wrap=True)
+    console.print(_pairs("Placement", [(item.process, item.where) for item in plan.placement]))
+    console.print(_pairs("Batch", _batch_lines(plan.batch)))
+    if plan.memory:
+        console.print(_memory_table(plan))
+    for warning in plan.warnings:
+        console.print(Text.assemble(("note ", "yellow"), warning))
+    for refusal in plan.refusals:
+        console.print(Text.assemble(("refused ", "bold red"), str(refusal)))
+    if not plan.refusals:
+        console.print(Text("This can run. Nothing was started.", "green"))
+
+
+def _pairs(title: str, lines: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    for name, value in lines:
+        table.add_row(name, value)
+    return table
+
+
+def _batch_lines(batch: BatchPlan) -> list[tuple[str, str]]:
+    return [
+        (
+            "completions per step",
+            f"{batch.prompts_per_step} prompts x {batch.group_size} = {batch.completions_per_step}",
+        ),
+        (
+            "mini-batches per step",
+            f"{batch.updates_per_step} of {batch.sequences_per_update} sequences, "
+            f"about {batch.sequences_per_rank} a rank",
+        ),
+        (
+            "tokens per step, at most",
+            f"{batch.completions_per_step} x {batch.max_tokens_per_sequence} = {batch.max_tokens_per_step}",
+        ),
+        (
+            "the run",
+            f"{batch.steps} steps, {batch.optimizer_steps} updates, last version {batch.final_version}",
+        ),
+        (
+            "completions in all",
+            f"{batch.completions_in_all}",
+        ),
+    ]
+
+
+def _memory_table(plan: Plan) -> Table:
+    table = Table(
+        title=f"Memory ({plan.num_params:,} parameters; libraries come on top)",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for column in ("process", "what", "each"):
+        table.add_column(column, justify="right" if column == "each" else "left")
+    for memory in plan.memory:
+        table.add_row(f"{memory.num} x {memory.process}", "all", _size(memory.total), style="bold")
+        for what, num_bytes in memory.items:
+            table.add_row("", what, _size(num_bytes))
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

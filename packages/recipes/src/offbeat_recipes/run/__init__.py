@@ -1,0 +1,1 @@
+"""From a plan that holds to a run: folder, processes, loop, report."""

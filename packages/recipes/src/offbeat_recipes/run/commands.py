@@ -1,0 +1,136 @@
+"""The composition root: the one place where tasks, engines, replicas, weight sync and loop are put together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offbeat_engine.config import LoraExport
+from offbeat_recipes.plan.algorithm import engines_of
+from offbeat_recipes.run.build import cluster_spec, engine_on
+from offbeat_recipes.run.evaluate import evaluate_run
+from offbeat_recipes.run.modes import loop_of, make_parts
+from offbeat_recipes.run.session import Session, drive
+from offbeat_trainer import ResumeError
+from offbeat_trainer.cluster.cluster import Cluster
+from offbeat_trainer.roles.role import POLICY
+from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.warmup import run_warm_up, warm_up_engine
+from offbeat_trainer.watch.reporters.fanout import Truncating
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_recipes.settings.tree import RunConfig
+    from offbeat_trainer.cluster.train_group import TrainGroup
+
+
+def train(config: RunConfig, started: float) -> int:
+    """Reinforcement learning, after a warm-up if the settings have one; returns the exit code.
+
+    `started` is when the command began, on `time.perf_counter`; so for all commands here.
+    """
+    return drive(config, _reinforce, started)
+
+
+def sft(config: RunConfig, started: float) -> int:
+    """Supervised training alone: `warmup.steps` steps, ends in `<run>/model`; returns the exit code."""
+    return drive(config, _supervise, started, goes_on=False)
+
+
+def evaluate(config: RunConfig, started: float) -> int:
+    """Accuracy of a finished or interrupted run's policy on held-out prompts; returns the exit code."""
+    return drive(config, evaluate_run, started, reopen=True)
+
+
+async def _reinforce(session: Session) -> None:
+    config = session.config
+    cluster = Cluster(cluster_spec(config, session.folder, str(await _replicas_model(session))))
+    try:
+        store = RunStore(session.folder.checkpoints / "state", keep=config.trainer.keep_checkpoints)
+        session.reporter.phase(
+            "start", f"{config.engine.num_ranks} training rank(s), {config.rollout.num_replicas} replica(s)"
+        )
+        start = await cluster.start(lambda: _prepare_training(session, cluster.train, store))
+        session.startup_s = time.perf_counter() - session.started
+        parts = make_parts(session, cluster, store)
+        try:
+            await cluster.train.watched(loop_of(config)(parts, session.outcome, start))
+        finally:
+            await parts.scorer.close()
+            parts.journal.close()
+            parts.timeline.close()
+        if not session.outcome.interrupted:
+            await cluster.train.export(str(session.folder.final.absolute()))
+    finally:
+        await cluster.stop()
+
+
+async def _replicas_model(session: Session) -> Path:
+    """Return the folder that replicas start from: any of the same shape, unless they get no more than an adapter over it."""
+    config, model = session.config, session.folder.model
+    if not (config.sends_adapter_alone and config.warmup.steps):
+        return session.base_model
+    if not model.exists():
+        await _warm_up_alone(session, LoraExport.MERGED)
+    return model.absolute()
+
+
+async def _prepare_training(session: Session, train: TrainGroup, store: RunStore) -> int:
+    """Bring the training pool to the first step to be done and return that step."""
+    config = session.config
+    engine = engine_on(config, await _starting_model(session, train))
+    await train.build(engines_of(config, engine))
+    step = await train.load(None) if session.folder.resumed else None
+    if step is None:
+        return 0
+    if step > config.trainer.steps:
+        raise ResumeError(
+            f"{session.folder.path} has {step} steps already; trainer.steps={config.trainer.steps} is less"
+        )
+    state = store.load(step)
+    session.outcome.accuracy_before = state.accuracy_before
+    session.outcome.reward_first = state.reward_first
+    session.outcome.warmup_s = state.warmup_s
+    if isinstance(session.reporter, Truncating):
+        session.reporter.truncate_after(step)
+    session.reporter.phase("resume", f"from the checkpoint of step {step}")
+    return step
+
+
+async def _starting_model(session: Session, train: TrainGroup) -> Path:
+    """Return the folder that reinforcement learning starts from; the warm-up makes it, once per run."""
+    config, model = session.config, session.folder.model
+    if config.warmup.steps == 0:
+        return session.base_model
+    if not model.exists():
+        started = time.perf_counter()
+        await _warm_up(session, train, LoraExport.MERGED)
+        session.outcome.warmup_s = time.perf_counter() - started
+    return model.absolute()
+
+
+async def _warm_up(session: Session, train: TrainGroup, export: LoraExport) -> None:
+    """Train on worked examples and write `<run>/model`; what follows needs it merged, a base of its own."""
+    config = session.config
+    engine = engine_on(config, session.base_model)
+    engine = replace(engine, lora=replace(engine.lora, export=export))
+    await train.build({POLICY: warm_up_engine(engine, config.warmup)})
+    await run_warm_up(train, session.task, config.warmup, session.reporter)
+    await train.export(str(session.folder.model.absolute()))
+
+
+async def _supervise(session: Session) -> None:
+    await _warm_up_alone(session, session.config.engine.lora.export)
+
+
+async def _warm_up_alone(session: Session, export: LoraExport) -> None:
+    cluster = Cluster(cluster_spec(session.config, session.folder, str(session.base_model)))
+    try:
+        await cluster.train.start()
+        session.startup_s = time.perf_counter() - session.started
+        await _warm_up(session, cluster.train, export)
+        session.outcome.warmup_s = time.perf_counter() - session.started - session.startup_s
+    finally:
+        await cluster.stop()

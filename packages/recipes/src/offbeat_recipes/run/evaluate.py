@@ -1,0 +1,115 @@
+"""`offbeat-eval`: how good a run's policy is on held-out prompts, with the run's own parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from offbeat_recipes.errors import TaskError
+from offbeat_recipes.run.build import cluster_spec, engine_on
+from offbeat_recipes.tasks.base import make_scorer
+from offbeat_rollout import SamplingParams
+from offbeat_trainer.cluster.cluster import Cluster
+from offbeat_trainer.config import Placement
+from offbeat_trainer.data.generation import GroupGenerator
+from offbeat_trainer.data.seeds import derive_seed
+from offbeat_trainer.errors import ResumeError
+from offbeat_trainer.roles.role import POLICY
+from offbeat_trainer.stream.parts import score_all
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_recipes.run.session import Session
+    from offbeat_trainer.data.types import Group
+
+
+async def evaluate_run(session: Session) -> None:
+    """Sample held-out prompts from the model that `evaluation.step` names; write and report what came out."""
+    config = session.config
+    start = session.folder.model if session.folder.model.exists() else session.base_model
+    serves_alone, step = config.evaluation.step == 0, 0
+    if config.evaluation.step < 0 and _kept_its_end_alone(session):
+        serves_alone, start, step = True, session.folder.final, config.trainer.steps
+    spec = cluster_spec(config, session.folder, str(start.absolute()))
+    if serves_alone:  # nobody is there to share devices with
+        spec = replace(spec, cluster=replace(spec.cluster, placement=Placement.SEPARATE))
+    cluster = Cluster(spec)
+    try:
+        if serves_alone:
+            await cluster.rollout.start()
+            cluster.rollout.admit_all(0)
+        else:
+            step = await _load_and_publish(session, cluster, start)
+        groups = await _sample(session, cluster)
+    finally:
+        await cluster.stop()
+    _report(session, step, groups)
+
+
+def _kept_its_end_alone(session: Session) -> bool:
+    """Say whether the newest model of a run is the one that it exported: it saved no checkpoint (trainer.save_every=0)."""
+    saved = any((session.folder.checkpoints / "policy").glob("step_*"))
+    return session.folder.final.exists() and not saved and not session.config.sends_adapter_alone
+
+
+async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> int:
+    wanted = None if session.config.evaluation.step < 0 else session.config.evaluation.step
+
+    async def prepare() -> int:
+        await cluster.train.build({POLICY: engine_on(session.config, start)})
+        step = await cluster.train.load(wanted)
+        if step is None:
+            raise ResumeError(
+                f"{session.folder.path} has no whole checkpoint; evaluation.step=0 evaluates the model it started from"
+            )
+        return step
+
+    step = await cluster.start(prepare)
+    await cluster.publisher().publish(1)
+    return step
+
+
+async def _sample(session: Session, cluster: Cluster) -> list[Group]:
+    config, task = session.config, session.task
+    prompts = task.validation_prompts(config.trainer.validation_prompts)
+    if not prompts:
+        raise TaskError("the task holds no prompts out: there is nothing to evaluate on; give it some")
+    session.reporter.phase("validate", f"{len(prompts)} held-out prompts")
+    sampling = SamplingParams(
+        max_tokens=config.sampling.max_tokens,
+        temperature=config.evaluation.temperature,
+        stop_token_ids=task.stop_token_ids(),
+        stop=config.sampling.stop,
+        seed=derive_seed(config.seed, "evaluate"),
+    )
+    generator = GroupGenerator(cluster.rollout.generate_many)
+    groups = await generator.collect(prompts, sampling, config.evaluation.num_samples)
+    scorer = make_scorer(task, config.reward, session.folder.logs / "rewards.log")
+    try:
+        return await score_all(scorer, groups)
+    finally:
+        await scorer.close()
+
+
+def _report(session: Session, step: int, groups: list[Group]) -> None:
+    scores = [score for group in groups for score in group.scores]
+    result = {
+        "step": step,
+        "prompts": len(groups),
+        "samples_per_prompt": len(groups[0].scores),
+        "temperature": session.config.evaluation.temperature,
+        "accuracy": sum(score.correct for score in scores) / len(scores),
+        "solved_at_least_once": sum(any(s.correct for s in group.scores) for group in groups) / len(groups),
+        "reward": sum(score.reward for score in scores) / len(scores),
+    }
+    folder = session.folder.path / "evaluations"
+    folder.mkdir(exist_ok=True)
+    (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n")
+    texts = [
+        [session.task.decode(one.token_ids.tolist()) for one in group.completions] for group in groups[:4]
+    ]
+    session.reporter.samples(step, "evaluated", groups[:4], texts)
+    lines = {name.replace("_", " "): f"{value:.4g}" for name, value in result.items()}
+    session.reporter.summary({"paths": {**lines, "written to": str(folder / f"step_{step}.json")}})

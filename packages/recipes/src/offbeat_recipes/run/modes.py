@@ -1,0 +1,71 @@
+"""Which loop runs, and what it works with: the one place that knows all modes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, assert_never
+
+from offbeat_recipes.plan.algorithm import algorithm_of
+from offbeat_recipes.plan.journals import open_journal
+from offbeat_recipes.plan.replay import recorded_schedule
+from offbeat_recipes.tasks.base import make_scorer
+from offbeat_trainer.data.generation import GroupGenerator
+from offbeat_trainer.loops.fully_async import run_fully_async
+from offbeat_trainer.loops.one_step_off import run_one_step_off
+from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.stream.parts import Parts
+from offbeat_trainer.watch.timeline import Timeline
+from offbeat_trainer.watch.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from offbeat_recipes.run.session import Session
+    from offbeat_recipes.settings.tree import RunConfig
+    from offbeat_trainer.cluster.cluster import Cluster
+    from offbeat_trainer.loops.outcome import Outcome
+    from offbeat_trainer.run_store import RunStore
+
+
+class Loop(Protocol):
+    """One of the loops of `offbeat_trainer.loops`."""
+
+    async def __call__(self, parts: Parts, outcome: Outcome, start: int = 0) -> None:
+        """Train from step `start` on."""
+        ...
+
+
+def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
+    """Return what the loop of this run works with. The caller closes journal and timeline."""
+    config = session.config
+    timeline = Timeline(session.folder.trace)
+    cluster.draw_on(timeline)
+    return Parts(
+        task=session.task,
+        scorer=make_scorer(session.task, config.reward, session.folder.logs / "rewards.log"),
+        policy=cluster.train,
+        generator=GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort),
+        publisher=cluster.publisher(),
+        reporter=session.reporter,
+        store=store,
+        seed=config.seed,
+        loop=config.trainer,
+        algorithm=algorithm_of(config),
+        sampling=config.sampling,
+        stop=session.stop,
+        asynchrony=config.asynchrony,
+        journal=open_journal(session.folder.path),
+        replay=recorded_schedule(config),
+        timeline=timeline,
+        watchdog=Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall),
+    )
+
+
+def loop_of(config: RunConfig) -> Loop:
+    """Return the loop that the mode names."""
+    match config.mode.name:
+        case "sync":
+            return run_sync
+        case "one_step_off":
+            return run_one_step_off
+        case "fully_async":
+            return run_fully_async
+        case _:
+            assert_never(config.mode.name)

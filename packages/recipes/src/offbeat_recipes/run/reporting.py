@@ -1,0 +1,73 @@
+"""Where a run reports to, as the settings say.
+
+`report.others` names trackers of other packages, by entry points of the group `offbeat.reporters`, or functions,
+"package.module:function" or "file.py:function": called with the run folder, the run's name and its settings, each returns a `Reporter`.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, cast
+
+from offbeat_recipes.errors import SettingError
+from offbeat_recipes.settings.reading import to_dict
+from offbeat_trainer.errors import LoadError
+from offbeat_trainer.loading import load_object
+from offbeat_trainer.watch.reporters.console import ConsoleReporter
+from offbeat_trainer.watch.reporters.fanout import FanOut
+from offbeat_trainer.watch.reporters.silent import Silent
+from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
+from offbeat_trainer.watch.reporters.wandb import WandbReporter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from offbeat_recipes.run.folder import RunFolder
+    from offbeat_recipes.settings.tree import RunConfig
+    from offbeat_trainer import Reporter
+    from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+
+REPORTERS = "offbeat.reporters"
+
+
+def make_reporter(config: RunConfig, jsonl: JsonlReporter | None, folder: RunFolder) -> Reporter:
+    """Return where this run reports to: `jsonl` unless None, and what the settings ask for."""
+    if jsonl is None:
+        return ConsoleReporter(title=config.name) if config.report.console else Silent()
+    settings = to_dict(config)
+    reporters: list[Reporter] = [jsonl]
+    if config.report.console:
+        reporters.append(ConsoleReporter(title=config.name, steps=config.trainer.steps))
+    if config.report.tensorboard:
+        reporters.append(TensorBoardReporter(folder.path / "tensorboard", config=settings))
+    if config.report.wandb:
+        told = config.report
+        reporters.append(
+            WandbReporter(
+                folder.path,
+                project=told.wandb_project,
+                name=config.name,
+                config=settings,
+                offline=not told.wandb_online,
+            )
+        )
+    reporters += [_other_reporter(name)(folder.path, config.name, settings) for name in config.report.others]
+    return FanOut(reporters)
+
+
+def _other_reporter(name: str) -> Callable[[Path, str, Mapping[str, object]], Reporter]:
+    if ":" in name:
+        try:
+            return cast("Any", load_object(name))
+        except LoadError as error:
+            raise SettingError([f"report.others: {error}"]) from error
+    points = {point.name: point for point in entry_points(group=REPORTERS)}
+    if name not in points:
+        raise SettingError(
+            [
+                f"report.others: no tracker named {name!r} is installed; found: {', '.join(sorted(points)) or 'none'}. A package "
+                f"adds one through the entry-point group {REPORTERS!r}"
+            ]
+        )
+    return points[name].load()

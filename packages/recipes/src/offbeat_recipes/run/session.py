@@ -1,0 +1,221 @@
+"""One run while it lasts, and its end: summary, errors in plain words, and how to go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_ckptsync import SyncError
+from offbeat_engine import EngineError
+from offbeat_recipes.errors import RecipeError, TaskError
+from offbeat_recipes.models.random import random_model_folder
+from offbeat_recipes.plan.stops import check_stops
+from offbeat_recipes.run.folder import RunFolder, open_run_folder, reopen_run_folder, speed_settings
+from offbeat_recipes.run.interrupts import StopKeys
+from offbeat_recipes.run.logs import logs_to
+from offbeat_recipes.run.reporting import make_reporter
+from offbeat_recipes.settings.reading import to_dict
+from offbeat_recipes.tasks.base import make_task
+from offbeat_rollout import RolloutError
+from offbeat_trainer import TrainerError
+from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.stream.parts import StopRequest
+from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+
+if TYPE_CHECKING:
+    from offbeat_recipes.settings.tree import RunConfig
+    from offbeat_recipes.tasks.base import RunnableTask
+    from offbeat_trainer import Reporter
+
+HOUSE_ERRORS = (TrainerError, SyncError, EngineError, RolloutError, RecipeError)
+INTERRUPTED = 130
+FAILED = 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """What was asked, where it goes, and what was reached. `startup_s` ends when the first step may begin."""
+
+    config: RunConfig
+    folder: RunFolder
+    task: RunnableTask
+    reporter: Reporter
+    jsonl: JsonlReporter | None
+    base_model: Path
+    started: float
+    outcome: Outcome = field(default_factory=Outcome)
+    stop: StopRequest = field(default_factory=StopRequest)
+    startup_s: float = 0.0
+    goes_on: bool = True
+    extra: dict[str, object] = field(default_factory=dict[str, object])
+
+    def summary(self) -> dict[str, object]:
+        """Return everything that is worth keeping about the run, JSON-ready."""
+        return {
+            "mode": self.config.mode.name,
+            "seed": self.config.seed,
+            "wall_s": time.perf_counter() - self.started,
+            "startup_s": self.startup_s,
+            **self.outcome.summary(),
+            **self.extra,
+        }
+
+
+Work = Callable[[Session], Awaitable[None]]
+"""The body of a command: does the run, fills the session."""
+
+
+def drive(
+    config: RunConfig, work: Work, started: float, *, reopen: bool = False, goes_on: bool = True
+) -> int:
+    """Open the run folder, do `work` in it, and end well whatever happens; returns the exit code.
+
+    Without `goes_on` there is no command to go on with where it ends early. With `reopen` the folder must hold a run,
+    whose metrics and summary are left as they are.
+
+    Raises:
+        RecipeError: the folder or the task cannot be used; nothing was started.
+    """
+    task = make_task(config.task, config.model.path, config.seed)  # before an earlier run is moved aside
+    if reopen:
+        folder = reopen_run_folder(config.folder)
+    else:
+        _check_sizes(config, task)
+        folder = open_run_folder(
+            config.folder,
+            to_dict(config),
+            resume=config.resume == "auto",
+            may_change=speed_settings(config),
+        )
+    try:
+        with logs_to(folder.logs / "driver.log"):
+            session = _open(config, folder, task, started, reopen=reopen)
+            session.goes_on = goes_on
+            return asyncio.run(_guarded(session, work))
+    finally:
+        folder.close()
+
+
+def _check_sizes(config: RunConfig, task: RunnableTask) -> None:
+    """Refuse a step that takes more prompts than there are; tasks that do not count theirs say so when asked."""
+    there = getattr(task, "num_train_prompts", None)
+    for setting, count in (
+        ("trainer.prompts_per_step", config.trainer.prompts_per_step),
+        ("warmup.batch_size", config.warmup.batch_size if config.warmup.steps else 0),
+    ):
+        if there is not None and count > there:
+            raise TaskError(
+                f"{setting}: a step takes {count} different prompts, and the task has {there}; take fewer"
+            )
+
+
+def _open(
+    config: RunConfig, folder: RunFolder, task: RunnableTask, started: float, *, reopen: bool
+) -> Session:
+    base = folder.path / "base"
+    base_model = task.model_folder(base, config.seed)
+    if config.model.random_init:
+        base_model = random_model_folder(base_model, base, config.seed)
+    check_stops(task, base_model, trust_remote_code=config.model.trust_remote_code)
+    jsonl = None if reopen else JsonlReporter(folder.path)
+    reporter = make_reporter(config, jsonl, folder)
+    for note in task.notes:
+        reporter.phase("task", note)
+    return Session(
+        config=config,
+        folder=folder,
+        task=task,
+        reporter=reporter,
+        jsonl=jsonl,
+        base_model=base_model.absolute(),
+        started=started,
+    )
+
+
+async def _guarded(session: Session, work: Work) -> int:
+    code = 0
+    with StopKeys(session.stop, session.reporter):
+        try:
+            await work(session)
+        except asyncio.CancelledError:
+            session.outcome.interrupted = True
+        except HOUSE_ERRORS as error:
+            log.exception("the run failed")
+            code = _failed(session, str(error))
+        except Exception as error:
+            log.exception("the run failed in a way nobody foresaw")
+            defect = f"{type(error).__name__}: {error} (a defect; the log has the traceback)"
+            code = _failed(session, _out_of_memory(session.config, error) or defect)
+    if session.outcome.interrupted:
+        code = INTERRUPTED
+    if session.jsonl is not None:
+        summary = session.summary()
+        session.folder.write_summary(summary)
+        session.reporter.summary({**summary, **_where_next(session, code)})
+    session.reporter.close()
+    return code
+
+
+def _out_of_memory(config: RunConfig, error: Exception) -> str:
+    """Say what to do where `error` is that memory ran out, a device's or the machine's; else nothing."""
+    text = str(error)
+    # Torch's and Ray's classes of that name, wherever the error came from; on a CPU torch raises a plain RuntimeError.
+    ran_out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if not ran_out and "can't allocate memory" not in text:
+        return ""
+    where = "; ".join([text.splitlines()[0] if text else "MemoryError", *getattr(error, "__notes__", [])])
+    return (
+        f"memory ran out: {where}. What takes less: engine.micro_batch_tokens (now {config.engine.micro_batch_tokens}), "
+        f"engine.activation_checkpointing=true, engine.offload_optimizer=true, more ranks (engine.num_ranks, now "
+        f"{config.engine.num_ranks}), fewer replicas (rollout.num_replicas, now {config.rollout.num_replicas}) or less for each "
+        "(rollout.gpu_memory_fraction, rollout.kv_cache_gib). A run may go on with any of these changed"
+    )
+
+
+def _failed(session: Session, message: str) -> int:
+    session.extra["error"] = message
+    sys.stderr.write(f"\nfailed: {message}\n  full logs: {session.folder.logs}\n")
+    if session.stop.listening and session.goes_on:  # there is something to go on from
+        sys.stderr.write(f"  to go on: {_again(session)}\n")
+    return FAILED
+
+
+def _where_next(session: Session, code: int) -> dict[str, object]:
+    folder = session.folder.path
+    if code:
+        again = {"resume_command": _again(session)} if session.goes_on else {}
+        return {**again, "paths": {"logs": str(session.folder.logs)}}
+    return {
+        "paths": {
+            "trained model": str(
+                session.folder.final if session.folder.final.exists() else session.folder.model
+            ),
+            "metrics": str(folder / "metrics.jsonl"),
+            "samples": str(folder / "samples.jsonl"),
+            "curves": _command("tensorboard", "--logdir", str(folder / "tensorboard")),
+            "evaluate": _command(
+                "offbeat-eval", "--config", str(folder / "config.yaml"), f"run_dir={folder}"
+            ),
+        }
+    }
+
+
+def _again(session: Session) -> str:
+    folder = session.folder.path
+    config = str(folder / "config.yaml")
+    return _command("offbeat-train", "--config", config, f"run_dir={folder}", "resume=auto")
+
+
+def _command(program: str, *words: str) -> str:
+    """Return what a shell takes wherever it stands, whether the environment is active, of uv, or neither."""
+    beside = Path(sys.executable).parent / program
+    return shlex.join([str(beside) if beside.exists() else program, *words])

@@ -1,0 +1,349 @@
+"""Reading settings: plain nested mappings in, one `RunConfig` out, or sentences that say what is wrong.
+
+The dataclasses of `offbeat_recipes.settings.tree` are the only list of settings; everything here walks them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import operator
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from offbeat_recipes.errors import SettingError
+from offbeat_recipes.settings.sections import PLUG_INS, run_class
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from pydantic_core import ErrorDetails
+
+    from offbeat_recipes.settings.tree import RunConfig
+
+# Every number must be at least this; whatever is not named here, and has no limits beside its field
+# (`offbeat_engine.bounded`), may be any number. The plan checks what depends on more than one setting.
+_AT_LEAST: dict[str, tuple[str, ...]] = {
+    "1": (
+        "trainer.prompts_per_step trainer.group_size trainer.updates_per_step trainer.validation_prompts",
+        "warmup.batch_size sampling.max_tokens engine.num_ranks engine.micro_batch_tokens rollout.num_replicas",
+        "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size task.level",
+        "task.hidden_size task.num_layers task.num_heads task.intermediate_size task.max_prompt_tokens",
+        "trainer.keep_checkpoints evaluation.num_samples mode.sync_every",
+        "mode.max_attempts reward.concurrency reward.max_attempts",
+    ),
+    "0": (
+        "seed trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
+        "warmup.lr_warmup_steps",
+        "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
+        "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
+        "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
+        "engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
+        "rollout.cpu_threads",
+        "sync.canary_tolerance",
+        "sync.delta_max_fraction",
+    ),
+    "-1": ("evaluation.step",),
+}
+_MORE_THAN_ZERO = (
+    "sync.bucket_mib",
+    "reward.timeout_s",
+    "cluster.health_period_s",
+    "cluster.object_store_mib",
+    "task.initializer_range",
+    "task.rope_theta",
+    "engine.lora.alpha",
+)  # and everything that ends in `_timeout_s`
+_AT_MOST_ONE = (
+    "task.forget_carry",
+    "task.carry_share",
+    "task.held_out_fraction",
+    "rollout.gpu_memory_fraction",
+    "engine.lora.dropout",
+    "sync.delta_max_fraction",
+)
+
+
+_MEANT = {
+    "lr": "engine.optimizer.lr",
+    "learning_rate": "engine.optimizer.lr",
+    "batch_size": "trainer.prompts_per_step",
+    "num_generations": "trainer.group_size",
+}
+"""What other libraries call settings that have no such name here."""
+
+_UNIONS = {"task": "arithmetic", "mode": "sync"}
+_DEFAULT_CHOICE = {**_UNIONS, **{path: plug_in.default for path, plug_in in PLUG_INS.items()}}
+"""The variant of a section that has several, or the plug-in that it is of, where its `name` is not given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One leaf of the tree.
+
+    `derived` names what decides it when it cannot be set; `free` takes any keys below; `variant` is the `name`
+    of the section's variant it belongs to, where the section has several. `limits` are those beside its field.
+    """
+
+    path: str
+    annotation: object
+    derived: str = ""
+    free: bool = False
+    variant: str = ""
+    limits: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def all_settings(chosen: Mapping[str, str] | None = None) -> tuple[Setting, ...]:
+    """Return every setting of the tree, those of all tasks and modes included; a path may come once for each.
+
+    Of the plug-ins, those of the `chosen` ones, or of the ones that a run has by default.
+    """
+    return _all_settings(run_class(_DEFAULT_CHOICE if chosen is None else chosen))
+
+
+@cache
+def _all_settings(cls: type[RunConfig]) -> tuple[Setting, ...]:
+    return tuple(_walk(cls, "", ""))
+
+
+def known_paths(chosen: Mapping[str, str] | None = None) -> dict[str, Setting]:
+    """Return the settings that can be set, by dotted path: those of the `chosen` variant by section, or all."""
+    return {
+        item.path: item
+        for item in all_settings(chosen)
+        if not item.derived
+        and (chosen is None or not item.variant or item.variant == chosen[_section(item.path)])
+    }
+
+
+def parse(raw: Mapping[str, Any]) -> RunConfig:
+    """Validate `raw` (null means: the default) into the settings of a run.
+
+    Raises:
+        SettingError: something in it does not exist or is not what it must be; all of it is named.
+    """
+    values = _without_nulls(raw)
+    chosen = _choose(values)
+    problems = [line for path in _leaves(values) for line in _unknown(path, chosen)]
+    if problems:
+        raise SettingError(problems)
+    try:
+        # JSON mode: strict (no "5" for 5, no true for 1), yet names for enums.
+        config = _adapter(run_class(chosen)).validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        raise SettingError([_sentence(item) for item in error.errors()]) from None
+    problems = list(_out_of_range(to_dict(config), known_paths(chosen)))
+    if problems:
+        raise SettingError(problems)
+    return replace(config, name=config.name or config.task.name)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that can be set as plain nested values; `parse` reads them back."""
+    settable = known_paths({section: getattr(config, section).name for section in _DEFAULT_CHOICE})
+
+    def keep(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            path = f"{prefix}{key}"
+            if path in settable:
+                kept[key] = value.value if isinstance(value, Enum) else value
+            elif isinstance(value, dict) and any(known.startswith(f"{path}.") for known in settable):
+                kept[key] = keep(value, f"{path}.")  # pyright: ignore[reportUnknownArgumentType]
+        return kept
+
+    return keep(asdict(config), "")
+
+
+def unknown_setting(path: str, chosen: Mapping[str, str] | None = None) -> str:
+    """Return the sentence for a dotted `path` that is no setting of any task."""
+    hint = suggestion(path, known_paths(chosen))
+    return f"unknown setting `{path}`" + (f"; did you mean `{hint}`?" if hint else "; see --cfg job for all")
+
+
+def suggestion(path: str, known: Iterable[str]) -> str:
+    """Return the known dotted path nearest to `path`, or "" when none is near.
+
+    A last part that is right in the wrong place counts too: `steps` is nearest to `trainer.steps`. So does what others call it;
+    settings of the warm-up are near to paths of the warm-up alone.
+    """
+    meant = _MEANT.get(path.rsplit(".", 1)[-1], "")
+    names = [name for name in known if path.startswith("warm") or not name.startswith("warmup.")]
+    if meant in names and not path.startswith("warm"):
+        return meant
+    near = difflib.get_close_matches(path, names, n=1, cutoff=0.75)
+    if near:
+        return near[0]
+    leaf = path.rsplit(".", 1)[-1]
+    leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(names)}
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
+    return leaves[close[0]] if close else ""
+
+
+def check_path(path: str, chosen: Mapping[str, str] | None = None) -> list[str]:
+    """Return what is wrong with setting or section `path`, whatever the task: nothing, or one sentence.
+
+    Which settings a plug-in has is known only with its name: without `chosen`, none in its section is found wrong.
+    """
+    known = all_settings(chosen)
+    settable = {item.path for item in known if not item.derived}
+    if _is_section(path, settable) or any(_covers(item, path) for item in known if not item.derived):
+        return []
+    for item in known:
+        if item.derived and (path == item.path or path.startswith(f"{item.path}.")):
+            return [f"`{path}` cannot be set: it follows from {item.derived}; set that instead"]
+    if chosen is None and _section(path) in PLUG_INS:
+        return []
+    return [unknown_setting(path, chosen)]
+
+
+def _walk(cls: type, prefix: str, variant: str) -> Iterator[Setting]:
+    hints = get_type_hints(cls, include_extras=True)
+    for item in fields(cls):
+        path, annotation = f"{prefix}{item.name}", hints[item.name]
+        if "derived" in item.metadata:
+            yield Setting(path=path, annotation=annotation, derived=item.metadata["derived"], variant=variant)
+        elif get_origin(annotation) is Annotated:
+            for choice in get_args(get_args(annotation)[0]):
+                yield from _walk(choice, f"{path}.", _variant_name(choice))
+        elif is_dataclass(annotation) and isinstance(annotation, type):
+            yield from _walk(annotation, f"{path}.", variant)
+        else:
+            free = bool(item.metadata.get("free"))
+            limits = {key: item.metadata[key] for key in _LIMITS if key in item.metadata}
+            yield Setting(path=path, annotation=annotation, free=free, variant=variant, limits=limits)
+
+
+def _variant_name(cls: type) -> str:
+    return str(get_args(get_type_hints(cls)["name"])[0])
+
+
+def _covers(item: Setting, path: str) -> bool:
+    return path == item.path or (item.free and path.startswith(f"{item.path}."))
+
+
+def _is_section(path: str, known: Iterable[str]) -> bool:
+    return any(name.startswith(f"{path}.") for name in known)
+
+
+def _section(path: str) -> str:
+    return path.partition(".")[0]
+
+
+def _choose(values: dict[str, Any]) -> dict[str, str]:
+    """Return the chosen variant of each section that has several; where it is not named, it is from here on."""
+    chosen = dict(_DEFAULT_CHOICE)
+    for section, default in _DEFAULT_CHOICE.items():
+        given = values.get(section)
+        if isinstance(given, dict):
+            chosen[section] = str(given.setdefault("name", default))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    return chosen
+
+
+def _unknown(path: str, chosen: Mapping[str, str]) -> list[str]:
+    wrong = check_path(path, chosen)
+    mine, section = known_paths(chosen), _section(path)
+    usual = _DEFAULT_CHOICE.get(section)
+    if wrong and section in PLUG_INS and any(_covers(item, path) for item in known_paths().values()):
+        return [f"`{path}` belongs to {section}={usual}; this run has {section}={chosen[section]}"]
+    if wrong or _is_section(path, mine) or any(_covers(item, path) for item in mine.values()):
+        return wrong
+    known = all_settings(chosen)
+    owners = sorted({item.variant for item in known if _covers(item, path)})
+    if chosen[section] not in {item.variant for item in known if _section(item.path) == section}:
+        return []  # the choice itself is unknown: pydantic says so, once
+    return [f"`{path}` belongs to {section}={' or '.join(owners)}; this run has {section}={chosen[section]}"]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield f"{prefix}{key}"
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(key): _without_nulls(value) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+@cache
+def _adapter(cls: type[RunConfig]) -> TypeAdapter[RunConfig]:
+    return TypeAdapter(cls)
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text (quote numbers: '\"42\"')",
+    "bool_type": "true or false",
+    "dataclass_type": "a section with keys of its own",
+    "dict_type": "a section with keys of its own",
+}
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """Turn one pydantic error into: setting, what was expected, what came."""
+    loc = [str(part) for part in error["loc"]]
+    if len(loc) > 1 and loc[0] in _UNIONS:
+        del loc[1]  # pydantic puts the variant's name there
+    path, came, kind = ".".join(loc), error.get("input"), error["type"]
+    context = error.get("ctx", {})
+    if kind == "union_tag_invalid":
+        path, came, choices = f"{path}.name", context["tag"], str(context["expected_tags"])
+    else:
+        choices = str(context.get("expected", ""))
+    if choices:
+        near = difflib.get_close_matches(str(came), [part.strip("' ") for part in choices.split("'")], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"`{path}`: expected {choices}, got {came!r}{hint}"
+    expected = _EXPECTED.get(kind, error["msg"])
+    return f"`{path}`: expected {expected}, got {came!r}"
+
+
+_LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "at_least": ("at least", operator.ge),
+    "more_than": ("more than", operator.gt),
+    "at_most": ("at most", operator.le),
+}
+
+
+def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
+    for path, value in _flatten(values, ""):
+        limits = {**_limits().get(path, {}), **(known[path].limits if path in known else {})}
+        if path.endswith("_timeout_s"):
+            limits["more_than"] = 0
+        for name, limit in limits.items():
+            words, holds = _LIMITS[name]
+            if value is not None and not holds(value, limit):  # None: left to the code
+                yield f"`{path}`: expected {words} {limit:g}, got {value}"
+
+
+@cache
+def _limits() -> dict[str, dict[str, float]]:
+    """Return the limits that are written in this module, by path."""
+    found: dict[str, dict[str, float]] = {}
+    for bound, groups in _AT_LEAST.items():
+        for path in " ".join(groups).split():
+            found.setdefault(path, {})["at_least"] = int(bound)
+    for name, limit, paths in (("more_than", 0, _MORE_THAN_ZERO), ("at_most", 1, _AT_MOST_ONE)):
+        for path in paths:
+            found.setdefault(path, {})[name] = limit
+    return found
+
+
+def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,271 @@
+"""The settings of a run: one frozen tree, composed of the packages' own settings.
+
+Sections extend the dataclass of the package they are for, so no field is written twice; where a plug-in brings a class of
+its own, `offbeat_recipes.settings.sections` extends that. A field that is derived from another setting says so in its metadata and
+cannot be set: `model.dtype` decides the precision of engine and replicas. `offbeat_recipes.settings.reading` reads and checks.
+"""
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig
+from offbeat_engine.registry import engine_config_class
+from offbeat_recipes.tasks.config import ArithmeticConfig, TaskConfig
+from offbeat_rollout.config import LoraConfig, RolloutConfig
+from offbeat_rollout.registry import rollout_config_class
+from offbeat_trainer.config import (
+    AlgorithmConfig,
+    AsyncConfig,
+    ClusterConfig,
+    LoopConfig,
+    OnStall,
+    Placement,
+    RewardConfig,
+    SamplingConfig,
+    WarmupConfig,
+)
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncMode:
+    """Generate and train in turns, on fresh weights. What `AsyncConfig` has else is its nature."""
+
+    name: Literal["sync"] = "sync"
+    max_attempts: int = 3
+    on_stall: OnStall = OnStall.STOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneStepOffMode:
+    """Generate the next step's groups while this one trains. What `AsyncConfig` has else is its nature."""
+
+    name: Literal["one_step_off"] = "one_step_off"
+    max_attempts: int = 3
+    on_stall: OnStall = OnStall.STOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullyAsyncMode(AsyncConfig):
+    """Generate as far ahead as `max_staleness` allows."""
+
+    name: Literal["fully_async"] = "fully_async"
+
+
+ModeConfig: TypeAlias = Annotated[SyncMode | OneStepOffMode | FullyAsyncMode, Field(discriminator="name")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection(ModelConfig):
+    """Which model is trained. An empty `path` means that the task makes one."""
+
+    path: str = ""
+    seed: int = field(default=0, metadata={"derived": "seed"})
+    head: Literal["lm", "value"] = field(default="lm", metadata={"derived": "the role"})
+    dtype: Dtype = Dtype.FLOAT32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection(EngineConfig):
+    """The training engine and how many ranks it has. `threads_per_rank` 0 shares the cores among the ranks.
+
+    The rest are settings of the engine itself: `offbeat_recipes.settings.sections` adds those that `name` has of its own.
+    """
+
+    name: str = "fsdp2"
+    num_ranks: int = field(default=1, metadata=SPEED)
+    threads_per_rank: int = field(default=0, metadata=SPEED)
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(path=""), metadata={"derived": "the section `model`"}
+    )
+    dtype: Dtype = field(default=Dtype.FLOAT32, metadata={"derived": "model.dtype"})
+    device: Device = field(default="cpu", metadata={"derived": "device"})
+    max_sequence_tokens: int = field(default=0, metadata={"derived": "rollout.max_model_len"})
+    inference_only: bool = field(default=False, metadata={"derived": "the role"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection(RolloutConfig):
+    """The generation engine and how many replicas of it run.
+
+    `cpu_threads` 0: colocated, the cores are shared among the replicas, as they are among the ranks; else one each. The
+    rest are settings of the adapter itself: `offbeat_recipes.settings.sections` adds those that `name` has of its own.
+    """
+
+    name: str = "vllm"
+    num_replicas: int = field(default=1, metadata=SPEED)
+    cpu_threads: int = field(default=0, metadata=SPEED)
+    model_path: str = field(default="", metadata={"derived": "model.path"})
+    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
+    device: Device = field(default="cpu", metadata={"derived": "device"})
+    lora: LoraConfig = field(default_factory=LoraConfig, metadata={"derived": "engine.lora"})
+    stop_strings: bool = field(default=False, metadata={"derived": "sampling.stop"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSection(AlgorithmConfig):
+    """What is learned. `name` is an installed algorithm, or the path of a class (`gspo.py:Gspo`); the rest are its settings."""
+
+    name: str = "grpo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSection(SyncConfig):
+    """How new weights reach the replicas: by where the processes are, unless a `transport` is named."""
+
+    transport: str = "auto"
+    host: str = field(default="127.0.0.1", metadata={"derived": "cluster.rendezvous_host"})
+    secret: str = field(default="", repr=False, metadata={"derived": "the run, which makes one"})
+    device: Device = field(default="cpu", metadata={"derived": "device"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportConfig:
+    """Where a run tells what is going on, besides its JSONL files; see `reporting` for `others`. W&B is sent with `wandb sync` unless online."""
+
+    console: bool = True
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "offbeat"
+    wandb_online: bool = False
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """What `offbeat-eval` looks at: `num_samples` completions a prompt at `temperature` (0 is greedy).
+
+    `step` is a checkpoint of the run folder: -1 the newest, 0 the model as it is.
+    """
+
+    step: int = -1
+    num_samples: int = 1
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything a run is told.
+
+    `name` defaults to the task's, `run_dir` to runs/<name> (with a number where that is taken). `resume` "auto"
+    goes on from the newest whole checkpoint of the run folder. `device` is where training and generation run. `replay`
+    is the folder of an asynchronous run whose recorded schedule this one follows, docs/asynchrony.md.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str = ""
+    run_dir: str = ""
+    seed: int = 0
+    resume: Literal["never", "auto"] = "never"
+    replay: str = ""
+    device: Device = "cpu"
+    mode: ModeConfig = field(default_factory=SyncMode)
+    task: TaskConfig = field(default_factory=ArithmeticConfig)
+    model: ModelSection = field(default_factory=ModelSection)
+    trainer: LoopConfig = field(default_factory=LoopConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: EngineSection = field(default_factory=EngineSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    sync: SyncSection = field(default_factory=SyncSection)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def model_config(self, path: str) -> ModelConfig:
+        """Return what an engine is told of the model in folder `path`."""
+        derived: dict[str, Any] = {"path": path, "seed": self.seed}
+        return ModelConfig(**{**_as(ModelConfig, self.model), **derived})
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: `run_dir`, or runs/<name>."""
+        return Path(self.run_dir or f"runs/{self.name or self.task.name}")
+
+    @property
+    def asynchrony(self) -> AsyncConfig:
+        """What the loop is told of running ahead; the rest is the nature of `sync` and `one_step_off`."""
+        if isinstance(self.mode, FullyAsyncMode):
+            return self.mode
+        return AsyncConfig(max_attempts=self.mode.max_attempts, on_stall=self.mode.on_stall)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run, the warm-up not counted."""
+        return self.trainer.steps * self.trainer.updates_per_step
+
+    def engine_config(self, path: str) -> EngineConfig:
+        """Return the settings of a training engine for the model in folder `path`.
+
+        They are of the engine's own class. `optimizer.total_steps` 0 becomes the number of optimizer steps of the run.
+        """
+        optimizer = self.engine.optimizer
+        derived: dict[str, Any] = {
+            "model": self.model_config(path),
+            "dtype": self.model.dtype,
+            "device": self.device,
+            "max_sequence_tokens": self.rollout.max_model_len,
+            "optimizer": replace(optimizer, total_steps=optimizer.total_steps or self.num_updates),
+        }
+        cls = engine_config_class(self.engine.name)
+        return cls(**{**_as(cls, self.engine), **derived})
+
+    @property
+    def colocated(self) -> bool:
+        """Whether training and generation take turns on the same devices."""
+        return self.cluster.placement is Placement.COLOCATED
+
+    def replica_threads(self, num_cores: int) -> int:
+        """Return how many of `num_cores` each process of a replica computes with, on a CPU."""
+        rollout = self.rollout
+        if rollout.cpu_threads or not self.colocated:
+            return rollout.cpu_threads or 1
+        return max(1, num_cores // (rollout.num_replicas * rollout.tensor_parallel_size))
+
+    def rollout_config(self, path: str, num_cores: int = 1) -> RolloutConfig:
+        """Return the adapter's settings of one replica for the model in folder `path`, on `num_cores` for all."""
+        derived: dict[str, Any] = {
+            "model_path": path,
+            "dtype": self.model.dtype.value,
+            "device": self.device,
+            "cpu_threads": self.replica_threads(num_cores),
+            "lora": self._lora,
+            "stop_strings": bool(self.sampling.stop),
+        }
+        cls = rollout_config_class(self.rollout.name)
+        return cls(**{**_as(cls, self.rollout), **derived})
+
+    @property
+    def sends_adapter_alone(self) -> bool:
+        """Whether replicas hold the base weights and get no more than the adapter over them."""
+        return bool(self.engine.lora.rank) and self.engine.lora.export is LoraExport.ADAPTER
+
+    @property
+    def _lora(self) -> LoraConfig:
+        lora = self.engine.lora
+        if not self.sends_adapter_alone:
+            return LoraConfig()
+        return LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+    def sync_config(self) -> SyncConfig:
+        """Return the settings of the weight sync; without `disk_path`, files go to the run folder."""
+        derived: dict[str, Any] = {
+            "host": self.cluster.rendezvous_host or "127.0.0.1",
+            "device": self.device,
+            "disk_path": self.sync.disk_path or str((self.folder / "sync").absolute()),
+        }
+        return SyncConfig(**{**_as(SyncConfig, self.sync), **derived})
+
+
+def _as(cls: type[Any], section: object) -> dict[str, Any]:
+    """Return the fields of `section` that `cls` knows."""
+    return {item.name: getattr(section, item.name) for item in fields(cls)}

@@ -1,0 +1,1 @@
+"""The values of a run: prompts, groups, samples, seeds."""

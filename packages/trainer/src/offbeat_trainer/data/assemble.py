@@ -1,0 +1,239 @@
+"""Scored groups and supervised pairs become one `TrainBatch`.
+
+N = prompts, G = completions of one prompt, B = sequences, T = tokens of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from offbeat_engine import TrainBatch, train_batch
+from offbeat_engine.batch import schema
+from offbeat_rollout import Finish
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.metrics import Max, Mean, Metric, Sum
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from offbeat_rollout import Completion
+    from offbeat_trainer.data.types import Example, Group, Score
+
+Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
+
+NO_VERSION = -1
+"""`policy_version` of tokens that no policy sampled: prompt and padding."""
+
+
+def assemble(
+    groups: Sequence[Group], targets: Mapping[str, torch.Tensor], *, temperature: float
+) -> TrainBatch:
+    """Return one training batch on the CPU, sequences in the order of `groups` and of their completions.
+
+    Right-padded with 0. `loss_mask` covers the completion's tokens, the one that ended it included. A completion
+    that was aborted trains the tokens it has; an empty one stays in the batch (rows keep matching completions) and
+    contributes no loss token.
+
+    Keys: input_ids, lengths, loss_mask, rollout_logprobs, policy_version (`NO_VERSION` outside the mask), temperature,
+    group (index into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask.
+
+    Raises:
+        TrainerError: no groups, an empty prompt, `temperature` <= 0, or a target that is unknown, of another shape, or no
+            finite number.
+    """
+    if not groups:
+        raise TrainerError("`assemble` needs at least one group, got none")
+    if not temperature > 0:
+        raise TrainerError(
+            f"`temperature` must be > 0, got {temperature}; greedy completions have no policy gradient"
+        )
+    completions = [completion for group in groups for completion in group.completions]
+    prompts = [(np.array(group.prompt.token_ids, np.int64), len(group.completions)) for group in groups]
+    frame = _frame(
+        [prompt_P for prompt_P, count in prompts for _ in range(count)],
+        [completion.token_ids for completion in completions],
+    )
+    mask_BT = frame["loss_mask"].numpy()
+    logprobs_BT = np.zeros(mask_BT.shape, np.float32)
+    versions_BT = np.full(mask_BT.shape, NO_VERSION, np.int64)
+    if completions:
+        logprobs_BT[mask_BT] = np.concatenate([completion.logprobs for completion in completions])
+        versions_BT[mask_BT] = _versions(completions)
+        _check_logprobs(groups, logprobs_BT)
+    sizes_N = torch.tensor([len(group.completions) for group in groups])
+    return train_batch(
+        **frame,
+        **{key: _placed(key, target, frame["loss_mask"]) for key, target in targets.items()},
+        rollout_logprobs=torch.from_numpy(logprobs_BT),
+        policy_version=torch.from_numpy(versions_BT),
+        temperature=torch.full((len(completions),), temperature, dtype=torch.float32),
+        group=torch.repeat_interleave(torch.arange(len(groups)), sizes_N),
+    )
+
+
+def _placed(key: str, target: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return a target as the batch holds it: where its tokens are, in the dtype of `key`."""
+    known = {field.key: field for field in schema()}
+    if key not in known:
+        raise TrainerError(
+            f"unknown target `{key}`; a batch may hold {', '.join(known)} (`offbeat_engine.register_field` adds one of your own)"
+        )
+    field, tokens_B = known[key], mask_BT.sum(1)
+    num_sequences, longest = len(tokens_B), int(tokens_B.max()) if len(tokens_B) else 0
+    spread = field.dims == "BT" and target.ndim == 1
+    per_token = field.dims != "B" and not spread
+    fits = target.shape[:1] == (num_sequences,) and target.ndim == (1 if spread else len(field.dims))
+    if not fits or (per_token and target.shape[1] < longest):
+        wanted = (
+            f"[{num_sequences}]"
+            if field.dims == "B"
+            else f"[{num_sequences}] or [{num_sequences}, {longest}]"
+        )
+        raise TrainerError(f"target `{key}` must be {wanted}, got {list(target.shape)}")
+    target = target.to(field.dtype)
+    if spread:
+        target = torch.where(mask_BT, target[:, None], torch.zeros((), dtype=field.dtype))
+    elif per_token:
+        places_BC = torch.arange(target.shape[1]) < tokens_B[:, None]
+        placed = torch.zeros((*mask_BT.shape, *target.shape[2:]), dtype=field.dtype)
+        placed[mask_BT] = target[places_BC]
+        target = placed
+    if not target.isfinite().all():
+        row = int((~target.isfinite()).reshape(num_sequences, -1).any(1).nonzero()[0])
+        raise TrainerError(f"target `{key}` of completion {row} of the batch is no finite number")
+    return target
+
+
+def assemble_examples(examples: Sequence[Example]) -> TrainBatch:
+    """Return a supervised batch: the completion is trained, the prompt is context; keys as the schema requires.
+
+    Raises:
+        TrainerError: no examples, or an empty prompt.
+    """
+    if not examples:
+        raise TrainerError("`assemble_examples` needs at least one example, got none")
+    return train_batch(
+        **_frame(
+            [np.array(example.prompt_ids, np.int64) for example in examples],
+            [np.array(example.completion_ids, np.int64) for example in examples],
+        )
+    )
+
+
+def group_metrics(groups: Sequence[Group]) -> list[Metric]:
+    """Return what the scored `groups` say about the policy that made them, weighted to be joined with others.
+
+    `reward/std` is the mean over groups of the standard deviation inside one (over G), 0 where groups teach nothing.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    scores = [score for group in groups for score in group.scores]
+    lengths = [completion.num_tokens for completion in completions]
+    spreads = [_std([score.reward for score in group.scores]) for group in groups if group.scores]
+    flat = sum(len({score.reward for score in group.scores}) == 1 for group in groups)
+    num_completions = len(completions)
+
+    def ended(finish: Finish) -> Mean:
+        return Mean(sum(completion.finish is finish for completion in completions), num_completions)
+
+    return [
+        Metric("reward/mean", Mean(math.fsum(score.reward for score in scores), len(scores))),
+        Metric("reward/std", Mean(math.fsum(spreads), len(spreads))),
+        Metric("reward/max", Max(max((score.reward for score in scores), default=math.nan))),
+        *(
+            Metric(f"reward/{name}_mean", Mean(math.fsum(given), len(given)))
+            for name, given in _parts(scores)
+        ),
+        Metric("accuracy/train", Mean(sum(score.correct for score in scores), len(scores))),
+        Metric("completion/length_mean", Mean(sum(lengths), num_completions)),
+        Metric("completion/length_max", Max(max(lengths, default=0))),
+        Metric("completion/truncated_fraction", ended(Finish.LENGTH)),
+        Metric("completion/aborted_fraction", ended(Finish.ABORT)),
+        Metric("group/zero_variance_fraction", Mean(flat, len(spreads))),
+        Metric("tokens/generated", Sum(sum(lengths))),
+    ]
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> list[Metric]:
+    """Return how old the tokens of `groups` are for a step that trains the weights of `version`.
+
+    `staleness/<k>_fraction` is the histogram over tokens, k versions old; `trajectory/versions_*` count the versions
+    that one completion was made by.
+    """
+    ages: Counter[int] = Counter()
+    counts: list[int] = []
+    for group in groups:
+        for completion in group.completions:
+            counts.append(len({span.version for span in completion.spans}))
+            for made_by, start, end in completion.spans:
+                ages[version - made_by] += end - start
+    num_tokens = ages.total()
+    return [
+        Metric("staleness/mean", Mean(sum(age * count for age, count in ages.items()), num_tokens)),
+        Metric("staleness/max", Max(max(ages, default=0))),
+        *(Metric(f"staleness/{age}_fraction", Mean(ages[age], num_tokens)) for age in sorted(ages)),
+        Metric("trajectory/versions_mean", Mean(sum(counts), len(counts))),
+        Metric("trajectory/versions_max", Max(max(counts, default=0))),
+    ]
+
+
+def _parts(scores: Sequence[Score]) -> list[tuple[str, list[float]]]:
+    """Return what each of several rewards gave, by its name."""
+    given: defaultdict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            given[name].append(value)
+    return sorted(given.items())
+
+
+def _check_logprobs(groups: Sequence[Group], logprobs_BT: npt.NDArray[np.float32]) -> None:
+    bad = np.flatnonzero(np.isnan(logprobs_BT).any(1))
+    if len(bad):
+        row = int(bad[0])
+        uids = [group.prompt.uid for group in groups for _ in group.completions]
+        raise TrainerError(
+            f"the sampler gave NaN as a log-probability in a completion of prompt {uids[row]!r} (row {row} of the batch, "
+            f"{len(bad)} of {len(uids)} completions); look at the replica's weights and dtype: the loss would be NaN too"
+        )
+
+
+def _versions(completions: Sequence[Completion]) -> npt.NDArray[np.int64]:
+    """Return the version of every token of `completions`, one after the other."""
+    spans = [span for completion in completions for span in completion.spans]
+    versions = np.array([span.version for span in spans], np.int64)
+    return versions.repeat(np.array([span.end - span.start for span in spans], np.int64))
+
+
+def _frame(prompts: Sequence[Ids], completions: Sequence[Ids]) -> dict[str, torch.Tensor]:
+    """Return input_ids, lengths and loss_mask of right-padded prompt + completion."""
+    num_sequences = len(prompts)
+    prompt_B = np.fromiter(map(len, prompts), np.int64, num_sequences)
+    length_B = prompt_B + np.fromiter(map(len, completions), np.int64, num_sequences)
+    if not prompt_B.all():
+        raise TrainerError(
+            f"sequence {int(prompt_B.argmin())} has an empty prompt; the first token of a sequence has no "
+            "log-probability, so give every prompt at least one token (a start token, say)"
+        )
+    position_T = np.arange(int(length_B.max(initial=0)))
+    is_prompt_BT = position_T < prompt_B[:, None]
+    mask_BT = (position_T < length_B[:, None]) & ~is_prompt_BT
+    ids_BT = np.zeros(mask_BT.shape, np.int64)
+    if prompts:
+        ids_BT[is_prompt_BT] = np.concatenate(prompts)
+        ids_BT[mask_BT] = np.concatenate(completions)
+    return {
+        "input_ids": torch.from_numpy(ids_BT),
+        "lengths": torch.from_numpy(length_B),
+        "loss_mask": torch.from_numpy(mask_BT),
+    }
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

@@ -1,0 +1,1 @@
+"""The models of an algorithm, each on any training engine."""

@@ -1,0 +1,1 @@
+"""The one stream of groups from generation to training: gate, buffer, producer, journal, replay."""

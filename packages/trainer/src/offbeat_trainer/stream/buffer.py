@@ -1,0 +1,327 @@
+"""The buffer between generation and training: what was begun, what is ready, and an account of every group.
+
+issued = consumed + pending + dropped, at every moment: the sentence is checked after each change. Nothing is polled:
+whoever waits names a condition, and each change wakes those whose condition it fulfils.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+from offbeat_trainer.config import Order
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, Taken, oldest_version, spans_of
+from offbeat_trainer.watch.clock import now_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from offbeat_trainer.data.types import Group
+    from offbeat_trainer.stream.gate import StalenessGate
+    from offbeat_trainer.stream.journal.events import Journal
+
+TOO_OLD = "too old"
+OUTPACED = "outpaced"  # over-sampled, and the others were faster
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One pending group. `group` is None until it is whole and scored; `oldest` is then the version of its oldest token."""
+
+    index: int
+    version: int
+    last_step: int
+    group: Group | None = None
+    oldest: int | None = None
+    finished_s: float = 0.0
+
+
+class GroupBuffer:
+    """Groups on their way, bounded by the gate. One event loop, one feeder, one taker."""
+
+    def __init__(
+        self,
+        gate: StalenessGate,
+        order: Order,
+        journal: Journal,
+        *,
+        step: int = 0,
+        served: int = 1,
+        on_drop: Callable[[int], None] | None = None,
+    ) -> None:
+        """Begin empty, with `step` the next to be taken and version `served`; `on_drop` hears of each drop."""
+        self.gate = gate
+        self.step = step
+        self.served = served
+        self.issued = 0
+        self.consumed = 0
+        self.dropped: Counter[str] = Counter()
+        self.script: dict[int, tuple[int, ...]] = {}  # steps whose groups are settled already
+        self.replaying = (
+            False  # a recorded schedule decides what is begun, and the gate has agreed to it then
+        )
+        self._order = order
+        self._journal = journal
+        self._on_drop = on_drop
+        self._entries: dict[int, Entry] = {}
+        self._outstanding: Counter[int] = Counter()  # by last step
+        self._finished: Counter[int] = Counter()
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._ready: list[tuple[float, int, Entry]] = []  # a heap: what `_chosen` takes first is first
+        self._head: list[Entry] | None = None  # what `_first` returns, while it holds
+        self._error: BaseException | None = None
+
+    @property
+    def pending(self) -> int:
+        """Groups begun, neither consumed nor dropped."""
+        return len(self._entries)
+
+    @property
+    def ready_groups(self) -> int:
+        """Groups that are whole and wait to be taken: the length of the queue."""
+        return self._finished.total()
+
+    @property
+    def running(self) -> int:
+        """Groups being generated or scored."""
+        return self.pending - self.ready_groups
+
+    def room(self) -> int:
+        """Return how many groups may be begun now."""
+        return self.gate.room(self.step, self.served, self.pending)
+
+    def missing(self) -> int:
+        """Return how many groups the next step still waits for, as far as that can be said; at least 1 if any."""
+        if self._is_ready(self.step):
+            return 0
+        if self.step in self.script:
+            return sum(self._group(index) is None for index in self.script[self.step])
+        return max(1, self.gate.groups_per_step - self.ready_groups)
+
+    def recover(self, consumed: int, dropped: Mapping[str, int], script: dict[int, tuple[int, ...]]) -> None:
+        """Take over the account of an earlier process, before anything is issued."""
+        assert self.issued == 0
+        self.consumed = consumed
+        self.dropped.update(dropped)
+        self.issued = consumed + self.dropped.total()
+        self.script = script
+
+    def restore(self, index: int, version: int, group: Group) -> None:
+        """Take back a group that an earlier process finished."""
+        self._add(index, version)
+        self._settle(self._entries[index], group)
+        self._changed()
+
+    def room_for(self, version: int) -> bool:
+        """Say whether a group that has tokens of `version` already may be begun now."""
+        return self.gate.room(self.step, min(version, self.served), self.pending) > 0
+
+    def issue(self, index: int, uid: str, version: int) -> None:
+        """Count a group as begun under `version`: the one served now, or an older one that it has tokens of."""
+        assert self.replaying or self.room_for(version), "the gate is closed"
+        self._journal.write(Issued(index=index, uid=uid, version=version))
+        self._add(index, version)
+        self._changed()
+
+    def finish(self, index: int, group: Group) -> None:
+        """Take in a whole, scored group; one that was dropped meanwhile is passed over."""
+        entry = self._entries.get(index)
+        if entry is None:
+            return
+        assert entry.group is None, f"group {index} was finished twice"
+        self._journal.write(
+            Finished(
+                index=index,
+                version=entry.version,
+                completions=group.completions,
+                scores=group.scores,
+                spans=tuple(map(spans_of, group.completions)),
+            )
+        )
+        self._settle(entry, group)
+        self._changed()
+
+    def drop(self, index: int, reason: str) -> None:
+        """Give a pending group up, for `reason` (a few words; they become a metric's name)."""
+        entry = self._entries.get(index)
+        if entry is None:
+            return
+        self._journal.write(Dropped(index=index, reason=reason))
+        self._remove(entry)
+        self.dropped[reason] += 1
+        if self._on_drop is not None:
+            self._on_drop(index)
+        self._changed()
+
+    def serve(self, version: int) -> None:
+        """Note that every replica serves `version`: the gate may open."""
+        assert version >= self.served, "versions only rise"
+        self.served = version
+        self._changed()
+
+    def touch(self) -> None:
+        """Ask all who wait with `until` again: something changed that the buffer does not know of."""
+        self._changed()
+
+    def fail(self, error: BaseException) -> None:
+        """Make everyone who waits, now or later, raise `error`."""
+        self._error = self._error or error
+        self._changed()
+
+    async def leave(self) -> None:
+        """Wait until one more group may be begun."""
+        await self.until(lambda: self.room() > 0)
+
+    async def settled(self) -> None:
+        """Wait until nothing is under way and nothing more may be begun under this version."""
+        await self.until(lambda: self.running == 0 and self.room() == 0)
+
+    async def take(self, step: int) -> list[Entry]:
+        """Wait for the groups of `step` and consume them, in the order of their prompts; each has its group.
+
+        Which they are is up to the gate and the order, except for steps of `script`, which are repeated as they were.
+        """
+        assert step == self.step, f"steps are taken in turn: {self.step} is next, not {step}"
+        await self.until(lambda: self._is_ready(step))
+        entries = self._chosen(step)
+        assert all(entry.group is not None for entry in entries)
+        self._journal.write(Taken(step=step, indices=tuple(entry.index for entry in entries)))
+        for entry in entries:
+            self._remove(entry)
+        self.consumed += len(entries)
+        self.step = step + 1
+        self._drop_late(TOO_OLD if self.gate.discard else OUTPACED)
+        self._changed()
+        return entries
+
+    async def until(self, met: Callable[[], bool]) -> None:
+        """Wait until `met()`; it is asked after every change, and only then.
+
+        Raises:
+            BaseException: what `fail` was given.
+        """
+        while self._error is None and not met():
+            change = asyncio.get_running_loop().create_future()
+            item = (met, change)
+            self._waiting.append(item)
+            try:
+                await change
+            finally:
+                self._waiting.remove(item)
+        if self._error is not None:
+            raise self._error
+
+    def _is_ready(self, step: int) -> bool:
+        if step in self.script:
+            return all(self._group(index) is not None for index in self.script[step])
+        if self._order is Order.FIRST_IN:
+            first = self._first()
+            return len(first) == self.gate.groups_per_step and all(entry.group is not None for entry in first)
+        return self.gate.ready(step, self._outstanding, self._finished)
+
+    def _chosen(self, step: int) -> list[Entry]:
+        if step in self.script:
+            return [self._entries[index] for index in self.script[step]]
+        if self._order is Order.FIRST_IN:
+            return list(self._first())
+        seen: list[tuple[float, int, Entry]] = []
+        chosen = self.gate.choose(step, self._queue(seen), self._outstanding)
+        taken = {entry.index for entry in chosen}
+        for item in seen:  # passed over, because others are owed: they keep their place
+            if item[1] not in taken:
+                heapq.heappush(self._ready, item)
+        return sorted(chosen, key=lambda entry: entry.index)
+
+    def _queue(self, seen: list[tuple[float, int, Entry]]) -> Iterator[Entry]:
+        """Yield finished groups by rank, no more of them than are asked for; they leave the queue and go to `seen`."""
+        while self._ready:
+            item = heapq.heappop(self._ready)
+            entry = item[2]
+            if (
+                self._entries.get(entry.index) is entry
+            ):  # dropped ones, and those of a script, are left in the queue
+                seen.append(item)
+                yield entry
+
+    def _first(self) -> list[Entry]:
+        """Return the pending groups of the lowest indices, one step's worth if there are so many."""
+        if self._head is None:  # ten thousand pending groups are not sorted at every change
+            self._head = heapq.nsmallest(
+                self.gate.groups_per_step, self._entries.values(), key=lambda entry: entry.index
+            )
+        return self._head
+
+    def _rank(self, entry: Entry) -> float:
+        match self._order:
+            case Order.FIRST_IN:
+                return 0.0
+            case Order.OLDEST_VERSION:
+                return float(entry.version)
+            case Order.LONGEST_WAITING:
+                return entry.finished_s
+            case _:
+                assert_never(self._order)
+
+    def _group(self, index: int) -> Group | None:
+        entry = self._entries.get(index)
+        return None if entry is None else entry.group
+
+    def _add(self, index: int, version: int) -> None:
+        assert index not in self._entries, f"group {index} was issued twice"
+        last_step = self.gate.last_step(version)
+        self._entries[index] = Entry(index=index, version=version, last_step=last_step)
+        self._outstanding[last_step] += 1
+        self.issued += 1
+        head = self._head
+        if head is None or len(head) < self.gate.groups_per_step or index < head[-1].index:
+            self._head = None
+
+    def _settle(self, entry: Entry, group: Group) -> None:
+        entry.group = group
+        # Looked at here, and not when a step is taken: the trainer waits for that.
+        entry.oldest = oldest_version(group.completions)
+        entry.finished_s = now_s()
+        self._finished[entry.last_step] += 1
+        if self._order is Order.FIRST_IN:
+            return  # it looks at `_first` alone
+        # By rank, then index: an index is in use once, so entries themselves are never compared.
+        heapq.heappush(self._ready, (self._rank(entry), entry.index, entry))
+
+    def _remove(self, entry: Entry) -> None:
+        del self._entries[entry.index]
+        self._head = None
+        _less_one(self._outstanding, entry.last_step)
+        if entry.group is not None:
+            _less_one(self._finished, entry.last_step)
+
+    def _drop_late(self, reason: str) -> None:
+        if not any(last < self.step for last in self._outstanding):  # ten thousand entries are not looked at
+            return
+        late = [entry for entry in self._entries.values() if entry.last_step < self.step]
+        scripted = {index for indices in self.script.values() for index in indices} if late else set[int]()
+        late = [entry for entry in late if entry.index not in scripted]
+        if late and not self.gate.drops:
+            raise TrainerError(
+                f"{len(late)} groups can no longer be trained within max_staleness {self.gate.max_staleness} in step "
+                f"{self.step}, the first begun under version {late[0].version}; the gate should have prevented it"
+            )
+        for entry in late:
+            self.drop(entry.index, reason)
+
+    def _changed(self) -> None:
+        assert self.issued == self.consumed + self.pending + self.dropped.total(), (
+            "a group is unaccounted for"
+        )
+        for met, change in self._waiting:
+            if not change.done() and (self._error is not None or met()):
+                change.set_result(None)
+
+
+def _less_one(counts: Counter[int], key: int) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

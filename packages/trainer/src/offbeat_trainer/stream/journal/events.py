@@ -1,0 +1,169 @@
+"""The events of a run's data, and what a run that goes on makes of them.
+
+A group is named by its index: the place of its prompt in the order of the data, counted from 0 over the whole run. The
+prompt itself is not kept, it is a function of the index (`Task.prompts`); its uid is, to notice another task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from offbeat_rollout import Completion
+    from offbeat_trainer.data.types import Score
+
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""The versions that made a completion, in order: (version, number of tokens)."""
+
+
+def spans_of(completion: Completion) -> Spans:
+    """Return the versions that made `completion`, as the journal has them."""
+    return tuple([(version, end - start) for version, start, end in completion.spans])
+
+
+def oldest_version(completions: Iterable[Completion]) -> int | None:
+    """Return the version of the oldest token in `completions`; None if there is no token."""
+    return min((span.version for one in completions for span in one.spans), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """A group was begun while `version` was served: none of its tokens is older."""
+
+    index: int
+    uid: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """A group was interrupted; `completions` are what it had, to be continued from."""
+
+    index: int
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A group is whole and scored. `completions` is empty where they were forgotten (see `Journal.forget`).
+
+    `spans` stay: per completion, runs of (version, number of tokens).
+    """
+
+    index: int
+    version: int
+    completions: tuple[Completion, ...]
+    scores: tuple[Score, ...]
+    spans: tuple[Spans, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A step took these groups, in this order."""
+
+    step: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """A group will not be trained, and why."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flipped:
+    """Every replica serves `version`; `steps` are done."""
+
+    steps: int
+    version: int
+
+
+Event: TypeAlias = Issued | Half | Finished | Taken | Dropped | Flipped
+
+
+class Journal(Protocol):
+    """Where events are kept. One process writes at a time."""
+
+    def write(self, event: Event) -> None:
+        """Keep `event`, whole or not at all; once this returns it outlives a killed process."""
+        ...
+
+    def events(self) -> Iterable[Event]:
+        """Return everything written, in order."""
+        ...
+
+    def forget(self, before_step: int) -> None:
+        """Drop the completions of groups that steps before `before_step` took; the schedule stays."""
+        ...
+
+    def close(self) -> None:
+        """Release it; safe to call twice."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovered:
+    """Where the data of a run stands when it goes on with step `start`.
+
+    What steps before `start` took is consumed: it is in the weights. What later steps took is not, for their weights
+    are lost: it waits again, and `script` says which step takes it, so that the lost steps are repeated as they were.
+    `holes` were begun and not finished, or their tokens are forgotten; they are begun again, before anything new.
+    """
+
+    start: int
+    next_index: int = 0
+    consumed: int = 0
+    finished: dict[int, Finished] = field(default_factory=dict[int, Finished])
+    halves: dict[int, tuple[Completion, ...]] = field(default_factory=dict[int, "tuple[Completion, ...]"])
+    script: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    dropped: dict[int, str] = field(default_factory=dict[int, str])
+    holes: list[int] = field(default_factory=list[int])
+    uids: dict[int, str] = field(default_factory=dict[int, str])
+
+
+def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recovered:
+    """Return what `events` come to for a run that goes on with step `start`.
+
+    Without events the data is where sync training would be: `start` steps of `groups_per_step` prompts are consumed.
+    """
+    found = Recovered(start=start, next_index=start * groups_per_step, consumed=start * groups_per_step)
+    trained: set[int] = set()
+    for event in events:
+        if isinstance(event, Taken) and event.step < start:
+            trained.update(event.indices)
+        else:
+            _note(found, event)
+    found.next_index = max(found.next_index, max(found.uids, default=-1) + 1)
+    for index in (*trained, *found.dropped):
+        found.finished.pop(index, None)
+        found.uids.pop(index, None)
+    if any(group.spans and not group.completions for group in found.finished.values()):
+        # Forgotten, and the weights that they made are lost: what came later stands on those, so all of it begins again.
+        found.finished, found.halves, found.script = {}, {}, {}
+    for index in (*trained, *found.dropped, *found.finished):
+        found.halves.pop(index, None)
+    found.holes = sorted(index for index in found.uids if index not in found.finished)
+    return found
+
+
+def _note(found: Recovered, event: Event) -> None:
+    match event:
+        case Issued():
+            found.uids[event.index] = event.uid
+        case Half():
+            found.halves[event.index] = event.completions
+        case Finished():
+            found.finished[event.index] = event
+        case Taken():
+            found.script[event.step] = event.indices
+        case Dropped():
+            found.dropped[event.index] = event.reason
+        case Flipped():
+            pass  # for those who read the schedule

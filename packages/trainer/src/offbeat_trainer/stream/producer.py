@@ -1,0 +1,217 @@
+"""The generating side of a stream: as the gate opens, prompts become groups, groups are scored, and all is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from offbeat_rollout import NoReplica, RequestError, RolloutError
+from offbeat_trainer.errors import DeadlineExceeded, ResumeError, RewardFailed, TrainerError, WorkerGone
+from offbeat_trainer.stream.journal.events import Half, oldest_version
+from offbeat_trainer.stream.parts import training_params
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from offbeat_rollout import Completion
+    from offbeat_trainer.data.types import Group, Prompt
+    from offbeat_trainer.stream.buffer import GroupBuffer
+    from offbeat_trainer.stream.journal.events import Recovered
+    from offbeat_trainer.stream.parts import Parts
+
+log = logging.getLogger(__name__)
+
+GENERATION = "generation"  # the owner of what is waited for
+FAILED = "failed"
+REFUSED = "refused"
+
+# What a group may fail with without its being the run's fault: it is tried again, elsewhere if there is an elsewhere.
+RETRIED = (RolloutError, WorkerGone, DeadlineExceeded, ConnectionError, TimeoutError)
+REST_S = 1.0  # before the next attempt: replicas are fenced, replaced and synced meanwhile
+
+
+class Prompts:
+    """The data in order, by index: unfinished ones of an earlier process first, then on."""
+
+    def __init__(self, parts: Parts, recovered: Recovered) -> None:
+        """Go on where `recovered` stands."""
+        self._parts = parts
+        self._holes = list(reversed(recovered.holes))
+        self._next = recovered.next_index
+        self._uids = recovered.uids
+        self._steps: dict[int, list[Prompt]] = {}
+
+    def next_index(self) -> int:
+        """Return the next index and move on."""
+        if self._holes:
+            return self._holes.pop()
+        self._next += 1
+        return self._next - 1
+
+    def step_of(self, index: int) -> int:
+        """Return the step whose prompts `index` is among; it decides the sampling seeds, whenever it is trained."""
+        return index // self._parts.loop.prompts_per_step
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt of `index`.
+
+        Raises:
+            ResumeError: the journal knows it under another uid.
+        """
+        step, size = self.step_of(index), self._parts.loop.prompts_per_step
+        if step not in self._steps:
+            while len(self._steps) > 1:  # indices rise, holes aside: two steps are enough
+                self._steps.pop(next(iter(self._steps)))
+            self._steps[step] = self._parts.task.prompts(step, size)
+        prompt = self._steps[step][index % size]
+        known = self._uids.get(index, prompt.uid)
+        if known != prompt.uid:
+            raise ResumeError(
+                f"prompt {index} is {prompt.uid!r}, but the journal has it as {known!r}: the task, its files or "
+                "`prompts_per_step` are not those the run began with; set them back, or start a new run"
+            )
+        return prompt
+
+
+class Producer:
+    """Begins groups as the gate allows and puts them, scored, into the buffer. Errors end up in `GroupBuffer.fail`."""
+
+    def __init__(self, parts: Parts, buffer: GroupBuffer, recovered: Recovered, max_attempts: int) -> None:
+        """Fill `buffer`; nothing runs before `start`."""
+        self._parts = parts
+        self._buffer = buffer
+        self._prompts = Prompts(parts, recovered)
+        self._halves = recovered.halves
+        self._max_attempts = max_attempts
+        self._failures = 0  # in a row
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._groups: dict[int, asyncio.Task[None]] = {}
+
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt of `index`."""
+        return self._prompts.prompt(index)
+
+    def start(self) -> None:
+        """Begin to feed."""
+        self._spawn("feed", self._feed())
+
+    async def stop(self) -> None:
+        """Cancel everything and wait until it is gone."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def cancel(self, index: int) -> None:
+        """Stop generating a group that was dropped."""
+        task = self._groups.pop(index, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    async def _feed(self) -> None:
+        while True:
+            await self._buffer.leave()
+            index = self._prompts.next_index()
+            prompt = self._prompts.prompt(index)
+            begun, version = self._begun(index)
+            self._buffer.issue(index, prompt.uid, version)
+            self._groups[index] = self._spawn(f"group {index}", self._make(index, prompt, begun, version))
+            await asyncio.sleep(
+                0
+            )  # a new version lets hundreds in at once: the trainer must not wait for all of them
+
+    def _begun(self, index: int) -> tuple[tuple[Completion, ...], int]:
+        """Return what an earlier process left of a group, if it is not too old by now, and the oldest version in it."""
+        served = self._buffer.served
+        half = self._halves.pop(index, ())
+        oldest = oldest_version(half)
+        oldest = served if oldest is None else oldest
+        return (half, min(oldest, served)) if self._buffer.room_for(oldest) else ((), served)
+
+    async def _make(self, index: int, prompt: Prompt, begun: tuple[Completion, ...], version: int) -> None:
+        try:
+            with self._parts.timeline.generating(f"{index}"):
+                group = await self._complete(index, prompt, begun, version)
+            if group is not None:
+                await self._finish(index, group)
+        finally:
+            self._groups.pop(index, None)
+
+    async def _finish(self, index: int, group: Group) -> None:
+        """Score a whole group and hand it over, or give it up for the scorer's reason."""
+        try:
+            scored = await self._parts.scorer.score(group)
+        except RewardFailed as error:
+            self._give_up(index, group.prompt, f"reward {error.reason}", str(error))
+            return
+        self._failures = 0
+        self._buffer.finish(index, scored)
+        self._parts.watchdog.progress(GENERATION, f"finished group {index}")
+
+    async def _complete(
+        self, index: int, prompt: Prompt, begun: tuple[Completion, ...], version: int
+    ) -> Group | None:
+        """Return the group, tried as often as allowed; None once it is dropped. It is never made up."""
+        parts = self._parts
+        params = training_params(parts, self._prompts.step_of(index))
+        have = begun
+        attempt = 1
+        why = ""
+
+        def keep(completions: tuple[Completion, ...]) -> None:
+            nonlocal have
+            have = completions
+            parts.journal.write(Half(index=index, completions=completions))
+
+        while attempt <= self._max_attempts:
+            try:
+                group = await parts.generator.complete(
+                    prompt, params, parts.loop.group_size, begun=have, keep=keep
+                )
+                why = _unfit(group, version)
+                if not why:
+                    return group
+                have = ()
+            except RequestError as error:
+                self._give_up(index, prompt, REFUSED, str(error))
+                return None
+            except NoReplica as error:  # waits for one to join; the watchdog ends it if none does
+                why, attempt = str(error), attempt - 1
+                await asyncio.sleep(REST_S)
+            except RETRIED as error:
+                why = f"{type(error).__name__}: {error}"
+                await asyncio.sleep(REST_S)
+            attempt += 1
+        self._give_up(index, prompt, FAILED, why)
+        return None
+
+    def _give_up(self, index: int, prompt: Prompt, reason: str, why: str) -> None:
+        """Drop a group; when nothing else happens any more, end the run: the data would run through for nothing."""
+        log.warning("the group of prompt %r is dropped (%s): %s", prompt.uid, reason, why)
+        self._buffer.drop(index, reason)
+        self._failures += 1
+        limit = max(8, 2 * self._parts.loop.prompts_per_step)
+        if self._failures >= limit:
+            raise TrainerError(f"{self._failures} groups in a row could not be made; the last: {why}")
+
+    def _spawn(self, name: str, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._guarded(work), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # for a task that is cancelled before its first step
+        return task
+
+    async def _guarded(self, work: Coroutine[object, object, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - it is raised where the loop takes its groups
+            self._buffer.fail(error)
+
+
+def _unfit(group: Group, version: int) -> str:
+    """Say why `group` must not be trained as it is, or return nothing."""
+    oldest = oldest_version(group.completions)
+    if oldest is not None and oldest < version:
+        return f"a replica made tokens with version {oldest} where {version} was served"
+    return ""

@@ -1,0 +1,182 @@
+"""Generation that runs beside training: groups come out as steps want them, weights go in as the mode says."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from offbeat_trainer.config import Partial
+from offbeat_trainer.data.types import Group
+from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.garbage import rare_full_collections
+from offbeat_trainer.metrics import Last, Metric
+from offbeat_trainer.stream.buffer import GroupBuffer
+from offbeat_trainer.stream.gate import StalenessGate, version_of
+from offbeat_trainer.stream.journal.events import Flipped, recover
+from offbeat_trainer.stream.parts import due
+from offbeat_trainer.stream.producer import GENERATION, Producer
+from offbeat_trainer.stream.replaying import Replayer
+from offbeat_trainer.watch.clock import now_s
+from offbeat_trainer.watch.timeline import TAIL_SHARE
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from offbeat_ckptsync import SyncReport
+    from offbeat_trainer.config import AsyncConfig
+    from offbeat_trainer.stream.buffer import Entry
+    from offbeat_trainer.stream.journal.events import Recovered
+    from offbeat_trainer.stream.parts import Parts
+
+
+@asynccontextmanager
+async def open_stream(parts: Parts, mode: AsyncConfig, start: int) -> AsyncGenerator[GroupStream]:
+    """Go on with the data where the journal says step `start` stands; generation runs while the block lasts.
+
+    Replicas must serve `version_of(start)`.
+
+    Raises:
+        PlanRefused: `mode` cannot be run.
+        ResumeError: the journal does not fit the task.
+    """
+    stream = GroupStream(parts, mode, start)
+    stream.start()
+    try:
+        with rare_full_collections():
+            yield stream
+    finally:
+        await stream.stop()
+
+
+class GroupStream:
+    """What a loop sees of generation."""
+
+    def __init__(self, parts: Parts, mode: AsyncConfig, start: int) -> None:
+        """See `open_stream`."""
+        self._parts = parts
+        self._mode = mode
+        gate = StalenessGate.from_config(
+            mode, groups_per_step=parts.loop.prompts_per_step, num_steps=parts.loop.steps
+        )
+        recovered = recover(parts.journal.events(), start, parts.loop.prompts_per_step)
+        self.buffer = GroupBuffer(
+            gate, mode.order, parts.journal, step=start, served=version_of(start), on_drop=self._dropped
+        )
+        self.buffer.recover(recovered.consumed, Counter(recovered.dropped.values()), recovered.script)
+        self._schedule = parts.replay
+        if parts.replay is None:
+            self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
+        else:
+            parts.replay.check(parts.loop.steps, kept=mode.partial is Partial.KEEP)
+            self._producer = Replayer(parts, self.buffer, recovered, parts.replay)
+        self._restore(recovered)
+
+    def start(self) -> None:
+        """Begin to generate."""
+        self._producer.start()
+
+    async def stop(self) -> None:
+        """End generation; what is under way is begun again by a run that goes on."""
+        await self._producer.stop()
+
+    async def take(self, step: int) -> list[Group]:
+        """Return the scored groups of `step`, in the order of their prompts, as soon as there are enough.
+
+        Raises:
+            DeadlineExceeded: no group was finished for too long.
+            Exception: what ended generation, a reward function's error included.
+        """
+        started_s = now_s()
+        with self._parts.watchdog.waiting("the trainer", GENERATION, f"give the groups of step {step}"):
+            entries = await self.buffer.take(step)
+        self._parts.timeline.tail(_tail_s(entries, started_s))
+        self._parts.timeline.count("ready groups", self.buffer.ready_groups)
+        groups = [entry.group for entry in entries if entry.group is not None]
+        self._check(step, entries)
+        return groups
+
+    def syncs_after(self, step: int) -> bool:
+        """Say whether the weights that `step` makes go to the replicas.
+
+        Every `sync_every` steps, and before anything that looks at them: validation, a checkpoint, the end.
+        """
+        loop, done = self._parts.loop, step + 1
+        if self._schedule is not None:
+            return done in self._schedule.flips
+        return (
+            due(done, self._mode.sync_every)
+            or due(done, loop.validate_every)
+            or due(done, loop.save_every)
+            or done == loop.steps
+        )
+
+    async def publish(self, version: int) -> SyncReport:
+        """Bring `version` to every replica; what is under way meanwhile is treated as `partial` says."""
+        parts = self._parts
+        if self._mode.partial is Partial.WAIT or isinstance(self._producer, Replayer):
+            with (
+                parts.timeline.phase("drain"),
+                parts.watchdog.waiting("weight sync", GENERATION, "end under the old weights"),
+            ):
+                await self._drained()
+        elif self._mode.partial is Partial.ABORT:
+            await parts.generator.interrupt()
+        try:
+            report = await parts.publisher.publish(version)
+        finally:
+            parts.generator.go_on()
+        parts.journal.write(Flipped(steps=self.buffer.step, version=version))
+        parts.timeline.mark("sync", f"version {version}")
+        self.buffer.serve(version)
+        return report
+
+    async def _drained(self) -> None:
+        if isinstance(self._producer, Replayer):
+            await self._producer.drained(self.buffer.served)
+        else:
+            await self.buffer.settled()
+
+    def metrics(self) -> list[Metric]:
+        """Return the state of the queue, and what was dropped since the run began, by reason."""
+        buffer = self.buffer
+        return [
+            Metric("buffer/ready_groups", Last(buffer.ready_groups)),
+            Metric("buffer/running_groups", Last(buffer.running)),
+            Metric("buffer/issued_groups", Last(buffer.issued)),
+            Metric("buffer/consumed_groups", Last(buffer.consumed)),
+            *(
+                Metric(f"buffer/dropped_{reason.replace(' ', '_')}_groups", Last(count))
+                for reason, count in buffer.dropped.items()
+            ),
+            *self._parts.timeline.metrics(),
+        ]
+
+    def _restore(self, recovered: Recovered) -> None:
+        for index in sorted(recovered.finished):
+            found = recovered.finished[index]
+            group = Group(
+                prompt=self._producer.prompt(index), completions=found.completions, scores=found.scores
+            )
+            self.buffer.restore(index, found.version, group)
+
+    def _dropped(self, index: int) -> None:
+        self._producer.cancel(index)
+
+    def _check(self, step: int, entries: list[Entry]) -> None:
+        """Hold the bound over every token that is about to be trained."""
+        oldest = min((entry.oldest for entry in entries if entry.oldest is not None), default=None)
+        if oldest is not None and version_of(step) - oldest > self._mode.max_staleness:
+            raise TrainerError(
+                f"step {step} was given a token of version {oldest}, {version_of(step) - oldest} versions old; "
+                f"max_staleness is {self._mode.max_staleness}. Nothing was trained on it; this is a defect"
+            )
+
+
+def _tail_s(entries: list[Entry], started_s: float) -> float:
+    """Return how long a step that began to wait at `started_s` waited for its slowest groups alone."""
+    finished_s = sorted(entry.finished_s for entry in entries)
+    num_slowest = max(1, math.ceil(TAIL_SHARE * len(finished_s)))
+    others_s = finished_s[: len(finished_s) - num_slowest]
+    return max(0.0, finished_s[-1] - max([started_s, *others_s[-1:]]))

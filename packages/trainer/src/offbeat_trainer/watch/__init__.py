@@ -1,0 +1,1 @@
+"""What a run is watched by: deadlines, timeline, reporters."""

@@ -1,0 +1,219 @@
+"""What the console writes, as plain values: formats, the columns of a step, the sample table, the closing panel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from rich import box
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from offbeat_trainer.data.types import Group
+
+MAX_SAMPLES = 6
+MISSING = "·"
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as a person says it: 4.2 s, 3:05, 1:02:09."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float) -> str:
+    """Return about three significant digits in at most six characters, thousands as k and M."""
+    size = abs(value)
+    if not math.isfinite(value):
+        return str(value)
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= unit * 0.9995:
+            return f"{value / unit:.1f}{name}" if size < unit * 99.5 else f"{value / unit:.0f}{name}"
+    if size >= 100:
+        return f"{value:.0f}"
+    if size >= 0.001 or value == 0:
+        return f"{value:.3f}" if size < 10 else f"{value:.1f}"
+    return f"{value:.0e}".replace("e-0", "e-")
+
+
+def percent(value: float) -> str:
+    """Return a fraction as percent with one digit."""
+    return f"{value * 100:.1f}%" if math.isfinite(value) else str(value)
+
+
+def seconds(value: float) -> str:
+    """Return seconds with two digits below ten."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of the table of steps; `keys` are tried in order."""
+
+    title: str
+    width: int
+    keys: tuple[str, ...]
+    form: Callable[[float], str]
+    style: str = ""
+
+
+COLUMNS = (
+    Column(title="reward", width=7, keys=("reward/mean",), form=number, style="bold"),
+    Column(title="acc", width=6, keys=("accuracy/train",), form=percent),
+    Column(title="valid", width=6, keys=("accuracy/validation",), form=percent, style="green"),
+    Column(title="tok/s", width=6, keys=("tokens/per_s",), form=number, style="cyan"),
+    Column(title="gen s", width=5, keys=("time/generate_s",), form=seconds, style="dim"),
+    Column(title="train s", width=7, keys=("time/train_s",), form=seconds, style="dim"),
+    Column(title="sync s", width=6, keys=("time/sync_s",), form=seconds, style="dim"),
+    Column(title="", width=7, keys=("policy/ref_kl_nats", "policy/entropy_nats"), form=number),
+    Column(title="grad", width=6, keys=("train/grad_norm",), form=number),
+)
+STEP_TIMES = ("time/generate_s", "time/reward_s", "time/train_s", "time/sync_s")
+
+
+def with_speed(values: Mapping[str, float]) -> dict[str, float]:
+    """Return `values` with `tokens/per_s`: tokens generated over the whole step, not over generation alone."""
+    step_s = sum(values.get(key, 0.0) for key in STEP_TIMES)
+    tokens = values.get("tokens/generated")
+    return dict(values) if not step_s or tokens is None else {**values, "tokens/per_s": tokens / step_s}
+
+
+def header(values: Mapping[str, float], step_width: int) -> Text:
+    """Return the line above the steps; the column of KL or entropy is named by what `values` has."""
+    regular = "ref KL" if "policy/ref_kl_nats" in values else "entropy"
+    titles = [f"{column.title or regular:>{column.width}}" for column in COLUMNS]
+    return Text("  ".join([f"{'step':>{step_width}}", *titles]), style="dim")
+
+
+def row(step: int, values: Mapping[str, float], step_width: int) -> Text:
+    """Return one step as a line."""
+    line = Text(f"{step:>{step_width}}")
+    for column in COLUMNS:
+        value = next((values[key] for key in column.keys if key in values), None)
+        text = MISSING if value is None else column.form(value)
+        line.append("  ")
+        line.append(f"{text:>{column.width}}", style="dim" if value is None else column.style)
+    return line
+
+
+def visible(text: str) -> str:
+    """Return `text` on one line: line ends as ⏎, what cannot be printed as its escape."""
+    return "".join(
+        "⏎" if char == "\n" else char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text.replace("\r\n", "\n")
+    )
+
+
+def sample_table(title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]], width: int) -> Table:
+    """Return up to `MAX_SAMPLES` completions, of as many prompts as possible, one line each."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("prompt", no_wrap=True)
+    table.add_column("completion", no_wrap=True)
+    table.add_column("reward", justify="right", no_wrap=True)
+    room = max((width - 16) // 2, 8)
+    for index in range(max(map(len, texts), default=0)):
+        for group, group_texts in zip(groups, texts, strict=True):
+            if index < len(group_texts) and table.row_count < MAX_SAMPLES:
+                _add_sample(table, group, index, group_texts[index], room)
+    return table
+
+
+def _add_sample(table: Table, group: Group, index: int, text: str, room: int) -> None:
+    prompt, completion = visible(group.prompt.text), visible(text)
+    if len(prompt) > room:
+        prompt = "…" + prompt[1 - room :]  # the end of a prompt is what was answered
+    if len(completion) > room:
+        completion = completion[: room - 1] + "…"
+    mark = Text(MISSING, style="dim")
+    if group.scores:
+        score = group.scores[index]
+        mark = Text(f"{number(score.reward)} {'✓' if score.correct else '✗'}")
+        mark.stylize("green" if score.correct else "red")
+    # Text, not str: a completion that looks like markup is not markup.
+    table.add_row(Text(prompt, style="dim"), Text(completion), mark)
+
+
+def summary_panel(values: Mapping[str, object]) -> Panel:
+    """Return the closing panel: what was reached, what it cost, where to look; absent values are left out."""
+    grid = Table.grid(padding=(0, 3))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in _lines(values):
+        grid.add_row(label, text)
+    interrupted = bool(values.get("interrupted"))
+    title = Text(
+        " stopped " if interrupted else " done ", style="bold yellow" if interrupted else "bold green"
+    )
+    paths = values.get("paths")
+    if paths:
+        grid.add_row("", "")
+        for label, path in cast("Mapping[str, object]", paths).items():
+            grid.add_row(label, Text(str(path), style="cyan"))
+    style = "yellow" if interrupted else "green"
+    return Panel(grid, title=title, title_align="left", border_style=style, padding=(1, 2), expand=False)
+
+
+def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
+    lines = [
+        ("accuracy", _change(values, "accuracy_before", "accuracy_after", percent)),
+        ("reward", _change(values, "reward_first", "reward_last", number)),
+        ("steps", _one(values, "steps", lambda value: f"{value:.0f}")),
+        ("wall", _wall(values)),
+        ("speed", _one(values, "tokens_per_s", lambda value: f"{number(value)} tokens/s")),
+        ("per step", _phases(values)),
+        ("weight sync", _one(values, "sync_gb_per_s", lambda value: f"{number(value)} GB/s")),
+        (
+            "max |Δ log-prob|",
+            _one(values, "max_abs_logprob_diff", lambda value: f"{value:.1e} sampler, trainer"),
+        ),
+        ("waiting", _said(values, "where_time_went")),
+        ("to go on", _resume(values)),
+    ]
+    return [(label, text) for label, text in lines if text is not None]
+
+
+def _one(values: Mapping[str, object], key: str, form: Callable[[float], str]) -> Text | None:
+    value = values.get(key)
+    return Text(form(value)) if isinstance(value, int | float) else None
+
+
+def _said(values: Mapping[str, object], key: str) -> Text | None:
+    value = values.get(key)
+    return Text(value) if isinstance(value, str) else None
+
+
+def _change(values: Mapping[str, object], first: str, last: str, form: Callable[[float], str]) -> Text | None:
+    before, after = _one(values, first, form), _one(values, last, form)
+    if before is None or after is None:
+        return after or before
+    return Text.assemble(before, ("  →  ", "dim"), (after.plain, "bold"))
+
+
+def _wall(values: Mapping[str, object]) -> Text | None:
+    wall = _one(values, "wall_s", clock)
+    parts = [
+        (name, _one(values, key, clock)) for name, key in (("start", "startup_s"), ("warm-up", "warmup_s"))
+    ]
+    inner = ", ".join(f"{name} {text.plain}" for name, text in parts if text is not None)
+    return wall if wall is None or not inner else Text.assemble(wall, (f"  ({inner})", "dim"))
+
+
+def _phases(values: Mapping[str, object]) -> Text | None:
+    phases = values.get("phase_s")
+    if not phases:
+        return None
+    each = cast("Mapping[str, float]", phases).items()
+    return Text(" · ".join(f"{name} {seconds(value)} s" for name, value in each))
+
+
+def _resume(values: Mapping[str, object]) -> Text | None:
+    command = values.get("resume_command")
+    return Text(str(command), style="bold") if command and values.get("interrupted") else None

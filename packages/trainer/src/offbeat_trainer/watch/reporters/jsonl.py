@@ -1,0 +1,124 @@
+"""`metrics.jsonl` and `samples.jsonl`: what a run measured and wrote, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from offbeat_trainer.metrics import reduce_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from offbeat_trainer.data.types import Group
+    from offbeat_trainer.metrics import Metric
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+class JsonlReporter:
+    """A `Reporter` into a folder.
+
+    `metrics.jsonl`: per call `{"step": ..., "time_s": <Unix time>, <keys sorted>}`; NaN and infinity become null,
+    which JSON has. `samples.jsonl`: one line per completion.
+
+    A line is written whole and handed to the system at once, so a killed process leaves at most one torn line, the
+    last; opening the folder again drops it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open both files of `folder` (made if missing) to append, without torn ends.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = _Lines(self._folder / METRICS_FILE)
+        self._samples = _Lines(self._folder / SAMPLES_FILE)
+
+    def truncate_after(self, step: int) -> None:
+        """Forget everything said about steps beyond `step`: a resumed run says it again. Atomic per file."""
+        for lines in (self._metrics, self._samples):
+            lines.keep(lambda line: int(line["step"]) <= step)
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Nothing: phases are for people."""
+
+    def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
+        """Append one line; call it once per step."""
+        values = {
+            key: value if math.isfinite(value) else None for key, value in reduce_metrics(metrics).items()
+        }
+        self._metrics.append({"step": step, "time_s": round(time.time(), 3), **values})
+
+    def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
+        """Append one line per completion: step, title, prompt, completion, tokens, and its score if it has one."""
+        for group, group_texts in zip(groups, texts, strict=True):
+            for index, (completion, text) in enumerate(zip(group.completions, group_texts, strict=True)):
+                line: dict[str, object] = {
+                    "step": step,
+                    "title": title,
+                    "uid": group.prompt.uid,
+                    "prompt": group.prompt.text,
+                    "completion": text,
+                    "num_tokens": completion.num_tokens,
+                    "finish": completion.finish,
+                }
+                if group.scores:
+                    line["reward"] = group.scores[index].reward
+                    line["correct"] = group.scores[index].correct
+                self._samples.append(line)
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        """Nothing: whoever owns the run folder writes its summary."""
+
+    def close(self) -> None:
+        """Close both files; safe to call twice."""
+        self._metrics.close()
+        self._samples.close()
+
+
+class _Lines:
+    """A file of JSON lines, open at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        _drop_torn_end(path)
+        self._file = _open(path)
+
+    def append(self, line: Mapping[str, object]) -> None:
+        # One write per line, and line buffering hands it over: what a reader finds ends with a whole line.
+        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def keep(self, wanted: Callable[[dict[str, int]], bool]) -> None:
+        self._file.close()
+        # Bytes: text would also be split at the line separators of Unicode, which JSON leaves in strings as they are.
+        kept = [line for line in self._path.read_bytes().split(b"\n") if line and wanted(json.loads(line))]
+        beside = self._path.with_suffix(".tmp")
+        beside.write_bytes(b"".join(line + b"\n" for line in kept))
+        beside.replace(self._path)
+        self._file = _open(self._path)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open(path: Path) -> TextIO:
+    # A lone surrogate, which UTF-8 cannot hold, becomes \\udc80: as it happens, its escape in JSON.
+    return path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def _drop_torn_end(path: Path) -> None:
+    """Cut `path` after its last line end."""
+    if not path.exists():
+        return
+    whole = path.read_bytes()
+    end = whole.rfind(b"\n") + 1
+    if end < len(whole):
+        os.truncate(path, end)
