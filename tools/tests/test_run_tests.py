@@ -109,7 +109,9 @@ DEEP = {*MANY, "slow", "spawns", "chain", "deep", "deep chain"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "ran"), [(["--fast"], FEW), ([], USUAL), (["--deep"], DEEP)])
+@pytest.mark.parametrize(
+    ("words", "ran"), [(["--fast"], FEW), ([], USUAL), pytest.param(["--deep"], DEEP, marks=pytest.mark.deep)]
+)
 def test_each_tier_runs_its_tests_with_its_counts(small_checkout, words, ran):
     write_suite(small_checkout, tiered=TIERED)
     folder = small_checkout.root / "suite" / "ran"

@@ -57,7 +57,7 @@ def test_what_fails_in_the_measuring_process_is_told():
         measure_apart(load, SyncConfig(transport="disk"))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_command_prints_what_a_model_will_take(capsys, tmp_path):
     line = [
         "--mib",
