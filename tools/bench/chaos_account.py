@@ -59,7 +59,7 @@ def steps_on_record(run: Path) -> list[dict[str, float]]:
 
 def _bad_completions(group: Finished, group_size: int) -> int:
     """Count completions that nobody made to their end: missing, empty, or cut off."""
-    made = sum(one.num_tokens > 0 and one.finish is not Finish.ABORT for one in group.completions)
+    made = sum(one.num_tokens > 0 and one.finish is not Finish.ABORT for one in group.trajectories)
     return group_size - made
 
 

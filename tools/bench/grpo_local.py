@@ -28,6 +28,7 @@ from offbeat_trainer.local import LocalPolicy, LocalPublisher
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import POLICY
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from engine_loops import Size
 
-    from offbeat_rollout import Completion
+    from offbeat_trainer import Trajectory
 
 PROMPT_TOKENS = 64
 MAX_TOKENS = 64
@@ -60,10 +61,10 @@ class LowTokens:
         """See `Task.validation_prompts`."""
         return [self._prompt(derive_seed("held out", index)) for index in range(num_prompts)]
 
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """See `Task.score`."""
         del prompt
-        low = float((completion.token_ids < self.vocab // 2).mean())
+        low = float((trajectory.token_ids < self.vocab // 2).mean())
         return Score(reward=low, correct=low == 1)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -110,11 +111,11 @@ class GrpoRun:
         await replica.start()
         learner = Learner(algorithm, {POLICY: Role(engine)}, checkpoints=str(folder), keep=1)
         policy = LocalPolicy(learner, timeout_s=TIMEOUT_S)
+        generator = GroupGenerator(replica.generate_many, replica.abort)
         parts = Parts(
             task=(task := LowTokens(vocab=self.size.vocab)),
-            scorer=TaskScorer(task.score, RewardConfig()),
             policy=policy,
-            generator=GroupGenerator(replica.generate_many, replica.abort),
+            rollout=SingleTurn(generator, TaskScorer(task.score, RewardConfig())),
             publisher=await LocalPublisher.between(engine, replica, SyncConfig(transport="loopback")),
             reporter=JsonlReporter(folder),
             store=RunStore(folder / "state", keep=1),

@@ -23,6 +23,7 @@ from offbeat_trainer import (
 from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts
@@ -205,9 +206,10 @@ async def _run(folder: Path, load: Load) -> Counted:
 def _parts(folder: Path, replica: PacedReplica, log: StepLog, journal: TimedJournal, load: Load) -> Parts:
     return Parts(
         task=PacedTask(),
-        scorer=TaskScorer(PacedTask().score, RewardConfig()),
         policy=NoPolicy(),
-        generator=GroupGenerator(replica.generate_many),
+        rollout=SingleTurn(
+            GroupGenerator(replica.generate_many), TaskScorer(PacedTask().score, RewardConfig())
+        ),
         publisher=NoWeights(replica),
         reporter=log,
         store=RunStore(folder / "state", keep=2),

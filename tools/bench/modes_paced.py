@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from offbeat_rollout import GenerateRequest
+    from offbeat_trainer.data.trajectory import Trajectory
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.metrics import Metric
     from offbeat_trainer.stream.journal.events import Event, Journal
@@ -143,10 +144,10 @@ class PacedTask:
         """Return one that is never trained, for a validation that costs nothing."""
         return [_prompt((1 << 40) + place) for place in range(num_prompts)]
 
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Return the share of odd tokens."""
         del prompt
-        odd = int(np.count_nonzero(completion.token_ids & 1)) / completion.num_tokens
+        odd = int(np.count_nonzero(trajectory.token_ids & 1)) / trajectory.num_tokens
         return Score(reward=odd, correct=odd > 0.5)
 
     def decode(self, token_ids: Sequence[int]) -> str:

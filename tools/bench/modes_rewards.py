@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer import Group, Prompt, RewardConfig
+from offbeat_trainer import Group, Prompt, RewardConfig, Trajectory
 from offbeat_trainer.scoring.functions import find_reward
 from offbeat_trainer.scoring.scorer import FunctionScorer
 
@@ -67,4 +67,6 @@ def _group(index: int) -> Group:
         )
         for place in range(GROUP_SIZE)
     ]
-    return Group(prompt=Prompt(uid=str(index), text="", token_ids=(1,)), completions=tuple(made))
+    return Group(
+        prompt=Prompt(uid=str(index), text="", token_ids=(1,)), trajectories=tuple(map(Trajectory.of, made))
+    )

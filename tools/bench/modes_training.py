@@ -32,6 +32,7 @@ from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import POLICY
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts
@@ -135,12 +136,13 @@ async def train(folder: Path, model: str, mode: str, token_s: float, steps: int)
     journal = TimedJournal(SqliteJournal(folder / "journal.sqlite"))
     parts = Parts(
         task=PacedTask(),
-        scorer=TaskScorer(PacedTask().score, RewardConfig()),
         policy=LocalPolicy(
             Learner(algorithm, {POLICY: Role(engine)}, checkpoints=str(folder), keep=2),
             timeout_s=STEP_TIMEOUT_S,
         ),
-        generator=GroupGenerator(replica.generate_many),
+        rollout=SingleTurn(
+            GroupGenerator(replica.generate_many), TaskScorer(PacedTask().score, RewardConfig())
+        ),
         publisher=PacedPublisher(engine, replica),
         reporter=log,
         store=RunStore(folder / "state", keep=2),

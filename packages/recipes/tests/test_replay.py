@@ -24,7 +24,7 @@ def record(folder: Path, spans: Spans, num_steps: int = 2) -> Path:
     with closing(open_journal(folder)) as journal:
         for step in range(num_steps):
             journal.write(Issued(index=step, uid=str(step), version=1))
-            journal.write(Finished(index=step, version=1, completions=(), scores=(), spans=(spans,)))
+            journal.write(Finished(index=step, version=1, trajectories=(), scores=(), spans=(spans,)))
             journal.write(Taken(step=step, indices=(step,)))
             journal.write(Flipped(steps=step + 1, version=step + 2))
     return folder

@@ -12,7 +12,8 @@ from offbeat_engine import check_batch
 from offbeat_rollout import Completion, Finish, version_spans
 from offbeat_trainer.algorithms.advantages import compute_advantages, group_advantages
 from offbeat_trainer.config import Advantage
-from offbeat_trainer.data.assemble import NO_VERSION, assemble, assemble_examples, group_metrics
+from offbeat_trainer.data.assemble import assemble, assemble_examples, group_metrics
+from offbeat_trainer.data.trajectory import NO_VERSION, Trajectory
 from offbeat_trainer.data.types import Example, Group, Prompt, Score
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import reduce_metrics
@@ -31,7 +32,7 @@ def completion(tokens, *, version=3, finish=Finish.STOP):
 def group(prompt_ids, completions, rewards, uid="p"):
     return Group(
         prompt=Prompt(uid=uid, text="", token_ids=tuple(prompt_ids)),
-        completions=tuple(completions),
+        trajectories=tuple(map(Trajectory.of, completions)),
         scores=tuple(Score(reward=reward, correct=reward > 0.5) for reward in rewards),
     )
 
@@ -78,7 +79,7 @@ def test_every_sequence_reads_back(drawn):
     check_batch(batch)
     rows = iter(range(batch.batch_size[0]))
     for index, one in enumerate(groups):
-        for made in one.completions:
+        for made in one.trajectories:
             row, advantage = batch[next(rows)], next(advantages)
             start, end = len(one.prompt.token_ids), int(row["lengths"])
             assert row["input_ids"][:end].tolist() == [*one.prompt.token_ids, *made.token_ids.tolist()]
@@ -95,7 +96,9 @@ def test_every_sequence_reads_back(drawn):
 
 def slowly(groups, advantages, temperature):
     """What `assemble` returns, token by token, as lists."""
-    width = max(len(one.prompt.token_ids) + len(made.token_ids) for one in groups for made in one.completions)
+    width = max(
+        len(one.prompt.token_ids) + len(made.token_ids) for one in groups for made in one.trajectories
+    )
     fills = {
         "input_ids": 0,
         "loss_mask": False,
@@ -106,7 +109,7 @@ def slowly(groups, advantages, temperature):
     rows = {key: [] for key in (*fills, "lengths", "temperature", "group")}
     of_each = iter(advantages)
     for index, one in enumerate(groups):
-        for made in one.completions:
+        for made in one.trajectories:
             mine = next(of_each)
             row = {key: [fill] * width for key, fill in fills.items()}
             place = 0
@@ -162,7 +165,7 @@ def test_tuples_and_arrays_make_the_batch_that_a_slow_loop_makes(drawn):
         groups = [
             group(prompt, [make(tokens) for tokens in some], [0.0] * len(some)) for prompt, some in drawn
         ]
-        made = [completion for one in groups for completion in one.completions]
+        made = [completion for one in groups for completion in one.trajectories]
         spread_B = torch.tensor([0.1 * index - 1 / 3 for index in range(len(made))], dtype=torch.float64)
         batches.append(assemble(groups, {"advantages": spread_B}, temperature=0.7))
         longest = max(completion.num_tokens for completion in made)

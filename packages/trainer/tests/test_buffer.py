@@ -19,7 +19,7 @@ STEPS = 100_000
 
 
 def make_group(index):
-    return Group(prompt=Prompt(uid=str(index), text="", token_ids=(1,)), completions=())
+    return Group(prompt=Prompt(uid=str(index), text="", token_ids=(1,)), trajectories=())
 
 
 def make_buffer(journal=None, *, order=Order.OLDEST_VERSION, groups_per_step=2, on_drop=None, **mode):

@@ -8,6 +8,7 @@ from offbeat_rollout import Completion, Finish, RolloutConfig, SamplingParams
 from offbeat_rollout.testing import ScriptedRollout
 from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.data.seeds import derive_seed
+from offbeat_trainer.data.trajectory import Trajectory
 from offbeat_trainer.data.types import Prompt
 from offbeat_trainer.errors import PlanRefused
 
@@ -20,7 +21,7 @@ def prompts(*uids):
 
 def tokens(groups):
     return {
-        group.prompt.uid: [tuple(one.token_ids.tolist()) for one in group.completions] for group in groups
+        group.prompt.uid: [tuple(one.token_ids.tolist()) for one in group.trajectories] for group in groups
     }
 
 
@@ -36,10 +37,10 @@ async def test_groups_come_in_the_order_of_the_prompts_and_know_them(engine):
     asked = prompts("b", "a", "c")
     groups = await GroupGenerator(engine.generate_many).collect(asked, SAMPLING, 4)
     assert [group.prompt for group in groups] == asked
-    assert [len(group.completions) for group in groups] == [4, 4, 4]
+    assert [len(group.trajectories) for group in groups] == [4, 4, 4]
     assert all(not group.scores for group in groups)
     for group in groups:
-        assert [one.request_id.partition("/")[2] for one in group.completions] == [
+        assert [one.completion.request_id.partition("/")[2] for one in group.trajectories] == [
             f"{index}/{group.prompt.uid}" for index in range(4)
         ]
 
@@ -94,7 +95,9 @@ async def test_complete_makes_what_collect_makes():
         await generator.complete(prompt, sampling, 3),
         (await generator.collect([prompt], sampling, 3))[0],
     )
-    assert [c.token_ids.tolist() for c in one.completions] == [c.token_ids.tolist() for c in many.completions]
+    assert [c.token_ids.tolist() for c in one.trajectories] == [
+        c.token_ids.tolist() for c in many.trajectories
+    ]
     await engine.stop()
 
 
@@ -116,7 +119,7 @@ async def test_an_interrupted_group_is_continued_from_its_tokens():
     await engine.load([], 5)
     generator.go_on()
     group = await making
-    for before, whole in zip(kept[0], group.completions, strict=True):
+    for before, whole in zip(kept[0], group.trajectories, strict=True):
         done = before.num_tokens
         assert whole.finish is Finish.LENGTH
         assert (whole.token_ids[:done].tolist(), whole.logprobs[:done].tolist()) == (
@@ -125,11 +128,11 @@ async def test_an_interrupted_group_is_continued_from_its_tokens():
         )
         assert whole.policy_versions.tolist() == [0] * done + [5] * (40 - done)
     begun = await generator.complete(prompt, sampling, 2, begun=kept[0])
-    assert [one.token_ids.tolist() for one in begun.completions] == [
-        one.token_ids.tolist() for one in group.completions
+    assert [one.token_ids.tolist() for one in begun.trajectories] == [
+        one.token_ids.tolist() for one in group.trajectories
     ]
     fresh = await generator.complete(prompt, sampling, 2)
-    assert fresh.completions[0].token_ids.tolist() != group.completions[0].token_ids.tolist(), (
+    assert fresh.trajectories[0].token_ids.tolist() != group.trajectories[0].token_ids.tolist(), (
         "no random number is used twice"
     )
     await engine.stop()
@@ -148,17 +151,17 @@ async def test_whole_completions_of_a_half_finished_group_are_left_alone():
         ]  # fmt: skip
 
     def begun(finish, *tokens):
-        return Completion.of(
+        return Trajectory.of(Completion.of(
             request_id="old", token_ids=tokens, logprobs=(-0.5,) * len(tokens), policy_versions=(1,) * len(tokens),
             finish=finish,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     have = (begun(Finish.STOP, 5), begun(Finish.ABORT, 6, 7), begun(Finish.ABORT))
     sampling = SamplingParams(max_tokens=10, seed=1)
     prompt = Prompt(uid="p", text="", token_ids=(1, 2))
     group = await GroupGenerator(generate_many).complete(prompt, sampling, 3, begun=have)
-    assert [one.token_ids.tolist() for one in group.completions] == [[5], [6, 7, 9], [9]]
-    assert [one.policy_versions.tolist() for one in group.completions] == [[1], [1, 1, 2], [2]]
+    assert [one.token_ids.tolist() for one in group.trajectories] == [[5], [6, 7, 9], [9]]
+    assert [one.policy_versions.tolist() for one in group.trajectories] == [[1], [1, 1, 2], [2]]
     assert [(r.prompt_ids, r.sampling.max_tokens) for r in asked] == [((1, 2, 6, 7), 8), ((1, 2), 10)]
     assert {r.session for r in asked} == {"p"}, "a continuation belongs where its prompt has been computed"
 
@@ -179,7 +182,7 @@ async def test_an_abort_that_came_after_the_last_token_changes_nothing(tokens, f
     sampling = SamplingParams(max_tokens=3, seed=1, stop_token_ids=(0,))
     prompt = Prompt(uid="p", text="", token_ids=(1, 2))
     group = await GroupGenerator(generate_many).complete(prompt, sampling, 1)
-    assert group.completions[0].finish is finish
+    assert group.trajectories[0].finish is finish
 
 
 async def test_without_a_way_to_abort_an_interruption_is_refused():

@@ -40,6 +40,7 @@ from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import role_engines
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts, StopRequest
@@ -106,9 +107,11 @@ async def run(
     sync = SyncConfig(transport=transport, disk_path=str(folder / "sync"))
     parts = Parts(
         task=LowTokens(),
-        scorer=TaskScorer(LowTokens().score, RewardConfig()),
         policy=policy,
-        generator=GroupGenerator(replica.generate_many, replica.abort),
+        rollout=SingleTurn(
+            GroupGenerator(replica.generate_many, replica.abort),
+            TaskScorer(LowTokens().score, RewardConfig()),
+        ),
         publisher=await LocalPublisher.between(engine, replica, sync),
         reporter=reporter,
         store=RunStore(folder / "state", keep=2),

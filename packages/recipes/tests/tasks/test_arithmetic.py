@@ -20,18 +20,19 @@ from offbeat_recipes.tasks.arithmetic import (
 )
 from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer import Prompt
+from offbeat_trainer import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def _completion(
+def _trajectory(
     task: ArithmeticTask, text: str, end: bool = True, finish: Finish = Finish.STOP
-) -> Completion:
+) -> Trajectory:
     ids = tuple(task.tokenizer(text)["input_ids"]) + (task.stop_token_ids() if end else ())
     zeros = (0,) * len(ids)
-    return Completion.of(request_id="0", token_ids=ids, logprobs=zeros, policy_versions=zeros, finish=finish)
+    made = Completion.of(request_id="0", token_ids=ids, logprobs=zeros, policy_versions=zeros, finish=finish)
+    return Trajectory.of(made)
 
 
 def _operands(prompt: Prompt) -> tuple[int, int]:
@@ -122,17 +123,17 @@ def test_the_share_held_out_is_what_was_asked():
 )
 def test_the_reward_is_exact(task: ArithmeticTask, text: str, reward: float):
     prompt = Prompt(uid="x", text="25+37=", token_ids=(), data={"left": 25, "right": 37})
-    score = task.score(prompt, _completion(task, text))
+    score = task.score(prompt, _trajectory(task, text))
     assert (score.reward, score.correct) == (reward, bool(reward))
 
 
 def test_no_reward_without_an_end(task: ArithmeticTask):
     prompt = Prompt(uid="x", text="25+37=", token_ids=(), data={"left": 25, "right": 37})
-    assert task.score(prompt, _completion(task, ":62", end=False, finish=Finish.LENGTH)).reward == 0
-    assert task.score(prompt, _completion(task, ":62", finish=Finish.LENGTH)).reward == 0
-    padded = _completion(task, ":62<pad>")
+    assert task.score(prompt, _trajectory(task, ":62", end=False, finish=Finish.LENGTH)).reward == 0
+    assert task.score(prompt, _trajectory(task, ":62", finish=Finish.LENGTH)).reward == 0
+    padded = _trajectory(task, ":62<pad>")
     assert task.score(prompt, padded).reward == 0
-    assert task.score(prompt, _completion(task, "", end=False)).reward == 0
+    assert task.score(prompt, _trajectory(task, "", end=False)).reward == 0
 
 
 def test_tokenizer_round_trip(task: ArithmeticTask):

@@ -18,7 +18,7 @@ from offbeat_recipes.tasks.file import FileTask
 from offbeat_recipes.tasks.gsm8k import INSTRUCTION, Gsm8kTask
 from offbeat_recipes.tasks.rows import read_rows
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer import Group, RewardConfig
+from offbeat_trainer import Group, RewardConfig, Trajectory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,12 +36,13 @@ def _parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def _completion(task: Any, text: str) -> Completion:
+def _trajectory(task: Any, text: str) -> Trajectory:
     ids = (*task.tokenizer(text, add_special_tokens=False)["input_ids"], *task.stop_token_ids()[:1])
     zeros = (0,) * len(ids)
-    return Completion.of(
+    made = Completion.of(
         request_id="0", token_ids=ids, logprobs=zeros, policy_versions=zeros, finish=Finish.STOP
     )
+    return Trajectory.of(made)
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ async def test_several_rewards_score_what_completions_read(tmp_path: Path, plain
     scorer = make_scorer(task, RewardConfig(concurrency=1), tmp_path / "rewards.log")
     asked = Group(
         prompt=task.validation_prompts(1)[0],
-        completions=(_completion(task, "yes yes"), _completion(task, "yes"), _completion(task, "no")),
+        trajectories=tuple(_trajectory(task, text) for text in ("yes yes", "yes", "no")),
     )
     try:
         scores = (await scorer.score(asked)).scores
@@ -241,8 +242,8 @@ def test_gsm8k(tmp_path: Path, plain_model: str, chat_model: str, write: Any):
     assert (
         task.decode(task.examples(0, 1)[0].completion_ids) == "Three boxes of 14 are 3*14=42 eggs.\n#### 42"
     )
-    assert task.score(prompt, _completion(task, "So it is\n#### 42.0 eggs")).reward == 1.0
-    assert task.score(prompt, _completion(task, "So it is 42")).reward == 0.0
+    assert task.score(prompt, _trajectory(task, "So it is\n#### 42.0 eggs")).reward == 1.0
+    assert task.score(prompt, _trajectory(task, "So it is 42")).reward == 0.0
     chat = Gsm8kTask(config, chat_model, 0)
     assert chat.prompts(0, 1)[0].text.startswith("[user]Three boxes")
 

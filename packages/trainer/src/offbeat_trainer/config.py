@@ -183,6 +183,36 @@ class RewardConfig:
     on_failure: OnFailure = OnFailure.DROP
 
 
+class RewardFrom(StrEnum):
+    """Who says what a trajectory of several turns is worth: its environment, the task, or both, added up."""
+
+    ENVIRONMENT = "environment"
+    TASK = "task"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentConfig:
+    """What the policy acts in over several turns; without a `path` there is one turn, and no environment. docs/environments.md.
+
+    `path` names a class, "package.module:Name" or "folder/file.py:Name". A trajectory ends after `max_turns`, when no room is left
+    of `max_tokens` (sampled and observed, the prompt not counted), or after `max_seconds` (0 = never). One call of an environment may
+    take `timeout_s`; those that are no coroutines run in `concurrency` processes. One whose environment fails is begun anew,
+    `max_attempts` times in all, before `on_failure` decides. From a reward of `correct_at` on a trajectory is right.
+    """
+
+    path: str = ""
+    max_turns: int = bounded(8, at_least=1)
+    max_tokens: int = bounded(1024, at_least=1)
+    max_seconds: float = bounded(0.0, at_least=0)
+    timeout_s: float = 60.0
+    concurrency: int = bounded(2, at_least=1)
+    max_attempts: int = bounded(2, at_least=1)
+    on_failure: OnFailure = OnFailure.DROP
+    reward_from: RewardFrom = RewardFrom.ENVIRONMENT
+    correct_at: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
     """The loop's arithmetic and calendar.

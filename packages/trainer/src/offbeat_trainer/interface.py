@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync import SyncReport
     from offbeat_engine import TrainBatch
-    from offbeat_rollout import Completion, SamplingParams
+    from offbeat_rollout import SamplingParams
+    from offbeat_trainer.data.trajectory import Trajectory
     from offbeat_trainer.data.types import Example, Group, Prompt
     from offbeat_trainer.metrics import Metric
 
@@ -41,7 +42,7 @@ class Scorer(Protocol):
         """Return `group` with one score per completion.
 
         Raises:
-            RewardFailed: it has none; the group is left out, and counted by the error's reason.
+            GroupFailed: it has none; the group is left out, and counted by the error's reason.
             TrainerError: it has none, and the run is to end.
         """
         ...
@@ -101,12 +102,12 @@ class Generator(Protocol):
         prompt: Prompt,
         sampling: SamplingParams,
         group_size: int,
-        begun: tuple[Completion, ...] = (),
-        keep: Callable[[tuple[Completion, ...]], None] | None = None,
+        begun: tuple[Trajectory, ...] = (),
+        keep: Callable[[tuple[Trajectory, ...]], None] | None = None,
     ) -> Group:
         """Return one whole unscored group; many of these run side by side.
 
-        `begun` is what the group has already (completions with `Finish.ABORT` are continued from their tokens), and
+        `begun` is what the group has already (those with `Finish.ABORT` are continued from their tokens), and
         `keep` is given that at every interruption.
         """
         ...
@@ -117,6 +118,51 @@ class Generator(Protocol):
 
     def go_on(self) -> None:
         """Let `complete` go on after `interrupt`; harmless otherwise."""
+        ...
+
+
+class Rollout(Protocol):
+    """From a prompt to a scored group. Many run side by side."""
+
+    async def run(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        n: int,
+        begun: tuple[Trajectory, ...] = (),
+        keep: Callable[[tuple[Trajectory, ...]], None] | None = None,
+    ) -> Group:
+        """Return `n` trajectories of `prompt`, with one score each.
+
+        What is drawn follows from `sampling.seed`, the prompt's uid and the place in the group alone. `begun` is what an
+        interrupted group has already, and `keep` is given that at every interruption, by those that can go on from there; others
+        begin anew.
+
+        Raises:
+            GroupFailed: it could not be made or scored; it is left out, and counted by the error's reason.
+            RolloutError: replicas failed; it is tried again.
+            TrainerError: the run is to end.
+        """
+        ...
+
+    async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Group]:
+        """Return the groups of `prompts`, in order, without those that could not be made or scored.
+
+        Raises:
+            GroupFailed: there is none.
+        """
+        ...
+
+    async def interrupt(self) -> None:
+        """End what is being sampled; it waits for `go_on` and continues from its tokens."""
+        ...
+
+    def go_on(self) -> None:
+        """Go on after `interrupt`; harmless otherwise."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started for it; safe to call twice."""
         ...
 
 
@@ -140,7 +186,7 @@ class Reporter(Protocol):
         ...
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
-        """Some completions to read, `texts[i][j]` that of `groups[i].completions[j]`."""
+        """Some completions to read, `texts[i][j]` that of `groups[i].trajectories[j]`."""
         ...
 
     def summary(self, values: Mapping[str, object]) -> None:

@@ -12,6 +12,7 @@ from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.ppo import Ppo, whitened
 from offbeat_trainer.config import PpoConfig
 from offbeat_trainer.data.assemble import assemble
+from offbeat_trainer.data.trajectory import Trajectory
 from offbeat_trainer.data.types import Group, Prompt, Score
 from offbeat_trainer.errors import TrainerError
 
@@ -28,7 +29,11 @@ def group(lengths, rewards):
         for length in lengths
     ]
     scores = tuple(Score(reward=reward, correct=False) for reward in rewards)
-    return Group(prompt=Prompt(uid="p", text="", token_ids=(1, 2)), completions=tuple(made), scores=scores)
+    return Group(
+        prompt=Prompt(uid="p", text="", token_ids=(1, 2)),
+        trajectories=tuple(map(Trajectory.of, made)),
+        scores=scores,
+    )
 
 
 def test_the_last_token_of_a_completion_has_its_reward():

@@ -17,6 +17,7 @@ from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.errors import WorkerGone
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, Taken
@@ -50,9 +51,11 @@ def parts_of(cluster, folder, recorder, journal, timeline):
     cluster.draw_on(timeline)
     return Parts(
         task=ScriptedTask(),
-        scorer=TaskScorer(ScriptedTask().score, RewardConfig()),
         policy=cluster.train,
-        generator=GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort),
+        rollout=SingleTurn(
+            GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort),
+            TaskScorer(ScriptedTask().score, RewardConfig()),
+        ),
         publisher=cluster.publisher(),
         reporter=recorder,
         store=RunStore(folder / "state", keep=2),
@@ -198,7 +201,9 @@ async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_
         recorder = Recorder()
         parts = parts_of(cluster, tmp_path, recorder, MemoryJournal(), Timeline())
         slow = TaskScorer(slow_reward.score, RewardConfig(timeout_s=TIMEOUT_S))
-        parts = replace(parts, scorer=slow, asynchrony=AsyncConfig(max_staleness=0))
+        parts = replace(
+            parts, rollout=SingleTurn(parts.rollout.generator, slow), asynchrony=AsyncConfig(max_staleness=0)
+        )
         outcome = Outcome()
         run = asyncio.create_task(cluster.train.watched(run_fully_async(parts, outcome)))
         await until(

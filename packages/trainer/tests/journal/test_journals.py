@@ -9,12 +9,14 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.config import AsyncConfig, LoopConfig
+from offbeat_trainer.data.trajectory import Limit, Trajectory, Turn
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import ResumeError, TrainerError
 from offbeat_trainer.loops.outcome import FORGET_EVERY
@@ -36,22 +38,24 @@ from offbeat_trainer.testing import ScriptedRun, ScriptedTask
 
 
 def completion(num_tokens=3, finish=Finish.STOP, version=1):
-    return Completion.of(
+    return Trajectory.of(Completion.of(
         request_id="r/1", token_ids=tuple(range(num_tokens)), logprobs=tuple(-0.1 * i for i in range(num_tokens)),
         policy_versions=(version,) * num_tokens, finish=finish,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def finished(index, version=1):
     done = completion()
     scores = (Score(reward=0.1 + 0.2, correct=True),)
-    return Finished(index=index, version=version, completions=(done,), scores=scores, spans=(spans_of(done),))
+    return Finished(
+        index=index, version=version, trajectories=(done,), scores=scores, spans=(spans_of(done),)
+    )
 
 
 STORY = (
     Issued(index=0, uid="a", version=1),
     Issued(index=1, uid="b", version=1),
-    Half(index=1, completions=(completion(2, Finish.ABORT), completion(0, Finish.ABORT))),
+    Half(index=1, trajectories=(completion(2, Finish.ABORT), completion(0, Finish.ABORT))),
     finished(0),
     Taken(step=0, indices=(0,)),
     Flipped(steps=1, version=2),
@@ -94,7 +98,7 @@ def test_forgetting_drops_the_tokens_of_what_was_trained_and_keeps_the_schedule(
         journal.forget(1)
         events = tuple(journal.events())
         assert [type(event) for event in events] == [type(event) for event in STORY]
-        assert events[3].completions == ()
+        assert events[3].trajectories == ()
         assert (events[3].scores, events[3].spans) == (STORY[3].scores, STORY[3].spans)
         assert events[-1] == STORY[-1]
 
@@ -139,7 +143,7 @@ def test_one_process_goes_on_where_another_ended(tmp_path, name):
         told.append(event)
         if number == 6:
             journal.forget(1)
-            told[3] = replace(told[3], completions=())
+            told[3] = replace(told[3], trajectories=())
         journal.close()
     assert tuple(JOURNALS[name](tmp_path).events()) == tuple(told)
 
@@ -191,7 +195,7 @@ def test_segments_stay_few_and_lose_their_tokens(tmp_path):
         journal.forget(step)
     events = list(journal.events())
     assert [event.index for event in events if isinstance(event, Finished)] == list(range(100))
-    assert [event.index for event in events if isinstance(event, Finished) and event.completions] == [99]
+    assert [event.index for event in events if isinstance(event, Finished) and event.trajectories] == [99]
     assert 2 < len(list(tmp_path.iterdir())) < 12
     journal.close()
 
@@ -230,7 +234,7 @@ def test_files_that_are_no_journals_are_refused(tmp_path):
     newer = sqlite3.connect(tmp_path / "newer")
     newer.execute("PRAGMA user_version=99")
     newer.close()
-    with pytest.raises(ResumeError, match="has format 99, this version reads 1"):
+    with pytest.raises(ResumeError, match="has format 99, this version reads 2"):
         SqliteJournal(tmp_path / "newer")
 
 
@@ -263,8 +267,9 @@ def test_files_that_are_no_journals_are_refused(tmp_path):
     )
 )
 def test_completions_come_back_to_the_bit(completions):
-    back = unpack(pack(completions))
-    assert back == tuple(completions)
+    plain = tuple(map(Trajectory.of, completions))
+    back = unpack(pack(plain))
+    assert back == plain
     for one, other in zip(back, completions, strict=True):
         assert one.logprobs.tobytes() == other.logprobs.tobytes(), "-0.0 is not 0.0"
 
@@ -284,13 +289,78 @@ def test_what_older_versions_wrote_is_read():
 
 
 def written(name, token_ids, logprobs, policy_versions, finish):
-    return Completion.of(
-        request_id=name,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        policy_versions=policy_versions,
-        finish=finish,
+    return Trajectory.of(
+        Completion.of(
+            request_id=name,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            policy_versions=policy_versions,
+            finish=finish,
+        )
     )
+
+
+turns = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2**31 - 1), max_size=3),
+        st.lists(st.integers(0, 2**31 - 1), max_size=4),
+        st.floats(allow_nan=False, allow_infinity=False),
+    ),
+    max_size=3,
+)
+
+
+@given(st.lists(st.tuples(turns, st.sampled_from([*Finish, *Limit])), max_size=4))
+def test_trajectories_of_several_turns_come_back_to_the_bit(drawn):
+    whole = tuple(
+        Trajectory(
+            turns=tuple(
+                Turn(completion=completion_of(sampled), observed=np.array(observed, np.int32), reward=reward)
+                for observed, sampled, reward in some
+            ),
+            finish=finish,
+        )
+        for some, finish in drawn
+    )
+    back = unpack(pack(whole))
+    assert back == whole
+    for one, other in zip(back, whole, strict=True):
+        assert type(one.finish) is type(other.finish)
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.token_ids.dtype == np.int32
+
+
+def completion_of(token_ids):
+    return Completion.of(
+        request_id="r",
+        token_ids=token_ids,
+        logprobs=[-0.5] * len(token_ids),
+        policy_versions=[3] * len(token_ids),
+        finish=Finish.STOP,
+    )
+
+
+def test_what_one_version_before_wrote_is_read_and_a_later_one_is_told_apart():
+    """Then there were no turns, and no `format`."""
+    head, _, arrays = pack([written("a", (1, 2), (-0.5, -0.25), (7, 8), Finish.STOP)]).partition(b"\n")
+    fields = json.loads(head)
+    assert fields.pop("format") == 2
+    assert unpack(json.dumps(fields).encode() + b"\n" + arrays) == (
+        written("a", (1, 2), (-0.5, -0.25), (7, 8), Finish.STOP),
+    )
+    with pytest.raises(ResumeError, match=r"written by a later version \(format 3, this one reads 2\)"):
+        unpack(json.dumps({**fields, "format": 3}).encode() + b"\n" + arrays)
+
+
+def test_a_file_of_the_format_before_is_gone_on_with(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    SqliteJournal(path).close()
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version=1")
+    with closing(SqliteJournal(path)) as journal:
+        journal.write(STORY[0])
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (2,)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +393,7 @@ class Watched(MemoryJournal):
 
     def write(self, event):
         super().write(event)
-        held = [one for one in self.events() if isinstance(one, Finished) and one.completions]
+        held = [one for one in self.events() if isinstance(one, Finished) and one.trajectories]
         self.most = max(self.most, len(held))
 
 

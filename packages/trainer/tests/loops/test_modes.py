@@ -10,7 +10,7 @@ from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooO
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.loops.learning import learn
 from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.stream.parts import StopRequest, score_all, sync_metrics, training_params, version_of
+from offbeat_trainer.stream.parts import StopRequest, sync_metrics, training_params, version_of
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(
@@ -42,8 +42,8 @@ async def in_plain_turns(parts, outcome, start):
     for step in range(start, parts.loop.steps):
         clock = parts.clock()
         prompts = parts.task.prompts(step, parts.loop.prompts_per_step)
-        groups = await parts.generator.collect(prompts, training_params(parts, step), parts.loop.group_size)
-        groups, trained = await learn(parts, clock, await score_all(parts.scorer, groups))
+        groups = await parts.rollout.run_all(prompts, training_params(parts, step), parts.loop.group_size)
+        groups, trained = await learn(parts, clock, groups)
         report = await parts.publisher.publish(version_of(step + 1))
         await close_step(parts, outcome, clock, step, groups, [*trained, *sync_metrics(report)])
 

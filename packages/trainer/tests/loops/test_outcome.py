@@ -9,9 +9,11 @@ from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import GrpoConfig, LoopConfig, RewardConfig, SamplingConfig
 from offbeat_trainer.data.generation import GroupGenerator
+from offbeat_trainer.data.trajectory import Trajectory
 from offbeat_trainer.data.types import Group, Prompt, Score
 from offbeat_trainer.loops.outcome import Outcome, close_step
 from offbeat_trainer.metrics import Mean, Metric
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts, StopRequest, due
@@ -137,9 +139,8 @@ async def walk(folder, loop, *, stop_at=None, task=None):
 
     parts = Parts(
         task=task or Yes(),
-        scorer=TaskScorer(Yes().score, RewardConfig()),
         policy=SimpleNamespace(save=save),
-        generator=GroupGenerator(complete),
+        rollout=SingleTurn(GroupGenerator(complete), TaskScorer(Yes().score, RewardConfig())),
         publisher=SimpleNamespace(),
         reporter=reporter,
         store=RunStore(folder, keep=2),
@@ -152,7 +153,7 @@ async def walk(folder, loop, *, stop_at=None, task=None):
     outcome = Outcome()
     group = Group(
         prompt=Prompt(uid="p", text="", token_ids=(1,)),
-        completions=(completion("r"),),
+        trajectories=(Trajectory.of(completion("r")),),
         scores=(Score(reward=0.5, correct=False),),
     )
     for step in range(loop.steps):

@@ -92,10 +92,10 @@ def check_account(run):
     for event in events:
         if isinstance(event, Finished):
             assert len(event.scores) == run.loop.group_size
-            assert len(event.completions) in (0, run.loop.group_size), (
+            assert len(event.trajectories) in (0, run.loop.group_size), (
                 "scores are of completions; old ones forgotten"
             )
-            assert all(completion.num_tokens for completion in event.completions)
+            assert all(one.num_tokens for one in event.trajectories)
     paced = run.asynchrony.too_old is TooOld.PACE and not run.asynchrony.over_sampling
     reasons = {event.reason for event in events if isinstance(event, Dropped)}
     assert reasons <= ({"failed", "refused"} if paced else {"failed", "refused", "too old", "outpaced"})

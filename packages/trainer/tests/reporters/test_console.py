@@ -4,6 +4,7 @@ import pytest
 from rich.console import Console
 
 from offbeat_rollout import Completion, Finish
+from offbeat_trainer.data.trajectory import Trajectory
 from offbeat_trainer.data.types import Group, Prompt, Score
 from offbeat_trainer.metrics import Last, Metric, Sum
 from offbeat_trainer.watch.reporters.console import HEADER_EVERY, ConsoleReporter
@@ -33,7 +34,7 @@ def group(text="1+1=", correct=True):
     )
     return Group(
         prompt=Prompt(uid="u", text=text, token_ids=(1,)),
-        completions=(made,),
+        trajectories=(Trajectory.of(made),),
         scores=(Score(reward=float(correct), correct=correct),),
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from offbeat_rollout import Completion, Finish
+from offbeat_trainer.data.trajectory import Trajectory
 from offbeat_trainer.data.types import Group, Prompt, Score
 from offbeat_trainer.metrics import Last, Max, Mean, Metric
 from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
@@ -26,7 +27,11 @@ def a_group(scores=SCORED):
     made = Completion.of(
         request_id="r", token_ids=(1, 2), logprobs=(0.0, 0.0), policy_versions=(1, 1), finish=Finish.STOP
     )
-    return Group(prompt=Prompt(uid="u", text="1+1=", token_ids=(1,)), completions=(made,), scores=scores)
+    return Group(
+        prompt=Prompt(uid="u", text="1+1=", token_ids=(1,)),
+        trajectories=(Trajectory.of(made),),
+        scores=scores,
+    )
 
 
 def test_one_line_per_step_reduced_and_sorted(tmp_path):

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 import pytest
 
 from offbeat_rollout import Completion, Finish
+from offbeat_trainer.data.trajectory import Trajectory
 from offbeat_trainer.data.types import Group, Prompt
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import Last, Mean, Metric
@@ -25,7 +26,7 @@ def test_scalars_and_texts_read_back(tmp_path):
     made = Completion.of(
         request_id="r", token_ids=(1,), logprobs=(0.0,), policy_versions=(1,), finish=Finish.STOP
     )
-    group = Group(prompt=Prompt(uid="u", text="1+1=", token_ids=(1,)), completions=(made,))
+    group = Group(prompt=Prompt(uid="u", text="1+1=", token_ids=(1,)), trajectories=(Trajectory.of(made),))
     reporter = TensorBoardReporter(tmp_path)
     reporter.metrics(1, [Metric("reward/mean", Mean(1.0)), Metric("reward/mean", Mean(0.0))])
     reporter.metrics(2, [Metric("reward/mean", Mean(0.75))])

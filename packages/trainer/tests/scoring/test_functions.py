@@ -3,7 +3,7 @@
 import pytest
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer import Group, Prompt
+from offbeat_trainer import Group, Prompt, Trajectory
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.scoring.functions import find_reward
 
@@ -13,10 +13,10 @@ COLUMNS = {"answer": "4", "level": 2}
 def group(*finishes):
     return Group(
         prompt=Prompt(uid="rows:1", text="2+2=", token_ids=(5, 6), data=COLUMNS),
-        completions=tuple(
-            Completion.of(
+        trajectories=tuple(
+            Trajectory.of(Completion.of(
                 request_id=str(place), token_ids=[7, place], logprobs=[-1.0, -1.0], policy_versions=[1, 1], finish=finish
-            )
+            ))
             for place, finish in enumerate(finishes)
         ),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer import Group, Prompt, RewardConfig, RewardFailed, TrainerError
+from offbeat_trainer import Group, Prompt, RewardConfig, RewardFailed, TrainerError, Trajectory
 from offbeat_trainer.config import OnFailure
 from offbeat_trainer.scoring.functions import find_reward
 from offbeat_trainer.scoring.scorer import FunctionScorer, TaskScorer
@@ -70,7 +70,8 @@ def group(how="", texts=("a", "b", "ccc")):
         for text in texts
     ]  # fmt: skip
     return Group(
-        prompt=Prompt(uid="rows:1", text="q", token_ids=(1,), data={"how": how}), completions=tuple(made)
+        prompt=Prompt(uid="rows:1", text="q", token_ids=(1,), data={"how": how}),
+        trajectories=tuple(map(Trajectory.of, made)),
     )
 
 
@@ -191,11 +192,11 @@ async def test_when_the_process_of_the_rewards_is_killed_another_takes_its_place
 
 DRIVER = """
 import asyncio, os, sys
-from offbeat_trainer.scoring.client import RewardProcess
+from offbeat_trainer.scoring.client import CallProcess
 from offbeat_trainer.scoring.frames import Setup
 
 async def main():
-    process = RewardProcess(Setup(paths=(sys.argv[1],), search=(), concurrency=2, timeout_s=600.0))
+    process = CallProcess(Setup(paths=(sys.argv[1],), search=(), concurrency=2, timeout_s=600.0))
     asyncio.get_running_loop().create_task(process.call(sys.argv[1], {"how": "timed out"}))
     while True:
         answer = await process.call(sys.argv[1], {"how": "fine"})

@@ -58,7 +58,7 @@ async def _reinforce(session: Session) -> None:
         try:
             await cluster.train.watched(loop_of(config)(parts, session.outcome, start))
         finally:
-            await parts.scorer.close()
+            await parts.rollout.close()
             parts.journal.close()
             parts.timeline.close()
         if not session.outcome.interrupted:

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.run.build import cluster_spec, engine_on
-from offbeat_recipes.tasks.base import make_scorer
+from offbeat_recipes.run.modes import make_rollout
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.config import Placement
-from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.data.seeds import derive_seed
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.roles.role import POLICY
-from offbeat_trainer.stream.parts import score_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,13 +82,11 @@ async def _sample(session: Session, cluster: Cluster) -> list[Group]:
         stop=config.sampling.stop,
         seed=derive_seed(config.seed, "evaluate"),
     )
-    generator = GroupGenerator(cluster.rollout.generate_many)
-    groups = await generator.collect(prompts, sampling, config.evaluation.num_samples)
-    scorer = make_scorer(task, config.reward, session.folder.logs / "rewards.log")
+    rollout = make_rollout(session, cluster)
     try:
-        return await score_all(scorer, groups)
+        return await rollout.run_all(prompts, sampling, config.evaluation.num_samples)
     finally:
-        await scorer.close()
+        await rollout.close()
 
 
 def _report(session: Session, step: int, groups: list[Group]) -> None:
@@ -108,7 +104,7 @@ def _report(session: Session, step: int, groups: list[Group]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n")
     texts = [
-        [session.task.decode(one.token_ids.tolist()) for one in group.completions] for group in groups[:4]
+        [session.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in groups[:4]
     ]
     session.reporter.samples(step, "evaluated", groups[:4], texts)
     lines = {name.replace("_", " "): f"{value:.4g}" for name, value in result.items()}

@@ -12,6 +12,7 @@ from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.watch.timeline import Timeline
 from offbeat_trainer.watch.watchdog import Watchdog
@@ -19,6 +20,7 @@ from offbeat_trainer.watch.watchdog import Watchdog
 if TYPE_CHECKING:
     from offbeat_recipes.run.session import Session
     from offbeat_recipes.settings.tree import RunConfig
+    from offbeat_trainer import Rollout
     from offbeat_trainer.cluster.cluster import Cluster
     from offbeat_trainer.loops.outcome import Outcome
     from offbeat_trainer.run_store import RunStore
@@ -33,15 +35,14 @@ class Loop(Protocol):
 
 
 def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
-    """Return what the loop of this run works with. The caller closes journal and timeline."""
+    """Return what the loop of this run works with. The caller closes rollout, journal and timeline."""
     config = session.config
     timeline = Timeline(session.folder.trace)
     cluster.draw_on(timeline)
     return Parts(
         task=session.task,
-        scorer=make_scorer(session.task, config.reward, session.folder.logs / "rewards.log"),
         policy=cluster.train,
-        generator=GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort),
+        rollout=make_rollout(session, cluster, timeline),
         publisher=cluster.publisher(),
         reporter=session.reporter,
         store=store,
@@ -56,6 +57,13 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
         timeline=timeline,
         watchdog=Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall),
     )
+
+
+def make_rollout(session: Session, cluster: Cluster, timeline: Timeline | None = None) -> Rollout:
+    """Return the way from prompts to scored groups. The caller closes it."""
+    generator = GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort)
+    scorer = make_scorer(session.task, session.config.reward, session.folder.logs / "rewards.log")
+    return SingleTurn(generator, scorer, timeline)
 
 
 def loop_of(config: RunConfig) -> Loop:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from offbeat_recipes.tasks.config import ArithmeticConfig
-    from offbeat_rollout import Completion
+    from offbeat_trainer import Trajectory
 
 COLUMN_ENDS = ",;/|"  # one mark of its own after each column but the last: a tiny model sees where it is
 RESULT = ":"
@@ -180,13 +180,13 @@ class ArithmeticTask:
             )
         return made
 
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """Return 1 for a completion that ended by itself with the exact sum, else 0."""
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
+        """Return 1 for one that ended by itself with the exact sum, else 0."""
         left, right = prompt.data["left"], prompt.data["right"]
         assert isinstance(left, int)
         assert isinstance(right, int)
-        token_ids = completion.token_ids.tolist()
-        ended = completion.finish is Finish.STOP and token_ids[-1:] == [*self.stop_token_ids()]
+        token_ids = trajectory.token_ids.tolist()
+        ended = trajectory.finish is Finish.STOP and token_ids[-1:] == [*self.stop_token_ids()]
         # The end token is cut off first: decoded with it, `:12<pad><eos>` must not pass for `:12`.
         right_answer = ended and is_right(self._raw(token_ids[:-1]), left, right)
         return Score(reward=float(right_answer), correct=right_answer)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from offbeat_recipes.tasks.config import TaskConfig
-    from offbeat_rollout import Completion
-    from offbeat_trainer import Prompt, Score, Scorer
+    from offbeat_trainer import Prompt, Score, Scorer, Trajectory
     from offbeat_trainer.config import RewardConfig
 
 ENTRY_POINT_GROUP = "offbeat.tasks"
@@ -80,8 +79,8 @@ def make_task(config: TaskConfig, model_path: str, seed: int) -> RunnableTask:
 class ScoresItself(Protocol):
     """A task whose reward is a quick function of its own."""
 
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """Return what `completion` is worth; 0 for a wrong one, never for a failure."""
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
+        """Return what `trajectory` is worth; 0 for a wrong one, never for a failure."""
         ...
 
 

@@ -19,8 +19,7 @@ from offbeat_trainer import Score
 if TYPE_CHECKING:
     from offbeat_recipes.tasks.config import Gsm8kConfig
     from offbeat_recipes.tasks.rows import Row
-    from offbeat_rollout import Completion
-    from offbeat_trainer import Prompt
+    from offbeat_trainer import Prompt, Trajectory
 
 INSTRUCTION = "Reason step by step. Write the final number alone on the last line, after ####."
 _MARK = "####"
@@ -79,8 +78,8 @@ class Gsm8kTask(TextTask):
         """Return the worked answer without the calculator annotations."""
         return _CALCULATION.sub("", str(prompt.data["answer"]))
 
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Return 1 for a completion whose extracted number equals the row's, else 0."""
-        given = self._extract(self.decode(completion.token_ids.tolist()))
+        given = self._extract(self.decode(trajectory.token_ids.tolist()))
         correct = given is not None and given == strict_answer(str(prompt.data["answer"]))
         return Score(reward=float(correct), correct=correct)

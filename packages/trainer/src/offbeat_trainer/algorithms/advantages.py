@@ -104,9 +104,9 @@ def group_advantages(
 
 def check_scores(group: Group) -> None:
     """Raise `TrainerError` unless `group` has one finite reward per completion."""
-    if len(group.scores) != len(group.completions):
+    if len(group.scores) != len(group.trajectories):
         raise TrainerError(
-            f"prompt {group.prompt.uid!r} has {len(group.completions)} completions and {len(group.scores)} scores; "
+            f"prompt {group.prompt.uid!r} has {len(group.trajectories)} completions and {len(group.scores)} scores; "
             "score every completion before advantages are computed"
         )
     for index, score in enumerate(group.scores):

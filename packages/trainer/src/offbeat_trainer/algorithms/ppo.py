@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from offbeat_engine import Field, Refusal, register_field
 from offbeat_trainer.algorithms.advantages import check_scores
@@ -43,7 +44,7 @@ class Ppo(Algorithm[PpoConfig]):
     """A policy and a critic, both trained, and a reference where the loss has a KL term.
 
     A step: the critic's values of the whole batch, GAE on every rank, then the critic's updates and the policy's. The last token of
-    a completion has its reward.
+    a turn has the turn's reward, the last of all what no turn earned.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = PpoConfig
@@ -59,13 +60,12 @@ class Ppo(Algorithm[PpoConfig]):
         """See `Algorithm.targets`. An empty completion has no token that could be rewarded."""
         for group in groups:
             check_scores(group)
-        lengths = [completion.num_tokens for group in groups for completion in group.completions]
-        rewards = [score.reward for group in groups for score in group.scores]
-        rewards_BC = torch.zeros(len(rewards), max(lengths, default=0))
-        for row, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
-            if length:
-                rewards_BC[row, length - 1] = reward
-        return {REWARDS.key: rewards_BC}
+        rows = [
+            torch.from_numpy(trajectory.rewards(score.reward))
+            for group in groups
+            for trajectory, score in zip(group.trajectories, group.scores, strict=True)
+        ]
+        return {REWARDS.key: pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)}
 
     def learn(self, roles: Mapping[str, Role], batch: TrainBatch) -> list[Metric]:
         """See `Algorithm.learn`; each of `updates_per_step` mini-batches is one optimizer step of critic and policy."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.assemble import assemble
+from offbeat_trainer.data.trajectory import Trajectory
 from offbeat_trainer.data.types import Group, Prompt, Score
 from offbeat_trainer.errors import PlanRefused
 
@@ -34,13 +35,15 @@ def _group(uid: str, size: int) -> Group:
     """Return completions of 1, 2, 3, 1, ... tokens, of which every second is right."""
     return Group(
         prompt=Prompt(uid=uid, text="1+1=", token_ids=(1, 2)),
-        completions=tuple(
-            Completion.of(
-                request_id=f"{uid}/{index}",
-                token_ids=[3] * (1 + index % _TOKENS),
-                logprobs=[-1.0] * (1 + index % _TOKENS),
-                policy_versions=[1] * (1 + index % _TOKENS),
-                finish=Finish.STOP,
+        trajectories=tuple(
+            Trajectory.of(
+                Completion.of(
+                    request_id=f"{uid}/{index}",
+                    token_ids=[3] * (1 + index % _TOKENS),
+                    logprobs=[-1.0] * (1 + index % _TOKENS),
+                    policy_versions=[1] * (1 + index % _TOKENS),
+                    finish=Finish.STOP,
+                )
             )
             for index in range(size)
         ),

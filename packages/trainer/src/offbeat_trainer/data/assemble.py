@@ -1,6 +1,6 @@
 """Scored groups and supervised pairs become one `TrainBatch`.
 
-N = prompts, G = completions of one prompt, B = sequences, T = tokens of the longest sequence.
+N = prompts, G = trajectories of one prompt, B = sequences, T = tokens of the longest sequence.
 """
 
 from __future__ import annotations
@@ -15,31 +15,29 @@ import torch
 from offbeat_engine import TrainBatch, train_batch
 from offbeat_engine.batch import schema
 from offbeat_rollout import Finish
+from offbeat_trainer.data.trajectory import NO_VERSION, Limit, versions_of
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import Max, Mean, Metric, Sum
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
-    from offbeat_rollout import Completion
+    from offbeat_trainer.data.trajectory import Ending, Trajectory
     from offbeat_trainer.data.types import Example, Group, Score
 
 Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
-
-NO_VERSION = -1
-"""`policy_version` of tokens that no policy sampled: prompt and padding."""
 
 
 def assemble(
     groups: Sequence[Group], targets: Mapping[str, torch.Tensor], *, temperature: float
 ) -> TrainBatch:
-    """Return one training batch on the CPU, sequences in the order of `groups` and of their completions.
+    """Return one training batch on the CPU, sequences in the order of `groups` and of their trajectories.
 
-    Right-padded with 0. `loss_mask` covers the completion's tokens, the one that ended it included. A completion
-    that was aborted trains the tokens it has; an empty one stays in the batch (rows keep matching completions) and
-    contributes no loss token.
+    Right-padded with 0. `loss_mask` covers the tokens that a policy sampled, those that ended a turn included, and leaves out
+    what an environment said. What was aborted trains the tokens it has; an empty trajectory stays in the batch (rows keep
+    matching trajectories) and contributes no loss token.
 
     Keys: input_ids, lengths, loss_mask, rollout_logprobs, policy_version (`NO_VERSION` outside the mask), temperature,
     group (index into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask.
@@ -54,38 +52,39 @@ def assemble(
         raise TrainerError(
             f"`temperature` must be > 0, got {temperature}; greedy completions have no policy gradient"
         )
-    completions = [completion for group in groups for completion in group.completions]
-    prompts = [(np.array(group.prompt.token_ids, np.int64), len(group.completions)) for group in groups]
-    frame = _frame(
+    trajectories = [one for group in groups for one in group.trajectories]
+    prompts = [(np.array(group.prompt.token_ids, np.int64), len(group.trajectories)) for group in groups]
+    frame, after_BT = _frame(
         [prompt_P for prompt_P, count in prompts for _ in range(count)],
-        [completion.token_ids for completion in completions],
+        [one.token_ids for one in trajectories],
     )
-    mask_BT = frame["loss_mask"].numpy()
-    logprobs_BT = np.zeros(mask_BT.shape, np.float32)
-    versions_BT = np.full(mask_BT.shape, NO_VERSION, np.int64)
-    if completions:
-        logprobs_BT[mask_BT] = np.concatenate([completion.logprobs for completion in completions])
-        versions_BT[mask_BT] = _versions(completions)
+    logprobs_BT = np.zeros(after_BT.shape, np.float32)
+    versions_BT = np.full(after_BT.shape, NO_VERSION, np.int64)
+    if trajectories:
+        logprobs_BT[after_BT] = np.concatenate([one.logprobs for one in trajectories])
+        versions_BT[after_BT] = versions_of(trajectories)
         _check_logprobs(groups, logprobs_BT)
-    sizes_N = torch.tensor([len(group.completions) for group in groups])
+    frame["loss_mask"] = torch.from_numpy(versions_BT != NO_VERSION)
+    sizes_N = torch.tensor([len(group.trajectories) for group in groups])
+    places = (torch.from_numpy(after_BT), frame["loss_mask"])
     return train_batch(
         **frame,
-        **{key: _placed(key, target, frame["loss_mask"]) for key, target in targets.items()},
+        **{key: _placed(key, target, *places) for key, target in targets.items()},
         rollout_logprobs=torch.from_numpy(logprobs_BT),
         policy_version=torch.from_numpy(versions_BT),
-        temperature=torch.full((len(completions),), temperature, dtype=torch.float32),
+        temperature=torch.full((len(trajectories),), temperature, dtype=torch.float32),
         group=torch.repeat_interleave(torch.arange(len(groups)), sizes_N),
     )
 
 
-def _placed(key: str, target: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return a target as the batch holds it: where its tokens are, in the dtype of `key`."""
+def _placed(key: str, target: torch.Tensor, after_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return a target as the batch holds it, in the dtype of `key`: at the trained tokens of those after the prompt."""
     known = {field.key: field for field in schema()}
     if key not in known:
         raise TrainerError(
             f"unknown target `{key}`; a batch may hold {', '.join(known)} (`offbeat_engine.register_field` adds one of your own)"
         )
-    field, tokens_B = known[key], mask_BT.sum(1)
+    field, tokens_B = known[key], after_BT.sum(1)
     num_sequences, longest = len(tokens_B), int(tokens_B.max()) if len(tokens_B) else 0
     spread = field.dims == "BT" and target.ndim == 1
     per_token = field.dims != "B" and not spread
@@ -103,7 +102,8 @@ def _placed(key: str, target: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tens
     elif per_token:
         places_BC = torch.arange(target.shape[1]) < tokens_B[:, None]
         placed = torch.zeros((*mask_BT.shape, *target.shape[2:]), dtype=field.dtype)
-        placed[mask_BT] = target[places_BC]
+        placed[after_BT] = target[places_BC]
+        placed[~mask_BT] = 0
         target = placed
     if not target.isfinite().all():
         row = int((~target.isfinite()).reshape(num_sequences, -1).any(1).nonzero()[0])
@@ -119,28 +119,27 @@ def assemble_examples(examples: Sequence[Example]) -> TrainBatch:
     """
     if not examples:
         raise TrainerError("`assemble_examples` needs at least one example, got none")
-    return train_batch(
-        **_frame(
-            [np.array(example.prompt_ids, np.int64) for example in examples],
-            [np.array(example.completion_ids, np.int64) for example in examples],
-        )
+    frame, _ = _frame(
+        [np.array(example.prompt_ids, np.int64) for example in examples],
+        [np.array(example.completion_ids, np.int64) for example in examples],
     )
+    return train_batch(**frame)
 
 
 def group_metrics(groups: Sequence[Group]) -> list[Metric]:
     """Return what the scored `groups` say about the policy that made them, weighted to be joined with others.
 
-    `reward/std` is the mean over groups of the standard deviation inside one (over G), 0 where groups teach nothing.
+    `completion/length_*` and `tokens/generated` count sampled tokens. `reward/std` is the mean over groups of the standard deviation inside one (over G), 0 where groups teach nothing.
     """
-    completions = [completion for group in groups for completion in group.completions]
+    trajectories = [one for group in groups for one in group.trajectories]
     scores = [score for group in groups for score in group.scores]
-    lengths = [completion.num_tokens for completion in completions]
+    lengths = [one.num_trained for one in trajectories]
     spreads = [_std([score.reward for score in group.scores]) for group in groups if group.scores]
     flat = sum(len({score.reward for score in group.scores}) == 1 for group in groups)
-    num_completions = len(completions)
+    num_trajectories = len(trajectories)
 
-    def ended(finish: Finish) -> Mean:
-        return Mean(sum(completion.finish is finish for completion in completions), num_completions)
+    def ended(finish: Ending) -> Mean:
+        return Mean(sum(one.finish is finish for one in trajectories), num_trajectories)
 
     return [
         Metric("reward/mean", Mean(math.fsum(score.reward for score in scores), len(scores))),
@@ -151,12 +150,27 @@ def group_metrics(groups: Sequence[Group]) -> list[Metric]:
             for name, given in _parts(scores)
         ),
         Metric("accuracy/train", Mean(sum(score.correct for score in scores), len(scores))),
-        Metric("completion/length_mean", Mean(sum(lengths), num_completions)),
+        Metric("completion/length_mean", Mean(sum(lengths), num_trajectories)),
         Metric("completion/length_max", Max(max(lengths, default=0))),
         Metric("completion/truncated_fraction", ended(Finish.LENGTH)),
         Metric("completion/aborted_fraction", ended(Finish.ABORT)),
         Metric("group/zero_variance_fraction", Mean(flat, len(spreads))),
         Metric("tokens/generated", Sum(sum(lengths))),
+        *_turn_metrics(trajectories, ended),
+    ]
+
+
+def _turn_metrics(trajectories: Sequence[Trajectory], ended: Callable[[Ending], Mean]) -> list[Metric]:
+    """Return what there is to say where trajectories have turns and limits of their own; nothing where none has."""
+    if all(one.is_plain for one in trajectories):
+        return []
+    turns = [len(one.turns) for one in trajectories]
+    observed = sum(one.num_tokens - one.num_trained for one in trajectories)
+    return [
+        Metric("trajectory/turns_mean", Mean(sum(turns), len(turns))),
+        Metric("trajectory/turns_max", Max(max(turns, default=0))),
+        Metric("trajectory/observed_tokens_mean", Mean(observed, len(turns))),
+        *(Metric(f"trajectory/out_of_{limit}_fraction", ended(limit)) for limit in Limit),
     ]
 
 
@@ -164,14 +178,14 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> list[Metric]:
     """Return how old the tokens of `groups` are for a step that trains the weights of `version`.
 
     `staleness/<k>_fraction` is the histogram over tokens, k versions old; `trajectory/versions_*` count the versions
-    that one completion was made by.
+    that made one. What an environment said was made by none.
     """
     ages: Counter[int] = Counter()
     counts: list[int] = []
     for group in groups:
-        for completion in group.completions:
-            counts.append(len({span.version for span in completion.spans}))
-            for made_by, start, end in completion.spans:
+        for trajectory in group.trajectories:
+            counts.append(len({span.version for span in trajectory.spans}))
+            for made_by, start, end in trajectory.spans:
                 ages[version - made_by] += end - start
     num_tokens = ages.total()
     return [
@@ -196,22 +210,17 @@ def _check_logprobs(groups: Sequence[Group], logprobs_BT: npt.NDArray[np.float32
     bad = np.flatnonzero(np.isnan(logprobs_BT).any(1))
     if len(bad):
         row = int(bad[0])
-        uids = [group.prompt.uid for group in groups for _ in group.completions]
+        uids = [group.prompt.uid for group in groups for _ in group.trajectories]
         raise TrainerError(
             f"the sampler gave NaN as a log-probability in a completion of prompt {uids[row]!r} (row {row} of the batch, "
             f"{len(bad)} of {len(uids)} completions); look at the replica's weights and dtype: the loss would be NaN too"
         )
 
 
-def _versions(completions: Sequence[Completion]) -> npt.NDArray[np.int64]:
-    """Return the version of every token of `completions`, one after the other."""
-    spans = [span for completion in completions for span in completion.spans]
-    versions = np.array([span.version for span in spans], np.int64)
-    return versions.repeat(np.array([span.end - span.start for span in spans], np.int64))
-
-
-def _frame(prompts: Sequence[Ids], completions: Sequence[Ids]) -> dict[str, torch.Tensor]:
-    """Return input_ids, lengths and loss_mask of right-padded prompt + completion."""
+def _frame(
+    prompts: Sequence[Ids], completions: Sequence[Ids]
+) -> tuple[dict[str, torch.Tensor], npt.NDArray[np.bool_]]:
+    """Return input_ids, lengths and loss_mask of right-padded prompt + completion, and where the latter is [B, T]."""
     num_sequences = len(prompts)
     prompt_B = np.fromiter(map(len, prompts), np.int64, num_sequences)
     length_B = prompt_B + np.fromiter(map(len, completions), np.int64, num_sequences)
@@ -227,11 +236,12 @@ def _frame(prompts: Sequence[Ids], completions: Sequence[Ids]) -> dict[str, torc
     if prompts:
         ids_BT[is_prompt_BT] = np.concatenate(prompts)
         ids_BT[mask_BT] = np.concatenate(completions)
-    return {
+    frame = {
         "input_ids": torch.from_numpy(ids_BT),
         "lengths": torch.from_numpy(length_B),
         "loss_mask": torch.from_numpy(mask_BT),
     }
+    return frame, mask_BT
 
 
 def _std(values: Sequence[float]) -> float:

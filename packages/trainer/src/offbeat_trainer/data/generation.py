@@ -1,4 +1,4 @@
-"""From prompts to groups: one request per completion, each with a seed of its own, sent as one batch."""
+"""From prompts to groups, and to single turns: one request per completion, each with a seed of its own, sent as one batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from offbeat_rollout import Completion, Finish, GenerateRequest, SamplingParams
 from offbeat_trainer.data.seeds import derive_seed, derive_seeds
+from offbeat_trainer.data.trajectory import Trajectory
 from offbeat_trainer.data.types import Group, Prompt
 from offbeat_trainer.errors import PlanRefused
 
@@ -19,8 +20,8 @@ GenerateMany = Callable[[Sequence[GenerateRequest]], Awaitable[list[Completion]]
 Abort = Callable[[Collection[str]], Awaitable[None]]
 """Ends requests by their ids, wherever they are; they return with what they have."""
 
-Keep = Callable[[tuple[Completion, ...]], None]
-"""Takes what an interrupted group has so far: completions that ended, and unfinished ones (`Finish.ABORT`)."""
+Keep = Callable[[tuple[Trajectory, ...]], None]
+"""Takes what an interrupted group has so far: trajectories that ended, and unfinished ones (`Finish.ABORT`)."""
 
 
 class GroupGenerator:
@@ -45,16 +46,14 @@ class GroupGenerator:
         """
         call = next(self._calls)
         requests = [
-            _request(f"{call}/{index}/{prompt.uid}", prompt, own, None)
+            _numbered(call, request, None)
             for prompt in prompts
-            for index, own in enumerate(_own_seeds(sampling, prompt, range(group_size)))
+            for request in _requests(prompt, sampling, group_size)
         ]
-        completions = await self._generate_many(requests)
-        assert len(completions) == len(requests)
+        made = [Trajectory.of(one) for one in await self._generate_many(requests)]
+        assert len(made) == len(requests)
         return [
-            Group(
-                prompt=prompt, completions=tuple(completions[place * group_size : (place + 1) * group_size])
-            )
+            Group(prompt=prompt, trajectories=tuple(made[place * group_size : (place + 1) * group_size]))
             for place, prompt in enumerate(prompts)
         ]
 
@@ -63,7 +62,7 @@ class GroupGenerator:
         prompt: Prompt,
         sampling: SamplingParams,
         group_size: int,
-        begun: tuple[Completion, ...] = (),
+        begun: tuple[Trajectory, ...] = (),
         keep: Keep | None = None,
     ) -> Group:
         """Return the group of `prompt`, whole, however often `interrupt` came in between.
@@ -72,30 +71,15 @@ class GroupGenerator:
         seed of a continuation is derived from the first one's and the number of tokens, so no random number is used
         twice. Seeds of what is never interrupted are those of `collect`. `keep` hears of every interruption.
         """
-        have: list[Completion | None] = list(begun) if begun else [None] * group_size
-        assert len(have) == group_size
-        while places := [
-            place for place, one in enumerate(have) if one is None or one.finish is Finish.ABORT
-        ]:
-            await (
-                self._going.wait()
-            )  # `interrupt` and `go_on` are the two ends of one weight sync, which has deadlines
-            call = next(self._calls)
-            requests = [
-                _request(f"{call}/{place}/{prompt.uid}", prompt, own, have[place])
-                for place, own in zip(places, _own_seeds(sampling, prompt, places), strict=True)
-            ]
-            ids = [request.request_id for request in requests]
-            self._running.update(ids)
-            try:
-                made = await self._generate_many(requests)
-            finally:
-                self._running.difference_update(ids)
-            for place, more in zip(places, made, strict=True):
-                have[place] = _joined(have[place], more, sampling)
-            if keep is not None and any(one.finish is Finish.ABORT for one in _known(have)):
-                keep(_known(have))
-        return Group(prompt=prompt, completions=_known(have))
+        made = await self._whole(
+            _requests(prompt, sampling, group_size), [one.completion for one in begun], keep
+        )
+        return Group(prompt=prompt, trajectories=tuple(map(Trajectory.of, made)))
+
+    async def turn(self, request: GenerateRequest) -> Completion:
+        """Return one whole completion, however often `interrupt` came in between; continued as those of `complete` are."""
+        (made,) = await self._whole([request], (), None)
+        return made
 
     async def interrupt(self) -> None:
         """End what `complete` has under way, with its tokens so far; it waits for `go_on` and is continued then.
@@ -113,6 +97,40 @@ class GroupGenerator:
         """Let interrupted groups go on. Harmless when nothing was interrupted."""
         self._going.set()
 
+    async def _whole(
+        self, requests: Sequence[GenerateRequest], begun: Sequence[Completion], keep: Keep | None
+    ) -> list[Completion]:
+        have: list[Completion | None] = list(begun) if begun else [None] * len(requests)
+        assert len(have) == len(requests)
+        while places := [
+            place for place, one in enumerate(have) if one is None or one.finish is Finish.ABORT
+        ]:
+            # `interrupt` and `go_on` are the two ends of one weight sync, which has deadlines.
+            await self._going.wait()
+            call = next(self._calls)
+            asked = [_numbered(call, requests[place], have[place]) for place in places]
+            ids = [request.request_id for request in asked]
+            self._running.update(ids)
+            try:
+                made = await self._generate_many(asked)
+            finally:
+                self._running.difference_update(ids)
+            for place, more in zip(places, made, strict=True):
+                have[place] = _joined(have[place], more, requests[place].sampling)
+            if keep is not None and any(one.finish is Finish.ABORT for one in _known(have)):
+                keep(tuple(map(Trajectory.of, _known(have))))
+        return _known(have)
+
+
+def _requests(prompt: Prompt, sampling: SamplingParams, group_size: int) -> list[GenerateRequest]:
+    """Return what is asked for the group of `prompt`, each with a seed of its own."""
+    return [
+        GenerateRequest(
+            request_id=f"{place}/{prompt.uid}", prompt_ids=prompt.token_ids, sampling=own, session=prompt.uid
+        )
+        for place, own in enumerate(_own_seeds(sampling, prompt, range(group_size)))
+    ]
+
 
 def _own_seeds(sampling: SamplingParams, prompt: Prompt, places: Sequence[int]) -> list[SamplingParams]:
     """Return `sampling` for each of `places` in the group of `prompt`, with a seed of its own."""
@@ -125,22 +143,21 @@ def _own_seeds(sampling: SamplingParams, prompt: Prompt, places: Sequence[int]) 
     return [SamplingParams(**shared, seed=seed) for seed in seeds]
 
 
-def _request(
-    name: str, prompt: Prompt, sampling: SamplingParams, begun: Completion | None
-) -> GenerateRequest:
-    """Return the request for a completion, or for the rest of one that was begun, where its prompt has been computed."""
+def _numbered(call: int, first: GenerateRequest, begun: Completion | None) -> GenerateRequest:
+    """Return `first` under a name of its own in call `call`; of what was begun the rest, where its prompt has been computed."""
+    name = f"{call}/{first.request_id}"
     if begun is None or not begun.num_tokens:
         return GenerateRequest(
-            request_id=name, prompt_ids=prompt.token_ids, sampling=sampling, session=prompt.uid
+            request_id=name, prompt_ids=first.prompt_ids, sampling=first.sampling, session=first.session
         )
-    done = begun.num_tokens
+    done, sampling = begun.num_tokens, first.sampling
     rest = replace(
         sampling,
         max_tokens=sampling.max_tokens - done,
         seed=None if sampling.seed is None else derive_seed(sampling.seed, "continued", done),
     )
-    prompt_ids = (*prompt.token_ids, *begun.token_ids.tolist())
-    return GenerateRequest(request_id=name, prompt_ids=prompt_ids, sampling=rest, session=prompt.uid)
+    prompt_ids = (*first.prompt_ids, *begun.token_ids.tolist())
+    return GenerateRequest(request_id=name, prompt_ids=prompt_ids, sampling=rest, session=first.session)
 
 
 def _joined(begun: Completion | None, more: Completion, sampling: SamplingParams) -> Completion:
@@ -155,6 +172,6 @@ def _joined(begun: Completion | None, more: Completion, sampling: SamplingParams
     return whole
 
 
-def _known(have: Sequence[Completion | None]) -> tuple[Completion, ...]:
+def _known(have: Sequence[Completion | None]) -> list[Completion]:
     assert all(one is not None for one in have)
-    return tuple(one for one in have if one is not None)
+    return [one for one in have if one is not None]

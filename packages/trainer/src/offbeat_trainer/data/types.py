@@ -1,4 +1,4 @@
-"""The values the trainer hands out. G = completions of one prompt, T = tokens of one completion."""
+"""The values the trainer hands out. G = trajectories of one prompt, T = tokens of one of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from offbeat_rollout import Completion
+    from offbeat_trainer.data.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a reward function said of one completion. `correct` feeds accuracy; it never enters a loss.
+    """What one trajectory is worth. `correct` feeds accuracy; it never enters a loss.
 
-    `parts` are the rewards that it is the weighted sum of, by name, where there are several. Numbers of numpy, which sums over `Completion.token_ids` give, become Python's: files of JSON hold no others.
+    `parts` are the rewards that it is the weighted sum of, by name, where there are several. Numbers of numpy, which sums over `token_ids` give, become Python's: files of JSON hold no others.
     """
 
     reward: float
@@ -39,10 +39,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The completions of one prompt, with their scores once they are known (then G of them)."""
+    """What came of one prompt, with the scores once they are known (then G of them)."""
 
     prompt: Prompt
-    completions: tuple[Completion, ...]
+    trajectories: tuple[Trajectory, ...]
     scores: tuple[Score, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""The driver's end of the process that calls reward functions: started when needed, started again when it dies."""
+"""The driver's end of a process that calls what users wrote: started when needed, started again when it dies."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ COMMAND = "from offbeat_trainer.scoring.server import main; main()"
 GRACE_S = 15.0
 
 
-class RewardProcess:
-    """Calls functions over there. One event loop; nothing runs before the first call."""
+class CallProcess:
+    """Calls functions over there. One event loop; nothing runs before the first call.
 
-    def __init__(self, setup: Setup, log: Path | None = None) -> None:
-        """Serve the functions of `setup`; what they print goes to the end of `log`, or to where our errors go."""
+    `life` counts how often the process was started.
+    """
+
+    def __init__(
+        self, setup: Setup, log: Path | None = None, *, command: str = COMMAND, whose: str = "rewards"
+    ) -> None:
+        """Serve the functions of `setup` by `command`; what they print goes to the end of `log`, or to where our errors go."""
+        self.life = 0
         self._setup = setup
         self._log = log
+        self._command = command
+        self._whose = whose
         # Between two answers every worker may be at a call that takes as long as it may, and has its imports before it.
         self._silence_s = 2 * setup.timeout_s + 120
         self._numbers = itertools.count()
@@ -54,6 +62,13 @@ class RewardProcess:
         finally:
             self._waiting.pop(call.number, None)
 
+    async def end(self) -> None:
+        """Kill the process, whatever it does; calls under way are answered, and the next one starts another."""
+        process, reader = self._process, self._reader
+        if process is not None and reader is not None:
+            _kill(process)
+            await asyncio.wait([reader], timeout=GRACE_S)
+
     async def close(self) -> None:
         """End everything over there, whatever it does."""
         process, reader = self._process, self._reader
@@ -74,14 +89,16 @@ class RewardProcess:
         async with self._starting:
             if self._process is None:
                 self._process = await self._start()
-                self._reader = asyncio.create_task(self._read(self._process), name="answers of rewards")
+                self._reader = asyncio.create_task(
+                    self._read(self._process), name=f"answers of {self._whose}"
+                )
             return self._process
 
     async def _start(self) -> asyncio.subprocess.Process:
         log = None if self._log is None else self._log.open("ab")
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", COMMAND),
+                *(sys.executable, "-c", self._command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -93,6 +110,7 @@ class RewardProcess:
         assert process.stdin is not None
         process.stdin.write(frame(self._setup))
         self._heard_s = now_s()
+        self.life += 1
         return process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -114,9 +132,7 @@ class RewardProcess:
                 self._process = None
             for number, waiting in self._waiting.items():
                 if not waiting.done():
-                    detail = (
-                        f"the process that calls rewards: {why}; what it said is in {self._log or 'stderr'}"
-                    )
+                    detail = f"the process that calls {self._whose}: {why}; what it said is in {self._log or 'stderr'}"
                     waiting.set_result(Answer(number=number, failure=DIED, detail=detail))
 
     async def _next(self, process: asyncio.subprocess.Process) -> Answer:

@@ -1,4 +1,4 @@
-"""What goes between the driver and the process that calls reward functions.
+"""What goes between the driver and the processes that call what users wrote.
 
 A frame is a length (8 bytes, little-endian), then a pickle; both ends are this package on this machine, joined by a pipe
 that nobody else has. In goes a `Setup`, then `Call`s; out comes one `Answer` a call, in any order.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<q")
-RAISED, TIMED_OUT, DIED = "raised", "timed out", "died"
+RAISED, TIMED_OUT, DIED, NO_NUMBER, LOST = "raised", "timed out", "died", "not a number", "lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What call `number` came to: `value`, or `failure` (one of RAISED, TIMED_OUT, DIED) and what is known of it."""
+    """What call `number` came to: `value`, or `failure` (one of RAISED, TIMED_OUT, DIED, LOST) and what is known of it."""
 
     number: int
     value: Any = None

@@ -54,7 +54,7 @@ class Reward:
                 "finish": completion.finish.value,
                 "row": dict(group.prompt.data),
             }
-            for completion, text in zip(group.completions, texts, strict=True)
+            for completion, text in zip(group.trajectories, texts, strict=True)
         ]
         if not self.batched:
             return [self._wanted(one) for one in ones]

@@ -15,20 +15,18 @@ from offbeat_trainer.concurrency import together
 from offbeat_trainer.config import OnFailure, RewardConfig
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import RewardFailed, TrainerError
-from offbeat_trainer.scoring.client import RewardProcess
-from offbeat_trainer.scoring.frames import RAISED, TIMED_OUT, Setup
+from offbeat_trainer.scoring.client import CallProcess
+from offbeat_trainer.scoring.frames import NO_NUMBER, RAISED, TIMED_OUT, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from offbeat_rollout import Completion
+    from offbeat_trainer.data.trajectory import Trajectory
     from offbeat_trainer.data.types import Group, Prompt
     from offbeat_trainer.scoring.functions import Reward
 
 log = logging.getLogger(__name__)
-
-NO_NUMBER = "not a number"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +48,7 @@ class FunctionScorer:
         correct_at: float,
         log: Path | None = None,
     ) -> None:
-        """Score with `rewards`; a completion with a reward of at least `correct_at` is correct. See `RewardProcess`."""
+        """Score with `rewards`; a completion with a reward of at least `correct_at` is correct. See `CallProcess`."""
         self._rewards = list(rewards)
         self._config = config
         self._decode = decode
@@ -61,12 +59,12 @@ class FunctionScorer:
             concurrency=config.concurrency,
             timeout_s=config.timeout_s,
         )
-        self._process = RewardProcess(setup, log)
+        self._process = CallProcess(setup, log)
 
     async def score(self, group: Group) -> Group:
         """See `Scorer.score`."""
         texts = await asyncio.to_thread(
-            lambda: [self._decode(one.token_ids.tolist()) for one in group.completions]
+            lambda: [self._decode(one.token_ids.tolist()) for one in group.trajectories]
         )
         work = {reward.path: self._values(reward, group, texts) for reward in self._rewards}
         try:
@@ -122,7 +120,7 @@ class TaskScorer:
     goes on beside the run, whose group is given up.
     """
 
-    def __init__(self, score: Callable[[Prompt, Completion], Score], config: RewardConfig) -> None:
+    def __init__(self, score: Callable[[Prompt, Trajectory], Score], config: RewardConfig) -> None:
         """Score with `score`."""
         self._score = score
         self._config = config
@@ -186,7 +184,7 @@ class TaskScorer:
 class _Batch:
     """Groups that are scored one after the other; `done` grows as it goes, until it is given up."""
 
-    def __init__(self, groups: Sequence[Group], score: Callable[[Prompt, Completion], Score]) -> None:
+    def __init__(self, groups: Sequence[Group], score: Callable[[Prompt, Trajectory], Score]) -> None:
         self.done: list[tuple[Score, ...] | RewardFailed] = []
         self.given_up = False
         self._groups = groups
@@ -198,7 +196,7 @@ class _Batch:
             if self.given_up:
                 return
             try:
-                done.append(tuple(self._score(group.prompt, one) for one in group.completions))
+                done.append(tuple(self._score(group.prompt, one) for one in group.trajectories))
             except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt of a reward are its own failure
                 said = f"the reward of {group.prompt.uid} raised {type(error).__name__}: {error}"
                 done.append(RewardFailed(RAISED, said))

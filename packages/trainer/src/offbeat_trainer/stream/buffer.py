@@ -137,9 +137,9 @@ class GroupBuffer:
             Finished(
                 index=index,
                 version=entry.version,
-                completions=group.completions,
+                trajectories=group.trajectories,
                 scores=group.scores,
-                spans=tuple(map(spans_of, group.completions)),
+                spans=tuple(map(spans_of, group.trajectories)),
             )
         )
         self._settle(entry, group)
@@ -283,7 +283,7 @@ class GroupBuffer:
     def _settle(self, entry: Entry, group: Group) -> None:
         entry.group = group
         # Looked at here, and not when a step is taken: the trainer waits for that.
-        entry.oldest = oldest_version(group.completions)
+        entry.oldest = oldest_version(group.trajectories)
         entry.finished_s = now_s()
         self._finished[entry.last_step] += 1
         if self._order is Order.FIRST_IN:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.config import AsyncConfig
 from offbeat_trainer.data.seeds import derive_seed
-from offbeat_trainer.errors import RewardFailed
 from offbeat_trainer.metrics import Last, Mean, Metric, Sum
 from offbeat_trainer.stream.gate import version_of as version_of  # the loops' word for it, kept here for them
 from offbeat_trainer.stream.journal.memory import MemoryJournal
@@ -25,14 +22,12 @@ if TYPE_CHECKING:
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig, LoopConfig, SamplingConfig
     from offbeat_trainer.data.types import Group
-    from offbeat_trainer.interface import Generator, Policy, Publisher, Reporter, Scorer, Task
+    from offbeat_trainer.interface import Policy, Publisher, Reporter, Rollout, Task
     from offbeat_trainer.run_store import RunStore
     from offbeat_trainer.stream.journal.events import Journal
     from offbeat_trainer.stream.schedule import Schedule
 
 NUM_SHOWN = 4
-
-log = logging.getLogger(__name__)
 
 
 class StopRequest:
@@ -62,9 +57,8 @@ class Parts:
     """
 
     task: Task
-    scorer: Scorer
     policy: Policy
-    generator: Generator
+    rollout: Rollout
     publisher: Publisher
     reporter: Reporter
     store: RunStore
@@ -95,23 +89,6 @@ def training_params(parts: Parts, step: int) -> SamplingParams:
     )
 
 
-async def score_all(scorer: Scorer, groups: Sequence[Group]) -> list[Group]:
-    """Return those of `groups` that could be scored, with their scores; why others could not is in the log.
-
-    Raises:
-        RewardFailed: none could.
-    """
-    found = await asyncio.gather(*(scorer.score(group) for group in groups), return_exceptions=True)
-    failures = [one for one in found if isinstance(one, BaseException)]
-    scored = [one for one in found if not isinstance(one, BaseException)]
-    for failure in failures:
-        if not isinstance(failure, RewardFailed) or not scored:
-            raise failure
-    if failures:
-        log.warning("%d of %d groups have no score; the first: %s", len(failures), len(groups), failures[0])
-    return scored
-
-
 async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float | None:
     """Return greedy accuracy on held-out prompts under the weights now served; `title` shows some completions.
 
@@ -122,7 +99,7 @@ async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") 
         return None
     greedy = replace(training_params(parts, step), temperature=0.0)
     with clock.phase("validate", f"{len(prompts)} held-out prompts, greedy"):
-        groups = await score_all(parts.scorer, await parts.generator.collect(prompts, greedy, 1))
+        groups = await parts.rollout.run_all(prompts, greedy, 1)
     if title:
         show(parts, step, title, groups)
     return sum(group.scores[0].correct for group in groups) / len(groups)
@@ -131,7 +108,7 @@ async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") 
 def show(parts: Parts, step: int, title: str, groups: Sequence[Group]) -> None:
     """Hand a few groups with their texts to the reporter."""
     some = list(groups[:NUM_SHOWN])
-    texts = [[parts.task.decode(one.token_ids.tolist()) for one in group.completions] for group in some]
+    texts = [[parts.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in some]
     parts.reporter.samples(step, title, some, texts)
 
 

@@ -7,14 +7,15 @@ import logging
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import NoReplica, RequestError, RolloutError
-from offbeat_trainer.errors import DeadlineExceeded, ResumeError, RewardFailed, TrainerError, WorkerGone
+from offbeat_trainer.errors import DeadlineExceeded, GroupFailed, ResumeError, TrainerError, WorkerGone
 from offbeat_trainer.stream.journal.events import Half, oldest_version
 from offbeat_trainer.stream.parts import training_params
+from offbeat_trainer.watch.timeline import GENERATION
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from offbeat_rollout import Completion
+    from offbeat_trainer.data.trajectory import Trajectory
     from offbeat_trainer.data.types import Group, Prompt
     from offbeat_trainer.stream.buffer import GroupBuffer
     from offbeat_trainer.stream.journal.events import Recovered
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GENERATION = "generation"  # the owner of what is waited for
 FAILED = "failed"
 REFUSED = "refused"
 
@@ -121,7 +121,7 @@ class Producer:
                 0
             )  # a new version lets hundreds in at once: the trainer must not wait for all of them
 
-    def _begun(self, index: int) -> tuple[tuple[Completion, ...], int]:
+    def _begun(self, index: int) -> tuple[tuple[Trajectory, ...], int]:
         """Return what an earlier process left of a group, if it is not too old by now, and the oldest version in it."""
         served = self._buffer.served
         half = self._halves.pop(index, ())
@@ -129,52 +129,41 @@ class Producer:
         oldest = served if oldest is None else oldest
         return (half, min(oldest, served)) if self._buffer.room_for(oldest) else ((), served)
 
-    async def _make(self, index: int, prompt: Prompt, begun: tuple[Completion, ...], version: int) -> None:
+    async def _make(self, index: int, prompt: Prompt, begun: tuple[Trajectory, ...], version: int) -> None:
         try:
-            with self._parts.timeline.generating(f"{index}"):
-                group = await self._complete(index, prompt, begun, version)
+            group = await self._complete(index, prompt, begun, version)
             if group is not None:
-                await self._finish(index, group)
+                self._failures = 0
+                self._buffer.finish(index, group)
+                self._parts.watchdog.progress(GENERATION, f"finished group {index}")
         finally:
             self._groups.pop(index, None)
 
-    async def _finish(self, index: int, group: Group) -> None:
-        """Score a whole group and hand it over, or give it up for the scorer's reason."""
-        try:
-            scored = await self._parts.scorer.score(group)
-        except RewardFailed as error:
-            self._give_up(index, group.prompt, f"reward {error.reason}", str(error))
-            return
-        self._failures = 0
-        self._buffer.finish(index, scored)
-        self._parts.watchdog.progress(GENERATION, f"finished group {index}")
-
     async def _complete(
-        self, index: int, prompt: Prompt, begun: tuple[Completion, ...], version: int
+        self, index: int, prompt: Prompt, begun: tuple[Trajectory, ...], version: int
     ) -> Group | None:
-        """Return the group, tried as often as allowed; None once it is dropped. It is never made up."""
+        """Return the scored group, tried as often as allowed; None once it is dropped. It is never made up."""
         parts = self._parts
         params = training_params(parts, self._prompts.step_of(index))
         have = begun
         attempt = 1
         why = ""
 
-        def keep(completions: tuple[Completion, ...]) -> None:
+        def keep(trajectories: tuple[Trajectory, ...]) -> None:
             nonlocal have
-            have = completions
-            parts.journal.write(Half(index=index, completions=completions))
+            have = trajectories
+            parts.journal.write(Half(index=index, trajectories=trajectories))
 
         while attempt <= self._max_attempts:
             try:
-                group = await parts.generator.complete(
-                    prompt, params, parts.loop.group_size, begun=have, keep=keep
-                )
+                group = await parts.rollout.run(prompt, params, parts.loop.group_size, have, keep)
                 why = _unfit(group, version)
                 if not why:
                     return group
                 have = ()
-            except RequestError as error:
-                self._give_up(index, prompt, REFUSED, str(error))
+            except (RequestError, GroupFailed) as error:
+                reason = error.counted_as if isinstance(error, GroupFailed) else REFUSED
+                self._give_up(index, prompt, reason, str(error))
                 return None
             except NoReplica as error:  # waits for one to join; the watchdog ends it if none does
                 why, attempt = str(error), attempt - 1
@@ -211,7 +200,7 @@ class Producer:
 
 def _unfit(group: Group, version: int) -> str:
     """Say why `group` must not be trained as it is, or return nothing."""
-    oldest = oldest_version(group.completions)
+    oldest = oldest_version(group.trajectories)
     if oldest is not None and oldest < version:
         return f"a replica made tokens with version {oldest} where {version} was served"
     return ""

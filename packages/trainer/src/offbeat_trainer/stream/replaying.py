@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 from offbeat_rollout import Finish
 from offbeat_trainer.data.types import Group
 from offbeat_trainer.errors import TrainerError
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.parts import training_params
-from offbeat_trainer.stream.producer import GENERATION, Producer
+from offbeat_trainer.stream.producer import Producer
+from offbeat_trainer.watch.timeline import GENERATION
 
 if TYPE_CHECKING:
-    from offbeat_rollout import Completion
+    from offbeat_rollout import SamplingParams
+    from offbeat_trainer.data.trajectory import Trajectory
+    from offbeat_trainer.data.types import Prompt
     from offbeat_trainer.stream.buffer import GroupBuffer
     from offbeat_trainer.stream.journal.events import Recovered, Spans
     from offbeat_trainer.stream.parts import Parts
@@ -51,7 +55,8 @@ class Replayer(Producer):
         parts, buffer, schedule = self._parts, self._buffer, self._schedule
         prompt = self.prompt(index)
         params = training_params(parts, self._prompts.step_of(index))
-        begun: tuple[Completion, ...] = ()
+        begun: tuple[Trajectory, ...] = ()
+        made = Group(prompt=prompt, trajectories=())
         for version in schedule.versions(index):
             await buffer.until(lambda version=version: buffer.served >= version)
             if buffer.served > version:
@@ -60,30 +65,43 @@ class Replayer(Producer):
                 )
             if not begun:
                 buffer.issue(index, prompt.uid, schedule.begun[index])
-            group = await parts.generator.complete(prompt, params, parts.loop.group_size, begun=begun)
+            made = await self._make_again(index, prompt, params, begun)
             begun = tuple(
                 _cut(one, spans, version)
-                for one, spans in zip(group.completions, schedule.spans[index], strict=True)
+                for one, spans in zip(made.trajectories, schedule.spans[index], strict=True)
             )
             self._left[version] -= 1
             if not self._left[version]:
                 buffer.touch()
-        buffer.finish(index, await parts.scorer.score(Group(prompt=prompt, completions=begun)))
+        whole = Group(prompt=prompt, trajectories=begun)
+        rollout = parts.rollout
+        buffer.finish(index, await rollout.scorer.score(whole) if isinstance(rollout, SingleTurn) else made)
         parts.watchdog.progress(GENERATION, f"replayed group {index}")
 
+    async def _make_again(
+        self, index: int, prompt: Prompt, params: SamplingParams, begun: tuple[Trajectory, ...]
+    ) -> Group:
+        """Return the group as the version served now makes it from what others began."""
+        rollout, size = self._parts.rollout, self._parts.loop.group_size
+        if isinstance(rollout, SingleTurn):
+            return await rollout.generator.complete(prompt, params, size, begun=begun)
+        assert len(self._schedule.versions(index)) == 1  # `Schedule.obstacle` sees to it
+        return await rollout.run(prompt, params, size)
 
-def _cut(completion: Completion, spans: Spans, version: int) -> Completion:
-    """Return what of `completion` was made by `version` and those before it.
+
+def _cut(whole: Trajectory, spans: Spans, version: int) -> Trajectory:
+    """Return what of `whole` was made by `version` and those before it.
 
     Raises:
         TrainerError: there is not as much as the schedule says: this is not the same run.
     """
     count = sum(num_tokens for made_by, num_tokens in spans if made_by <= version)
     more_comes = any(made_by > version for made_by, _ in spans)
-    have = completion.num_tokens
+    have = whole.num_trained
     if have < count or (not more_comes and have != count):
+        name = whole.turns[0].completion.request_id if whole.turns else "a trajectory without turns"
         raise TrainerError(
-            f"{completion.request_id}: the schedule has {count} tokens up to version {version}, now there are {have}; "
+            f"{name}: the schedule has {count} tokens up to version {version}, now there are {have}; "
             "settings, task, model and seed must be those of the recorded run, and the engine must be deterministic"
         )
-    return completion.cut(count, Finish.ABORT if more_comes else completion.finish)
+    return whole.cut(count, Finish.ABORT) if more_comes or count < have else whole

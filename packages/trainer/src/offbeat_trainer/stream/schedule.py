@@ -58,11 +58,12 @@ class Schedule:
         """Return the versions that made tokens of group `index`, rising."""
         return sorted({version for spans in self.spans[index] for version, _ in spans}) or [self.begun[index]]
 
-    def obstacle(self, num_steps: int, *, kept: bool) -> tuple[str, str] | None:
+    def obstacle(self, num_steps: int, *, kept: bool, whole: bool = False) -> tuple[str, str] | None:
         """Return why a run of `num_steps` steps cannot follow it and what to do about that, or None.
 
         Args:
             num_steps: steps of the run that is to follow.
+            whole: whether trajectories are made in one piece or not at all: those of several turns are.
             kept: whether completions went on under new weights with the keys and values they had (`partial: keep`).
         """
         missing = sorted(set(range(num_steps)) - set(self.taken))
@@ -71,18 +72,28 @@ class Schedule:
                 f"the schedule has no step {missing[0]}, the run is to have {num_steps}",
                 "follow a run of at least as many steps that came to its end",
             )
-        mixed = [index for index, spans in self.spans.items() if any(len(one) > 1 for one in spans)]
+        mixed = [
+            index
+            for index, spans in self.spans.items()
+            if any(len({version for version, _ in one}) > 1 for one in spans)
+        ]
         if kept and mixed:
             return (
                 f"group {mixed[0]} went on under new weights with the keys and values of the old ones, which cannot be "
                 "made again",
                 "record with `partial: abort` or `partial: wait` what is to be replayed",
             )
+        apart = [index for index in self.spans if len(self.versions(index)) > 1]
+        if whole and apart:
+            return (
+                f"several versions made group {apart[0]}, and trajectories of several turns are made again by one",
+                "record with `partial: wait` what is to be replayed",
+            )
         return None
 
-    def check(self, num_steps: int, *, kept: bool) -> None:
+    def check(self, num_steps: int, *, kept: bool, whole: bool = False) -> None:
         """Raise `PlanRefused` if there is an `obstacle`."""
-        found = self.obstacle(num_steps, kept=kept)
+        found = self.obstacle(num_steps, kept=kept, whole=whole)
         if found is not None:
             raise PlanRefused("; ".join(found))
 

@@ -12,14 +12,15 @@ from offbeat_trainer.data.types import Group
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.garbage import rare_full_collections
 from offbeat_trainer.metrics import Last, Metric
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
 from offbeat_trainer.stream.journal.events import Flipped, recover
 from offbeat_trainer.stream.parts import due
-from offbeat_trainer.stream.producer import GENERATION, Producer
+from offbeat_trainer.stream.producer import Producer
 from offbeat_trainer.stream.replaying import Replayer
 from offbeat_trainer.watch.clock import now_s
-from offbeat_trainer.watch.timeline import TAIL_SHARE
+from offbeat_trainer.watch.timeline import GENERATION, TAIL_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -69,7 +70,8 @@ class GroupStream:
         if parts.replay is None:
             self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
         else:
-            parts.replay.check(parts.loop.steps, kept=mode.partial is Partial.KEEP)
+            whole = not isinstance(parts.rollout, SingleTurn)
+            parts.replay.check(parts.loop.steps, kept=mode.partial is Partial.KEEP, whole=whole)
             self._producer = Replayer(parts, self.buffer, recovered, parts.replay)
         self._restore(recovered)
 
@@ -122,11 +124,11 @@ class GroupStream:
             ):
                 await self._drained()
         elif self._mode.partial is Partial.ABORT:
-            await parts.generator.interrupt()
+            await parts.rollout.interrupt()
         try:
             report = await parts.publisher.publish(version)
         finally:
-            parts.generator.go_on()
+            parts.rollout.go_on()
         parts.journal.write(Flipped(steps=self.buffer.step, version=version))
         parts.timeline.mark("sync", f"version {version}")
         self.buffer.serve(version)
@@ -157,7 +159,7 @@ class GroupStream:
         for index in sorted(recovered.finished):
             found = recovered.finished[index]
             group = Group(
-                prompt=self._producer.prompt(index), completions=found.completions, scores=found.scores
+                prompt=self._producer.prompt(index), trajectories=found.trajectories, scores=found.scores
             )
             self.buffer.restore(index, found.version, group)
 

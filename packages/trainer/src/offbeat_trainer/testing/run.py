@@ -7,12 +7,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.algorithms.grpo import Grpo
-from offbeat_trainer.config import AsyncConfig, GrpoConfig, LoopConfig, RewardConfig, SamplingConfig
+from offbeat_trainer.config import (
+    AsyncConfig,
+    EnvironmentConfig,
+    GrpoConfig,
+    LoopConfig,
+    RewardConfig,
+    SamplingConfig,
+)
 from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.rollouts.multi import MultiTurn, Scene
+from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.journal.memory import MemoryJournal
@@ -31,7 +40,8 @@ from offbeat_trainer.watch.watchdog import Watchdog
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_trainer.interface import Scorer
+    from offbeat_trainer.interface import Rollout, Scorer
+    from offbeat_trainer.rollouts.environment import Environment
     from offbeat_trainer.stream.journal.events import Journal
     from offbeat_trainer.stream.schedule import Schedule
 
@@ -64,6 +74,8 @@ class ScriptedRun:
     task: ScriptedTask = field(default_factory=ScriptedTask)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     scorer: Scorer | None = None  # that of the task
+    environment: Callable[[], Environment] | None = None  # with one, several turns
+    turns: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     stop: StopRequest = field(default_factory=StopRequest)
     replay: Schedule | None = None
     timeline: Timeline = field(default_factory=Timeline)
@@ -86,9 +98,8 @@ class ScriptedRun:
         """Run to the end on the clock of the running event loop."""
         parts = Parts(
             task=self.task,
-            scorer=TaskScorer(self.task.score, self.rewards) if self.scorer is None else self.scorer,
             policy=self.policy,
-            generator=GroupGenerator(self.pool.generate_many, self.pool.abort),
+            rollout=self._rollout(),
             publisher=self.publisher,
             reporter=self.reporter,
             store=RunStore(self.folder / "state", keep=self.loop.keep_checkpoints),
@@ -110,6 +121,21 @@ class ScriptedRun:
             self.outcome.reward_first = state.reward_first
         loop = LOOPS[self.mode] if isinstance(self.mode, str) else self.mode
         await loop(parts, self.outcome, start or 0)
+
+    def _rollout(self) -> Rollout:
+        generator = GroupGenerator(self.pool.generate_many, self.pool.abort)
+        scorer = TaskScorer(self.task.score, self.rewards) if self.scorer is None else self.scorer
+        if self.environment is None:
+            return SingleTurn(generator, scorer, self.timeline)
+        scene = Scene(make=self.environment, decode=self.task.decode, encode=self.task.encode)
+        return MultiTurn(
+            generator,
+            scene,
+            self.turns,
+            scorer=scorer,
+            timeline=self.timeline,
+            watchdog=self.watchdog,
+        )
 
     def history(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each step without those of clocks, queues and memory."""

@@ -13,6 +13,7 @@ import io
 import itertools
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from offbeat_engine import TrainBatch
     from offbeat_rollout import GenerateRequest
+    from offbeat_trainer.data.trajectory import Trajectory
+    from offbeat_trainer.rollouts.environment import Observation
 
 VOCAB = 16
 STOP = 0
@@ -48,15 +51,20 @@ class ScriptedTask:
         """Return other prompts."""
         return [_prompt(HELD_OUT + place) for place in range(num_prompts)]
 
-    def score(self, prompt: Prompt, completion: Completion) -> Score:
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
         """Return the share of odd tokens."""
         del prompt
-        odd = int((completion.token_ids % 2).sum()) / completion.num_tokens
+        odd = int((trajectory.token_ids % 2).sum()) / trajectory.num_tokens
         return Score(reward=odd, correct=odd > 0.5)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the numbers."""
         return " ".join(map(str, token_ids))
+
+    def encode(self, said: Observation) -> list[int]:
+        """Return numbers as they are, and those that a text names."""
+        words = said.split() if isinstance(said, str) else said
+        return [int(word) for word in words if not isinstance(word, Mapping)]
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return `STOP`."""

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from offbeat_rollout import Completion
+    from offbeat_trainer.data.trajectory import Trajectory
     from offbeat_trainer.data.types import Score
 
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""The versions that made a completion, in order: (version, number of tokens)."""
+"""The versions that made a trajectory's trained tokens, in order: (version, number of tokens)."""
 
 
-def spans_of(completion: Completion) -> Spans:
-    """Return the versions that made `completion`, as the journal has them."""
-    return tuple([(version, end - start) for version, start, end in completion.spans])
+def spans_of(trajectory: Trajectory) -> Spans:
+    """Return the versions that made `trajectory`, as the journal has them."""
+    return tuple([(version, end - start) for version, start, end in trajectory.spans])
 
 
-def oldest_version(completions: Iterable[Completion]) -> int | None:
-    """Return the version of the oldest token in `completions`; None if there is no token."""
-    return min((span.version for one in completions for span in one.spans), default=None)
+def oldest_version(trajectories: Iterable[Trajectory]) -> int | None:
+    """Return the version of the oldest trained token in `trajectories`; None if there is none."""
+    return min((span.version for one in trajectories for span in one.spans), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,22 +41,22 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """A group was interrupted; `completions` are what it had, to be continued from."""
+    """A group was interrupted; `trajectories` are what it had, to be continued from."""
 
     index: int
-    completions: tuple[Completion, ...]
+    trajectories: tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A group is whole and scored. `completions` is empty where they were forgotten (see `Journal.forget`).
+    """A group is whole and scored. `trajectories` is empty where they were forgotten (see `Journal.forget`).
 
-    `spans` stay: per completion, runs of (version, number of tokens).
+    `spans` stay: per trajectory, runs of (version, number of tokens).
     """
 
     index: int
     version: int
-    completions: tuple[Completion, ...]
+    trajectories: tuple[Trajectory, ...]
     scores: tuple[Score, ...]
     spans: tuple[Spans, ...] = ()
 
@@ -100,7 +100,7 @@ class Journal(Protocol):
         ...
 
     def forget(self, before_step: int) -> None:
-        """Drop the completions of groups that steps before `before_step` took; the schedule stays."""
+        """Drop the trajectories of groups that steps before `before_step` took; the schedule stays."""
         ...
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Recovered:
     next_index: int = 0
     consumed: int = 0
     finished: dict[int, Finished] = field(default_factory=dict[int, Finished])
-    halves: dict[int, tuple[Completion, ...]] = field(default_factory=dict[int, "tuple[Completion, ...]"])
+    halves: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict[int, "tuple[Trajectory, ...]"])
     script: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     dropped: dict[int, str] = field(default_factory=dict[int, str])
     holes: list[int] = field(default_factory=list[int])
@@ -144,7 +144,7 @@ def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recove
     for index in (*trained, *found.dropped):
         found.finished.pop(index, None)
         found.uids.pop(index, None)
-    if any(group.spans and not group.completions for group in found.finished.values()):
+    if any(group.spans and not group.trajectories for group in found.finished.values()):
         # Forgotten, and the weights that they made are lost: what came later stands on those, so all of it begins again.
         found.finished, found.halves, found.script = {}, {}, {}
     for index in (*trained, *found.dropped, *found.finished):
@@ -158,7 +158,7 @@ def _note(found: Recovered, event: Event) -> None:
         case Issued():
             found.uids[event.index] = event.uid
         case Half():
-            found.halves[event.index] = event.completions
+            found.halves[event.index] = event.trajectories
         case Finished():
             found.finished[event.index] = event
         case Taken():

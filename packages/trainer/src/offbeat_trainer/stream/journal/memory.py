@@ -37,7 +37,7 @@ class MemoryJournal:
             for index in event.indices
         }
         self._events = [
-            replace(event, completions=()) if isinstance(event, Finished) and event.index in old else event
+            replace(event, trajectories=()) if isinstance(event, Finished) and event.index in old else event
             for event in self._events
         ]
 

@@ -11,7 +11,7 @@ from offbeat_trainer.stream.journal.codec import ENCODE, pack, unpack
 from offbeat_trainer.stream.journal.events import Dropped, Event, Finished, Flipped, Half, Issued, Taken
 
 Row: TypeAlias = tuple[str, int, int | None, str | None, bytes | None]
-"""Kind, index of a group or a step, version, what else there is as text, completions as bytes."""
+"""Kind, index of a group or a step, version, what else there is as text, trajectories as bytes."""
 
 
 def to_row(event: Event) -> Row:
@@ -20,11 +20,11 @@ def to_row(event: Event) -> Row:
         case Issued():
             return "issued", event.index, event.version, event.uid, None
         case Half():
-            return "half", event.index, None, None, pack(event.completions)
+            return "half", event.index, None, None, pack(event.trajectories)
         case Finished():
             scores = [(one.reward, one.correct, *([one.parts] if one.parts else [])) for one in event.scores]
             detail = ENCODE({"scores": scores, "spans": event.spans})
-            return "finished", event.index, event.version, detail, pack(event.completions)
+            return "finished", event.index, event.version, detail, pack(event.trajectories)
         case Taken():
             return "taken", event.step, None, json.dumps(event.indices), None
         case Dropped():
@@ -36,7 +36,7 @@ def to_row(event: Event) -> Row:
 
 
 def from_row(row: Row) -> Event:
-    """Return the event that `row` was made of, without its completions if they were taken out.
+    """Return the event that `row` was made of, without its trajectories if they were taken out.
 
     Raises:
         ResumeError: it is of a kind that this version does not know, or cannot be read.
@@ -46,7 +46,7 @@ def from_row(row: Row) -> Event:
         case "issued":
             return Issued(index=number, uid=str(detail), version=version or 0)
         case "half":
-            return Half(index=number, completions=() if body is None else unpack(body))
+            return Half(index=number, trajectories=() if body is None else unpack(body))
         case "finished":
             return _finished(number, version or 0, json.loads(detail or "{}"), body)
         case "taken":
@@ -65,7 +65,7 @@ def _finished(index: int, version: int, detail: dict[str, Any], body: bytes | No
     return Finished(
         index=index,
         version=version,
-        completions=() if body is None else unpack(body),
+        trajectories=() if body is None else unpack(body),
         scores=tuple(
             Score(reward=reward, correct=bool(correct), parts=parts[0] if parts else {})
             for reward, correct, *parts in detail["scores"]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from offbeat_trainer.stream.journal.events import Event
 
-FORMAT = 1
+FORMAT = 2
+_READ = (0, 1, FORMAT)  # 0 is a new file; 1 is the same without turns
 BUSY_TIMEOUT_S = 10.0
 LOG_PAGES = 1 << 15  # of 4 KiB
 
@@ -62,7 +63,7 @@ class SqliteJournal:
             # The log is moved into the database, and flushed, by `forget`; by itself only when it has grown large.
             self._db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, FORMAT):
+            if version not in _READ:
                 raise ResumeError(f"{path} has format {version}, this version reads {FORMAT}")
             self._db.execute(_TABLE)
             self._db.execute(_BODIES)

@@ -25,7 +25,7 @@ class JsonlReporter:
     """A `Reporter` into a folder.
 
     `metrics.jsonl`: per call `{"step": ..., "time_s": <Unix time>, <keys sorted>}`; NaN and infinity become null,
-    which JSON has. `samples.jsonl`: one line per completion.
+    which JSON has. `samples.jsonl`: one line per trajectory.
 
     A line is written whole and handed to the system at once, so a killed process leaves at most one torn line, the
     last; opening the folder again drops it.
@@ -58,18 +58,27 @@ class JsonlReporter:
         self._metrics.append({"step": step, "time_s": round(time.time(), 3), **values})
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
-        """Append one line per completion: step, title, prompt, completion, tokens, and its score if it has one."""
+        """Append one line per trajectory: step, title, prompt, what followed, its turns where it has several, and its score."""
         for group, group_texts in zip(groups, texts, strict=True):
-            for index, (completion, text) in enumerate(zip(group.completions, group_texts, strict=True)):
+            for index, (made, text) in enumerate(zip(group.trajectories, group_texts, strict=True)):
                 line: dict[str, object] = {
                     "step": step,
                     "title": title,
                     "uid": group.prompt.uid,
                     "prompt": group.prompt.text,
                     "completion": text,
-                    "num_tokens": completion.num_tokens,
-                    "finish": completion.finish,
+                    "num_tokens": made.num_tokens,
+                    "finish": made.finish,
                 }
+                if not made.is_plain:
+                    line["turns"] = [
+                        {
+                            "observed": len(turn.observed),
+                            "sampled": turn.completion.num_tokens,
+                            "reward": turn.reward,
+                        }
+                        for turn in made.turns
+                    ]
                 if group.scores:
                     line["reward"] = group.scores[index].reward
                     line["correct"] = group.scores[index].correct

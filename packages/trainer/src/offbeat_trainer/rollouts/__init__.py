@@ -1,0 +1,1 @@
+"""From a prompt to a scored group: in one turn, or in several with an environment."""

@@ -1,0 +1,192 @@
+"""Environments in processes of their own: what they are asked, and every way in which they can fail."""
+
+import asyncio
+
+import pytest
+
+from offbeat_trainer.config import EnvironmentConfig
+from offbeat_trainer.data.types import Prompt
+from offbeat_trainer.errors import EnvironmentFailed, PlanRefused
+from offbeat_trainer.rollouts.environment import Action, find_environment
+from offbeat_trainer.rollouts.processes import EnvironmentProcesses
+
+FILE = """
+import asyncio, os, signal, threading, time
+from offbeat_trainer import Feedback
+
+class Plain:
+    def reset(self, prompt, seed):
+        self.said = [prompt.uid]
+        self.how = prompt.data.get("how", "")
+        return f"{os.getpid()}"
+    def step(self, action):
+        if self.how == "hangs": time.sleep(3600)
+        if self.how == "exits": os._exit(1)
+        if self.how == "raises": raise OSError("no such place")
+        if self.how == "leaves": raise SystemExit(0)
+        if self.how == "lambda": return Feedback(observation="x", parts={"f": lambda: 1})
+        if self.how == "alarm":
+            signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("my own alarm")))
+            signal.alarm(1)
+            time.sleep(600)
+        assert threading.current_thread() is threading.main_thread()
+        self.said.append(action.text)
+        return Feedback(observation=",".join(self.said), reward=len(self.said), done=action.turn == 1)
+    def close(self):
+        print("closed", self.said)
+
+class Coroutine(Plain):
+    async def step(self, action):
+        if self.how == "hangs": await asyncio.sleep(3600)
+        if self.how == "raises": raise OSError("no such place")
+        await asyncio.sleep(0.01)
+        self.said.append(action.text)
+        return Feedback(observation=",".join(self.said), reward=len(self.said), done=action.turn == 1)
+
+def made():
+    return Coroutine()
+
+class NoStep:
+    def reset(self, prompt, seed): return ""
+
+class WrongStep(Plain):
+    def step(self): ...
+
+class Wants:
+    def __init__(self, what): ...
+
+number = 3
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    return str(tmp_path / "mine.py")
+
+
+@pytest.fixture
+async def processes(tmp_path, path):
+    begun = []
+
+    def begin(name, **settings):
+        begun.append(
+            EnvironmentProcesses(EnvironmentConfig(path=f"{path}:{name}", **settings), tmp_path / "log")
+        )
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        await one.close()
+        await one.close()
+
+
+def prompt(uid, how=""):
+    return Prompt(uid=uid, text="", token_ids=(1,), data={"how": how})
+
+
+def action(turn, text):
+    return Action(turn=turn, text=text, token_ids=(1, 2), finish="stop")
+
+
+async def talk(one, uid):
+    """Two turns; return the process it was in, and what was said last."""
+    pid = await one.reset(prompt(uid), 1)
+    assert not (await one.step(action(0, "a"))).done
+    last = await one.step(action(1, "b"))
+    await one.close()
+    return pid, last
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(("name", "num_processes"), [("Plain", 2), ("Coroutine", 1), ("made", 1)])
+async def test_instances_keep_their_state_and_share_processes(processes, tmp_path, name, num_processes):
+    pool = processes(name)
+    found = await asyncio.gather(*(talk(pool.make(), f"u{number}") for number in range(6)))
+    assert len({pid for pid, _ in found}) == num_processes
+    assert [last.observation for _, last in found] == [f"u{number},a,b" for number in range(6)]
+    assert all(last.done and last.reward == 3 for _, last in found)
+    async with asyncio.timeout(60):
+        while (tmp_path / "log").read_text().count("closed") < 6:  # noqa: ASYNC110 - nobody waits for a close
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(
+    ("how", "counted", "words"),
+    [
+        ("hangs", "timed out", r"it took longer than 3 s \(environment.timeout_s\)"),
+        ("exits", "died", "the process that calls environments: it ended"),
+        ("raises", "raised", "OSError: no such place"),
+        ("leaves", "raised", "SystemExit: 0"),
+        ("lambda", "raised", "what was returned cannot be sent"),
+        ("alarm", "raised", "TimeoutError: my own alarm"),
+    ],
+)
+async def test_one_that_fails_is_said_and_the_others_go_on(processes, how, counted, words):
+    pool = processes("Plain", timeout_s=3.0, concurrency=1)
+    other, bad = pool.make(), pool.make()
+    await other.reset(prompt("other"), 1)
+    await bad.reset(prompt("bad", how), 1)
+    with pytest.raises(EnvironmentFailed, match=words) as caught:
+        await bad.step(action(0, "a"))
+    assert caught.value.counted_as == f"environment {counted}"
+    assert not caught.value.innocent
+    if counted in ("timed out", "died"):
+        with pytest.raises(EnvironmentFailed, match="for another one's sake") as caught:
+            await other.step(action(0, "a"))
+        assert caught.value.innocent, "it is begun anew, and not blamed"
+    else:
+        assert (await other.step(action(0, "a"))).observation == "other,a"
+    assert (await talk(pool.make(), "next"))[1].observation == "next,a,b"
+
+
+@pytest.mark.spawns
+async def test_coroutines_have_a_limit_each_and_the_others_do_not_notice(processes):
+    pool = processes("Coroutine", timeout_s=3.0)
+    other, hangs, bad = (pool.make() for _ in range(3))
+    await other.reset(prompt("other"), 1)
+    await hangs.reset(prompt("hangs", "hangs"), 1)
+    await bad.reset(prompt("bad", "raises"), 1)
+    hanging = asyncio.create_task(hangs.step(action(0, "a")))
+    with pytest.raises(EnvironmentFailed, match="OSError: no such place"):
+        await bad.step(action(0, "a"))
+    assert (await other.step(action(0, "a"))).observation == "other,a"
+    assert not hanging.done()
+    with pytest.raises(EnvironmentFailed, match="it took longer than 3 s") as caught:
+        await hanging
+    assert caught.value.counted_as == "environment timed out"
+    assert (await other.step(action(1, "b"))).observation == "other,a,b"
+
+
+@pytest.mark.spawns
+async def test_a_call_that_was_given_up_is_waited_for_before_the_next(processes):
+    pool = processes("Plain", timeout_s=3.0, concurrency=1)
+    bad, other = pool.make(), pool.make()
+    await bad.reset(prompt("bad", "hangs"), 1)
+    step = asyncio.create_task(bad.step(action(0, "a")))
+    await asyncio.sleep(0.5)
+    step.cancel()
+    assert (await talk(other, "other"))[1].observation == "other,a,b", (
+        "its own limit begins when its turn does"
+    )
+
+
+def test_what_can_be_named(path):
+    assert find_environment(f"{path}:Plain")().reset(prompt("a"), 1).isdigit()
+    assert callable(find_environment(f"{path}:made"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NoStep", r"has no `step`; an environment has reset\(prompt, seed\) and step\(action\)"),
+        ("WrongStep", r"`step` is called with \(action\): too many positional arguments"),
+        ("Wants", "must be called without arguments: missing a required argument: 'what'"),
+        ("number", "is neither a class nor a function but 3"),
+        ("Nothing", "has no 'Nothing'"),
+    ],
+)
+def test_what_is_no_environment_is_refused_before_anything_starts(path, name, words):
+    with pytest.raises(PlanRefused, match=words):
+        find_environment(f"{path}:{name}")
