@@ -28,7 +28,7 @@ from offbeat_ckptsync.plan.manifest import make_manifest
 from offbeat_ckptsync.seams import Source
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Cut, Layout, Registration, Sent, SyncOffer, TensorSpec
-from offbeat_ckptsync.wire import plain
+from offbeat_ckptsync.wire import plain_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +129,7 @@ _BEAT_S = 0.001
 async def measure(layout_of: Callable[[int, list[TensorSpec]], Layout], repeats: int) -> dict[str, float]:
     """Begin two syncs, several times, each time with replicas that nobody knows yet; return medians, and the worst standstill."""
     offered, config = specs(), SyncConfig(begin_timeout_s=600.0)
-    layouts = plain([layout_of(rank, offered) for rank in range(NUM_RANKS)])
+    layouts = plain_as(list[Layout], [layout_of(rank, offered) for rank in range(NUM_RANKS)])
     gc.freeze()  # what replicas hold is in their own processes
     found: dict[str, list[float]] = {}
     for turn in range(repeats):

@@ -15,9 +15,11 @@ from offbeat_ckptsync.values import (
     Bucket,
     Cell,
     Cut,
+    Cutting,
     Echo,
     Flip,
     Layout,
+    Manifest,
     Piece,
     Registration,
     Sent,
@@ -25,7 +27,16 @@ from offbeat_ckptsync.values import (
     SyncReport,
     TensorSpec,
 )  # fmt: skip
-from offbeat_ckptsync.wire import decode, decode_as, decode_error, dumps, encode, encode_error, loads, plain
+from offbeat_ckptsync.wire import (
+    decode,
+    decode_as,
+    decode_error,
+    dumps,
+    encode,
+    encode_error,
+    loads,
+    plain_as,
+)
 
 OFFER = SyncOffer(
     sync_id="s",
@@ -58,8 +69,8 @@ def test_every_wire_value_comes_back_as_it_was(value):
 
 @given(st.text(), st.lists(st.integers(0, 2**62)).map(tuple))
 def test_any_name_and_shape_comes_back(name, shape):
-    spec = TensorSpec(name=name, shape=shape, dtype="float32")
-    assert loads(TensorSpec, dumps(spec)) == spec
+    manifest = Manifest(specs=(TensorSpec(name=name, shape=shape, dtype="float32"),), digest="")
+    assert loads(Manifest, dumps(manifest)) == manifest
 
 
 @pytest.mark.parametrize(
@@ -69,7 +80,7 @@ def test_any_name_and_shape_comes_back(name, shape):
         ({"version": "3"}, r"SyncOffer.version: expected int, got '3'"),
         ({"version": True}, "expected int, got True"),
         (
-            {"manifest": {"specs": [{"name": "w", "shape": [1.5], "dtype": "x"}], "digest": ""}},
+            {"manifest": {"specs": [["w", [1.5], "x"]], "digest": ""}},
             r"specs\[0\].shape\[0\]",
         ),
         ({"endpoint": {"host": None}}, "SyncOffer.endpoint.host"),
@@ -107,30 +118,52 @@ def test_errors_cross_the_wire_with_their_kind():
 
 
 def test_what_comes_with_every_sync_is_read_and_written_once():
-    cut = dataclasses.replace(
-        OFFER, whole=OFFER.manifest, cells=tuple(Cell(spec_index=i, starts=(i, 0)) for i in (0, 1))
+    first, again = (
+        loads(SyncOffer, dumps(dataclasses.replace(OFFER, version=version))) for version in (1, 2)
     )
-    first, again = (loads(SyncOffer, dumps(dataclasses.replace(cut, version=version))) for version in (1, 2))
-    assert first.cells is again.cells
-    assert first.manifest is again.manifest is again.whole
-    written = [encode(dataclasses.replace(cut, version=version)) for version in (1, 2)]
-    assert written[0]["cells"] is written[1]["cells"]
+    assert first.manifest is again.manifest
+    written = [encode(dataclasses.replace(OFFER, version=version)) for version in (1, 2)]
     assert written[0]["manifest"] is written[1]["manifest"]
-    with pytest.raises(WireError, match=r"cells\[1\].spec_index: expected int, got True"):
-        decode(
-            SyncOffer,
-            {**encode(cut), "cells": [*plain(cut.cells)[:1], {"spec_index": True, "starts": [1, 0]}]},
-        )
 
 
-def test_a_layout_is_made_of_few_cuts():
+def test_a_cutting_comes_back_and_what_is_none_is_refused_by_name():
+    cutting = Cutting(kinds=((Cell(starts=(0, 4), shape=(2, 3), part=1),), ()), kind_of=(0, 0, 1))
+    data = encode(cutting)
+    assert loads(Cutting, json.dumps(data)) == cutting
+    for kinds, named in [
+        ([[[[0, 4], [2, 3], True]]], r"kinds\[0\]\[0\].part: expected int, got True"),
+        ([[[[0, 4], [2, 3]]]], r"kinds\[0\]\[0\]: expected starts, shape, part"),
+        ([[{"starts": []}]], r"kinds\[0\]\[0\]: expected list"),
+    ]:
+        with pytest.raises(WireError, match=named):
+            decode(Cutting, {**data, "kinds": kinds})
+    with pytest.raises(WireError, match=r"kind_of\[1\]: expected int, got True"):
+        decode(Cutting, {**data, "kind_of": [0, True]})
+
+
+def test_layouts_are_made_of_few_cuts_and_members_that_need_the_same_share_them():
     """A garbage collector that goes through a cut for every tensor and rank would hold up every thread."""
-    layout = {f"t{i}": (Cut(dim=0, start=i % 2, length=1),) for i in range(100)}
-    got = decode_as(Layout, json.loads(json.dumps(plain(layout))), "layout")
-    assert got == layout
-    assert len({id(cuts) for cuts in got.values()}) == len({id(cuts[0]) for cuts in got.values()}) == 2
-    with pytest.raises(WireError, match=r"layout.t7\[0\].start: expected int, got 'x'"):
-        decode_as(Layout, {**plain(layout), "t7": [{"dim": 0, "start": "x", "length": 1}]}, "layout")
+    layouts = [
+        {f"t{i}": (Cut(dim=0, start=i % 2, length=rank),) for i in range(100 - rank)} for rank in (1, 2)
+    ]
+    data = plain_as(list[Layout], layouts)
+    got, again = (decode_as(list[Layout], json.loads(json.dumps(data)), "it") for _ in range(2))
+    assert got == layouts
+    assert again is got
+    assert len({id(cuts) for cuts in got[0].values()}) == len({id(cuts[0]) for cuts in got[0].values()}) == 2
+    assert json.dumps(data).count('"t7"') == 1
+    assert decode_as(Layout, plain_as(Layout, layouts[1]), "it") == layouts[1]
+    for wrong, named in [
+        (
+            {"cuts": [[[0, "x", 1]], [[0, 1, 1]]]},
+            r"it.ranks\[0\].cuts\[0\]\[0\].start: expected int, got 'x'",
+        ),
+        ({"of": [2] * 99}, "expected numbers of the 2 cuts"),
+        ({"of": [-2] * 99}, "expected numbers of the 2 cuts"),
+        ({"of": [0] * 98}, "one for each of 99 names"),
+    ]:
+        with pytest.raises(WireError, match=named):
+            decode_as(list[Layout], {**data, "ranks": [{**data["ranks"][0], **wrong}]}, "it")
 
 
 async def test_a_member_elsewhere_says_once_what_its_ranks_need():
@@ -138,7 +171,7 @@ async def test_a_member_elsewhere_says_once_what_its_ranks_need():
 
     async def call(op, request):
         asked.append((op, request))
-        return {"ok": {"ranks": [{"t": [{"dim": 0, "start": 0, "length": 1}]}]}}
+        return {"ok": {"ranks": {"names": ["t"], "ranks": [{"cuts": [[[0, 0, 1]]], "of": [0]}]}}}
 
     member = CarriedMember(Registration(name="m", role="member"), call)
     first = await member.layouts()

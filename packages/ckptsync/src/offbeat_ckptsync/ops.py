@@ -14,7 +14,7 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import WireError
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Echo, Flip, Label, Layout, Sent, Status, SyncOffer
-from offbeat_ckptsync.wire import Json, decode_as, decode_error, encode_error, plain
+from offbeat_ckptsync.wire import Json, decode_as, decode_error, encode_error, plain_as
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -85,7 +85,10 @@ Table = dict[str, Op]
 
 def request_of(table: Table, op: str, values: Sequence[object]) -> Json:
     """Return the request of `op` with these values, in the order in which it takes them."""
-    return {name: plain(value) for name, value in zip(table[op].takes, values, strict=True)}
+    return {
+        name: plain_as(kind, value)
+        for (name, kind), value in zip(table[op].takes.items(), values, strict=True)
+    }
 
 
 def value_of(table: Table, op: str, answer: Mapping[str, object]) -> Any:  # noqa: ANN401 -- as the table says
@@ -133,4 +136,4 @@ def _call(target: object, table: Table, op: str, request: Mapping[str, object]) 
 
 
 def _answer(op: Op, value: object) -> Json:
-    return {} if op.gives is None else {op.gives[0]: plain(value)}
+    return {} if op.gives is None else {op.gives[0]: plain_as(op.gives[1], value)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence  # noqa: TC003 -- the wire reads these annotations at run time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Phase(StrEnum):
@@ -16,30 +18,30 @@ class Phase(StrEnum):
     COMMIT = "commit"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """One tensor of a manifest. `dtype` is the torch name without its prefix, say "bfloat16"."""
+class TensorSpec(NamedTuple):
+    """One tensor of a manifest. `dtype` is the torch name without its prefix, say "bfloat16".
+
+    A tuple, as `Piece`, `Cut` and `Cell` are: there are tens of thousands, and more.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    part: int = 0  # of a cut manifest: tensors of one part go to the same ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What a version consists of: ordered specs. Order matters; `digest` covers names, shapes, dtypes and order."""
 
-    specs: tuple[TensorSpec, ...]
-    digest: str  # xxh3-128, hex, of the canonical JSON of `specs`
+    specs: Sequence[TensorSpec]
+    digest: str  # xxh3-128, hex, of the canonical JSON of `specs`; of cells see `plan.cells`
 
     def __hash__(self) -> int:
         """Hash the digest: thousands of specs are not gone through for every plan that is looked up."""
         return hash(self.digest)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of bytes of one tensor inside one bucket; a tensor larger than a bucket has several."""
 
     spec_index: int
@@ -54,12 +56,11 @@ class Bucket:
 
     index: int
     num_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Cut(NamedTuple):
     """What a rank needs of a tensor: elements `start` to `start + length` along `dim`, all along the others."""
 
     dim: int
@@ -72,12 +73,23 @@ Layout = dict[str, tuple[Cut, ...]]
 is not named it needs whole, one without cuts not at all. What one rank of a member needs a part of, its ranks must cover."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """Where a tensor of a cut manifest lies: in which tensor of the whole one, from where along each dimension."""
+class Cell(NamedTuple):
+    """A piece of every tensor that is cut like it: where it starts in them, its shape, and who gets it.
 
-    spec_index: int
+    Cells of one part go to the same ranks.
+    """
+
     starts: tuple[int, ...]
+    shape: tuple[int, ...]
+    part: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """How the tensors of a manifest are cut: the cells of each kind, and of which kind each tensor is."""
+
+    kinds: tuple[tuple[Cell, ...], ...]
+    kind_of: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +129,8 @@ class SyncOffer:
     bucket whether it comes as a delta. `base` is the one of them that every member holds, set by the manager after
     their yes; where it is empty all buckets come whole.
 
-    Where ranks need slices only, the manager has cut the tensors: `whole` is the manifest before that, `manifest` the cut
-    one, `cells` where each of its tensors lies, `audiences` which parts each rank gets (by "member/rank"; one that is
-    not there gets all).
+    Where ranks need slices only, the manager has cut the tensors of `manifest`: `cutting` says into what, `audiences` which
+    parts each rank gets (by "member/rank"; one that is not there gets all).
 
     `endpoints` is empty, and all ranks meet one sender at `endpoint`; or it says of every rank (by "member/rank") where it
     meets the sender that is beside it.
@@ -134,8 +145,7 @@ class SyncOffer:
     reload: bool = False  # a member whose content is not trusted takes the version it serves once more
     bases: tuple[str, ...] = ()
     base: str = ""
-    whole: Manifest | None = None
-    cells: tuple[Cell, ...] = ()
+    cutting: Cutting | None = None
     audiences: dict[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
     endpoints: dict[str, dict[str, str | int | float]] = field(
         default_factory=dict[str, "dict[str, str | int | float]"]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import marshal
 import types
+from collections.abc import Sequence
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from offbeat_ckptsync import errors
 from offbeat_ckptsync.errors import SyncError, WireError
-from offbeat_ckptsync.values import Cell, Cut, Manifest, SyncOffer
+from offbeat_ckptsync.values import Cut, Layout, Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,9 +27,7 @@ Json = dict[str, object]
 def encode(value: object) -> Json:
     """Return a wire value (a dataclass of `types`) as a JSON object, not to be changed."""
     if isinstance(value, Manifest):
-        return cast("Json", _encoded.get(value, _encode))
-    if isinstance(value, SyncOffer):
-        return {**_encode(dataclasses.replace(value, cells=())), "cells": _encoded.get(value.cells, _list)}
+        return _encoded.get(value)
     return _encode(value)
 
 
@@ -37,26 +37,22 @@ def _encode(value: object) -> Json:
     return {name: plain(getattr(value, name)) for name in _shape_of(type(value))[1]}
 
 
-def _list(values: object) -> object:
-    return [_encode(value) for value in cast("tuple[object, ...]", values)]
-
-
 class _Encoded:
-    """Large values encoded last: weights keep names, shapes and cuts, so the same go to every member and with every sync."""
+    """Manifests encoded last: weights keep names and shapes, so the same go to every member and with every sync."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[object, object]] = []
+        self._kept: list[tuple[Manifest, Json]] = []
 
-    def get(self, value: object, encode: Callable[[Any], object]) -> object:
+    def get(self, value: Manifest) -> Json:
         for known, data in self._kept:
             if known is value:
                 return data
-        data = encode(value)
+        data = _encode(value)
         self._kept = [(value, data), *self._kept][:_KEPT]
         return data
 
 
-_KEPT = 8
+_KEPT = 16
 _encoded = _Encoded()
 
 
@@ -109,6 +105,30 @@ def decode_error(data: object, *, where: str) -> SyncError:
     return SyncError(f"{where}: {name}: {message}")
 
 
+def plain_as(kind: object, value: object) -> object:
+    """Return a value of the type `kind` as JSON, for `decode_as`."""
+    if kind == Layout:
+        return _plain_layouts([cast("Layout", value)])
+    return _plain_layouts(cast("list[Layout]", value)) if kind == list[Layout] else plain(value)
+
+
+def _plain_layouts(layouts: list[Layout]) -> Json:
+    """Say each name and all the same cuts once: a layout has some for every tensor, and tensors are cut in few ways."""
+    names = [*dict.fromkeys(itertools.chain.from_iterable(layouts))]
+    ranks: list[Json] = []
+    for layout in layouts:
+        numbers: dict[object, int] = {
+            cuts: number for number, cuts in enumerate(dict.fromkeys(layout.values()))
+        }
+        of = [numbers.get(cuts, _WHOLE) for cuts in map(layout.get, names)]
+        ranks.append({"cuts": plain([*numbers]), "of": of})
+    return {"names": names, "ranks": ranks}
+
+
+_WHOLE = -1
+"""In place of the number of cuts, where a rank needs all of a tensor."""
+
+
 def plain(value: object) -> object:
     """Return a wire value, or lists and dictionaries of them, as JSON."""
     if type(value) in _PLAIN:
@@ -134,8 +154,11 @@ def _decode(kind: object, data: object, where: str) -> object:
     origin = get_origin(kind)
     if origin is not None:
         return _decode_generic(kind, origin, data, where)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _decode_dataclass(kind, data, where)
+    if isinstance(kind, type):
+        if dataclasses.is_dataclass(kind):
+            return _decode_dataclass(kind, data, where)
+        if issubclass(kind, tuple):
+            return _decode_row(kind, data, where)
     if kind is float and type(data) is int:
         return float(data)  # JSON writes 1.0 as it likes
     return _require(cast("type", kind), data, where)
@@ -148,14 +171,18 @@ def _decode_generic(kind: object, origin: Any, data: object, where: str) -> obje
         if data not in get_args(kind):
             raise WireError(f"{where}: expected one of {get_args(kind)}, got {data!r}")
         return data
-    if origin in (tuple, list):
+    if origin in (tuple, list, Sequence):
         item_kind = get_args(kind)[0]  # only tuple[X, ...] is used
         given = cast("list[object]", _require(list, data, where))
+        if {*map(type, given)} == {item_kind}:  # plain and of one type: there may be very many
+            return given if origin is list else tuple(given)
         items = [_decode(item_kind, item, f"{where}[{i}]") for i, item in enumerate(given)]
-        return tuple(items) if origin is tuple else items
+        return items if origin is list else tuple(items)
     assert origin is dict, kind
     item_kind = get_args(kind)[1]
     table = cast("dict[str, object]", _require(dict, data, where))
+    if {*map(type, table.values())} == {item_kind}:
+        return table
     return {key: _decode(item_kind, item, f"{where}.{key}") for key, item in table.items()}
 
 
@@ -179,30 +206,42 @@ class _Decoded:
         return value
 
 
-def _decode_cells(data: object, where: str) -> object:
-    given = cast("list[object]", _require(list, data, where))
-    return tuple(_decode_dataclass(Cell, item, f"{where}[{i}]") for i, item in enumerate(given))
-
-
-def _decode_layout(data: object, where: str) -> object:
-    """Make each cut and each tuple of them once: a layout has one for every tensor, and all but a few are the same."""
+def _decode_layouts(data: object, where: str) -> list[Layout]:
     table = cast("dict[str, object]", _require(dict, data, where))
-    made: dict[str, object] = {}
+    names = cast("list[str]", _decode(list[str], table.get("names"), f"{where}.names"))
+    ranks = cast("list[Json]", _require(list, table.get("ranks"), f"{where}.ranks"))
+    return [_decode_layout(names, rank, f"{where}.ranks[{i}]") for i, rank in enumerate(ranks)]
 
-    def cuts(name: str, item: object) -> object:
-        key = repr(item)
-        if key not in made:
-            made[key] = _decode(tuple[Cut, ...], item, f"{where}.{name}")
-        return made[key]
 
-    return {name: cuts(name, item) for name, item in table.items()}
+def _decode_layout(names: list[str], data: object, where: str) -> Layout:
+    table = cast("dict[str, object]", _require(dict, data, where))
+    cuts = cast("list[Any]", _decode(list[tuple[Cut, ...]], table.get("cuts"), f"{where}.cuts"))
+    of = cast("list[int]", _decode(list[int], table.get("of"), f"{where}.of"))
+    if len(of) != len(names) or not {*of} <= {*range(_WHOLE, len(cuts))}:
+        raise WireError(
+            f"{where}.of: expected numbers of the {len(cuts)} cuts, one for each of {len(names)} names"
+        )
+    return {name: cuts[number] for name, number in zip(names, of, strict=True) if number != _WHOLE}
+
+
+def _decode_row(kind: type, data: object, where: str) -> object:
+    hints = _hints_of(kind)
+    row = cast("list[object]", _require(list, data, where))
+    if len(row) != len(hints):
+        raise WireError(f"{where}: expected {', '.join(hints)}, got {row!r}")
+    return kind(
+        *(
+            _decode(hint, item, f"{where}.{name}")
+            for (name, hint), item in zip(hints.items(), row, strict=True)
+        )
+    )
 
 
 _PLAIN = (str, int, float, bool, type(None))
 _SPECIAL: dict[object, Callable[[object, str], object]] = {
     Manifest: _Decoded(lambda data, where: _decode_dataclass(Manifest, data, where)),
-    tuple[Cell, ...]: _Decoded(_decode_cells),
-    dict[str, tuple[Cut, ...]]: _decode_layout,
+    list[Layout]: _Decoded(_decode_layouts),
+    Layout: lambda data, where: _decode(list[Layout], data, where)[0],  # type: ignore[index]  # pyright: ignore[reportIndexIssue]
 }
 
 
@@ -226,7 +265,12 @@ def _decode_dataclass(kind: type, data: object, where: str) -> object:
 @cache
 def _shape_of(kind: type) -> tuple[dict[str, Any], dict[str, dataclasses.Field[Any]]]:
     """Return types and fields of a dataclass; asked for once per tensor of a manifest, and slow to find out."""
-    return get_type_hints(kind), {item.name: item for item in dataclasses.fields(kind)}
+    return _hints_of(kind), {item.name: item for item in dataclasses.fields(kind)}
+
+
+@cache
+def _hints_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _decode_union(kinds: tuple[object, ...], data: object, where: str) -> object:

@@ -135,10 +135,10 @@ class GivesAll:
         return getattr(self.inner, name)
 
     def sender(self, offer, members):
-        return self.inner.sender(dataclasses.replace(offer, whole=None), members)
+        return self.inner.sender(dataclasses.replace(offer, audiences={}), members)
 
     def receiver(self, offer, seat):
-        inner = self.inner.receiver(dataclasses.replace(offer, whole=None), seat)
+        inner = self.inner.receiver(dataclasses.replace(offer, audiences={}), seat)
 
         class Plain:
             picks, receive_delta = False, inner.receive_delta

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -61,7 +60,7 @@ def rank_of_three(rank, port):
             refused = str(error)
         else:
             refused = ""
-        cuts = {name: [dataclasses.astuple(cut) for cut in of] for name, of in layout.items()}
+        cuts = {name: [tuple(cut) for cut in of] for name, of in layout.items()}
         fits = expected == ModuleSink(make_module()).expected()
         return {"same": same, "cuts": cuts, "fits": fits, "refused": refused}
     finally:

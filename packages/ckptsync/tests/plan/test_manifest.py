@@ -86,4 +86,4 @@ def test_a_name_twice_or_a_dtype_that_is_none_is_refused():
     with pytest.raises(ManifestError, match="'a' is in the manifest twice"):
         make_manifest([spec, spec])
     with pytest.raises(ManifestError, match="unknown dtype 'Tensor'"):
-        make_manifest([dataclasses.replace(spec, dtype="Tensor")])
+        make_manifest([spec._replace(dtype="Tensor")])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 
 import pytest
@@ -9,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets, tensor_views
-from offbeat_ckptsync.plan.cutting import cut_offer
-from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, tensor_views
+from offbeat_ckptsync.plan.cells import sent_of
+from offbeat_ckptsync.plan.cutting import cut_offer, prepared
+from offbeat_ckptsync.plan.manifest import make_manifest, manifest_of
 from offbeat_ckptsync.plan.slices import CutSource, assemble, check_cut, own_buckets
 from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.source.pipeline import send_weights
 from offbeat_ckptsync.testing import DictSource, assert_same
-from offbeat_ckptsync.values import Cut, Seat, SyncOffer
+from offbeat_ckptsync.values import Cut, Seat, SyncOffer, TensorSpec
 from offbeat_ckptsync.wire import dumps, loads
 from sliced_weights import sliced, tp_layouts, weights_of
 
@@ -62,8 +64,9 @@ def test_what_a_rank_puts_together_is_what_plain_slicing_gives(case, bucket_byte
     weights, layouts = case
     offer = cut_offer(offer_of(weights, bucket_bytes), layouts)
     assert loads(SyncOffer, dumps(offer)) == offer
+    sent = sent_of(offer)
     cut = CutAll(weights, offer)
-    buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+    buckets = buckets_of(offer)
     check_plan(offer, buckets)
     staged = cut.packed(buckets)
     for member, ranks in layouts.items():
@@ -72,9 +75,9 @@ def test_what_a_rank_puts_together_is_what_plain_slicing_gives(case, bucket_byte
             check_cut(offer, seat, layout)
             own = own_buckets(offer, seat, buckets)
             starts = bucket_starts(buckets)[0]
-            views = tensor_views(offer.manifest, own, staged, [starts[bucket.index] for bucket in own])
+            views = tensor_views(sent, own, staged, [starts[bucket.index] for bucket in own])
             assert_same(dict(assemble(offer, layout, views)), sliced(weights, layout))
-    if offer.whole is not None:
+    if offer.cutting is not None:
         exact(offer, layouts, buckets)
 
 
@@ -83,24 +86,19 @@ class CutAll:
 
     def __init__(self, weights, offer):
         source = DictSource(weights)
-        self.tensors = dict((source if offer.whole is None else CutSource(source, offer)).tensors())
+        self.tensors = dict((source if offer.cutting is None else CutSource(source, offer)).tensors())
         self.offer = offer
-        assert (
-            manifest_of(self.tensors.items()).digest
-            == manifest_of(
-                [
-                    (spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)))
-                    for spec in offer.manifest.specs
-                ]
-            ).digest
-        )
+        self.specs = sent_of(offer).specs
+        assert manifest_of(self.tensors.items()).specs == tuple(self.specs)
+        assert [self.specs[place] for place in range(len(self.specs))] == [*self.specs]
+        assert list(self.specs[1:-1]) == [*self.specs][1:-1]
 
     def packed(self, buckets):
         starts, num_bytes = bucket_starts(buckets)
         memory = torch.zeros(num_bytes, dtype=torch.uint8)
         for bucket in buckets:
             for piece in bucket.pieces:
-                tensor = self.tensors[self.offer.manifest.specs[piece.spec_index].name]
+                tensor = self.tensors[self.specs[piece.spec_index].name]
                 data = tensor.contiguous().reshape(-1).view(torch.uint8)
                 at = starts[bucket.index] + piece.bucket_offset
                 memory[at : at + piece.num_bytes] = data[
@@ -116,7 +114,14 @@ def check_plan(offer, buckets):
     order = [(piece.spec_index, piece.tensor_offset) for piece in last]
     assert order == sorted(order)
     for bucket in buckets:
-        assert {offer.manifest.specs[piece.spec_index].part for piece in bucket.pieces} == {bucket.part}
+        assert {parts_by_cell(offer)[piece.spec_index] for piece in bucket.pieces} == {bucket.part}
+
+
+def parts_by_cell(offer):
+    """The part of each cell, the slow way."""
+    if offer.cutting is None:
+        return [0] * len(offer.manifest.specs)
+    return [cell.part for kind in offer.cutting.kind_of for cell in offer.cutting.kinds[kind]]
 
 
 def exact(offer, layouts, buckets):
@@ -125,10 +130,12 @@ def exact(offer, layouts, buckets):
         for rank, layout in ranks.items():
             parts = offer.audiences[f"{member}/{rank}"]
             got = sum(
-                torch.Size(piece.shape).numel() for piece in offer.manifest.specs if piece.part in parts
+                torch.Size(spec.shape).numel()
+                for spec, part in zip(sent_of(offer).specs, parts_by_cell(offer), strict=True)
+                if part in parts
             )
             needed = set()
-            for index, spec in enumerate(offer.whole.specs):
+            for index, spec in enumerate(offer.manifest.specs):
                 numbers = torch.arange(torch.Size(spec.shape).numel()).reshape(spec.shape)
                 for number in (
                     sliced({spec.name: numbers}, layout).get(spec.name, torch.empty(0)).flatten().tolist()
@@ -141,18 +148,21 @@ def test_tensors_are_cut_once_for_the_same_ranks_and_anew_for_others():
     layouts = {"m": tp_layouts(2)}
     first = cut_offer(offer_of(weights_of(1)), layouts)
     again = cut_offer(offer_of(weights_of(2)), {"m": tp_layouts(2)})
-    assert again.manifest is first.manifest
+    assert again.cutting is first.cutting
+    assert sent_of(again) == sent_of(first)
+    assert buckets_of(again) is buckets_of(first)
     assert again == first
     layouts["m"][1] = layouts["m"].pop(0) | {"norm": ()}  # a dictionary that was seen may be changed
     other = cut_offer(offer_of(weights_of(1)), {"m": {**layouts["m"], 0: {}}})
-    assert other.manifest != first.manifest
+    assert other.cutting != first.cutting
+    assert sent_of(other).digest != sent_of(first).digest
 
 
 def test_ranks_that_need_the_same_get_the_same_parts():
     offer = cut_offer(offer_of(weights_of(1)), {name: tp_layouts(2) for name in ("a", "b", "c")})
     for rank in (0, 1):
         assert len({offer.audiences[f"{name}/{rank}"] for name in ("a", "b", "c")}) == 1
-    assert offer.manifest == cut_offer(offer_of(weights_of(1)), {"a": tp_layouts(2)}).manifest
+    assert offer.cutting == cut_offer(offer_of(weights_of(1)), {"a": tp_layouts(2)}).cutting
 
 
 @pytest.mark.parametrize(
@@ -186,7 +196,11 @@ def test_a_layout_that_does_not_fit_is_refused_with_names(layouts, named):
 def test_what_every_rank_of_a_member_says_it_does_not_need_goes_to_the_others_only():
     layouts = {"a": {0: {"norm": ()}, 1: {"norm": ()}}, "b": {0: {}}}
     offer = cut_offer(offer_of(weights_of(1)), layouts)
-    (part,) = {spec.part for spec in offer.manifest.specs if spec.name == "norm[0:16]"}
+    (part,) = {
+        part
+        for spec, part in zip(sent_of(offer).specs, parts_by_cell(offer), strict=True)
+        if spec.name == "norm[0:16]"
+    }
     assert [key for key, parts in offer.audiences.items() if part in parts] == ["b/0"]
 
 
@@ -196,9 +210,33 @@ def test_an_offer_that_withholds_what_a_rank_needs_is_refused():
     withheld = dataclasses.replace(offer, audiences={"m/0": offer.audiences["m/1"]})
     with pytest.raises(ManifestError, match=r"rank 0 of m needs .* and is not to get it"):
         check_cut(withheld, Seat(member="m"), layouts[0])
-    lost = dataclasses.replace(offer, cells=offer.cells[:-1])
-    with pytest.raises(ManifestError, match="cells for"):
-        check_cut(lost, Seat(member="m"), layouts[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda cut: {"kind_of": cut.kind_of[:-1]}, "cut tensors of .* kinds for"),
+        (lambda cut: {"kind_of": (*cut.kind_of[:-1], len(cut.kinds))}, "cut tensors of .* kinds for"),
+        (lambda cut: {"kinds": tuple(kind[:-1] for kind in cut.kinds)}, "the cells of 'embed' hold"),
+        (
+            lambda cut: {
+                "kinds": tuple(tuple(c._replace(starts=(*c.starts[:-1], 1)) for c in k) for k in cut.kinds)
+            },
+            r"cut tensor 'embed\[0:26,1:9\]' reaches beyond",
+        ),
+        (
+            lambda cut: {
+                "kinds": tuple(tuple(c._replace(starts=(0, *c.starts)) for c in k) for k in cut.kinds)
+            },
+            "is none of 'embed'",
+        ),
+    ],
+)
+def test_cells_that_are_not_the_tensors_are_refused(change, named):
+    offer = cut_offer(offer_of(weights_of(1)), {"m": tp_layouts(2)})
+    wrong = dataclasses.replace(offer, cutting=dataclasses.replace(offer.cutting, **change(offer.cutting)))
+    with pytest.raises(ManifestError, match=named):
+        check_cut(wrong, Seat(member="m"), tp_layouts(2)[0])
 
 
 @pytest.mark.parametrize(
@@ -231,3 +269,29 @@ def test_a_source_that_yields_other_than_it_offers_is_found(change, named):
     with pytest.raises(ManifestError, match=named):
         send_weights(CutSource(source, offer), offer, Drop)
     assert source.walks == 1
+
+
+def test_a_cut_in_many_ways_makes_few_objects():
+    """A garbage collector goes through all there are, again and again, and holds up every thread meanwhile."""
+    num_tensors, num_ranks = 2000, 16
+    manifest = make_manifest(
+        TensorSpec(name=f"t{i}", shape=(64, 8), dtype="bfloat16") for i in range(num_tensors)
+    )
+    cuts = [(Cut(dim=0, start=4 * rank, length=4),) for rank in range(num_ranks)]
+    layouts = {
+        "m": {
+            rank: dict.fromkeys((spec.name for spec in manifest.specs), cuts[rank])
+            for rank in range(num_ranks)
+        }
+    }
+    offer = SyncOffer(
+        sync_id="s", version=1, manifest=manifest, bucket_bytes=1 << 16, transport="loopback", endpoint={}
+    )
+    before = len(gc.get_objects())
+    cut = prepared(cut_offer(offer, layouts))
+    text = dumps(cut)
+    buckets = buckets_of(cut)
+    made = len(gc.get_objects()) - before
+    assert sum(len(bucket.pieces) for bucket in buckets) == len(sent_of(cut).specs) == num_tensors * num_ranks
+    assert made < 3 * num_tensors, f"{made} objects for {num_tensors} tensors"  # in JSON each has two lists
+    assert len(text) < 2 * len(dumps(offer))

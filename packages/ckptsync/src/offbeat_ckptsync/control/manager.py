@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from offbeat_ckptsync.control.report import make_report, memcpy_gb_per_s
 from offbeat_ckptsync.control.sync import Run, Target
 from offbeat_ckptsync.errors import DigestError, SyncError, SyncFailed, VersionError
-from offbeat_ckptsync.plan.buckets import plan_buckets
+from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.plan.digest import told
 from offbeat_ckptsync.values import Echo, Label, Phase, Sent, SyncOffer, SyncReport
 
@@ -243,7 +243,7 @@ class CheckpointEngineManager:
     async def _until_verified(self, run: Run) -> _Verified:
         try:
             offer = await run.begin()
-            buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+            buckets = buckets_of(offer)
             sent, echoes = await run.transfer(offer)
             label = await run.verify(offer, buckets, sent, echoes)
         except (Exception, asyncio.CancelledError) as error:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.errors import DigestError
 from offbeat_ckptsync.ops import SENDER_OPS, answer_in, request_of, value_of
-from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets, tensors_in
+from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, tensors_in
+from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.slices import key_of
 from offbeat_ckptsync.seams import Source
 from offbeat_ckptsync.threads import in_thread
@@ -59,9 +60,7 @@ class SourceRanks(Source):
         endpoints[first] = offer.endpoint
         free = [int(endpoint["free_bytes"]) for endpoint in endpoints.values() if "free_bytes" in endpoint]
         if free:  # what one picks by the room on its GPU, all are to pick: the kind of digest goes with it
-            buckets = await in_thread(
-                lambda: plan_buckets(offer.manifest, offer.bucket_bytes), name=f"plan {version}"
-            )
+            buckets = await in_thread(lambda: buckets_of(offer), name=f"plan {version}")
             if min(free) < bucket_starts(buckets)[1]:
                 shares = _by_machine(shares, endpoints)
                 self._open = {offer.sync_id: shares}
@@ -165,10 +164,10 @@ def _require_same(one: Sent, other: Sent, who: str, offer: SyncOffer) -> None:
         )
     if one.manifest_digest != other.manifest_digest:
         raise DigestError(f"{who} sent other tensors: {one.manifest_digest} and {other.manifest_digest}")
-    buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+    buckets = buckets_of(offer)
     for bucket, its, others in zip(buckets, one.bucket_digests, other.bucket_digests, strict=True):
         if its != others:
             raise DigestError(
                 f"{who} hold different weights: bucket {bucket.index} has digests {its} and {others}; it holds "
-                f"{tensors_in(offer.manifest, bucket)}"
+                f"{tensors_in(sent_of(offer), bucket)}"
             )

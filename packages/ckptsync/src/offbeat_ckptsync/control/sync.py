@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from offbeat_ckptsync.control.canary import odd_ones
 from offbeat_ckptsync.control.together import all_of, failures_of
 from offbeat_ckptsync.errors import LoadError, ManifestError, SyncError, TransferError, VersionError
+from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.cutting import cut_offer, prepared
 from offbeat_ckptsync.plan.deltas import common_base
 from offbeat_ckptsync.plan.digest import check_echo, label_of, require_every_rank, told
@@ -118,8 +119,8 @@ class Run:
                 require_every_rank(name, of_member)
                 for echo in of_member:
                     own = own_buckets(offer, Seat(member=echo.member, rank=echo.rank), buckets)
-                    check_echo(echo, sent, offer.manifest, buckets, own)
-            if (sent.version, sent.manifest_digest) != (self._target.version, offer.manifest.digest):
+                    check_echo(echo, sent, sent_of(offer), buckets, own)
+            if (sent.version, sent.manifest_digest) != (self._target.version, sent_of(offer).digest):
                 raise VersionError(
                     f"the source says it sent {told(label, sent.version)}; that is not its offer"
                 )

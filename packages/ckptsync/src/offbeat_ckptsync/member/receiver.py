@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
 from offbeat_ckptsync.member.memory import StagingPool
 from offbeat_ckptsync.member.staging import Given, Staged, give, stage
-from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
+from offbeat_ckptsync.plan.buckets import buckets_of, tensor_views
+from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.digest import check_echo, label_of, told
 from offbeat_ckptsync.plan.manifest import check_digest, require_match
 from offbeat_ckptsync.plan.slices import assemble, check_cut, met_by, own_buckets
@@ -81,6 +82,7 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 @dataclass(slots=True)
 class _Session:
     offer: SyncOffer
+    manifest: Manifest  # of what is sent
     buckets: tuple[Bucket, ...]
     staged: Staged | None = None
     echo: Echo | None = None
@@ -152,13 +154,12 @@ class Receiver:
             met_by(offer, self.seat)
             check_digest(offer.manifest)
             check_cut(offer, self.seat, self.layout())
-            whole = offer.manifest if offer.whole is None else offer.whole
             expected = self._sink.expected()
             if expected is not None:
-                require_match(expected, whole, who=str(self.seat), allow_cast=self._allow_cast)
-            buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+                require_match(expected, offer.manifest, who=str(self.seat), allow_cast=self._allow_cast)
+            session = _Session(offer, sent_of(offer), buckets_of(offer))
             self._move(Step.BEGIN)
-            self._session = _Session(offer, buckets)
+            self._session = session
             return self._held(self._session)
 
     def transfer(self, transport: Transport, sync_id: str = "") -> Echo:
@@ -189,7 +190,7 @@ class Receiver:
             member=self.seat.member,
             rank=self.seat.rank,
             version=session.offer.version,
-            manifest_digest=session.offer.manifest.digest,
+            manifest_digest=session.manifest.digest,
             bucket_digests=staged.digests,
             transfer_s=time.perf_counter() - mark,
             digest_s=staged.digest_s,
@@ -217,7 +218,7 @@ class Receiver:
             if session.echo is None:
                 raise PhaseError(f"{self.seat} is {self._state} and has nothing staged to verify")
             own = own_buckets(session.offer, self.seat, session.buckets)
-            check_echo(session.echo, sent, session.offer.manifest, session.buckets, own)
+            check_echo(session.echo, sent, session.manifest, session.buckets, own)
             self._check_label(sent, session)
             self._move(Step.VERIFY)
 
@@ -237,7 +238,7 @@ class Receiver:
             self._move(Step.FLIP)
         mark = time.perf_counter()
         try:
-            views = list(tensor_views(session.offer.manifest, staged.buckets, staged.memory, staged.starts))
+            views = list(tensor_views(session.manifest, staged.buckets, staged.memory, staged.starts))
             given = give(self._sink, staged, assemble(session.offer, self.layout(), views), sent.version)
         except SyncError:
             with self._lock:
@@ -258,11 +259,11 @@ class Receiver:
             self._version = sent.version
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
             kept, session.staged = staged.close(), None
-            self._pool.keep(kept, session.offer.manifest, session.buckets)
-            if given is not Given.COPIED or session.offer.whole is not None:
+            self._pool.keep(kept, session.manifest, session.buckets)
+            if given is not Given.COPIED or session.offer.cutting is not None:
                 self._pool.forget()  # nor is a part of a version a copy that a joiner could be given
-            if given is Given.ADOPTED and session.offer.whole is None:
-                self._pool.serve(session.offer.manifest, views)
+            if given is Given.ADOPTED and session.offer.cutting is None:
+                self._pool.serve(session.manifest, views)
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def commit(self, label: Label) -> Label:
@@ -323,7 +324,7 @@ class Receiver:
         """Return which content the copy in the pool is, where the buckets of `session` can be compared with it."""
         if self._label is None or not self._committed:
             return ""
-        holds = self._pool.holds(session.offer.manifest, session.buckets)
+        holds = self._pool.holds(session.manifest, session.buckets)
         return self._label.content_digest if holds else ""
 
     def _check_label(self, sent: Sent, session: _Session) -> None:

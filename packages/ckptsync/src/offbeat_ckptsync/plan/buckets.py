@@ -5,14 +5,20 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from offbeat_ckptsync.errors import PlanError
+from offbeat_ckptsync.plan.cells import CellSpecs, Pieces, sent_of
 from offbeat_ckptsync.plan.manifest import dtype_of, num_bytes_of
-from offbeat_ckptsync.values import Bucket, Manifest, Piece, TensorSpec
+from offbeat_ckptsync.values import Bucket, Manifest, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
 
 ALIGNMENT = 256
 """Alignment of tensors in buckets, in bytes: enough for any dtype and for vectorised copies on GPUs."""
@@ -35,10 +41,24 @@ def plan_buckets(manifest: Manifest, max_bytes: int) -> tuple[Bucket, ...]:
         raise PlanError(
             f"a bucket of {max_bytes} bytes is smaller than the alignment {ALIGNMENT}; raise `bucket_mib`"
         )
-    layout = _Layout(room)
-    for index, spec in enumerate(manifest.specs):
-        layout.place(index, num_bytes_of(spec), spec.part)
-    return layout.finish()
+    sizes, parts = _sizes_and_parts(manifest)
+    filled: list[tuple[int, Pieces]] = []
+    for part in np.unique(parts[sizes > 0]).tolist():
+        places = np.flatnonzero((parts == part) & (sizes > 0))
+        filled += [(part, pieces) for pieces in _fill(places, sizes[places], room)]
+    # In the order in which a source that yields tensors one by one completes them.
+    filled.sort(key=lambda each: each[1][-1])
+    return tuple(
+        Bucket(
+            index=index, num_bytes=pieces[-1].bucket_offset + pieces[-1].num_bytes, pieces=pieces, part=part
+        )
+        for index, (part, pieces) in enumerate(filled)
+    )
+
+
+def buckets_of(offer: SyncOffer) -> tuple[Bucket, ...]:
+    """Return the plan of an offer: of the cells where it is cut."""
+    return plan_buckets(sent_of(offer), offer.bucket_bytes)
 
 
 def bucket_starts(buckets: tuple[Bucket, ...]) -> tuple[list[int], int]:
@@ -64,9 +84,10 @@ def tensor_views(
         for piece in bucket.pieces:
             if piece.tensor_offset == 0:
                 first[piece.spec_index] = start + piece.bucket_offset
-    for index, spec in enumerate(manifest.specs):
-        if index in first or num_bytes_of(spec) == 0:
-            yield spec.name, _view(spec, staged, first.get(index))
+    empty = np.flatnonzero(_sizes_and_parts(manifest)[0] == 0).tolist()
+    for index in sorted([*first, *empty]):
+        spec = manifest.specs[index]
+        yield spec.name, _view(spec, staged, first.get(index))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,48 +122,28 @@ def _view(spec: TensorSpec, staged: torch.Tensor, start: int | None) -> torch.Te
     return staged[start : start + num_bytes_of(spec)].view(dtype).view(spec.shape)
 
 
-class _Layout:
-    """Buckets being filled, one of each part at a time."""
+def _sizes_and_parts(manifest: Manifest) -> tuple[Ints, Ints]:
+    """Return the bytes and the part of each tensor, or cell, of a manifest."""
+    if isinstance(manifest.specs, CellSpecs):
+        return manifest.specs.sizes(), manifest.specs.parts()
+    sizes = np.array([num_bytes_of(spec) for spec in manifest.specs], dtype=np.int64)
+    return sizes, np.zeros_like(sizes)
 
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self._done: list[tuple[int, list[Piece]]] = []
-        self._open: dict[int, list[Piece]] = {}
-        self._ends: dict[int, int] = {}  # of what is open, rounded up
 
-    def place(self, spec_index: int, num_bytes: int, part: int) -> None:
-        if num_bytes == 0:
-            return
-        offset = self._ends.get(part, 0)
-        if offset and offset + num_bytes > self.room:
-            self._close(part)
-            offset = 0
-        taken = 0
-        while taken < num_bytes:
-            size = min(num_bytes - taken, self.room - offset)
-            piece = Piece(spec_index=spec_index, tensor_offset=taken, bucket_offset=offset, num_bytes=size)
-            self._open.setdefault(part, []).append(piece)
-            self._ends[part] = round_up(offset + size, ALIGNMENT)
-            taken += size
-            if taken < num_bytes:
-                self._close(part)
-                offset = 0
-
-    def finish(self) -> tuple[Bucket, ...]:
-        for part in [*self._open]:
-            self._close(part)
-        # In the order in which a source that yields tensors one by one completes them.
-        self._done.sort(key=lambda done: (done[1][-1].spec_index, done[1][-1].tensor_offset))
-        return tuple(
-            Bucket(
-                index=index,
-                num_bytes=pieces[-1].bucket_offset + pieces[-1].num_bytes,
-                pieces=tuple(pieces),
-                part=part,
-            )
-            for index, (part, pieces) in enumerate(self._done)
-        )
-
-    def _close(self, part: int) -> None:
-        self._done.append((part, self._open.pop(part)))
-        self._ends[part] = 0
+def _fill(places: Ints, sizes: Ints, room: int) -> Iterator[Pieces]:
+    """Yield the buckets of tensors of these `sizes`, none of which is 0; `places` says where each is in the manifest."""
+    taken = (sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    ends = np.cumsum(taken)
+    first = 0
+    while first < len(sizes):
+        size = int(sizes[first])
+        ahead = (size - 1) // room * room  # of a tensor larger than a bucket, what fills whole ones
+        for offset in range(0, ahead, room):
+            yield Pieces(*(np.array([number]) for number in (places[first], offset, 0, room)))
+        start = int(ends[first]) - round_up(size - ahead, ALIGNMENT)
+        last = int(np.searchsorted(ends, start + room, side="right"))
+        offsets = ends[first:last] - taken[first:last] - start
+        within, numbers = np.zeros_like(offsets), sizes[first:last].copy()
+        offsets[0], within[0], numbers[0] = 0, ahead, size - ahead
+        yield Pieces(places[first:last], within, offsets, numbers)
+        first = last

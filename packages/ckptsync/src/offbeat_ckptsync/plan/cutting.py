@@ -1,31 +1,30 @@
 """How a sync is cut so that no rank gets more than it needs (`slices` says what it needs). Pure, and cached by what it saw.
 
 A mixture of experts has tens of thousands of tensors, a large site tens of ranks. But tensors come in few shapes that ranks cut in
-few ways, and many ranks need the same: whatever is the same is worked out once.
+few ways, and many ranks need the same: whatever is the same is worked out, and said, once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
-from contextlib import contextmanager
 from itertools import chain
-from operator import add, attrgetter
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.plan.buckets import plan_buckets
-from offbeat_ckptsync.plan.manifest import make_manifest
-from offbeat_ckptsync.plan.slices import key_of, touches, where_of
-from offbeat_ckptsync.values import Cell, TensorSpec
+from offbeat_ckptsync.plan.buckets import buckets_of
+from offbeat_ckptsync.plan.cells import where_of
+from offbeat_ckptsync.plan.slices import key_of, touches
+from offbeat_ckptsync.values import Cell, Cutting
 from offbeat_ckptsync.wire import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from offbeat_ckptsync.plan.slices import Block, PlainCuts
-    from offbeat_ckptsync.values import Layout, Manifest, SyncOffer
+    from offbeat_ckptsync.values import Cut, Layout, Manifest, SyncOffer, TensorSpec
+
+    Cuts = tuple[Cut, ...] | None
+    """Of one tensor, by one need; None: all of it."""
 
 Layouts = dict[str, dict[int, "Layout"]]
 """By member and rank. A member that is not here takes everything."""
@@ -34,41 +33,38 @@ _SHOWN = 8
 _AT_A_TIME = 4096  # tensors looked at in one go, so that other threads get their turn
 _KEPT = 4  # cuts that are remembered: of all members, and of those that catch up
 
-_FIELDS = attrgetter("dim", "start", "length")
-
 
 def cut_offer(offer: SyncOffer, layouts: Layouts, like: SyncOffer | None = None) -> SyncOffer:
     """Return `offer` cut for these ranks, or as it is where nobody needs less than everything.
 
     `like` is an offer of the same tensors whose cut is to be used again, so that its label is reached once more; ranks
-    whose borders are others then get every cell they touch. Tens of thousands of tensors for tens of ranks take a second or
-    two the first time: call it beside an event loop.
+    whose borders are others then get every cell they touch. Tens of thousands of tensors for tens of ranks take a good part
+    of a second the first time: call it beside an event loop.
 
     Raises:
         ManifestError: a layout does not fit the tensors, or the ranks of a member leave elements out; with names.
     """
     manifest = offer.manifest
     if like is not None:
-        if like.whole is None or like.whole.digest != manifest.digest:
+        if like.cutting is None or like.manifest.digest != manifest.digest:
             return offer
-        cut, cells = like.manifest, like.cells
-        audiences = _Ranks(manifest, layouts).audiences_of(cut, cells) if layouts else {}
+        cutting = like.cutting
+        audiences = _Ranks(manifest, layouts).audiences_of(cutting) if layouts else {}
     elif all(not layout for ranks in layouts.values() for layout in ranks.values()):
         return offer
     else:
-        cut, cells, audiences = _cut_once(manifest, layouts)
-    return dataclasses.replace(offer, manifest=cut, whole=manifest, cells=cells, audiences=dict(audiences))
+        cutting, audiences = _cut_once(manifest, layouts)
+    return dataclasses.replace(offer, cutting=cutting, audiences=dict(audiences))
 
 
 def prepared(offer: SyncOffer) -> SyncOffer:
     """Return `offer` with what else takes long worked out; whoever asks for it next finds it."""
-    with _uncollected():
-        plan_buckets(offer.manifest, offer.bucket_bytes)
-        encode(offer)
+    buckets_of(offer)
+    encode(offer)
     return offer
 
 
-_Cut = tuple["Manifest", tuple[Cell, ...], dict[str, tuple[int, ...]]]
+_Cut = tuple[Cutting, dict[str, tuple[int, ...]]]
 _done: list[tuple[str, Layouts, _Cut]] = []
 
 
@@ -77,25 +73,10 @@ def _cut_once(manifest: Manifest, layouts: Layouts) -> _Cut:
     for digest, known, result in [*_done]:
         if digest == manifest.digest and known == layouts:
             return result
-    with _uncollected():
-        ranks = _Ranks(manifest, layouts)
-        result = ranks.cut()
-        ranks.forget()
+    result = _Ranks(manifest, layouts).cut()
     _done.append((manifest.digest, {member: dict(of) for member, of in layouts.items()}, result))
     del _done[:-_KEPT]
     return result
-
-
-@contextmanager
-def _uncollected() -> Generator[None]:
-    """Put off garbage collection: all that is made inside lives on, and each look at it would hold up every thread."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _Ranks:
@@ -104,78 +85,49 @@ class _Ranks:
     def __init__(self, manifest: Manifest, layouts: Layouts) -> None:
         """Compare everything; raises `ManifestError` where it does not fit together."""
         self._manifest = manifest
-        self._needs: list[dict[str, PlainCuts]] = []
+        self._needs: list[Layout] = []
         self._keys: list[list[str]] = []  # of each need: the ranks that have it, as `audiences` names them
         self._who: list[str] = []  # of each need: a rank that has it, in words
         self._members: dict[frozenset[int], str] = {}  # the needs of its ranks: a member that has them
         self._add(layouts)
-        self._kinds: dict[_Kind, int] = {}
+        self._kinds: dict[
+            tuple[tuple[int, ...], tuple[Cuts, ...]], int
+        ] = {}  # shape, and how each need cuts it
         self._kind_of = self._sort()
         self._check_cuts()
         for numbers, member in self._members.items():
             self._check_covers(member, sorted(numbers))
 
     def cut(self) -> _Cut:
-        """Return the cut manifest, where its tensors lie, and which parts each rank gets."""
+        """Return how tensors are cut, and which parts each rank gets."""
         parts: dict[frozenset[int], int] = {}  # by the needs that touch it
-        cells_of_kind: list[list[tuple[str, tuple[int, ...], tuple[int, ...], int]]] = []
-        for shape, ways in self._kinds:
-            cells_of_kind.append([])
-            for block in _grid(shape, ways):
-                audience = frozenset(n for n, cuts in enumerate(ways) if touches(shape, cuts, block))
-                part = parts.setdefault(audience, len(parts))
-                size = tuple(b - a for a, b in zip(*block, strict=True))
-                cells_of_kind[-1].append((where_of(*block), size, block[0], part))
-        specs: list[TensorSpec] = []
-        cells: list[Cell] = []
-        for index, (spec, kind) in enumerate(zip(self._manifest.specs, self._kind_of, strict=True)):
-            name, dtype = spec.name, spec.dtype
-            for where, shape, starts, part in cells_of_kind[kind]:
-                specs.append(TensorSpec(name=name + where, shape=shape, dtype=dtype, part=part))
-                cells.append(Cell(spec_index=index, starts=starts))
+        kinds = tuple(tuple(_cells(shape, ways, parts)) for shape, ways in self._kinds)
         got = [[part for each, part in parts.items() if n in each] for n in range(len(self._needs))]
-        return make_manifest(specs), tuple(cells), self._by_rank(got)
+        return Cutting(kinds=kinds, kind_of=tuple(self._kind_of)), self._by_rank(got)
 
-    def audiences_of(self, cut: Manifest, cells: Sequence[Cell]) -> dict[str, tuple[int, ...]]:
+    def audiences_of(self, cutting: Cutting) -> dict[str, tuple[int, ...]]:
         """Return which parts of a cut that was made for others each rank gets: those of which it needs anything."""
         kinds = list(self._kinds)
         got: list[set[int]] = [set() for _ in self._needs]
-        seen: set[object] = set()
-        for cell, piece in zip(cells, cut.specs, strict=True):
-            kind = self._kind_of[cell.spec_index]
-            key = (kind, cell.starts, piece.shape, piece.part)
-            if key not in seen:
-                seen.add(key)
-                shape, ways = kinds[kind]
-                block = (cell.starts, tuple(map(add, cell.starts, piece.shape)))
-                for n, cuts in enumerate(ways):
-                    if piece.part not in got[n] and touches(shape, cuts, block):
-                        got[n].add(piece.part)
+        for theirs, ours in set(zip(cutting.kind_of, self._kind_of, strict=True)):
+            shape, ways = kinds[ours]
+            for cell, (n, cuts) in itertools.product(cutting.kinds[theirs], enumerate(ways)):
+                if touches(shape, cuts, cell):
+                    got[n].add(cell.part)
         return self._by_rank(got)
-
-    def forget(self) -> None:
-        """Let go of what was compared, bit by bit: freed at one go, millions of entries would hold up every thread."""
-        while self._needs:
-            self._needs.pop()
 
     def _by_rank(self, got: Sequence[Iterable[int]]) -> dict[str, tuple[int, ...]]:
         return {key: tuple(sorted(got[n])) for n, keys in enumerate(self._keys) for key in keys}
 
     def _add(self, layouts: Layouts) -> None:
-        known: dict[object, int] = {}
         for member, ranks in layouts.items():
             numbers: set[int] = set()
             for rank, layout in ranks.items():
-                # Built by C alone: there may be millions of cuts, most of them the same.
-                flat = tuple(map(_FIELDS, chain.from_iterable(layout.values())))
-                lengths = tuple(map(len, layout.values()))
-                number = known.setdefault((tuple(layout), lengths, flat), len(self._needs))
-                if number == len(self._needs):
-                    rest = iter(flat)
-                    cuts = (tuple(itertools.islice(rest, length)) for length in lengths)
-                    self._needs.append(dict(zip(layout, cuts, strict=True)))
+                if layout not in self._needs:
+                    self._needs.append(layout)
                     self._keys.append([])
                     self._who.append(f"rank {rank} of {member}")
+                number = self._needs.index(layout)
                 self._keys[number].append(key_of(member, rank))
                 numbers.add(number)
             self._members.setdefault(frozenset(numbers), member)
@@ -209,11 +161,7 @@ class _Ranks:
         for (shape, all_ways), kind in self._kinds.items():
             ways = [all_ways[n] for n in numbers]
             if any(cuts != () for cuts in ways):
-                missing[kind] = [
-                    where_of(*block)
-                    for block in _grid(shape, ways)
-                    if not any(touches(shape, cuts, block) for cuts in ways)
-                ]
+                missing[kind] = [where_of(cell) for cell, needed in _grid(shape, ways) if not any(needed)]
         if any(missing.values()):
             told = [
                 spec.name + where
@@ -224,23 +172,28 @@ class _Ranks:
             raise ManifestError(f"the ranks of {member} leave out {', '.join(told[:_SHOWN])}{more}")
 
 
-_Kind = tuple[tuple[int, ...], "tuple[PlainCuts | None, ...]"]
-"""A shape, and how each need cuts it; None: needs all of it."""
+def _cells(shape: tuple[int, ...], ways: Sequence[Cuts], parts: dict[frozenset[int], int]) -> Iterator[Cell]:
+    """Yield the cells of a tensor; `parts` numbers audiences as they first come."""
+    for cell, needed in _grid(shape, ways):
+        audience = frozenset(n for n, touched in enumerate(needed) if touched)
+        yield cell._replace(part=parts.setdefault(audience, len(parts)))
 
 
-def _grid(shape: tuple[int, ...], ways: Sequence[PlainCuts | None]) -> Iterator[Block]:
-    """Yield the blocks into which the borders of all cuts divide a tensor; one without elements is one block."""
-    if 0 in shape:
-        yield (0,) * len(shape), shape
-        return
+def _grid(shape: tuple[int, ...], ways: Sequence[Cuts]) -> Iterator[tuple[Cell, list[bool]]]:
+    """Yield the blocks into which the borders of all cuts divide a tensor, and who needs anything of each.
+
+    One without elements is one block.
+    """
     borders = [{0, size} for size in shape]
-    for dim, start, length in chain.from_iterable(cuts or () for cuts in ways):
+    for dim, start, length in () if 0 in shape else chain.from_iterable(cuts or () for cuts in ways):
         borders[dim] |= {start, start + length}
-    for block in itertools.product(*(itertools.pairwise(sorted(each)) for each in borders)):
-        yield tuple(a for a, _ in block), tuple(b for _, b in block)
+    sides = [[*itertools.pairwise(sorted(each))] or [(0, 0)] for each in borders]
+    for block in itertools.product(*sides):
+        cell = Cell(starts=tuple(a for a, _ in block), shape=tuple(b - a for a, b in block), part=0)
+        yield cell, [touches(shape, cuts, cell) for cuts in ways]
 
 
-def _check_cuts(spec: TensorSpec, cuts: PlainCuts, who: str) -> None:
+def _check_cuts(spec: TensorSpec, cuts: tuple[Cut, ...], who: str) -> None:
     if len({dim for dim, _, _ in cuts}) > 1:
         raise ManifestError(f"{who} cuts {spec.name!r} along several dimensions; cut along one")
     for dim, start, length in cuts:

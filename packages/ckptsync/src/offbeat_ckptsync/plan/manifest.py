@@ -44,17 +44,11 @@ def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
 
 
 def manifest_digest(specs: Iterable[TensorSpec]) -> str:
-    """Return the xxh3-128 digest, in hex, of the canonical JSON of `specs`: [[name, shape, dtype], ...], UTF-8.
-
-    A part other than 0 stands behind the dtype.
-    """
+    """Return the xxh3-128 digest, in hex, of the canonical JSON of `specs`: [[name, shape, dtype], ...], UTF-8."""
     hasher = xxhash.xxh3_128(b"[")
     ordered = tuple(specs)
     for start in range(0, len(ordered), _ROWS):  # in parts: one call for all would hold up other threads
-        rows = [
-            [spec.name, list(spec.shape), spec.dtype, *([spec.part] if spec.part else [])]
-            for spec in ordered[start : start + _ROWS]
-        ]
+        rows = ordered[start : start + _ROWS]
         canonical = json.dumps(rows, separators=(",", ":"), ensure_ascii=False)[1:-1]
         hasher.update((("," if start else "") + canonical).encode())
     hasher.update(b"]")

@@ -1,7 +1,7 @@
 """Which part of which tensor each receiving rank needs, and how it gets that from a cut sync (`cutting`). Pure.
 
 A rank declares a layout: for a tensor the cuts it needs, stretches along one dimension; a tensor without a word it needs
-whole. The borders of all ranks' cuts lie over a tensor as a grid; each cell becomes a tensor of the manifest that is sent,
+whole. The borders of all ranks' cuts lie over a tensor as a grid; each cell is sent as a tensor of its own (`cells`),
 with a part: the number of its audience, the ranks that need it. Buckets hold cells of one part only.
 """
 
@@ -15,20 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.errors import ManifestError, TransferError
+from offbeat_ckptsync.plan.cells import cell_spec, cells_of, sent_of
 from offbeat_ckptsync.plan.manifest import dtype_of
 from offbeat_ckptsync.seams import WeightSource
 from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from offbeat_ckptsync.values import Bucket, Cell, Cut, Layout, Manifest, SyncOffer, TensorSpec
 
-Block = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part of a tensor starts and stops along each dimension."""
-
-PlainCuts = tuple[tuple[int, int, int], ...]
-"""Cuts as (dim, start, length)."""
+    Region = tuple[tuple[int, ...], tuple[int, ...]]
+    """Where a part of a tensor starts along each dimension, and its shape."""
 
 
 def key_of(member: str, rank: int) -> str:
@@ -58,64 +56,48 @@ def met_at(offer: SyncOffer, endpoint: dict[str, str | int | float]) -> SyncOffe
     return dataclasses.replace(offer, endpoint=endpoint, audiences=audiences, endpoints={})
 
 
-def where_of(starts: tuple[int, ...], stops: tuple[int, ...]) -> str:
-    """Return what the name of a cell has behind its tensor's: where it lies."""
-    return "[" + ",".join(f"{a}:{b}" for a, b in zip(starts, stops, strict=True)) + "]"
-
-
 def check_cut(offer: SyncOffer, seat: Seat, layout: Layout) -> None:
     """Make sure that the cells of an offer are its tensors, each once, and that this rank gets all it needs.
 
     Raises:
         ManifestError: they are not; names the first tensor.
     """
-    if offer.whole is None:
+    if offer.cutting is None:
         return
+    kinds, kind_of = offer.cutting.kinds, offer.cutting.kind_of
+    specs = offer.manifest.specs
+    if len(kind_of) != len(specs) or not {*kind_of} <= {*range(len(kinds))}:
+        raise ManifestError(f"{len(kind_of)} cut tensors of {len(kinds)} kinds for {len(specs)} tensors")
     own = parts_of(offer, seat)
-    if any(
-        whole is offer.whole
-        and manifest is offer.manifest
-        and cells is offer.cells
-        and needs == (own, layout)
-        for whole, manifest, cells, needs in _checked
-    ):
-        return  # these came with the last sync, too
-    _check_cut(offer, seat, layout, own)
-    _checked[:] = [(offer.whole, offer.manifest, offer.cells, (own, layout)), *_checked[:7]]
+    seen: set[object] = set()
+    for spec, kind in zip(specs, kind_of, strict=True):
+        cuts = layout.get(spec.name)
+        if (kind, spec.shape, cuts) not in seen:
+            seen.add((kind, spec.shape, cuts))
+            _check_cells(spec, kinds[kind])
+            for cell in kinds[kind]:
+                if own is not None and cell.part not in own and touches(spec.shape, cuts, cell):
+                    raise ManifestError(f"{seat} needs {cell_spec(spec, cell).name!r} and is not to get it")
 
 
-_checked: list[tuple[Manifest, Manifest, tuple[Cell, ...], tuple[frozenset[int] | None, Layout]]] = []
+def _check_cells(spec: TensorSpec, cells: Sequence[Cell]) -> None:
+    for cell in cells:
+        if len(cell.starts) != len(spec.shape) or len(cell.shape) != len(spec.shape):
+            raise ManifestError(
+                f"a cell from {cell.starts} of shape {cell.shape} is none of {spec.name!r} {spec.shape}"
+            )
+        if (
+            any(map(gt, map(add, cell.starts, cell.shape), spec.shape))
+            or min((*cell.starts, *cell.shape, 0)) < 0
+        ):
+            raise ManifestError(f"cut tensor {cell_spec(spec, cell).name!r} reaches beyond {spec.shape}")
+    num = sum(math.prod(cell.shape) for cell in cells)
+    if num != math.prod(spec.shape):
+        raise ManifestError(f"the cells of {spec.name!r} hold {num} elements of {math.prod(spec.shape)}")
 
 
-def _check_cut(offer: SyncOffer, seat: Seat, layout: Layout, own: frozenset[int] | None) -> None:
-    assert offer.whole is not None
-    if len(offer.cells) != len(offer.manifest.specs):
-        raise ManifestError(f"{len(offer.cells)} cells for {len(offer.manifest.specs)} cut tensors")
-    covered = [0] * len(offer.whole.specs)
-    ways = {name: plain_cuts(cuts) for name, cuts in layout.items()}
-    for cell, piece in zip(offer.cells, offer.manifest.specs, strict=True):
-        spec = offer.whole.specs[cell.spec_index]
-        stops = tuple(map(add, cell.starts, piece.shape))
-        if piece.name != spec.name + where_of(cell.starts, stops) or piece.dtype != spec.dtype:
-            raise ManifestError(f"cut tensor {piece.name!r} is no cell of {spec.name!r} {spec.shape}")
-        if any(map(gt, stops, spec.shape)):
-            raise ManifestError(f"cut tensor {piece.name!r} reaches beyond {spec.shape}")
-        covered[cell.spec_index] += math.prod(piece.shape)
-        withheld = own is not None and piece.part not in own
-        if withheld and touches(spec.shape, ways.get(spec.name), (cell.starts, stops)):
-            raise ManifestError(f"{seat} needs {piece.name!r} and is not to get it")
-    for spec, num in zip(offer.whole.specs, covered, strict=True):
-        if num != math.prod(spec.shape):
-            raise ManifestError(f"the cells of {spec.name!r} hold {num} elements of {math.prod(spec.shape)}")
-
-
-def plain_cuts(cuts: tuple[Cut, ...]) -> PlainCuts:
-    """Return cuts as tuples, which are compared and looked up faster."""
-    return tuple((cut.dim, cut.start, cut.length) for cut in cuts)
-
-
-def touches(shape: tuple[int, ...], cuts: PlainCuts | None, block: Block) -> bool:
-    """Say whether who needs `cuts` of a tensor, or all where None, needs anything of a block of it.
+def touches(shape: tuple[int, ...], cuts: tuple[Cut, ...] | None, cell: Cell) -> bool:
+    """Say whether who needs `cuts` of a tensor, or all where None, needs anything of a cell of it.
 
     One without elements goes to whoever wants the tensor.
     """
@@ -123,13 +105,15 @@ def touches(shape: tuple[int, ...], cuts: PlainCuts | None, block: Block) -> boo
         return True
     if 0 in shape:
         return bool(cuts)
-    starts, stops = block
-    return any(max(starts[dim], start) < min(stops[dim], start + length) for dim, start, length in cuts)
+    return any(
+        max(cell.starts[dim], start) < min(cell.starts[dim] + cell.shape[dim], start + length)
+        for dim, start, length in cuts
+    )
 
 
 def parts_of(offer: SyncOffer, seat: Seat) -> frozenset[int] | None:
     """Return the parts that a rank gets, or None for all."""
-    if offer.whole is None:
+    if offer.cutting is None:
         return None
     parts = offer.audiences.get(key_of(seat.member, seat.rank))
     return None if parts is None else frozenset(parts)
@@ -152,22 +136,19 @@ class CutSource(WeightSource):
 
     def manifest(self) -> Manifest:
         """Return the cut manifest."""
-        return self._offer.manifest
+        return sent_of(self._offer)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the tensors; one that was not offered is yielded as it is, for the packer to find out."""
-        assert self._offer.whole is not None
-        specs, cells = self._offer.whole.specs, _cells_by_tensor(self._offer)
+        cutting, specs = self._offer.cutting, self._offer.manifest.specs
+        assert cutting is not None
         for index, (name, tensor) in enumerate(self._source.tensors()):
-            offered = index < len(specs) and (name, tuple(tensor.shape)) == (
-                specs[index].name,
-                specs[index].shape,
-            )
-            if not offered:
+            spec = specs[index] if index < len(specs) else None
+            if spec is None or (name, tuple(tensor.shape)) != (spec.name, spec.shape):
                 yield name, tensor
                 continue
-            for cell, piece in cells.get(index, []):
-                yield piece.name, tensor[_slices(cell.starts, piece.shape)]
+            for cell in cells_of(cutting, index):
+                yield cell_spec(spec, cell).name, tensor[_slices(cell.starts, cell.shape)]
 
 
 def assemble(
@@ -177,13 +158,13 @@ def assemble(
 
     What is one cell is that cell, nothing copied; anything else is put together in fresh memory.
     """
-    if offer.whole is None:
+    if offer.cutting is None:
         yield from _sliced(layout, pieces)
         return
     given = dict(pieces)
-    cells = _cells_by_tensor(offer)
-    for index, spec in enumerate(offer.whole.specs):
-        parts = [_region(spec, region, cells.get(index, []), given) for region in _regions(spec, layout)]
+    for index, spec in enumerate(offer.manifest.specs):
+        cells = cells_of(offer.cutting, index)
+        parts = [_region(spec, region, cells, given) for region in _regions(spec, layout)]
         if len(parts) == 1:
             yield spec.name, parts[0]
         elif parts:
@@ -202,41 +183,33 @@ def _sliced(
             yield name, stretches[0] if len(cuts) == 1 else torch.cat(stretches, dim=cuts[0].dim)
 
 
-def _cells_by_tensor(offer: SyncOffer) -> dict[int, list[tuple[Cell, TensorSpec]]]:
-    cells: dict[int, list[tuple[Cell, TensorSpec]]] = {}
-    for cell, piece in zip(offer.cells, offer.manifest.specs, strict=True):
-        cells.setdefault(cell.spec_index, []).append((cell, piece))
-    return cells
-
-
-def _regions(spec: TensorSpec, layout: Layout) -> list[Block]:
+def _regions(spec: TensorSpec, layout: Layout) -> list[Region]:
     cuts = layout.get(spec.name)
     if cuts is None:
         return [((0,) * len(spec.shape), spec.shape)]
-    regions: list[Block] = []
-    for cut in cuts:
-        starts, stops = [0] * len(spec.shape), list(spec.shape)
-        starts[cut.dim], stops[cut.dim] = cut.start, cut.start + cut.length
-        regions.append((tuple(starts), tuple(stops)))
+    regions: list[Region] = []
+    for dim, start, length in cuts:
+        starts, shape = [0] * len(spec.shape), list(spec.shape)
+        starts[dim], shape[dim] = start, length
+        regions.append((tuple(starts), tuple(shape)))
     return regions
 
 
 def _region(
-    spec: TensorSpec, region: Block, cells: list[tuple[Cell, TensorSpec]], given: Mapping[str, torch.Tensor]
+    spec: TensorSpec, region: Region, cells: Sequence[Cell], given: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    starts, stops = region
-    shape = tuple(b - a for a, b in zip(starts, stops, strict=True))
-    for cell, piece in cells:
-        if (cell.starts, piece.shape) == (starts, shape):
-            return given[piece.name]
+    starts, shape = region
+    for cell in cells:
+        if (cell.starts, cell.shape) == region:
+            return given[cell_spec(spec, cell).name]
     whole: torch.Tensor | None = None
-    for cell, piece in cells:
-        ends = tuple(a + size for a, size in zip(cell.starts, piece.shape, strict=True))
+    for cell in cells:
         low = tuple(map(max, cell.starts, starts))
-        size = tuple(max(0, min(b, d) - a) for a, b, d in zip(low, ends, stops, strict=True))
+        ends = map(min, map(add, cell.starts, cell.shape), map(add, starts, shape))
+        size = tuple(max(0, end - a) for a, end in zip(low, ends, strict=True))
         if 0 in size:
             continue
-        data = given[piece.name]
+        data = given[cell_spec(spec, cell).name]
         whole = torch.empty(shape, dtype=data.dtype, device=data.device) if whole is None else whole
         into = whole[_slices(tuple(a - b for a, b in zip(low, starts, strict=True)), size)]
         into.copy_(data[_slices(tuple(a - b for a, b in zip(low, cell.starts, strict=True)), size)])

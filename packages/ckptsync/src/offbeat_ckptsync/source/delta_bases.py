@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets
+from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
+from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.deltas import find_delta, runs_of
 from offbeat_ckptsync.plan.digest import label_of
 
@@ -61,7 +62,7 @@ class Bases:
         spare = next((each.memory for each in self._kept if all(each is not one for one in stays)), None)
         if spare is None or spare.numel() != num_bytes or spare.device.type != torch.device(device).type:
             spare = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._kept = [*stays, _Content(spare, (offer.manifest.digest, offer.bucket_bytes), offer.sync_id)]
+        self._kept = [*stays, _Content(spare, (sent_of(offer).digest, offer.bucket_bytes), offer.sync_id)]
         return spare
 
     def is_whole(self, digest: str) -> None:
@@ -88,7 +89,7 @@ class DeltaSession:
         self._transport = transport
         self._offer = offer
         self._max_fraction = config.delta_max_fraction
-        self._starts, _ = bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))
+        self._starts, _ = bucket_starts(buckets_of(offer))
         self._base: torch.Tensor | None = None
         self._keeps = False
         self._why = ""
@@ -98,7 +99,7 @@ class DeltaSession:
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         """Return memory to pack into: the transport's own where it lends some, else that of the next content."""
         lent = self._transport.lend(self._offer, num_bytes)
-        if lent is None and self._offer.whole is not None:
+        if lent is None and self._offer.cutting is not None:
             self._why = "ranks get slices, which are sent without deltas"
             return None
         if lent is not None or not self._transport.carries_deltas:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import ManifestError
-from offbeat_ckptsync.plan.buckets import bucket_starts, bytes_of, plan_buckets
+from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, bytes_of
+from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.manifest import dtype_name
 from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.source.shipper import Shipper
@@ -55,7 +56,7 @@ def send_weights(
     """
     started = time.perf_counter()
     try:
-        _, num_bytes = bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))
+        _, num_bytes = bucket_starts(buckets_of(offer))
         lent = None if lend is None else lend(num_bytes)
         stays = source.tensors_stay
         stream = BucketStream(offer, open_sender, buffers=buffers(), lent=lent, stays=stays, delta=delta)
@@ -100,8 +101,9 @@ class BucketStream:
         self._offer = offer
         self._packing = BusyClock()
         # A cell of a cut tensor would keep the whole of it in memory until the cell's bucket is full.
-        self._later = stays and buffers.device == "cpu" and offer.whole is None
-        self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        self._later = stays and buffers.device == "cpu" and offer.cutting is None
+        self._manifest = sent_of(offer)
+        self._buckets = buckets_of(offer)
         self._next_spec = 0
         self._places: dict[int, list[tuple[Bucket, Piece]]] = {}  # of each tensor's bytes
         for bucket in self._buckets:
@@ -121,7 +123,7 @@ class BucketStream:
             ManifestError: it is not the tensor that the offer has here.
             TransferError: the shipping thread failed, or no buffer came free in time.
         """
-        specs = self._offer.manifest.specs
+        specs = self._manifest.specs
         if self._next_spec >= len(specs):
             raise ManifestError(f"the source yields {name!r} after the {len(specs)} tensors it offered")
         _check_is(specs[self._next_spec], name, tensor)
@@ -145,14 +147,14 @@ class BucketStream:
             ManifestError: tensors that were offered did not come.
             TransferError: the transport failed.
         """
-        specs = self._offer.manifest.specs
+        specs = self._manifest.specs
         if self._next_spec < len(specs):
             self.cancel()
             raise ManifestError(f"the source ended before {specs[self._next_spec].name!r}, which it offered")
         shipped = self._shipper.finish()
         return Sent(
             version=self._offer.version,
-            manifest_digest=self._offer.manifest.digest,
+            manifest_digest=self._manifest.digest,
             bucket_digests=shipped.digests,
             num_bytes=sum(bucket.num_bytes for bucket in self._buckets),
             gather_s=self.gather_s,
@@ -194,7 +196,7 @@ class _Open:
 
 
 def _check_is(spec: TensorSpec, name: str, tensor: torch.Tensor) -> None:
-    got = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), part=spec.part)
+    got = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
     if got != spec:
         raise ManifestError(
             f"the source yields {got.name!r} {got.shape} {got.dtype} where it offered {spec.name!r} {spec.shape} "

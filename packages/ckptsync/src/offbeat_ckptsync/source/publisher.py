@@ -105,7 +105,7 @@ class Publisher:
         to_neighbours = bool(offer.endpoints)
         if to_neighbours:
             offer = met_at(offer, offer.endpoints[members[0]])
-        source = self._source if offer.whole is None else CutSource(self._source, offer)
+        source = self._source if offer.cutting is None else CutSource(self._source, offer)
 
         def send(lend: Lend, delta: FindDelta | None = None) -> Sent:
             return send_weights(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import plan_buckets
+from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender
 from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, Packet, call
@@ -56,7 +56,7 @@ class CudaIpcTransport(LineTransport):
 
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Wait for the calls of all ranks and hand them the slots."""
-        buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        buckets = buckets_of(offer)
         size = max((bucket.num_bytes for bucket in buckets), default=1)
         if self._exported is None or self._exported.num_bytes != size:
             self._exported = _Slots.make(size, self.device)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
-from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets
+from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.threads import SideStream, own_device, use_device
@@ -204,7 +204,7 @@ class _Pump:
     ) -> None:
         self._wire, self._near = wire, near
         self._offer, self._own, self._node = offer, own, node
-        self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        self._buckets = buckets_of(offer)
         self.failure: Exception | None = None
         self.num_bytes = 0  # that came over the wire
         # A daemon: a transport that hangs must not keep the process alive.

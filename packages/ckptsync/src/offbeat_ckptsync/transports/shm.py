@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan.buckets import bucket_starts, plan_buckets
+from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.plan.slices import own_buckets
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender
 from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, call
@@ -90,7 +90,7 @@ class ShmTransport(LineTransport):
     def sender(self, offer: SyncOffer, members: list[str], seats: Sequence[tuple[str, int]] = ()) -> _Sender:
         """Wait for the calls of all ranks of `members`, and of `seats`, and hand them the segment."""
         if offer.sync_id not in self._open:
-            self.lend(offer, bucket_starts(plan_buckets(offer.manifest, offer.bucket_bytes))[1])
+            self.lend(offer, bucket_starts(buckets_of(offer))[1])
         segment = self._open[offer.sync_id]
         guests = self.meet(offer, members, seats)
         with self._lock:
@@ -143,7 +143,7 @@ class _Sender(BucketSender):
         self._segment = segment
         self._guests = guests
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
-        buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        buckets = buckets_of(offer)
         self._starts, _ = bucket_starts(buckets)
         self._waits_for = ""
         for guest in guests:
@@ -186,7 +186,7 @@ class _Receiver(BucketReceiver):
         self._mapping = mapping
         self._num_whole = 0  # buckets that are whole
         self._told: list[str] = []  # their digests, where somebody has taken them for all
-        self._buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+        self._buckets = buckets_of(offer)
         own = own_buckets(offer, seat, self._buckets)
         self._last = own[-1].index if own else -1
         self._memory: torch.Tensor | None = None

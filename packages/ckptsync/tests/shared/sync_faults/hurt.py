@@ -204,7 +204,7 @@ class HurtSource(LocalSource):
 
 def _bent_offer(offer: SyncOffer) -> SyncOffer:
     first, *rest = offer.manifest.specs
-    specs = (dataclasses.replace(first, name=first.name + "?"), *rest)
+    specs = (first._replace(name=first.name + "?"), *rest)
     return dataclasses.replace(offer, manifest=dataclasses.replace(offer.manifest, specs=specs))
 
 
