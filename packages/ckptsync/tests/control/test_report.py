@@ -14,7 +14,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.source.publisher import LocalSource, Publisher
-from offbeat_ckptsync.testing import DictSource, awkward_weights
+from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
 from offbeat_ckptsync.values import Seat
 
 CONFIG = SyncConfig(transport="shm", bucket_mib=4096 / (1 << 20))
@@ -113,3 +113,25 @@ async def test_the_report_names_the_worst_gap_between_two_tokens(num_running, an
     assert gate.looks == looks  # a sync that is over looks no more
     end.close()
     publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "told"),
+    [
+        ("auto", "version 1 went by `shm`: all 1 receiving ranks are on the source's machine"),
+        ("disk", "`disk`, as its settings say"),
+    ],
+)
+async def test_the_log_says_once_how_weights_go_and_why(transport, told, tmp_path, caplog):
+    caplog.set_level("INFO", "offbeat_ckptsync.control.manager")
+    config = SyncConfig(transport=transport, disk_path=str(tmp_path))
+    local = LocalSync(
+        DictSource(awkward_weights(1)), {"m": DictSink()}, config, lambda: make_transport(transport, config)
+    )
+    try:
+        for version in (1, 2):
+            await local.manager.sync(version)
+    finally:
+        local.close()
+    (record,) = caplog.records
+    assert told in record.getMessage()

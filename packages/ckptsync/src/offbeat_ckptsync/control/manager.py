@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.seams import Member, Source
 
 _Result = TypeVar("_Result")
+log = logging.getLogger(__name__)
 
 OnFence = Callable[[str, str], Awaitable[None]]
 """Called with a member's name and the reason when it is fenced off: give it no more traffic, start it anew."""
@@ -62,6 +64,7 @@ class CheckpointEngineManager:
         self._like: SyncOffer | None = None  # the offer last committed, for its cut
         self._book = LabelBook()
         self._turn = asyncio.Lock()
+        self._way = ("", "")  # how weights went last, and why so
         memcpy_gb_per_s()  # now, while nothing else runs; reports are held against it
         self._doubt = False  # wrong bytes were found: what deltas stand on may be such
 
@@ -232,13 +235,21 @@ class CheckpointEngineManager:
         if not run.flips:
             raise SyncFailed(f"version {version}: no member changed over: {run.reasons}")
         self._like, self._label = done.offer, done.label
-        report = make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips)
+        report = self._told(make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips))
         return dataclasses.replace(
             report,
             fenced=run.fenced,
             content_digest=done.label.content_digest,
             delta_why=run.why_whole or done.sent.delta_why,
         )
+
+    def _told(self, report: SyncReport) -> SyncReport:
+        """Say how weights go in this process's log, with the first sync and where that changes."""
+        if (way := (report.transport, report.why)) != self._way:
+            self._way = way
+            why = f": {report.why}" if report.why else ", as its settings say"
+            log.info("version %d went by `%s`%s", report.version, report.transport, why)
+        return report
 
     async def _until_verified(self, run: Run) -> _Verified:
         try:
