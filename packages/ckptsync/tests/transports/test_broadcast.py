@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,65 @@ def test_loopback_of_another_machine_is_refused_with_the_remedy(name):
         receiving.receiver(offer, Seat(member="replica 3"))
     receiving.close()
     publisher.close()
+
+
+def go_of(line, offer, seats):
+    """Let the source's word be there that leads `seats` into a group that nobody else comes to."""
+    line.transport.rendezvous.tell(
+        offer, {"group": f"of {offer.sync_id}", "seats": [[s.member, s.rank] for s in seats]}
+    )
+
+
+def wait_for_key(line, prefix):
+    deadline = time.monotonic() + 60
+    while not line.transport.rendezvous.store.keys(prefix):
+        assert time.monotonic() < deadline, f"nobody wrote {prefix}"
+        time.sleep(0.01)
+
+
+def late_rank(line, offer):
+    """Return a thread that takes part in a sync, and what it raises."""
+    raised = []
+
+    def take():
+        try:
+            line.seats[A].receiver(offer, A)
+        except TransferError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    return thread, raised
+
+
+def test_a_source_that_stood_still_leads_no_rank_of_an_aborted_sync_into_the_way_of_the_next():
+    """It says where to meet before it hears of the abort. What a rank waited for there, the next sync waited for, too."""
+    line = Line(A)
+    offer = line.publisher.offer(1, ["a"])
+    thread, raised = late_rank(line, offer)
+    wait_for_key(line, f"{offer.sync_id}/here/a/0")
+    line.seats[A].abort(offer.sync_id)
+    go_of(line, offer, [A])
+    thread.join(0.5)  # time enough for it to go astray
+    line.publisher.abort(offer.sync_id)
+    line.sync()
+    thread.join(60)
+    assert "the sync was aborted" in raised[0]
+    line.close()
+
+
+def test_an_abort_while_the_group_forms_ends_that_and_the_next_sync_is_not_held_up():
+    line = Line(A)
+    offer = line.publisher.offer(1, ["a"])
+    thread, raised = late_rank(line, offer)
+    go_of(line, offer, [A])
+    wait_for_key(line, line.transport.rendezvous.private(f"of {offer.sync_id}"))
+    line.seats[A].abort(offer.sync_id)
+    line.publisher.abort(offer.sync_id)
+    line.sync()
+    thread.join(60)
+    assert "did not form: " in raised[0]
+    line.close()
 
 
 def test_an_abort_ends_the_wait_at_once():

@@ -84,13 +84,13 @@ class BroadcastTransport(Transport):
         """Answer the roll call and build or reuse the group."""
         self.rendezvous.answer(offer, seat, {"group": self._group.id if self._group else ""})
         told = self.rendezvous.hear(offer, seat)
-        if self._group is None or self._group.id != told["group"]:
+        group = self._group
+        if group is None or group.id != told["group"]:
             self._drop()
             group = self._new_group(told["group"], told["seats"])
             rank = 1 + told["seats"].index([seat.member, seat.rank])
             self._join_group(group, self.rendezvous.source_store(offer, seat), offer, rank=rank)
-        assert self._group is not None
-        return _Receiver(self, offer, self._group)
+        return _Receiver(self, offer, group)
 
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here and drop the group: what hangs in it is left to its deadline."""
@@ -127,9 +127,15 @@ class BroadcastTransport(Transport):
             return
         # Peers reach a rank at the address from which it reaches the source; what a host is called may lead elsewhere.
         host = own_address(store.host, store.port)
-        group.build(store, rank, host, self.device, float(offer.endpoint["rendezvous_s"]))
-        with self._lock:
+        with self._lock:  # before it is built: an abort ends that, too, or the next sync would wait for it
+            if self.is_aborted(offer.sync_id):
+                raise TransferError("broadcast: aborted before the group formed")
             self._group = group
+        try:
+            group.build(store, rank, host, self.device, float(offer.endpoint["rendezvous_s"]))
+        except BaseException:
+            self.failed(group)
+            raise
 
 
 class _End:

@@ -51,6 +51,7 @@ Seats = list[list[str | int]]
 """[member, rank] of every receiving rank, in the order of group ranks 1, 2, ..."""
 
 _LOOK_S = 0.0002  # between two looks at a work
+_TURN_S = 0.1  # of a wait at the store: others may wait for the same connection
 
 
 class Group:
@@ -76,9 +77,9 @@ class Group:
         world = len(self.seats) + 1
         try:
             if device == "cpu":
-                self._met_at = StoreForTorch(store, timeout_s)
+                self._met_at = StoreForTorch(store, timeout_s, self._left.is_set)
                 own = PrefixStore(self.prefix, self._met_at)
-                self._held = [_gloo(own, rank, world, host, timeout_s)]
+                self._hold(_gloo(own, rank, world, host, timeout_s))
                 return
             self._met_at = self._torch_store(store, rank, timeout_s)
             own = PrefixStore(self.prefix, self._met_at)
@@ -115,7 +116,7 @@ class Group:
 
         def connect() -> None:
             try:
-                self._held = [make()]
+                self._hold(make())
                 self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)
             except Exception as error:  # noqa: BLE001 -- raised below, in the thread that waits
                 failures.append(error)
@@ -131,6 +132,12 @@ class Group:
             thread.join(0.01)
         for failure in failures:
             raise failure
+
+    def _hold(self, made: Any) -> None:  # noqa: ANN401 -- as `_group`
+        self._held = [made]
+        if self._left.is_set():  # meanwhile
+            self.leave()
+            raise TransferError("it was left")
 
     def broadcast(self, payload: torch.Tensor, timeout_s: float) -> None:
         """Send to all from rank 0, or receive; returns when `payload` may be used again."""
@@ -219,20 +226,23 @@ class Group:
 class StoreForTorch(TorchStore):
     """Our store as gloo asks one, for where its ranks are; with torch's own it would wait for the name server."""
 
-    def __init__(self, store: Store, timeout_s: float) -> None:
+    def __init__(self, store: Store, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
         self._store = store
         self._timeout_s = timeout_s
+        self._stop = stop
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """Write bytes."""
         self._store.set(key, base64.b64encode(value).decode())
 
     def get(self, key: str) -> bytes:
-        """Wait for bytes; raises `TransferError` where none come in time."""
-        text = self._store.get(key, self._timeout_s)
-        if text is None:
-            raise TransferError(f"not all came within {self._timeout_s:g} s")
+        """Wait for bytes; raises `TransferError` where none come in time, or `stop` says so."""
+        deadline = time.monotonic() + self._timeout_s
+        while (text := self._store.get(key, _TURN_S)) is None:
+            if self._stop() or time.monotonic() > deadline:
+                cause = "it was left" if self._stop() else f"not all came within {self._timeout_s:g} s"
+                raise TransferError(cause)
         return base64.b64decode(text)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]

@@ -117,10 +117,14 @@ class Rendezvous:
         words = self._wait(store, offer, [key], time.monotonic() + timeout_s)
         if key in words:
             return words[key]
+        if self.is_aborted(offer.sync_id):
+            raise TransferError(
+                f"{self._name}: {seat} waited for the source's word, and the sync was aborted"
+            )
         forged = "what is there was written without our secret" if store.get(key) is not None else ""
         raise TransferError(
             f"{self._name}: {seat} waited {timeout_s:g} s for the source's word; "
-            f"{forged or 'a member is missing or the sync was aborted'}"
+            f"{forged or 'a member is missing'}"
         )
 
     def source_store(self, offer: SyncOffer, seat: Seat) -> Store:
@@ -171,18 +175,22 @@ class Rendezvous:
         store.set(key, json.dumps({"word": word, "proof": self._proof(_signed_text(key, word))}))
 
     def _wait(self, store: Store, offer: SyncOffer, keys: list[str], deadline: float) -> dict[str, Word]:
-        """Return the proven words under `keys`, all of them unless the time is over or the sync was aborted."""
+        """Return the proven words under `keys`, all of them unless the time is over; none once the sync was aborted.
+
+        A source that stood still may say a word before it hears of the abort: nobody comes where that leads.
+        """
         words: dict[str, Word] = {}
         for key in keys:
-            while True:
-                left_s = 0.0 if self.is_aborted(offer.sync_id) else deadline - time.monotonic()
+            while key not in words:
+                left_s = deadline - time.monotonic()
                 text = store.get(key, min(max(left_s, 0.0), _TICK_S))
-                word = None if text is None else self._proven(key, text)
-                if word is not None:
+                if self.is_aborted(offer.sync_id):
+                    return {}
+                if text is not None and (word := self._proven(key, text)) is not None:
                     words[key] = word
-                if word is not None or left_s <= 0:
+                elif left_s <= 0:
                     break
-                if text is not None:  # without our secret: the right one may still come
+                elif text is not None:  # without our secret: the right one may still come
                     time.sleep(_TICK_S)
         return words
 
