@@ -158,7 +158,7 @@ def _decode(kind: object, data: object, where: str) -> object:
         if dataclasses.is_dataclass(kind):
             return _decode_dataclass(kind, data, where)
         if issubclass(kind, tuple):
-            return _decode_row(kind, data, where)
+            return _decode_row(cast("type", kind), data, where)
     if kind is float and type(data) is int:
         return float(data)  # JSON writes 1.0 as it likes
     return _require(cast("type", kind), data, where)

@@ -211,12 +211,13 @@ def wait_for_key(line, prefix):
 
 
 def late_rank(line, offer):
-    """Return a thread that takes part in a sync, and what it raises."""
+    """Return a thread that takes part in a sync, with all the time there is, and what it raises."""
     raised = []
+    patient = dataclasses.replace(offer, endpoint={**offer.endpoint, "rendezvous_s": 600.0})
 
     def take():
         try:
-            line.seats[A].receiver(offer, A)
+            line.seats[A].receiver(patient, A)
         except TransferError as error:
             raised.append(str(error))
 

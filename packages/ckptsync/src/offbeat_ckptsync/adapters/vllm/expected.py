@@ -53,7 +53,7 @@ def empty_model(model_config: ModelConfig) -> torch.nn.Module:
 
 
 def _from_empty_model(model_config: ModelConfig) -> tuple[TensorSpec, ...]:
-    return manifest_of(distinct_tensors(empty_model(model_config))).specs
+    return tuple(manifest_of(distinct_tensors(empty_model(model_config))).specs)
 
 
 def _is_floating(dtype: str) -> bool:
