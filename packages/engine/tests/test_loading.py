@@ -2,13 +2,15 @@
 
 import json
 import logging
+import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, load_plan, sharding, weight_files
@@ -178,11 +180,81 @@ NORM = "model.layers.1.input_layernorm.weight"
     ],
     ids=["missing", "other shape", "extra"],
 )  # fmt: skip
-def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, message):
+def test_files_that_do_not_fit_are_refused_by_name_when_planned_and_when_loaded(tmp_path, change, message):
     path = make_tiny_model(tmp_path)
+    assert planned(path) == []
     rewrite(path, change)
+    (refusal,) = planned(path)
+    assert refusal.setting == "model.path"
+    assert re.search(message, refusal.reason)
     with pytest.raises(ConfigError, match=message):
         make_engine(path)
+
+
+def planned(path, **model):
+    return Fsdp2Engine.check(Fsdp2Config(model=ModelConfig(path=path, **model)), 1)
+
+
+def test_headers_of_every_family_are_taken_as_they_are(family):
+    assert planned(family) == []
+    if AutoConfig.from_pretrained(family).model_type != "gemma3_text":  # which has no value head
+        assert planned(family, head="value") == []
+
+
+@pytest.mark.parametrize(
+    ("whole", "broken"),
+    [
+        ("model.safetensors", lambda file: os.truncate(file, file.stat().st_size - 8)),  # values
+        ("model.safetensors", lambda file: os.truncate(file, 100)),  # header
+        ("model.safetensors", lambda file: os.truncate(file, 0)),
+        ("model.safetensors", lambda file: file.write_bytes(b"version https://git-lfs.github.com/spec/v1")),
+    ],
+)
+def test_a_file_that_is_cut_off_is_named(tmp_path, whole, broken):
+    path = make_tiny_model(tmp_path)
+    broken(Path(path) / whole)
+    (refusal,) = planned(path)
+    assert f"{whole} is cut off or damaged" in refusal.reason
+    with pytest.raises(ConfigError, match="is cut off or damaged"):
+        make_engine(path)
+
+
+def test_a_file_of_the_index_that_is_not_there_is_named(family, tmp_path):
+    shutil.copytree(family, tmp_path / "copy")
+    (gone, *_) = sorted((tmp_path / "copy").glob("*.safetensors"))
+    gone.unlink()
+    (refusal,) = planned(str(tmp_path / "copy"))
+    assert gone.name in refusal.reason
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, value):
+    path = make_tiny_model(tmp_path)
+
+    def spoil(weights):
+        weights[NORM][3] = value
+
+    rewrite(path, spoil)
+    with pytest.raises(ConfigError, match=rf"1 weights of the model hold NaN or infinity, such as `{NORM}`"):
+        make_engine(path)
+
+
+def spoiled(world, path):
+    with pytest.raises(ConfigError) as caught:
+        make_engine(path, world)
+    return str(caught.value)
+
+
+def test_all_ranks_refuse_what_is_no_number_in_the_part_of_one(tmp_path, two_ranks):
+    path = make_tiny_model(tmp_path)
+
+    def spoil(weights):
+        weights["model.embed_tokens.weight"][-1, -1] = torch.nan  # a row of the last rank
+
+    rewrite(path, spoil)
+    first, second = two_ranks.run(spoiled, path)
+    assert first == second
+    assert "`model.embed_tokens.weight`" in first
 
 
 def test_experts_of_other_shapes_are_refused_by_name(tmp_path):

@@ -16,7 +16,7 @@ from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.compilation import compiler_missing
 from offbeat_engine.fsdp2.eight_bits import has_torchao
 from offbeat_engine.fsdp2.kernels import missing_here, refusal
-from offbeat_engine.fsdp2.loading import empty_model
+from offbeat_engine.fsdp2.loading import check_files, empty_model
 from offbeat_engine.fsdp2.lora import has_peft
 from offbeat_engine.toolkit.collectives import first_failure
 
@@ -79,6 +79,21 @@ def _family(config: Fsdp2Config) -> list[Refusal]:
             )
         ]
     return list(families.refusals(hf, config))
+
+
+def refusals_of_weights(config: Fsdp2Config) -> Iterator[Refusal]:
+    """Look at the headers of the weights in the model's folder, which the driver sees as ranks do: none is read."""
+    model = config.model
+    if model.trust_remote_code or model.random_init or not (Path(model.path) / "config.json").is_file():
+        return
+    try:
+        hf = empty_model(model)
+    except ConfigError:
+        return  # said already
+    try:
+        check_files(hf, model)
+    except ConfigError as error:
+        yield Refusal(setting="model.path", reason=str(error), remedy="give a folder that is whole")
 
 
 def _numbers(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:

@@ -19,7 +19,7 @@ from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
 from offbeat_engine.fsdp2.build import Parts, build_parts
 from offbeat_engine.fsdp2.compilation import kernels
 from offbeat_engine.fsdp2.config import Fsdp2Config
-from offbeat_engine.fsdp2.self_check import find_difference
+from offbeat_engine.fsdp2.self_check import find_difference, find_non_finite
 from offbeat_engine.fsdp2.stepping import names_of, run_step, step_of
 from offbeat_engine.interface import Engine
 from offbeat_engine.toolkit import checkpoint_folders
@@ -79,7 +79,8 @@ class Fsdp2Engine(Engine):
 
     @classmethod
     def check(cls, config: EngineConfig, num_ranks: int) -> list[Refusal]:  # noqa: D102
-        return checks.refusals(require_config(config, Fsdp2Config), num_ranks)
+        fsdp2 = require_config(config, Fsdp2Config)
+        return [*checks.refusals(fsdp2, num_ranks), *checks.refusals_of_weights(fsdp2)]
 
     def init_model(self) -> None:
         """Build, shard and prepare everything.
@@ -90,7 +91,8 @@ class Fsdp2Engine(Engine):
         """
         if self._parts is not None:
             raise StateError("`init_model` was called before; make a new engine for another model")
-        checks.require(self._config, self.world, self.check(self._config, self.world.size))
+        # Of the weights each rank finds out as it reads them: its folder may be another than that of its neighbour.
+        checks.require(self._config, self.world, checks.refusals(self._config, self.world.size))
         self._parts = build_parts(self._config, self.world)
         difference = self._difference(self._parts)
         if difference is not None:
@@ -100,6 +102,12 @@ class Fsdp2Engine(Engine):
     def _difference(self, parts: Parts) -> str | None:
         """Return why this model must not be used here (see `self_check`), the same on all ranks, or None."""
         dropout = self.config.model.dropout or self.config.inference_only
+        # Agreed on before the second: that is a collective.
+        with parts.weights.held():
+            odd = find_non_finite(parts.scorer.hf)
+        for each in gather(self.world, odd):
+            if each is not None:
+                return each
         mine = find_difference(self, parts.scorer, packed=self._config.packing, dropout=dropout)
         return next((each for each in gather(self.world, mine) if each is not None), None)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2.load_plan import Plan, make_plan
@@ -68,7 +69,7 @@ def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
                     _whole(auto, shape, common, config),
                     None,
                 )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"no model for a {config.head} head in {config.path!r}: expected a local Hugging Face folder with "
             f"config.json{'' if config.random_init else ' and safetensors'} ({error})"
@@ -84,12 +85,35 @@ def empty_model(config: ModelConfig) -> Any:  # noqa: ANN401
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     auto: Any = AutoModelForTokenClassification if config.head == "value" else AutoModelForCausalLM
+    extra: dict[str, Any] = {"num_labels": 1} if config.head == "value" else {}
     try:
-        shape = AutoConfig.from_pretrained(config.path, local_files_only=True)
+        shape = AutoConfig.from_pretrained(config.path, local_files_only=True, **extra)
         return _empty(auto, shape, {"attn_implementation": "eager"})
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ConfigError(f"no model for a {config.head} head in {config.path!r} ({said})") from error
+
+
+def check_files(hf: Any, config: ModelConfig) -> None:  # noqa: ANN401
+    """Hold what the headers of a folder's safetensors say against the `empty_model` of it; reads no weights.
+
+    Raises:
+        ConfigError: a file is not there, cut off or damaged, or a tensor is missing, one too many or of another shape.
+    """
+    try:
+        files = WeightFiles.find(Path(config.path))
+        if files is None or _obstacle(config, hf.config) is not None:
+            return
+        plan = make_plan(hf, files.shapes)
+        _check(hf, plan, config)
+        tied = hf.all_tied_weights_keys
+        # One of several tied weights is enough, and who is tied to whom goes either way.
+        there = {*plan.targets} | {
+            name for pair in tied.items() if {*pair} & {*plan.targets} for name in pair
+        }
+        _check_missing(hf, sorted({*hf.state_dict()} - there), config)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"the weights in {config.path!r} cannot be used: {error}") from error
 
 
 def _from_files(

@@ -18,6 +18,7 @@ import torch
 from offbeat_engine.batch import train_batch
 from offbeat_engine.config import Dtype
 from offbeat_engine.fsdp2 import families
+from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.fsdp2.packing import lay_out, padded_inputs
 
 if TYPE_CHECKING:
@@ -31,10 +32,33 @@ _log = logging.getLogger(__name__)
 # The longer of the two sequences, the shorter, and the beginning that they share: with `share_prefixes` it is computed once.
 _LENGTHS = (20, 14)
 _SHARED = 6
+_MAX_NAMED = 5
 # What rounding explains, of the largest and of the mean difference: so much, and so much of the mean magnitude. In float32
 # right paths came to 1e-6 here; in bfloat16 to 0.014 and 0.004, and to 0.29 and 0.03 where a router chose another expert.
 _LARGEST = {Dtype.FLOAT32: (1e-3, 1e-4), Dtype.BFLOAT16: (0.5, 0.03)}
 _MEAN = {Dtype.FLOAT32: (2e-4, 2e-5), Dtype.BFLOAT16: (0.03, 0.005)}
+
+
+def find_non_finite(hf: Any) -> str | None:  # noqa: ANN401
+    """Return which weights of this rank's part of a model are no numbers, or None.
+
+    A sum is not finite if one of its numbers is not: one pass, and no memory. What a large sum alone made infinite is looked at
+    again.
+    """
+    with torch.no_grad():
+        odd = [
+            name
+            for name, weight in hf.named_parameters()
+            if weight.is_floating_point()
+            and not local(weight).sum(dtype=torch.float32).isfinite()
+            and not local(weight).isfinite().all()
+        ]
+    if not odd:
+        return None
+    return (
+        f"{len(odd)} weights of the model hold NaN or infinity, such as {', '.join(f'`{name}`' for name in odd[:_MAX_NAMED])}: "
+        "its files are damaged, or come of a run that had gone astray; use others"
+    )
 
 
 def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bool) -> str | None:

@@ -31,8 +31,13 @@ class WeightFiles:
 
     @classmethod
     def find(cls, folder: Path) -> WeightFiles | None:
-        """Read the headers of what `from_pretrained` would read; None where the folder has no safetensors."""
-        from safetensors import safe_open
+        """Read the headers of what `from_pretrained` would read; None where the folder has no safetensors.
+
+        Raises:
+            OSError: a file that the index names is not there.
+            ValueError: one is cut off or damaged.
+        """
+        from safetensors import SafetensorError, safe_open
 
         if (folder / _SINGLE).is_file():
             names = [_SINGLE]
@@ -43,10 +48,15 @@ class WeightFiles:
         files: dict[str, Path] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for name in names:
-            with safe_open(folder / name, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118 a safetensors file is no dictionary
-                    files[key] = folder / name
-                    shapes[key] = tuple(opened.get_slice(key).get_shape())
+            try:
+                with safe_open(folder / name, framework="pt") as opened:
+                    for key in opened.keys():  # noqa: SIM118 a safetensors file is no dictionary
+                        files[key] = folder / name
+                        shapes[key] = tuple(opened.get_slice(key).get_shape())
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{name} is cut off or damaged ({error}): copy or download it again"
+                ) from error
         return cls(files, shapes)
 
     @contextmanager
