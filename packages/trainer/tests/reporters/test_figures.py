@@ -8,6 +8,7 @@ from offbeat_trainer.watch.reporters.figures import (
     percent,
     row,
     seconds,
+    summary_panel,
     visible,
     with_speed,
 )
@@ -57,3 +58,11 @@ def test_rows_stand_under_their_header_within_a_narrow_terminal(values):
 
 def test_completions_cannot_draw_on_the_screen():
     assert visible("a\r\nb\x1b[2Jc\td") == "a⏎b\\x1b[2Jc\\td"
+
+
+@pytest.mark.parametrize(
+    ("values", "title"),
+    [({}, " done "), ({"interrupted": True}, " stopped "), ({"error": "no room", "steps": 3}, " failed ")],
+)
+def test_the_panel_says_how_the_run_ended(values, title):
+    assert summary_panel(values).title.plain == title

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -22,6 +23,7 @@ from offbeat_trainer.watch.reporters.figures import (
     summary_panel,
     with_speed,
 )
+from offbeat_trainer.watch.reporters.screen import Screen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -242,7 +244,7 @@ class ConsoleReporter:
 
 
 def _standard_output() -> Console:
-    console = Console(highlight=False)
+    console = Console(highlight=False, file=cast("TextIO", Screen(sys.stdout)))
     if not console.is_terminal:
         console.width = PIPE_WIDTH  # a pipe has none of its own, and rich would take 80
     return console

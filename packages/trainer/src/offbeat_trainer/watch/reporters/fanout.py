@@ -6,6 +6,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from offbeat_trainer.watch.reporters.screen import Screen
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -69,7 +71,7 @@ class FanOut:
                 call(reporter)
             except Exception as error:  # noqa: BLE001 - whatever a tracker throws, the run goes on without it
                 self._reporters.remove(reporter)
-                sys.stderr.write(
+                Screen(sys.stderr).write(
                     f"offbeat: {type(reporter).__name__} failed and is dropped, the run goes on: "
                     f"{type(error).__name__}: {error}\n"
                 )

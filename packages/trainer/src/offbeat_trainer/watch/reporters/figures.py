@@ -148,16 +148,17 @@ def summary_panel(values: Mapping[str, object]) -> Panel:
     grid.add_column(overflow="fold")
     for label, text in _lines(values):
         grid.add_row(label, text)
-    interrupted = bool(values.get("interrupted"))
-    title = Text(
-        " stopped " if interrupted else " done ", style="bold yellow" if interrupted else "bold green"
-    )
+    ended, style = "done", "green"
+    if values.get("error"):
+        ended, style = "failed", "red"
+    elif values.get("interrupted"):
+        ended, style = "stopped", "yellow"
+    title = Text(f" {ended} ", style=f"bold {style}")
     paths = values.get("paths")
     if paths:
         grid.add_row("", "")
         for label, path in cast("Mapping[str, object]", paths).items():
             grid.add_row(label, Text(str(path), style="cyan"))
-    style = "yellow" if interrupted else "green"
     return Panel(grid, title=title, title_align="left", border_style=style, padding=(1, 2), expand=False)
 
 

@@ -40,7 +40,11 @@ class JsonlReporter:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = _Lines(self._folder / METRICS_FILE)
-        self._samples = _Lines(self._folder / SAMPLES_FILE)
+        try:
+            self._samples = _Lines(self._folder / SAMPLES_FILE)
+        except OSError:
+            self._metrics.close()
+            raise
 
     def truncate_after(self, step: int) -> None:
         """Forget everything said about steps beyond `step`: a resumed run says it again. Atomic per file."""
