@@ -12,7 +12,7 @@ import time
 import pytest
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer import Group, Prompt, RewardConfig, RewardFailed, TrainerError, Trajectory
+from offbeat_trainer import Group, Prompt, RewardConfig, RewardFailed, Score, TrainerError, Trajectory
 from offbeat_trainer.config import OnFailure
 from offbeat_trainer.scoring.functions import find_reward
 from offbeat_trainer.scoring.scorer import FunctionScorer, TaskScorer
@@ -29,6 +29,13 @@ def none_for_b(completion): return None if completion == "b" else 1
 async def later(completion):
     await asyncio.sleep(0.01)
     return 0.5
+class Judge:
+    async def __call__(self, completion):
+        await asyncio.sleep(0.01)
+        return np.array([len(completion)])
+judge = Judge()
+def wrapped(completions): return _all(completions)
+async def _all(completions): return np.array([await later(one) for one in completions])
 def short(completions): return [1.0]
 def where(completion): return threading.current_thread() is threading.main_thread()
 def alarmed(completion):
@@ -113,6 +120,13 @@ async def test_functions_of_every_kind_add_up_by_their_weights(scorer):
     assert rewards_of(scored) == [1 + 0 + 1 + 100, 1 + 10 + 1, 3 + 20 + 1 + 100]
     assert scored.scores[1].parts == {"one": 1.0, "numpys": 1.0, "later": 0.5}
     assert all(score.correct for score in scored.scores)
+
+
+async def test_what_gives_something_to_wait_for_is_waited_for_however_it_is_written(scorer):
+    scored = await scorer("judge", "wrapped").score(group())
+    assert [score.parts for score in scored.scores] == [
+        {"judge": 1.0, "wrapped": 0.5}, {"judge": 1.0, "wrapped": 0.5}, {"judge": 3.0, "wrapped": 0.5}
+    ]  # fmt: skip
 
 
 async def test_a_function_runs_in_the_main_thread_where_alarms_work(scorer):
@@ -244,3 +258,41 @@ async def test_a_task_s_own_score_fails_alike():
         with pytest.raises(RewardFailed, match=says) as failed:
             await TaskScorer(Task().score, RewardConfig(timeout_s=0.2)).score(group(how))
         assert failed.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        ("later", "`score` must return a Score at once, got coroutine"),
+        ("number", "`score` must return a Score at once, got float"),
+        ("nan", "must be a finite number, got nan"),
+        ("array", "raised"),
+        ("interrupted", "raised KeyboardInterrupt"),
+    ],
+)
+async def test_what_a_task_gives_that_is_no_score_is_its_own_failure(score, says):
+    class Task:
+        async def later(self, prompt, completion):
+            return Score(reward=1.0, correct=True)
+
+        def number(self, prompt, completion):
+            return 1.0
+
+        def nan(self, prompt, completion):
+            return Score(reward=float("nan"), correct=False)
+
+        def array(self, prompt, completion):
+            return Score(reward=completion.token_ids[[0, 0]], correct=False)
+
+        def interrupted(self, prompt, completion):
+            raise KeyboardInterrupt
+
+    with pytest.raises(RewardFailed, match=says):
+        await TaskScorer(getattr(Task(), score), RewardConfig()).score(group())
+
+
+async def test_a_task_may_score_with_numbers_of_numpy():
+    def score(prompt, completion):
+        return Score(reward=completion.token_ids.mean(), correct=completion.token_ids.any())
+
+    assert rewards_of(await TaskScorer(score, RewardConfig()).score(group())) == [97.0, 98.0, 99.0]

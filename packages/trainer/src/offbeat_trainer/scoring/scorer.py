@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import sys
@@ -196,10 +197,25 @@ class _Batch:
             if self.given_up:
                 return
             try:
-                done.append(tuple(self._score(group.prompt, one) for one in group.trajectories))
+                done.append(tuple(_checked(self._score(group.prompt, one)) for one in group.trajectories))
             except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt of a reward are its own failure
                 said = f"the reward of {group.prompt.uid} raised {type(error).__name__}: {error}"
                 done.append(RewardFailed(RAISED, said))
+
+
+def _checked(score: object) -> Score:
+    """Return what a task's `score` gave.
+
+    Raises:
+        TypeError: it is no `Score` with a finite reward; a coroutine is not awaited.
+    """
+    if inspect.iscoroutine(score):
+        score.close()
+    if not isinstance(score, Score):
+        raise TypeError(f"`score` must return a Score at once, got {type(score).__name__}")
+    if not math.isfinite(score.reward):
+        raise TypeError(f"the reward of a Score must be a finite number, got {score.reward}")
+    return score
 
 
 def _as_asked(error: RewardFailed, config: RewardConfig) -> TrainerError:

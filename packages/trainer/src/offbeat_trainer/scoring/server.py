@@ -21,7 +21,7 @@ from offbeat_trainer.loading import load_object
 from offbeat_trainer.scoring.frames import DIED, RAISED, TIMED_OUT, Answer, frame, read_frame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from offbeat_trainer.scoring.frames import Call, Setup
 
@@ -33,7 +33,16 @@ FILES = (
 def call_here(path: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the function returns
     """Call the function at `path` in this process, which keeps what it has imported."""
     function: Any = load_object(path)
-    return plain(function(**arguments))
+    value = function(**arguments)
+    if inspect.isawaitable(
+        value
+    ):  # of a function that does not look like a coroutine's: an object's, or wrapped
+        value = asyncio.run(_awaited(value))
+    return plain(value)
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:  # noqa: ANN401 - whatever it gives
+    return await value
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - as it came
