@@ -3,10 +3,13 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from offbeat_recipes.run.interrupts import SIGNALS, StopKeys
+from offbeat_recipes.run.interrupts import BEAT_S, SIGNALS, StandingLoop, StopKeys
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.testing import Recorder
 
@@ -60,3 +63,69 @@ async def test_afterwards_the_signals_are_pythons_own_again():
     with StopKeys(StopRequest(), Recorder()):
         assert not {signal.getsignal(number) for number in SIGNALS} & set(pythons_own)
     assert [signal.getsignal(number) for number in SIGNALS] == pythons_own
+
+
+async def test_a_terminal_that_hangs_up_ends_nothing_and_what_is_started_then_inherits_that():
+    ask = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"]
+    before = signal.getsignal(signal.SIGHUP)
+    with StopKeys(StopRequest(), Recorder()):
+        os.kill(os.getpid(), signal.SIGHUP)
+        told = await asyncio.to_thread(subprocess.run, ask, capture_output=True, text=True, check=True)
+        assert told.stdout == "True\n"
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+STANDING = """
+import asyncio, sys, time
+from offbeat_recipes.run.interrupts import StandingLoop, StopKeys
+from offbeat_trainer.stream.parts import StopRequest
+from offbeat_trainer.testing import Recorder
+
+async def run():
+    with StopKeys(StopRequest(), Recorder()):
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        started = loop.time()
+        print("ready", flush=True)
+        async with asyncio.timeout(float(sys.argv[1])):
+            while time.monotonic() - began < float(sys.argv[2]):
+                await asyncio.sleep(0.05)
+        print(loop.time() - started, flush=True)
+
+with asyncio.Runner(loop_factory=StandingLoop) as runner:
+    runner.run(run())
+"""
+
+
+@pytest.mark.spawns
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGTSTP, signal.SIGSTOP])
+def test_no_deadline_runs_out_while_the_process_is_stopped(stop):
+    limit_s, away_s = 15.0, 20.0
+    process = subprocess.Popen(
+        [sys.executable, "-c", STANDING, str(limit_s), str(away_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,  # of this session: one of its own would be orphaned, and Ctrl-Z is not for those
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(stop)
+    time.sleep(away_s)
+    process.send_signal(signal.SIGCONT)
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert float(said) < limit_s
+
+
+def test_the_clock_of_a_loop_leaves_out_the_time_away(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("asyncio.base_events.time.monotonic", lambda: now[0])
+    loop = StandingLoop()
+    try:
+        assert loop.time() == 100.0
+        now[0] += 3600 + BEAT_S  # stopped for an hour, at most one beat after the clock was seen
+        loop._came_back()
+        assert loop.time() == 100.0 + BEAT_S
+        now[0] += 5
+        assert loop.time() == 105.0 + BEAT_S
+    finally:
+        loop.close()

@@ -1,6 +1,7 @@
 """Third parties' words go to the log, and afterwards everything is as it was."""
 
 import logging
+import threading
 import warnings
 
 import pytest
@@ -23,6 +24,26 @@ def test_all_that_is_said_goes_to_the_file_and_not_to_the_screen(tmp_path, capfd
     text = path.read_text()
     for words in ("some.library INFO an info", "transformers.models WARNING from transformers", "a warning"):
         assert words in text
+
+
+def test_what_a_thread_fails_of_goes_to_the_file(tmp_path, capfd):
+    def fail():
+        raise OSError("no room")
+
+    with logs_to(tmp_path / "driver.log"):
+        thread = threading.Thread(target=fail, name="a writer")
+        thread.start()
+        thread.join()
+    assert capfd.readouterr() == ("", "")
+    assert "a writer ended by an error" in (tmp_path / "driver.log").read_text()
+    assert "OSError: no room" in (tmp_path / "driver.log").read_text()
+
+
+def test_a_full_disk_is_not_told_record_by_record(tmp_path, capfd):
+    (tmp_path / "driver.log").symlink_to("/dev/full")
+    with logs_to(tmp_path / "driver.log"):
+        logging.getLogger("some.library").warning("lost")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_second_run_in_the_same_folder_adds(tmp_path):

@@ -1,13 +1,19 @@
 """What a run says at its end can be typed as it stands."""
 
+import json
 import shlex
+import shutil
+import sqlite3
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from offbeat_recipes.run.session import _command, _out_of_memory
+from offbeat_recipes.run.failures import in_words
+from offbeat_recipes.run.session import _command
 from offbeat_recipes.settings.reading import parse
 
 
@@ -33,7 +39,7 @@ def host_memory() -> Exception:
 )
 def test_memory_that_ran_out_is_told_with_the_settings_that_take_less(error: Exception):
     error.add_note("in training rank 1")
-    said = _out_of_memory(parse({"engine": {"num_ranks": 2, "micro_batch_tokens": 4096}}), error)
+    said = in_words(parse({"engine": {"num_ranks": 2, "micro_batch_tokens": 4096}}), error)
     assert said.startswith("memory ran out: ")
     assert "in training rank 1" in said
     for what in (
@@ -44,5 +50,89 @@ def test_memory_that_ran_out_is_told_with_the_settings_that_take_less(error: Exc
         assert what in said
 
 
-def test_another_error_is_none_of_memory():
-    assert not _out_of_memory(parse({}), RuntimeError("a matrix with no inverse"))
+def test_another_error_is_none_of_these():
+    assert not in_words(parse({}), RuntimeError("a matrix with no inverse"))
+    assert not in_words(parse({}), FileNotFoundError(2, "No such file or directory"))
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "runs/x/metrics.jsonl"), "no room is left: "),
+        (OSError(122, "Disk quota exceeded"), "no room is left: "),
+        (sqlite3.OperationalError("database or disk is full"), "no room is left: "),
+        (Exception("No space left on device (os error 28)"), "no room is left: "),  # tokenizers
+        (caused(RuntimeError("a replica died"), OSError(28, "No space left on device")), "no room is left: a replica died"),
+        (OSError(24, "Too many open files"), "too many files are open: "),
+    ],
+)  # fmt: skip
+def test_what_else_can_run_out_is_told_wherever_the_error_comes_from(error: Exception, said: str):
+    assert in_words(parse({}), error).startswith(said)
+
+
+# In mounts of its own, which end with it.
+ON_A_SMALL_DISK = """
+import json, os, subprocess, sys
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from offbeat_recipes.errors import RunFolderError
+from offbeat_recipes.run.session import drive
+from offbeat_recipes.settings.reading import parse
+
+async def nothing(session):
+    pass
+
+def start(config):
+    with redirect_stderr(StringIO()) as said:
+        try:
+            code = drive(config, nothing, 0.0)
+        except RunFolderError as error:
+            return str(error)
+    return said.getvalue() or f"{code}" if code else said.getvalue()
+
+disk, kind, *rooms = Path(sys.argv[1]), *sys.argv[2:]
+for room in rooms:
+    options = f"size=8m,nr_inodes={room}" if kind == "files" else f"size={room}k"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], check=True)
+    config = parse({"run_dir": str(disk / "run"), "report": {"console": False}})
+    told = start(config)
+    half = [name for name in os.listdir(disk / "run") if name.endswith(".writing")]
+    subprocess.run(["mount", "-o", "remount,size=8m,nr_inodes=1000", disk], check=True)
+    print(json.dumps([told, half, start(config)]), flush=True)
+    subprocess.run(["umount", "-l", disk], check=True)
+"""
+
+
+@pytest.mark.spawns
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rooms"), [("files", [2, 4, 7, 10, 13, 16, 20]), ("bytes", [4, 12, 24, 72, 300, 2000])]
+)
+def test_a_disk_that_is_full_at_any_moment_of_the_start_is_told_and_the_next_start_finds_it_usable(
+    tmp_path: Path, kind: str, rooms: Sequence[int]
+):
+    apart = ["unshare", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*apart, "true"], check=False).returncode:
+        pytest.skip("small disks need root and `unshare`")
+    done = subprocess.run(
+        [*apart, sys.executable, "-c", ON_A_SMALL_DISK, tmp_path, kind, *map(str, rooms)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stdout
+    came = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(half, again) for _, half, again in came] == [([], "")] * len(rooms)
+    told = [first for first, _, _ in came]
+    assert told[0]
+    assert not told[-1]
+    assert all("no room is left" in first for first in told if first)

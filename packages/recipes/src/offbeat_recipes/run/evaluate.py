@@ -102,7 +102,7 @@ def _report(session: Session, step: int, groups: list[Group]) -> None:
     }
     folder = session.folder.path / "evaluations"
     folder.mkdir(exist_ok=True)
-    (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n")
+    (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     texts = [
         [session.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in groups[:4]
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import IO, TYPE_CHECKING, cast
 
@@ -124,16 +125,16 @@ def open_run_folder(
         there = False
     path.mkdir(parents=True, exist_ok=True)
     lock = _locked(path)
-    if there:
-        try:
+    try:
+        if there:
             _check_same(path, settings, may_change)
-        except BaseException:
-            lock.close()
-            raise
-    # Also on a resume: what may change did, and the next one compares with what is true now.
-    _write_whole(path / CONFIG, yaml.safe_dump(dict(settings), sort_keys=False))
-    folder = RunFolder(path=path, resumed=there, lock=lock)
-    folder.logs.mkdir(exist_ok=True)
+        # Also on a resume: what may change did, and the next one compares with what is true now.
+        _write_whole(path / CONFIG, yaml.safe_dump(dict(settings), sort_keys=False))
+        folder = RunFolder(path=path, resumed=there, lock=lock)
+        folder.logs.mkdir(exist_ok=True)
+    except BaseException:
+        lock.close()
+        raise
     return folder
 
 
@@ -152,8 +153,12 @@ def reopen_run_folder(path: Path) -> RunFolder:
 
 def _write_whole(path: Path, text: str) -> None:
     beside = path.with_name(path.name + ".writing")
-    beside.write_text(text)
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _aside(path: Path) -> Path:
@@ -175,13 +180,13 @@ def _locked(path: Path) -> IO[str]:
             f"{path} is in use by process {owner or '(unknown)'}; wait for it to end, stop it, or choose another run_dir"
         ) from error
     lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
+    with suppress(OSError):  # no room for a number: the lock holds all the same
+        os.write(lock.fileno(), str(os.getpid()).encode())
     return lock
 
 
 def _check_same(path: Path, settings: Mapping[str, object], may_change: frozenset[str]) -> None:
-    written = yaml.safe_load((path / CONFIG).read_text())
+    written = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
     if not isinstance(written, dict):
         raise RunFolderError(
             f"{path / CONFIG} should hold the settings of a run and holds {written!r}; start a new run with resume=never"

@@ -1,4 +1,8 @@
-"""Ctrl-C: the first asks a running loop to end after its step, the second ends the run at once."""
+"""What a terminal and its person do to a run: Ctrl-C, Ctrl-Z, a window that is closed.
+
+Ctrl-C: the first asks a running loop to end after its step, the second ends the run at once. Ctrl-Z: the run stands still until
+`fg`, and no deadline of the driver runs out meanwhile. A closed terminal (SIGHUP) takes the screen, and the run goes on.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,39 @@ if TYPE_CHECKING:
     from offbeat_trainer.stream.parts import StopRequest
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BEAT_S = 1.0
+
+
+class StandingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock stands still while the process is stopped (Ctrl-Z, SIGSTOP), once `follow` was called."""
+
+    def __init__(self) -> None:
+        self._away_s = 0.0
+        self._seen_s = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        """Return seconds on a clock of this loop's own."""
+        self._seen_s = super().time()
+        return self._seen_s - self._away_s
+
+    def follow(self) -> None:
+        """Look at the clock every second, so that it is known since when the process was stopped when it goes on."""
+        signal.signal(signal.SIGCONT, lambda *_: self._came_back())
+        self._beat()
+
+    def _beat(self) -> None:
+        self.call_later(BEAT_S, self._beat)
+
+    def _came_back(self) -> None:
+        # Python calls this in the main thread before the loop looks for deadlines that have passed.
+        now_s = super().time()
+        self._away_s += max(0.0, now_s - self._seen_s - BEAT_S)
+        self._seen_s = now_s
 
 
 class StopKeys:
-    """While open, SIGINT and SIGTERM end the run in order instead of tearing it down.
+    """While open, SIGINT and SIGTERM end the run in order instead of tearing it down, and SIGHUP does nothing.
 
     Before the loop listens there is nothing to finish, so the first signal ends the run at once too.
     """
@@ -29,11 +62,18 @@ class StopKeys:
         self._task = asyncio.current_task()
         for number in SIGNALS:
             self._loop.add_signal_handler(number, self._pressed)
+        # Ignored, not handled: what is started from here on inherits that.
+        self._hang_up = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._went_on = signal.getsignal(signal.SIGCONT)
+        if isinstance(self._loop, StandingLoop):
+            self._loop.follow()
 
     def __exit__(self, *_: object) -> None:
         """Give the signals back."""
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, self._hang_up)
+        signal.signal(signal.SIGCONT, self._went_on)
 
     def _pressed(self) -> None:
         if self._stop.listening and not self._stop.requested:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +21,7 @@ from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
 from offbeat_trainer.watch.reporters.wandb import WandbReporter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from offbeat_recipes.run.folder import RunFolder
@@ -32,28 +33,35 @@ REPORTERS = "offbeat.reporters"
 
 
 def make_reporter(config: RunConfig, jsonl: JsonlReporter | None, folder: RunFolder) -> Reporter:
-    """Return where this run reports to: `jsonl` unless None, and what the settings ask for."""
+    """Return where this run reports to: `jsonl` unless None, and what the settings ask for. Where one of them fails, none stays open."""
     if jsonl is None:
         return ConsoleReporter(title=config.name) if config.report.console else Silent()
-    settings = to_dict(config)
-    reporters: list[Reporter] = [jsonl]
-    if config.report.console:
-        reporters.append(ConsoleReporter(title=config.name, steps=config.trainer.steps))
-    if config.report.tensorboard:
-        reporters.append(TensorBoardReporter(folder.path / "tensorboard", config=settings))
-    if config.report.wandb:
-        told = config.report
-        reporters.append(
-            WandbReporter(
-                folder.path,
-                project=told.wandb_project,
-                name=config.name,
-                config=settings,
-                offline=not told.wandb_online,
-            )
-        )
-    reporters += [_other_reporter(name)(folder.path, config.name, settings) for name in config.report.others]
+    with ExitStack() as undo:
+        undo.callback(jsonl.close)
+        reporters: list[Reporter] = [jsonl]
+        for make in _asked_for(config, folder):
+            reporters.append(make())
+            undo.callback(reporters[-1].close)
+        undo.pop_all()  # from here on they are the run's to close
     return FanOut(reporters)
+
+
+def _asked_for(config: RunConfig, folder: RunFolder) -> Iterator[Callable[[], Reporter]]:
+    told, settings = config.report, to_dict(config)
+    if told.console:
+        yield lambda: ConsoleReporter(title=config.name, steps=config.trainer.steps)
+    if told.tensorboard:
+        yield lambda: TensorBoardReporter(folder.path / "tensorboard", config=settings)
+    if told.wandb:
+        yield lambda: WandbReporter(
+            folder.path,
+            project=told.wandb_project,
+            name=config.name,
+            config=settings,
+            offline=not told.wandb_online,
+        )
+    for name in told.others:
+        yield lambda name=name: _other_reporter(name)(folder.path, config.name, settings)
 
 
 def _other_reporter(name: str) -> Callable[[Path, str, Mapping[str, object]], Reporter]:

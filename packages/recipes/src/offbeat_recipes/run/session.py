@@ -8,17 +8,19 @@ import shlex
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync import SyncError
 from offbeat_engine import EngineError
-from offbeat_recipes.errors import RecipeError, TaskError
+from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
 from offbeat_recipes.models.random import random_model_folder
 from offbeat_recipes.plan.stops import check_stops
+from offbeat_recipes.run.failures import in_words
 from offbeat_recipes.run.folder import RunFolder, open_run_folder, reopen_run_folder, speed_settings
-from offbeat_recipes.run.interrupts import StopKeys
+from offbeat_recipes.run.interrupts import StandingLoop, StopKeys
 from offbeat_recipes.run.logs import logs_to
 from offbeat_recipes.run.reporting import make_reporter
 from offbeat_recipes.settings.reading import to_dict
@@ -28,6 +30,7 @@ from offbeat_trainer import TrainerError
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+from offbeat_trainer.watch.reporters.screen import Screen
 
 if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
@@ -86,23 +89,31 @@ def drive(
         RecipeError: the folder or the task cannot be used; nothing was started.
     """
     task = make_task(config.task, config.model.path, config.seed)  # before an earlier run is moved aside
-    if reopen:
-        folder = reopen_run_folder(config.folder)
-    else:
+    if not reopen:
         _check_sizes(config, task)
-        folder = open_run_folder(
-            config.folder,
-            to_dict(config),
-            resume=config.resume == "auto",
-            may_change=speed_settings(config),
-        )
-    try:
-        with logs_to(folder.logs / "driver.log"):
+    with ExitStack() as opened:
+        try:
+            folder = opened.enter_context(closing(_folder(config, reopen=reopen)))
+            opened.enter_context(logs_to(folder.logs / "driver.log"))
             session = _open(config, folder, task, started, reopen=reopen)
-            session.goes_on = goes_on
-            return asyncio.run(_guarded(session, work))
-    finally:
-        folder.close()
+        except RecipeError:
+            raise
+        except Exception as error:
+            told = in_words(config, error) or (str(error) if isinstance(error, OSError) else "")
+            if not told:
+                raise
+            raise RunFolderError(f"run_dir: {config.folder} cannot be used: {told}") from error
+        session.goes_on = goes_on
+        with asyncio.Runner(loop_factory=StandingLoop) as runner:
+            return runner.run(_guarded(session, work))
+
+
+def _folder(config: RunConfig, *, reopen: bool) -> RunFolder:
+    if reopen:
+        return reopen_run_folder(config.folder)
+    return open_run_folder(
+        config.folder, to_dict(config), resume=config.resume == "auto", may_change=speed_settings(config)
+    )
 
 
 def _check_sizes(config: RunConfig, task: RunnableTask) -> None:
@@ -150,42 +161,30 @@ async def _guarded(session: Session, work: Work) -> int:
             session.outcome.interrupted = True
         except HOUSE_ERRORS as error:
             log.exception("the run failed")
-            code = _failed(session, str(error))
+            code = _failed(session, in_words(session.config, error) or str(error))
         except Exception as error:
             log.exception("the run failed in a way nobody foresaw")
             defect = f"{type(error).__name__}: {error} (a defect; the log has the traceback)"
-            code = _failed(session, _out_of_memory(session.config, error) or defect)
+            code = _failed(session, in_words(session.config, error) or defect)
     if session.outcome.interrupted:
         code = INTERRUPTED
     if session.jsonl is not None:
         summary = session.summary()
-        session.folder.write_summary(summary)
+        try:
+            session.folder.write_summary(summary)
+        except OSError as error:
+            code = code or _failed(session, in_words(session.config, error) or str(error))
         session.reporter.summary({**summary, **_where_next(session, code)})
     session.reporter.close()
     return code
 
 
-def _out_of_memory(config: RunConfig, error: Exception) -> str:
-    """Say what to do where `error` is that memory ran out, a device's or the machine's; else nothing."""
-    text = str(error)
-    # Torch's and Ray's classes of that name, wherever the error came from; on a CPU torch raises a plain RuntimeError.
-    ran_out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if not ran_out and "can't allocate memory" not in text:
-        return ""
-    where = "; ".join([text.splitlines()[0] if text else "MemoryError", *getattr(error, "__notes__", [])])
-    return (
-        f"memory ran out: {where}. What takes less: engine.micro_batch_tokens (now {config.engine.micro_batch_tokens}), "
-        f"engine.activation_checkpointing=true, engine.offload_optimizer=true, more ranks (engine.num_ranks, now "
-        f"{config.engine.num_ranks}), fewer replicas (rollout.num_replicas, now {config.rollout.num_replicas}) or less for each "
-        "(rollout.gpu_memory_fraction, rollout.kv_cache_gib). A run may go on with any of these changed"
-    )
-
-
 def _failed(session: Session, message: str) -> int:
     session.extra["error"] = message
-    sys.stderr.write(f"\nfailed: {message}\n  full logs: {session.folder.logs}\n")
+    screen = Screen(sys.stderr)
+    screen.write(f"\nfailed: {message}\n  full logs: {session.folder.logs}\n")
     if session.stop.listening and session.goes_on:  # there is something to go on from
-        sys.stderr.write(f"  to go on: {_again(session)}\n")
+        screen.write(f"  to go on: {_again(session)}\n")
     return FAILED
 
 
