@@ -47,6 +47,47 @@ def test_a_driver_that_has_a_token_says_so():
     assert seen_by(PREPARE + ALL, RAY_AUTH_TOKEN="a token")["RAY_AUTH_MODE"] == "token"
 
 
+LIMITS = "import json, resource; print(json.dumps(resource.getrlimit(resource.RLIMIT_NOFILE)))"
+
+
+def test_few_open_files_become_as_many_as_are_allowed():
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))\n"
+    assert seen_by(few + PREPARE + LIMITS) == [4096, 4096]
+    unchanged = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
+    assert seen_by(unchanged + PREPARE + LIMITS) == [256, 256]
+
+
+def test_a_temporary_folder_with_a_long_name_is_not_rays(tmp_path):
+    ours = "import json, os; print(json.dumps(os.environ.get('RAY_TMPDIR')))"
+    long = tmp_path / ("x" * 40)
+    long.mkdir()
+    assert seen_by(PREPARE + ours, TMPDIR=str(long)) == "/tmp"
+    assert seen_by(PREPARE + ours, TMPDIR=str(long), RAY_TMPDIR="/scratch") == "/scratch"
+    assert seen_by(PREPARE + ours, TMPDIR="/tmp") is None
+
+
+def test_there_may_be_no_home():
+    program = "import os; os.environ.pop('HOME', None); os.getuid = lambda: 12345678\n" + PREPARE + "print(1)"
+    assert seen_by(program) == 1
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("name", ["Läufe", "日本"])
+def test_a_locale_that_is_ascii_loses_no_letter_of_a_setting(tmp_path, name):
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat_recipes.cli.train",
+        f"run_dir={tmp_path / name}",
+        "--cfg",
+        "job",
+    ]
+    done = subprocess.run(command, env={**os.environ, **plain}, capture_output=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert f"run_dir: {tmp_path / name}" in done.stdout.decode()
+
+
 @pytest.mark.ray
 def test_a_ray_that_is_imported_already_starts_as_it_would_have():
     # It has taken its mode: were another set now, its own processes would have that one and refuse it.

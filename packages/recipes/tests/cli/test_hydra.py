@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from offbeat_recipes.cli import train
+from offbeat_recipes.cli import _hydra, train
 from offbeat_recipes.cli._hydra import compose_run, groups, to_yaml
 from offbeat_recipes.errors import SettingError
 
@@ -63,6 +64,44 @@ def test_bad_overrides_are_refused_in_words(override: str, message: str):
     with pytest.raises(SettingError) as caught:
         compose_run([override])
     assert message in str(caught.value)
+
+
+AS_TYPED = [
+    "my runs/first one",
+    "Läufe/β (2), 日本",
+    "a=b,c",
+    "it's [1] {2}",
+    "back\\slash\\",
+    "back\\'s",
+    "42",
+    " around ",
+]
+
+
+@pytest.mark.parametrize("path", AS_TYPED)
+@pytest.mark.parametrize("setting", ["run_dir", "model.path", "task.train_path"])
+def test_a_path_is_taken_as_the_shell_gives_it(setting: str, path: str):
+    config = compose_run(["task=gsm8k", f"{setting}={path}"])
+    section, _, name = setting.rpartition(".")
+    assert getattr(getattr(config, section) if section else config, name) == path
+
+
+def test_what_is_in_quotes_for_hydra_and_null_stay_what_they_were():
+    assert compose_run(["run_dir='a b'"]).run_dir == compose_run(['run_dir="a b"']).run_dir == "a b"
+    assert compose_run(["run_dir=null"]).run_dir == compose_run(["run_dir="]).run_dir == ""
+
+
+@pytest.mark.parametrize("name", ["a b (1), it's=x", "Läufe"])
+def test_settings_and_their_defaults_may_lie_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    folder = tmp_path / name
+    shutil.copytree(_hydra.CONF, folder / "conf")
+    monkeypatch.setattr(_hydra, "CONF", folder / "conf")
+    written = folder / f"{name}.yaml"
+    written.write_text(to_yaml(compose_run([f"run_dir={folder}", "trainer.steps=7"])))
+    config = compose_run(["rollout=hf"], str(written))
+    assert (config.run_dir, config.trainer.steps, config.rollout.name) == (str(folder), 7, "hf")
 
 
 def test_all_bad_overrides_are_named():

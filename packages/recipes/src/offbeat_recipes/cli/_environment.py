@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 _WANTED = {
@@ -27,9 +30,17 @@ _WANTED = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 
+_PLENTY = 65536  # open files
+# Of 107 bytes (unix(7)): "/ray/session_2026-11-22_19-08-20_123456_1234567/sockets/plasma_store" takes 68.
+_RAY_ROOM_BYTES = 39
+
 
 def prepare_environment() -> None:
     """Set what is not set yet, before Ray or a model library is imported; child processes inherit it."""
+    _allow_open_files()
+    # Ray's sockets lie in folders of its own, with names that leave little of what a socket's name may have.
+    if len(os.fsencode(tempfile.gettempdir())) > _RAY_ROOM_BYTES and os.access("/tmp", os.W_OK):
+        os.environ.setdefault("RAY_TMPDIR", "/tmp")
     for name, value in _WANTED.items():
         os.environ.setdefault(name, value)
     # A Ray that was started with a token refuses drivers that do not say so; those without one take no offence. Once
@@ -38,7 +49,27 @@ def prepare_environment() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
+def speak_utf8() -> None:
+    """Start this process anew in Python's UTF-8 mode where the locale is ASCII: names of files would not survive in that.
+
+    For commands, before they have done anything.
+    """
+    if sys.getfilesystemencoding().lower() in ("ascii", "us-ascii") and not sys.flags.utf8_mode:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def _has_token() -> bool:
     if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return True
-    return (Path.home() / ".ray" / "auth_token").is_file()
+    with suppress(RuntimeError, OSError):  # there may be no home
+        return (Path.home() / ".ray" / "auth_token").is_file()
+    return False
+
+
+def _allow_open_files() -> None:
+    """Let this process, and those it starts, open as many files as it may allow itself, up to what is plenty."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _PLENTY if hard == resource.RLIM_INFINITY else min(_PLENTY, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -7,6 +7,7 @@ folders, or set up logging. Nothing heavier than Hydra and pydantic may be impor
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -20,8 +21,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from offbeat_recipes.cli._environment import speak_utf8
 from offbeat_recipes.errors import RecipeError, SettingError
-from offbeat_recipes.settings.reading import check_path, parse, suggestion, to_dict
+from offbeat_recipes.settings.reading import all_settings, check_path, parse, suggestion, to_dict
 from offbeat_recipes.settings.sections import PLUG_INS, replaced_fields
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
             raise SettingError([f"--config: no file {config_file}"])
         held = _read(path)
         overrides = _over_file(path, held, overrides)
-        folder, name, search = path.parent, path.name, [f"hydra.searchpath=[file://{CONF}]"]
+        folder, name, search = path.parent, path.name, [f"hydra.searchpath=[{_in_quotes(f'file://{CONF}')}]"]
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             composed = compose(name, overrides=[*search, *overrides])
@@ -106,6 +108,8 @@ def read_command_line(
     made: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[RunConfig, argparse.Namespace] | int:
     """Return settings and options, or the exit code when there is nothing left to do."""
+    if argv is None:  # as a command
+        speak_utf8()
     options = made.parse_intermixed_args(argv)
     try:
         config = compose_run(options.settings, options.config)
@@ -204,6 +208,7 @@ def _checked_all(settings: Sequence[str]) -> list[str]:
 
 def _checked(text: str, known_groups: dict[str, list[str]]) -> str:
     """Check one override against the tree of settings and return it in the form that Hydra always accepts."""
+    text = _quoted(text)
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -215,7 +220,7 @@ def _checked(text: str, known_groups: dict[str, list[str]]) -> str:
         raise SettingError([f"`{text}`: one run takes one value; for a list write {key}=[a,b]"])
     value = override.value()
     if key in PLUG_INS and value not in known_groups[key] and _is_plug_in(key, value):
-        return f"++{key}.name='{value}'"
+        return f"++{_quoted(f'{key}.name={value}')}"
     if key in known_groups:
         return f"{key}={_choice(key, str(value), known_groups[key])}"
     wrong = check_path(key)
@@ -225,9 +230,29 @@ def _checked(text: str, known_groups: dict[str, list[str]]) -> str:
     return f"++{text.lstrip('+')}"
 
 
+def _quoted(text: str) -> str:
+    """Return `text` with the value of a setting that is a text in quotes: as it came from the shell it is meant.
+
+    Hydra's grammar would take spaces, brackets and letters of other alphabets in a path for something else. What somebody has
+    put into quotes for Hydra already stays, and so does null, the default.
+    """
+    key, mark, value = text.partition("=")
+    texts = {item.path for item in all_settings() if item.annotation is str}
+    has_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if not mark or key.lstrip("+") not in {*texts, *PLUG_INS} or value in ("", "null") or has_quotes:
+        return text
+    return f"{key}={_in_quotes(value)}"
+
+
+def _in_quotes(value: str) -> str:
+    # In Hydra's quotes a backslash stands for itself, but before a quote and at the end.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
+
+
 def _is_plug_in(section: str, value: object) -> bool:
     """Whether `value` names an installed plug-in, or a class by its path."""
-    return isinstance(value, str) and (":" in value or value in PLUG_INS[section].names())
+    return isinstance(value, str) and (bool(re.search(r":\w+$", value)) or value in PLUG_INS[section].names())
 
 
 def _choice(group: str, value: str, choices: list[str]) -> str:
