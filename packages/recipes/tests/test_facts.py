@@ -123,3 +123,20 @@ def test_a_plan_looks_up_a_task_of_others():
 )
 def test_what_the_parts_refuse(setting: str, refused: str):
     assert refused in _refused(gather_facts(compose_run([setting])))
+
+
+def test_folders_of_roles_are_looked_at_and_weights_that_are_loaded_whole(tmp_path: Path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path / "base", 0)
+    shape = AutoConfig.from_pretrained(model)
+    shape.num_hidden_layers, shape.layer_types = 3, ["full_attention"] * 3
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "critic")
+    settings = [f"model.path={model}", "algorithm=ppo", f"algorithm.critic_path={tmp_path / 'critic'}"]
+    facts = gather_facts(compose_run(settings))
+    assert facts.refusals == ()
+    assert facts.model is not None
+    assert (facts.role_models["critic"].num_layers, facts.model.num_layers) == (3, 2)
+    assert not facts.loads_whole
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert gather_facts(compose_run([f"model.path={model}"])).loads_whole

@@ -153,7 +153,7 @@ def test_models_too_large_for_the_gpus():
 
 
 def states_of(settings):
-    memory = rank_memory(compose_run(settings), MODEL, longest_tokens=40, sequences=4)
+    memory = rank_memory(compose_run(settings), CPU, longest_tokens=40, sequences=4)
     return memory.certain, [name for name, _ in memory.items]
 
 
@@ -219,7 +219,7 @@ def test_memory_of_a_rank_by_hand():
     config = compose_run(
         ["engine.num_ranks=2", "sync.bucket_mib=1", "model.dtype=bfloat16", "algorithm.kl_coef=0.1"]
     )
-    memory = rank_memory(config, MODEL, longest_tokens=40, sequences=4)
+    memory = rank_memory(config, CPU, longest_tokens=40, sequences=4)
     items = [num_bytes for _, num_bytes in memory.items]
     half = 500_000
     # master, gradients, moments, reference in bf16, bf16 copy, activations, five buckets
@@ -246,22 +246,22 @@ def test_a_critic_takes_what_a_second_trained_model_takes():
 
 
 def test_activations_are_bounded_by_the_micro_batch_and_shrink_with_checkpointing():
-    few = rank_memory(compose_run(["engine.micro_batch_tokens=80"]), MODEL, longest_tokens=40, sequences=400)
+    few = rank_memory(compose_run(["engine.micro_batch_tokens=80"]), CPU, longest_tokens=40, sequences=400)
     assert few.items[-2] == ("activations of 80 tokens, at most", 80 * 64 * 34 * 2 * 2)
-    one = rank_memory(compose_run(["engine.micro_batch_tokens=10"]), MODEL, longest_tokens=40, sequences=400)
+    one = rank_memory(compose_run(["engine.micro_batch_tokens=10"]), CPU, longest_tokens=40, sequences=400)
     assert one.items[-2][0] == "activations of 40 tokens, at most"
     config = compose_run(["engine.activation_checkpointing=true", "engine.micro_batch_tokens=80"])
-    assert rank_memory(config, MODEL, 40, 400).items[-2][1] == 80 * 64 * 2 * (2 * 2 + 34)
+    assert rank_memory(config, CPU, 40, 400).items[-2][1] == 80 * 64 * 2 * (2 * 2 + 34)
     some = compose_run(
         ["engine.activation_checkpointing=true", "engine.micro_batch_tokens=80", "engine.checkpoint_every=2"]
     )
-    assert rank_memory(some, MODEL, 40, 400).items[-2][1] == 80 * 64 * 2 * (2 + 34 + 34)
+    assert rank_memory(some, CPU, 40, 400).items[-2][1] == 80 * 64 * 2 * (2 + 34 + 34)
 
 
 def test_deltas_cost_two_contents_at_the_source_and_one_at_a_replica():
     plain, deltas = compose_run([]), compose_run(["sync.delta=auto"])
     sent = MODEL.num_params * 4
-    ranks = [rank_memory(config, MODEL, 40, 4).total for config in (plain, deltas)]
+    ranks = [rank_memory(config, CPU, 40, 4).total for config in (plain, deltas)]
     replicas = [replica_memory(config, MODEL, gpu_gib=0).total for config in (plain, deltas)]
     assert (ranks[1] - ranks[0], replicas[1] - replicas[0]) == (2 * sent, sent)
 
@@ -274,3 +274,46 @@ def test_memory_of_a_replica_by_hand():
     assert gpu.num == 2
     assert [num_bytes for _, num_bytes in gpu.items] == [2_000_000, 40 * GIB - 2_000_000, 4_000_000]
     assert kv_bytes_per_token(config, MODEL) == 2 * 2 * 2 * 32 * 4
+
+
+def test_a_role_with_a_folder_of_its_own_is_counted_by_its_own_size():
+    settings = ["algorithm=ppo", "algorithm.critic_path=somewhere"]
+    small = rank_memory(compose_run(settings), CPU, 40, 4)
+    larger = replace(MODEL, num_params=10 * MODEL.num_params)
+    large = rank_memory(compose_run(settings), replace(CPU, role_models={"critic": larger}), 40, 4)
+    of_critic = [dict(one.items)["critic: master weights, float32, sharded"] for one in (small, large)]
+    assert of_critic == [4_000_000, 40_000_000]
+    assert large.certain == small.certain + 9 * 1_000_000 * 4 * 4  # weights, gradients, two moments
+
+
+def test_a_batch_that_the_object_store_cannot_hold_is_told_with_what_would():
+    settings = ["trainer.prompts_per_step=4096", "trainer.group_size=64", "cluster.object_store_mib=128"]
+    facts = replace(CPU, num_train_prompts=10_000)
+    (said,) = [one for one in _plan(*settings, facts=facts).warnings if "object store" in one]
+    assert (
+        "may take 188 MiB, and the object store has 128" in said
+    )  # 25 bytes for each of 4096 x 64 x 30 tokens
+    assert said.endswith("cluster.object_store_mib=188")
+    assert not [one for one in _plan(*settings[:2], facts=facts).warnings if "object store" in one]
+    elsewhere = _plan(*settings, "cluster.ray_address=head:6379", facts=facts)
+    assert not [one for one in elsewhere.warnings if "object store" in one]
+
+
+def test_weights_that_every_rank_loads_whole_are_counted_in_host_memory():
+    settings = ["device=cuda", "model.dtype=bfloat16", "engine.num_ranks=2"]
+    large = replace(MODEL, num_params=2_000_000_000)  # 16 GB for two ranks
+    facts = replace(GPUS, model=large, ram_gib=12)
+    assert not [one for one in _plan(*settings, facts=facts).refusals if "safetensors" in one.reason]
+    (refusal,) = _plan(*settings, facts=replace(facts, loads_whole=True)).refusals
+    assert refusal.setting == "model.path"
+    assert (
+        "each of 2 ranks loads the whole model into host memory, 14.9 GiB together; the machine has 12.0"
+        in refusal.reason
+    )
+    whole = rank_memory(compose_run([]), replace(CPU, loads_whole=True), 40, 4)
+    assert whole.total == rank_memory(compose_run([]), CPU, 40, 4).total  # one rank has it all anyway
+    two = compose_run(["engine.num_ranks=2"])
+    assert (
+        rank_memory(two, replace(CPU, loads_whole=True), 40, 4).total
+        == rank_memory(two, CPU, 40, 4).total + 2_000_000
+    )

@@ -69,14 +69,25 @@ def test_an_end_token_that_was_added_to_the_tokenizer_alone(model: Path):
     assert f"token {VOCAB_SIZE}, outside the model's vocabulary of {VOCAB_SIZE};" in refusal
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": 3}', b'{"model": 3}', b"\x00\xff\xfe" * 100])
+@pytest.mark.parametrize("task", ["file", "arithmetic"])
+def test_a_tokenizer_file_that_is_damaged_is_refused_in_a_sentence(model: Path, content: bytes, task: str):
+    settings = files_task(model) if task == "file" else [f"model.path={model}", "rollout=hf"]
+    assert refusals(*settings) == []
+    (model / "tokenizer.json").write_bytes(content)
+    found = [one for one in refusals(*settings) if one.startswith("model.path: ")]
+    assert f"the tokenizer in {model} cannot be read: " in found[0]
+    assert len(found[0].splitlines()) == 1
+
+
 def test_texts_to_stop_at_where_nobody_knows_the_text_of_a_token(model: Path):
     settings = (f"model.path={model}", "rollout=hf")
     assert compose_run(settings).rollout_config("").stop_strings is False
     assert compose_run([*settings, "sampling.stop=['\n']"]).rollout_config("").stop_strings is True
     assert refusals(*settings, "sampling.stop=[x]") == []
     (model / "tokenizer.json").unlink()
-    assert refusals(*settings) == []
-    [refusal] = refusals(*settings, "sampling.stop=[x]")
+    assert not [one for one in refusals(*settings) if one.startswith("sampling.stop")]
+    [refusal] = [one for one in refusals(*settings, "sampling.stop=[x]") if one.startswith("sampling.stop")]
     assert refusal.startswith(f"sampling.stop: hf: `stop_strings`: '{model}' holds no tokenizer.json")
 
 

@@ -133,7 +133,7 @@ def eos_token_ids(model_path: str) -> tuple[int, ...]:
         )
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
         if found is not None:
             return tuple(cast("list[int]", found)) if isinstance(found, list) else (int(found),)
     return ()

@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from offbeat_recipes.errors import TaskError
 from offbeat_recipes.models.whole import make_whole
 
 if TYPE_CHECKING:
@@ -56,9 +57,19 @@ def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def folder_vocabulary(folder: Path) -> dict[str, int]:
-    """Return the vocabulary of the tokenizer in `folder`; empty when it has none."""
+    """Return the vocabulary of the tokenizer in `folder`; empty when it has none.
+
+    Raises:
+        TaskError: its file is damaged.
+    """
     path = folder / "tokenizer.json"
-    return dict(json.loads(path.read_text())["model"]["vocab"]) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise TaskError(f"model.path: the tokenizer in {folder} cannot be read: {said}") from error
 
 
 def char_model_config(shape: CharModelShape) -> Qwen2Config:

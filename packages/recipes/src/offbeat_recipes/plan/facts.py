@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,8 @@ from offbeat_engine.capabilities import Refusal
 from offbeat_engine.registry import engine_class
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.plan.abilities import offloads, recomputes, sleeps
-from offbeat_recipes.plan.algorithm import algorithm_refusals
+from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
+from offbeat_recipes.plan.machine import machine_refusals
 from offbeat_recipes.plan.replay import replay_refusals
 from offbeat_recipes.plan.stops import stop_refusals
 from offbeat_recipes.tasks.base import make_task
@@ -24,7 +25,7 @@ from offbeat_rollout import ConfigError as RolloutConfigError
 from offbeat_rollout.registry import adapter_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from transformers import PretrainedConfig
 
@@ -52,6 +53,8 @@ class Facts:
 
     `num_gpus` and `gpu_gib` are 0 where there are none, and where processes run on the machines of a cluster.
     `num_train_prompts` and `longest_answer_tokens` are 0 where they are not known without reading the data.
+    `role_models` are those of the algorithm's roles that have a folder of their own. `loads_whole`: the folder has no safetensors, by
+    which each rank would read no more than its part.
     `offloads` and `sleeps`: engine and replicas can leave a device to the other while they rest.
     `recomputes`: replicas can compute keys and values of what is under way again.
     """
@@ -61,6 +64,8 @@ class Facts:
     gpu_gib: float
     ram_gib: float
     model: ModelFacts | None = None
+    role_models: Mapping[str, ModelFacts] = field(default_factory=dict[str, ModelFacts])
+    loads_whole: bool = False
     max_prompt_tokens: int = 0
     num_train_prompts: int = 0
     longest_answer_tokens: int = 0
@@ -83,13 +88,17 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
         *_rollout(config),
         *algorithm_refusals(config),
         *_files(config),
+        *machine_refusals(config),
         *replay_refusals(config),
     ]
     model: ModelFacts | None = None
+    role_models: dict[str, ModelFacts] = {}
     num_prompts = prompt_tokens = answer_tokens = 0
     try:
         shape = _model_config(config)
         model = None if shape is None else model_facts(shape)
+        if not any(one.setting == "algorithm" for one in refusals):
+            role_models = _role_models(config)
         opens = opens_data and not any(one.setting.startswith(("task", "model.path")) for one in refusals)
         num_prompts, prompt_tokens, answer_tokens = _task(config, opens=opens)
         refusals += [] if model is None else stop_refusals(config, model.vocab_size)
@@ -103,6 +112,10 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
         gpu_gib=torch.cuda.get_device_properties(0).total_memory / GIB if on_cuda else 0.0,
         ram_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         model=model,
+        role_models=role_models,
+        loads_whole=bool(config.model.path)
+        and not config.model.random_init
+        and not _has_safetensors(config.model.path),
         max_prompt_tokens=prompt_tokens,
         num_train_prompts=num_prompts,
         longest_answer_tokens=answer_tokens,
@@ -192,6 +205,24 @@ def _model_config(config: RunConfig) -> PretrainedConfig | None:
     return None
 
 
+def _role_models(config: RunConfig) -> dict[str, ModelFacts]:
+    from transformers import AutoConfig
+
+    paths = {name: spec.path for name, spec in algorithm_of(config).roles().items() if spec.path}
+    return {
+        name: model_facts(
+            AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+            )
+        )
+        for name, path in paths.items()
+    }
+
+
+def _has_safetensors(folder: str) -> bool:
+    return next(Path(folder).glob("*.safetensors"), None) is not None
+
+
 def _refused_value(error: Exception) -> Refusal:
     """Return what an error of the task or the model says, under the setting it names if it names one."""
     said = str(error).splitlines()[0]
@@ -206,7 +237,9 @@ def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int]:
     if isinstance(config.task, ArithmeticConfig):
         from offbeat_recipes.tasks.arithmetic import ArithmeticTask, max_answer_tokens
 
-        task = ArithmeticTask(config.task, config.seed)
+        task = ArithmeticTask(config.task, config.seed, config.model.path)
+        if config.model.path:  # nothing is made then: its tokens are compared
+            task.model_folder(Path(config.model.path), config.seed)
         return (
             task.num_available(held_out=False),
             task.max_prompt_tokens,

@@ -13,7 +13,7 @@ from offbeat_recipes.plan.algorithm import algorithm_of, engines_of
 
 if TYPE_CHECKING:
     from offbeat_engine import EngineConfig
-    from offbeat_recipes.plan.facts import ModelFacts
+    from offbeat_recipes.plan.facts import Facts, ModelFacts
     from offbeat_recipes.settings.tree import RunConfig
 
 GIB = 1 << 30
@@ -47,13 +47,19 @@ class Memory:
         return sum(num_bytes for _, num_bytes in self.items)
 
 
-def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, sequences: int) -> Memory:
+def rank_memory(config: RunConfig, facts: Facts, longest_tokens: int, sequences: int) -> Memory:
     """Return the memory of a training rank that holds `sequences` of at most `longest_tokens` a mini-batch."""
+    model = facts.model
+    assert model is not None
     ranks, params = config.engine.num_ranks, model.num_params
     width = bytes_of(config.model.dtype)
     shard = -(-params // config.engine.shard_ranks(ranks))
     states, trained = _states(config.engine_config(""), model, shard)
-    others, trained_too = _other_roles(config, model, shard)
+    others, trained_too = _other_roles(config, facts)
+    largest = max([params, *(other.num_params for other in facts.role_models.values())])
+    loading = []
+    if facts.loads_whole and config.device == "cpu":
+        loading = [("the whole model while it is loaded, float32, besides", params * _FP32 - shard * _FP32)]
     tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))
     packed = (
         [("the last two contents sent, for deltas, at most", 2 * params * width)]
@@ -68,10 +74,11 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
             *trained,
             *others,
             *trained_too,
-            (f"gathered weights, {config.model.dtype.value}, at most", params * width),
+            (f"gathered weights, {config.model.dtype.value}, at most", largest * width),
             (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
             ("buckets of the weight sync", _SYNC_BUCKETS * config.sync_config().bucket_bytes),
             *packed,
+            *loading,
         ),
         certain=sum(num_bytes for _, num_bytes in (*states, *others)),
     )
@@ -80,14 +87,17 @@ def rank_memory(config: RunConfig, model: ModelFacts, longest_tokens: int, seque
 Items = tuple[tuple[str, int], ...]
 
 
-def _other_roles(config: RunConfig, model: ModelFacts, shard: int) -> tuple[Items, Items]:
-    """Return, as `_states`, what a rank keeps of the algorithm's other models, each taken to be as large as the policy."""
+def _other_roles(config: RunConfig, facts: Facts) -> tuple[Items, Items]:
+    """Return, as `_states`, what a rank keeps of the algorithm's other models: those of folders of their own, or the policy's."""
+    assert facts.model is not None
     certain: list[tuple[str, int]] = []
     about: list[tuple[str, int]] = []
     specs = algorithm_of(config).roles()
     for name, engine in engines_of(config, config.engine_config("")).items():
         if name == "policy" or engine is None:
             continue
+        model = facts.role_models.get(name, facts.model)
+        shard = -(-model.num_params // config.engine.shard_ranks(config.engine.num_ranks))
         if specs[name].trained:
             states, trained = _states(engine, model, shard)
             certain += [(f"{name}: {item}", num_bytes) for item, num_bytes in states]
@@ -145,6 +155,25 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
             *copy,
         ),
         certain=weights + cache,
+    )
+
+
+def batch_bytes(tokens: int) -> int:
+    """Return what a step's batch of `tokens`, padding included, takes on its way to the ranks."""
+    # input_ids and policy_version in eight bytes each, advantages and rollout_logprobs in four, the mask in one.
+    return 25 * tokens
+
+
+def host_memory(config: RunConfig, facts: Facts) -> Memory | None:
+    """Return what ranks on GPUs need in host memory while they load, if that is more than a tensor at a time."""
+    if facts.model is None or not facts.loads_whole or config.device == "cpu":
+        return None
+    whole = facts.model.num_params * _FP32
+    return Memory(
+        process="training rank, in host memory",
+        num=config.engine.num_ranks,
+        items=(("the whole model while it is loaded, float32", whole),),
+        certain=whole,
     )
 
 

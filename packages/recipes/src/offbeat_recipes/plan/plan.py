@@ -12,8 +12,11 @@ from offbeat_engine.capabilities import Refusal
 from offbeat_recipes.plan.algorithm import algorithm_of
 from offbeat_recipes.plan.memory import (
     GIB,
+    MIB,
     Memory,
+    batch_bytes,
     driver_memory,
+    host_memory,
     kv_bytes_per_token,
     rank_memory,
     replica_memory,
@@ -93,7 +96,7 @@ def plan_run(config: RunConfig, facts: Facts) -> Plan:
         memory=memory,
         num_params=0 if facts.model is None else facts.model.num_params,
         refusals=tuple(refusals),
-        warnings=tuple(_warnings(config, facts, memory)),
+        warnings=(*_warnings(config, facts, memory), *_object_store(config, batch)),
     )
 
 
@@ -189,9 +192,10 @@ def _memory(config: RunConfig, facts: Facts, batch: BatchPlan) -> tuple[Memory, 
     if facts.model is None:
         return ()
     return (
-        rank_memory(config, facts.model, batch.max_tokens_per_sequence, batch.sequences_per_rank),
+        rank_memory(config, facts, batch.max_tokens_per_sequence, batch.sequences_per_rank),
         replica_memory(config, facts.model, facts.gpu_gib),
         driver_memory(config),
+        *filter(None, [host_memory(config, facts)]),
     )
 
 
@@ -216,6 +220,14 @@ def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> I
                 "raise rollout.tensor_parallel_size or rollout.gpu_memory_fraction, or use a smaller model",
             )
         yield from shared_memory_refusals(config, facts, rank, replica)
+        loading = host_memory(config, facts)
+        if loading is not None and loading.certain * loading.num > facts.ram_gib * GIB:
+            yield Refusal(
+                "model.path",
+                f"without safetensors each of {loading.num} ranks loads the whole model into host memory, "
+                f"{loading.certain * loading.num / GIB:.1f} GiB together; the machine has {facts.ram_gib:.1f}",
+                "save it as safetensors (save_pretrained), of which a rank reads its part alone",
+            )
         return
     certain = sum(item.certain * item.num for item in memory)
     if certain > facts.ram_gib * GIB:
@@ -230,6 +242,16 @@ def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> I
             "rollout.kv_cache_gib",
             f"{config.rollout.kv_cache_gib:g} GiB cannot hold one sequence of {config.rollout.max_model_len} tokens",
             f"use {one / GIB:.2g} or more",
+        )
+
+
+def _object_store(config: RunConfig, batch: BatchPlan) -> Iterator[str]:
+    """Say where the batch of a step may not fit into the object store of a Ray of our own, which then goes through files."""
+    need, have = batch_bytes(batch.max_tokens_per_step), config.cluster.object_store_mib * MIB
+    if need > have and not config.cluster.ray_address:
+        yield (
+            f"the batch of a step may take {need / MIB:.0f} MiB, and the object store has {have / MIB:.0f}: what does not fit goes "
+            f"through files in the temporary folder, which is slow; cluster.object_store_mib={-(-need // MIB)}"
         )
 
 

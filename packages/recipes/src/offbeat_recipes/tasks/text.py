@@ -50,8 +50,11 @@ class PromptMaker:
             )
         try:
             made = AutoTokenizer.from_pretrained(self._model_path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise TaskError(f"model.path: no tokenizer in {self._model_path}: {error}") from error
+        except Exception as error:  # tokenizers raises a plain one for a file that is damaged
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise TaskError(
+                f"model.path: the tokenizer in {self._model_path} cannot be read: {said}"
+            ) from error
         return cast("PreTrainedTokenizerBase", made)
 
     @property
@@ -88,7 +91,7 @@ class PromptMaker:
         ends = [self.tokenizer.eos_token_id]
         listed = Path(self._model_path) / "generation_config.json"
         if listed.is_file():
-            more = json.loads(listed.read_text()).get("eos_token_id")
+            more = json.loads(listed.read_text(encoding="utf-8")).get("eos_token_id")
             ends += more if isinstance(more, list) else [more]
         return tuple(dict.fromkeys(int(end) for end in ends if isinstance(end, int)))
 

@@ -1,0 +1,78 @@
+"""What this machine must have before anything is started on it: looked at here, so that no library hangs for the lack of it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import tempfile
+from typing import TYPE_CHECKING
+
+from offbeat_engine.capabilities import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_recipes.settings.tree import RunConfig
+
+OPEN_FILES = 1024
+"""A driver of one rank and one replica was seen with 300, its Ray with 200; more of either take more."""
+SOCKET_PATH_BYTES = 107  # unix(7): 108 with the zero at the end
+_CONNECT_S = 10.0
+# Of a socket in Python's temporary folder: "/pymp-abcdefgh/listener-abcdefgh".
+_OF_A_SOCKET = 32
+
+
+def machine_refusals(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse what cannot be started here. Opens and closes sockets of this machine; asks nobody else."""
+    yield from _loopback()
+    if not config.cluster.ray_address:
+        yield from _rendezvous(config.cluster.rendezvous_host)
+    yield from _temporary_folder()
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if allowed != resource.RLIM_INFINITY and allowed < OPEN_FILES:
+        yield Refusal(
+            "machine",
+            f"a process may open {allowed} files; Ray, gloo and the replicas take more",
+            f"raise the limit (ulimit -n {OPEN_FILES} at least)",
+        )
+
+
+def _loopback() -> Iterator[Refusal]:
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=_CONNECT_S),
+        ):
+            return
+    except OSError as error:
+        yield Refusal(
+            "machine",
+            f"it has no loopback: 127.0.0.1 cannot be reached ({error}), where processes of one machine meet",
+            "switch it on (ip link set lo up)",
+        )
+
+
+def _rendezvous(host: str) -> Iterator[Refusal]:
+    if not host:
+        return
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError as error:
+        yield Refusal(
+            "cluster.rendezvous_host",
+            f"{host} is no address of this machine, where all processes are without cluster.ray_address ({error})",
+            "leave it empty, or name an address of this machine",
+        )
+
+
+def _temporary_folder() -> Iterator[Refusal]:
+    folder = tempfile.gettempdir()
+    room = SOCKET_PATH_BYTES - _OF_A_SOCKET
+    if len(os.fsencode(folder)) > room:
+        yield Refusal(
+            "machine",
+            f"the temporary folder {folder} has a name of {len(os.fsencode(folder))} bytes, and sockets of Unix in it may have "
+            f"{SOCKET_PATH_BYTES} with their own",
+            f"set TMPDIR to one of at most {room} bytes, say TMPDIR=/tmp",
+        )
