@@ -177,3 +177,22 @@ def test_loopback_is_refused_at_the_first_sync_with_the_remedy(hosts):
     assert run.driver.wait(WAIT_S) == 1, run.log
     assert "cluster.rendezvous_host=127.0.0.1 is loopback, but replica" in run.log
     assert f"is on another machine ({far.address}; training rank 0 is on" in run.log
+
+
+def test_a_run_outlives_a_lost_host_and_goes_on_later_with_those_that_are_left(hosts):
+    near, far = hosts  # the last test: nothing is left of the far one
+    run = Run(hosts, "lost", "trainer.steps=1000000", "trainer.save_every=2")
+    run.wait_for_more_steps(2)
+    assert (len(replicas_on(near)), len(replicas_on(far))) == (1, 1)
+    far.kill()
+    run.wait_for(lambda: " is lost (" in run.log)
+    run.wait_for(lambda: len(replicas_on(near)) == 2)  # where Ray has room
+    run.wait_for_more_steps(3)
+    run.driver.send_signal(signal.SIGINT)
+    assert run.driver.wait(WAIT_S) == 130, run.log
+
+    steps = len(run.steps)
+    fewer = ("trainer.steps=" + str(steps + 2), "rollout.num_replicas=1", "resume=auto")
+    run = Run(hosts, "lost", *fewer)
+    assert run.driver.wait(WAIT_S) == 0, run.log
+    assert [step["step"] for step in run.steps] == [*range(1, steps + 3)]

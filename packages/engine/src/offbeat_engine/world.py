@@ -56,7 +56,7 @@ class World:
         Args:
             rank: this process, 0..size-1; rank 0 hosts the store.
             size: number of processes.
-            store_address: `host:port` that rank 0 can bind and the others can reach; gloo listens on the interface by which a
+            store_address: `host:port` that rank 0 can bind, or has a `TCPStore` at, and the others can reach; gloo listens on the interface by which a
                 rank reaches it, unless `GLOO_SOCKET_IFNAME` says otherwise.
             device: "cpu" or "cuda".
             timeout_s: bound on the rendezvous and on every later collective.
@@ -71,7 +71,10 @@ class World:
             torch.cuda.set_device(local_rank)
         let_gloo_use_the_way_to(host, int(port))
         try:
-            store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
+            # With several tenants, one that this process has opened at that port already is the one.
+            store = dist.TCPStore(
+                host, int(port), size, is_master=rank == 0, timeout=timeout, multi_tenant=True
+            )
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
                 store=store,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +48,38 @@ def test_an_address_of_another_machine_is_refused(monkeypatch):
         worker.address("192.0.2.1")  # of the block that is nobody's (RFC 5737)
     host, port = worker.address("127.0.0.1").split(":")
     assert (host, int(port) > 0) == ("127.0.0.1", True)
+
+
+MEET = """
+import socket, sys
+from offbeat_engine import World
+from offbeat_trainer.cluster.train_worker import TrainWorker
+
+worker = TrainWorker.__new__(TrainWorker)
+address = worker.address("127.0.0.1")
+try:
+    socket.create_server(("127.0.0.1", int(address.rpartition(":")[2])))
+except OSError:
+    print("held", address, flush=True)
+world = World.join(rank=0, size=2, store_address=address, timeout_s=600.0)
+print(world.size, flush=True)
+world.leave()
+"""
+JOIN = """
+import sys
+from offbeat_engine import World
+World.join(rank=1, size=2, store_address=sys.argv[1], timeout_s=600.0).leave()
+"""
+
+
+@pytest.mark.spawns
+def test_rank_0_holds_its_port_until_the_ranks_have_met():
+    first = subprocess.Popen([sys.executable, "-c", MEET], stdout=subprocess.PIPE, text=True)
+    held, address = first.stdout.readline().split()
+    assert held == "held"
+    subprocess.run([sys.executable, "-c", JOIN, address], timeout=600, check=True)
+    said, _ = first.communicate(timeout=600)
+    assert (first.returncode, said) == (0, "2\n")
 
 
 @pytest.mark.parametrize(

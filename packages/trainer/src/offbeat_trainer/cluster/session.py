@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Actors ask for slices of a logical core: what they may really use is decided by the plan, not by Ray.
 CPUS_PER_PROCESS = 0.01
+CONNECT_TIMEOUT_S = 20.0
 LOGICAL_CPUS = 2  # Ray starts as many processes at once as it counts CPUs
 
 
@@ -29,9 +31,12 @@ def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
         TrainerError: the address does not answer, or Ray could not be started.
     """
     try:
+        _require_answer(config.ray_address)
         with _own_sigterm():
             _connect(config, num_gpus)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (
+        Exception
+    ) as error:  # Ray raises whatever it comes across, a bare Exception where its own start takes too long
         if config.ray_address:
             message = (
                 f"Ray could not connect to {config.ray_address} ({error}); check cluster.ray_address with `ray status`. "
@@ -41,6 +46,27 @@ def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
         else:
             message = f"Ray could not start on this machine ({error})"
         raise TrainerError(message) from error
+
+
+def _require_answer(address: str) -> None:
+    """Hold that there is a Ray at `host:port`: `ray.init` would try for many minutes, without a word.
+
+    Raises:
+        ConnectionError: nobody is there, or who is there does not answer as Ray does.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "//" in host:  # "auto", and what Ray refuses by itself
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"nobody is there: {error}") from error
+    from ray._raylet import GcsClient
+
+    try:
+        GcsClient(address=address)  # has a deadline of its own, of about half a minute
+    except Exception as error:
+        raise ConnectionError(f"what is there does not answer as Ray does: {error}") from error
 
 
 def _connect(config: ClusterConfig, num_gpus: int) -> None:

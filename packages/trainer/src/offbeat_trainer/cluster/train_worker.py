@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import ray
 import torch
+from torch.distributed import TCPStore
 
 from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.source.publisher import Publisher
@@ -52,15 +53,21 @@ class TrainWorker:
         return Path(path).exists()
 
     def address(self, host: str) -> str:
-        """Return `host:port` with a port that is free now; raises `PlanRefused` where `host` is not this machine's."""
+        """Open the store by which the ranks meet, and keep it; return its `host:port`.
+
+        Raises:
+            PlanRefused: `host` is not this machine's.
+        """
         try:
-            with socket.create_server((host, 0)) as probe:
-                return f"{host}:{probe.getsockname()[1]}"
+            socket.create_server((host, 0)).close()
         except OSError as error:
             raise PlanRefused(
                 f"cluster.rendezvous_host={host} is no address of training rank 0's machine, {this_node()} ({error}): leave "
                 "it empty, or let it be one"
             ) from error
+        # It holds its port from here on: `join` finds it in this process, and nobody else can take it in between.
+        self._meeting = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return f"{host}:{self._meeting.port}"
 
     def join(self, store_address: str, threads: Sequence[int]) -> None:
         """Meet the other ranks. Called in the thread that computes, whose number of threads, by rank, is set here."""
