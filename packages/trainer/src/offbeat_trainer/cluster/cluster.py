@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from offbeat_trainer.cluster.placement import Rooms
@@ -31,11 +32,11 @@ class Cluster:
         """Start Ray; the pools are started by `start`, or each by its own."""
         self._spec = spec
         self._rooms = Rooms(spec)
-        self.train = TrainGroup(spec, self._rooms)
-        self.rollout = RolloutGroup(spec, self._rooms)
-        if self._rooms.shared:
-            self.train.make_room = self.rollout.rest
-            self.rollout.devices_free = self.train.standing
+        standing, shared = asyncio.Lock(), self._rooms.shared
+        self.rollout = RolloutGroup(spec, self._rooms, devices_free=standing if shared else None)
+        self.train = TrainGroup(
+            spec, self._rooms, standing=standing, make_room=self.rollout.rest if shared else None
+        )
         start_ray(spec.cluster, num_gpus=spec.num_gpus)
 
     async def start(self, prepare: Callable[[], Awaitable[_Prepared]]) -> _Prepared:
@@ -60,7 +61,9 @@ class Cluster:
 
     def publisher(self) -> ClusterPublisher:
         """Return the way from the one pool to the other; both must have been started."""
-        return ClusterPublisher(self.train, self.rollout, self._spec.train.sync)
+        publisher = ClusterPublisher(self.train, self.rollout, self._spec.train.sync)
+        self.rollout.join_through(publisher)
+        return publisher
 
     def draw_on(self, timeline: Timeline) -> None:
         """Draw what each replica does on `timeline`."""

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterPublisher:
-    """Satisfies `Publisher` with a manager whose members are the replicas; brings replacements in, too.
+    """Satisfies `Publisher` with a manager whose members are the replicas, and `Joiner`: it brings replacements in, too.
 
     A replica that is lost in the middle of a sync does not fail it while another lives: the sync is made again with
     those that are left. A replacement joins at the committed version, for which the training weights must stand still
@@ -45,7 +45,6 @@ class ClusterPublisher:
         self._report: SyncReport | None = None  # of the version last committed
         self._updates = 0  # that training had made then
         self._waiting: dict[str, tuple[Member, asyncio.Future[None]]] = {}
-        rollout.joiner = self
 
     async def publish(self, version: int) -> SyncReport:
         """Sync every replica and let those that serve `version` have traffic again.

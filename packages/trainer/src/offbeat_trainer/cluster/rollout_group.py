@@ -55,18 +55,17 @@ class RolloutGroup:
     started in its place, brought to the served version and admitted. Where it was the only one, batches wait for that.
     """
 
-    def __init__(self, spec: ClusterSpec, rooms: Rooms) -> None:
+    def __init__(self, spec: ClusterSpec, rooms: Rooms, *, devices_free: asyncio.Lock | None = None) -> None:
+        """Generate in `rooms`; nothing is started yet. Where devices are shared, `devices_free` is held while a replica starts."""
         self._spec = spec
         self._rooms = rooms
         self._starter = ReplicaStarter(spec, rooms)
-        self.devices_free: asyncio.Lock | None = (
-            None  # where they are shared: to be held while a replica starts
-        )
+        self.devices_free = devices_free
         self.handles: dict[str, Any] = {}
         self.members: dict[str, Member] = {}  # as they announced themselves
         self.nodes: dict[str, str] = {}  # the machine of each replica
         self._supplies = Supplies(spec.rollout.rollout.model_path, spec.cluster.start_timeout_s)
-        self.joiner: Joiner | None = None
+        self._joiner: Joiner | None = None
         self.lost: dict[str, str] = {}  # why; until the replacement is admitted
         self.replacing: set[str] = set()
         self._replicas: dict[str, RemoteReplica] = {}
@@ -108,6 +107,10 @@ class RolloutGroup:
             on_lost=self._on_lost,
         )
         self._spawn("watch replicas", self._watch(self._pool))
+
+    def join_through(self, joiner: Joiner) -> None:
+        """Let `joiner` bring replacements to the version that is served, from here on."""
+        self._joiner = joiner
 
     def draw_on(self, timeline: Timeline) -> None:
         """Draw what each replica does on a track of its own."""
@@ -240,8 +243,8 @@ class RolloutGroup:
         self.lost[name] = reason
         self.replacing.add(name)
         self._spawn(f"replace {name}", self._replace(name))
-        if self.joiner is not None and not self.serving:
-            self._spawn("rescue", self.joiner.rescue())
+        if self._joiner is not None and not self.serving:
+            self._spawn("rescue", self._joiner.rescue())
 
     async def _replace(self, name: str) -> None:
         why = self.lost[name]
@@ -282,8 +285,8 @@ class RolloutGroup:
             if self.devices_free is not None:
                 await self._replicas[name].rest()
         member = self._announced(registration)
-        if self.joiner is not None:
-            await self.joiner.join(member)
+        if self._joiner is not None:
+            await self._joiner.join(member)
         elif self._started_with is not None:
             self.admit(name, self._started_with)
         else:  # before the first sync, for which it is ready now

@@ -44,14 +44,24 @@ CPU_RANK_ENVIRONMENT = {
 class TrainGroup:
     """Satisfies `Policy`. Every method runs on all ranks; a rank that dies or is late is named in the error."""
 
-    def __init__(self, spec: ClusterSpec, rooms: Rooms) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        rooms: Rooms,
+        *,
+        standing: asyncio.Lock,
+        make_room: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Train in `rooms`; nothing is started yet.
+
+        `standing` is held while the weights change, and by whoever needs them to stand still. `make_room` is called under it
+        before every update.
+        """
         self._spec = spec
         self._rooms = rooms
-        self.make_room: Callable[[], Awaitable[None]] | None = None  # before every update, under `standing`
+        self._make_room = make_room
         self._names = [f"training rank {rank}" for rank in range(spec.train.num_ranks)]
-        self.standing = (
-            asyncio.Lock()
-        )  # held by whoever needs the weights to stand still, and while they change
+        self.standing = standing
         self.updates = 0
 
     async def start(self) -> None:
@@ -135,8 +145,8 @@ class TrainGroup:
     async def _devices_alone(self) -> AsyncGenerator[None]:
         """Change weights in the block: nobody syncs meanwhile, and who shares the devices has made room."""
         async with self.standing:
-            if self.make_room is not None:
-                await self.make_room()
+            if self._make_room is not None:
+                await self._make_room()
             self.updates += 1
             yield
 
