@@ -33,13 +33,13 @@ class StandingLoop(asyncio.SelectorEventLoop):
 
     def follow(self) -> None:
         """Look at the clock every second, so that it is known since when the process was stopped when it goes on."""
-        signal.signal(signal.SIGCONT, lambda *_: self._came_back())
+        signal.signal(signal.SIGCONT, self._came_back)
         self._beat()
 
     def _beat(self) -> None:
         self.call_later(BEAT_S, self._beat)
 
-    def _came_back(self) -> None:
+    def _came_back(self, *_: object) -> None:
         # Python calls this in the main thread before the loop looks for deadlines that have passed.
         now_s = super().time()
         self._away_s += max(0.0, now_s - self._seen_s - BEAT_S)

@@ -61,7 +61,7 @@ def _require_answer(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ConnectionError(f"nobody is there: {error}") from error
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
     try:
         GcsClient(address=address)  # has a deadline of its own, of about half a minute
