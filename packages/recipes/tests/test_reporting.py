@@ -1,11 +1,14 @@
 """A run reports where its settings say."""
 
+import sys
+
 import pytest
 
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.run.reporting import make_reporter
 from offbeat_recipes.settings.reading import parse, to_dict
+from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.watch.reporters.console import ConsoleReporter
 from offbeat_trainer.watch.reporters.fanout import FanOut
 from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
@@ -63,6 +66,10 @@ def test_a_tracker_of_anybodys_is_told_where_who_and_with_which_settings(folder,
     path, name, settings = reporter._reporters[-1].told
     assert (path, name, settings["seed"]) == (folder.path, config.name, config.seed)
     reporter.close()
+    trackio = parse({"report": {"console": False, "tensorboard": False, "others": ["trackio"]}})
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(TrainerError, match=r"offbeat-trainer\[trackio\]"):
+        make_reporter(trackio, jsonl, folder)
     unknown = parse({"report": {"console": False, "others": ["mlflow"]}})
     with pytest.raises(SettingError, match=r"report\.others: no tracker named 'mlflow' .*offbeat\.reporters"):
         make_reporter(unknown, jsonl, folder)

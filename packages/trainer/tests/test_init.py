@@ -17,7 +17,7 @@ def test_no_public_name_hides_behind_a_module_of_that_name():
 
 
 def test_importing_is_cheap():
-    heavy = "{'torch', 'ray', 'vllm', 'rich', 'numpy', 'tensorboard', 'wandb'}"
+    heavy = "{'torch', 'ray', 'vllm', 'rich', 'numpy', 'tensorboard', 'wandb', 'trackio'}"
     code = f"import sys, offbeat_trainer; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
     from offbeat_trainer.watch.reporters.silent import Silent
     from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
+    from offbeat_trainer.watch.reporters.trackio import TrackioReporter
     from offbeat_trainer.watch.reporters.wandb import WandbReporter
     from offbeat_trainer.watch.timeline import Timeline
     from offbeat_trainer.watch.watchdog import Watchdog
@@ -170,6 +171,7 @@ _HOMES = {
     "JsonlReporter": "watch.reporters.jsonl",
     "Silent": "watch.reporters.silent",
     "TensorBoardReporter": "watch.reporters.tensorboard",
+    "TrackioReporter": "watch.reporters.trackio",
     "WandbReporter": "watch.reporters.wandb",
     "Action": "rollouts.environment",
     "Environment": "rollouts.environment",
@@ -282,6 +284,7 @@ __all__ = [
     "TensorBoardReporter",
     "Timeline",
     "TooOld",
+    "TrackioReporter",
     "TrainerError",
     "Trajectory",
     "Turn",

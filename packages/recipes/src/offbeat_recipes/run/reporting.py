@@ -1,6 +1,6 @@
 """Where a run reports to, as the settings say.
 
-`report.others` names trackers of other packages, by entry points of the group `offbeat.reporters`, or functions,
+`report.others` names "trackio", or trackers of other packages, by entry points of the group `offbeat.reporters`, or functions,
 "package.module:function" or "file.py:function": called with the run folder, the run's name and its settings, each returns a `Reporter`.
 """
 
@@ -18,6 +18,7 @@ from offbeat_trainer.watch.reporters.console import ConsoleReporter
 from offbeat_trainer.watch.reporters.fanout import FanOut
 from offbeat_trainer.watch.reporters.silent import Silent
 from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
+from offbeat_trainer.watch.reporters.trackio import TrackioReporter
 from offbeat_trainer.watch.reporters.wandb import WandbReporter
 
 if TYPE_CHECKING:
@@ -61,7 +62,12 @@ def _asked_for(config: RunConfig, folder: RunFolder) -> Iterator[Callable[[], Re
             offline=not told.wandb_online,
         )
     for name in told.others:
-        yield lambda name=name: _other_reporter(name)(folder.path, config.name, settings)
+        if name == "trackio":
+            yield lambda: TrackioReporter(
+                folder.path, project=told.wandb_project, name=config.name, config=settings
+            )
+        else:
+            yield lambda name=name: _other_reporter(name)(folder.path, config.name, settings)
 
 
 def _other_reporter(name: str) -> Callable[[Path, str, Mapping[str, object]], Reporter]:

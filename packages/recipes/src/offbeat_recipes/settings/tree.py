@@ -127,7 +127,11 @@ class SyncSection(SyncConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportConfig:
-    """Where a run tells what is going on, besides its JSONL files; see `reporting` for `others`. W&B is sent with `wandb sync` unless online."""
+    """Where a run tells what is going on, besides its JSONL files; see `reporting` for `others`.
+
+    W&B is sent with `wandb sync` unless online. `others` may name "trackio", which stays on this machine; `wandb_project` is its
+    project, too.
+    """
 
     console: bool = True
     tensorboard: bool = True
