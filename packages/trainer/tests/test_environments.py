@@ -1,14 +1,19 @@
 """Environments in processes of their own: what they are asked, and every way in which they can fail."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from offbeat_trainer.config import EnvironmentConfig
 from offbeat_trainer.data.types import Prompt
 from offbeat_trainer.errors import EnvironmentFailed, PlanRefused
+from offbeat_trainer.loading import load_object
 from offbeat_trainer.rollouts.environment import Action, find_environment
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
+from offbeat_trainer.testing import check_environment
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 FILE = """
 import asyncio, os, signal, threading, time
@@ -190,3 +195,77 @@ def test_what_can_be_named(path):
 def test_what_is_no_environment_is_refused_before_anything_starts(path, name, words):
     with pytest.raises(PlanRefused, match=words):
         find_environment(f"{path}:{name}")
+
+
+def class_of(path, name):
+    return load_object(f"{path}:{name}")
+
+
+KEEPS_NOT = """
+import random
+from offbeat_trainer import Feedback
+
+class Fine:
+    def reset(self, prompt, seed):
+        self.draws = random.Random(seed)
+        return [1, 2]
+    def step(self, action):
+        return Feedback(observation=f"{self.draws.random()}", reward=1, done=action.text == "end")
+
+class Shares(Fine):
+    seen = []
+    def step(self, action):
+        self.seen.append(action.text)
+        return Feedback(observation=str(len(self.seen)))
+
+class Dice(Fine):
+    def step(self, action):
+        return Feedback(reward=random.random())
+
+class Says(Fine):
+    def reset(self, prompt, seed):
+        return [{"content": "no role"}]
+
+class Unsendable(Fine):
+    def step(self, action):
+        return Feedback(parts={"f": lambda: 1})
+
+class Nothing(Fine):
+    def step(self, action):
+        return None
+
+one = Fine()
+def same(): return one
+"""
+
+
+async def test_an_environment_that_keeps_its_promises_passes(tmp_path):
+    (tmp_path / "keeps.py").write_text(KEEPS_NOT)
+    told = await check_environment(
+        class_of(tmp_path / "keeps.py", "Fine"), prompt("a"), ["x", "end", "never"]
+    )
+    assert [one.done for one in told] == [False, True]
+    calculator = class_of(EXAMPLES / "calculator.py", "Calculator")
+    asked = Prompt(uid="a", text="47*86+29=", token_ids=(1,), data={"answer": "4071"})
+    told = await check_environment(
+        calculator, asked, ["47*86", "4042+29", "four", "__import__('os')", ":4071"]
+    )
+    assert [one.observation for one in told] == ["4042;", "4071;", "????;", "????;", ""]
+    assert (told[-1].reward, told[-1].correct, told[-1].done) == (1.0, True, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("Shares", AssertionError, "the same prompt, seed and actions gave"),
+        ("Dice", AssertionError, "the same prompt, seed and actions gave"),
+        ("Says", AssertionError, "an observation is text, token ids, or messages"),
+        ("Unsendable", AssertionError, "cannot be sent to another process"),
+        ("Nothing", EnvironmentFailed, "`step` returned None"),
+        ("same", AssertionError, "an instance of its own, and `make` gave one twice"),
+    ],
+)
+async def test_one_that_does_not_is_told_which(tmp_path, name, error, words):
+    (tmp_path / "keeps.py").write_text(KEEPS_NOT)
+    with pytest.raises(error, match=words):
+        await check_environment(class_of(tmp_path / "keeps.py", name), prompt("a"), ["x", "y"])

@@ -160,7 +160,6 @@ def test_more_prompts_than_rows(tmp_path: Path, plain_model: str, reward: str):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("", "needed"),
         ("math", "expected package.module:name or file.py:name"),
         ("nowhere.at_all:f", "cannot import 'nowhere.at_all'"),
         ("nowhere/file.py:f", "cannot import 'nowhere/file.py'"),
@@ -172,6 +171,12 @@ def test_reward_functions_that_are_not(tmp_path: Path, plain_model: str, reward:
     with pytest.raises(TaskError) as caught:
         _file_task(tmp_path, [{"prompt": "a"}], plain_model, reward)
     assert message in str(caught.value)
+
+
+def test_without_rewards_there_is_no_scorer(tmp_path: Path, plain_model: str):
+    task = _file_task(tmp_path, [{"prompt": "a"}], plain_model, "")
+    with pytest.raises(TaskError, match=r"task\.reward: needed"):
+        task.scorer(RewardConfig(), tmp_path / "log")
 
 
 @pytest.mark.spawns

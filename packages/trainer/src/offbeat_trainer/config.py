@@ -205,7 +205,7 @@ class EnvironmentConfig:
     max_turns: int = bounded(8, at_least=1)
     max_tokens: int = bounded(1024, at_least=1)
     max_seconds: float = bounded(0.0, at_least=0)
-    timeout_s: float = 60.0
+    timeout_s: float = bounded(60.0, more_than=0)
     concurrency: int = bounded(2, at_least=1)
     max_attempts: int = bounded(2, at_least=1)
     on_failure: OnFailure = OnFailure.DROP

@@ -28,7 +28,7 @@ def algorithm_of(config: RunConfig) -> Algorithm[AlgorithmConfig]:
         step=StepShape(
             group_size=config.trainer.group_size,
             updates_per_step=config.trainer.updates_per_step,
-            max_completion_tokens=config.sampling.max_tokens,
+            max_completion_tokens=config.max_new_tokens,
         ),
     )
 

@@ -20,9 +20,17 @@ from offbeat_recipes.plan.machine import machine_refusals
 from offbeat_recipes.plan.replay import replay_refusals
 from offbeat_recipes.plan.stops import stop_refusals
 from offbeat_recipes.tasks.base import make_task
-from offbeat_recipes.tasks.config import ArithmeticConfig, FileConfig, RowsConfig
+from offbeat_recipes.tasks.config import (
+    ArithmeticConfig,
+    CalculatorConfig,
+    CharTaskConfig,
+    FileConfig,
+    RowsConfig,
+)
 from offbeat_rollout import ConfigError as RolloutConfigError
 from offbeat_rollout.registry import adapter_class
+from offbeat_trainer.config import RewardFrom
+from offbeat_trainer.errors import PlanRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -174,6 +182,7 @@ def _rollout(config: RunConfig) -> Iterator[Refusal]:
 
 
 def _files(config: RunConfig) -> Iterator[Refusal]:
+    yield from _environment(config)
     if not isinstance(config.task, RowsConfig):
         return
     for key in ("train_path", "validation_path"):
@@ -182,10 +191,23 @@ def _files(config: RunConfig) -> Iterator[Refusal]:
             yield Refusal(f"task.{key}", "not given", "name a JSONL or parquet file")
         elif not Path(path).is_file():
             yield Refusal(f"task.{key}", f"no file {path}", "name a JSONL or parquet file that is there")
-    if isinstance(config.task, FileConfig) and not config.task.reward:
+    scored = config.turns is not None and config.turns.reward_from is RewardFrom.ENVIRONMENT
+    if isinstance(config.task, FileConfig) and not config.task.reward and not scored:
         yield Refusal("task.reward", "not given", "name package.module:function or file.py:function")
     if not config.model.path:
         yield Refusal("model.path", "not given, and this task makes no model", "name a Hugging Face folder")
+
+
+def _environment(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse an environment that cannot be made: it is imported here, and one is made where that is a function's affair."""
+    if config.turns is None:
+        return
+    from offbeat_trainer import find_environment
+
+    try:
+        find_environment(config.turns.path)
+    except PlanRefused as error:
+        yield Refusal("environment.path", str(error), "name package.module:Name or file.py:Name")
 
 
 def _model_config(config: RunConfig) -> PretrainedConfig | None:
@@ -197,11 +219,13 @@ def _model_config(config: RunConfig) -> PretrainedConfig | None:
         return AutoConfig.from_pretrained(
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )
-    if isinstance(config.task, ArithmeticConfig):
+    if isinstance(config.task, CharTaskConfig):
         from offbeat_recipes.models.char import char_model_config
-        from offbeat_recipes.tasks.arithmetic import ArithmeticTask
+        from offbeat_recipes.tasks.chars import CharTask
 
-        return char_model_config(ArithmeticTask(config.task, config.seed).shape)
+        task = make_task(config.task, "", config.seed)
+        assert isinstance(task, CharTask)
+        return char_model_config(task.shape)
     return None
 
 
@@ -245,6 +269,10 @@ def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int]:
             task.max_prompt_tokens,
             max_answer_tokens(config.task.level),
         )
+    if isinstance(config.task, CalculatorConfig):
+        from offbeat_recipes.tasks.calculator import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS
+
+        return 0, MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS
     if opens:
         task = make_task(config.task, config.model.path, config.seed)
         return getattr(task, "num_train_prompts", 0), task.max_prompt_tokens, 0

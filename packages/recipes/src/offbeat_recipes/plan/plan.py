@@ -30,7 +30,7 @@ from offbeat_recipes.plan.placement import (
     placed,
     shared_memory_refusals,
 )
-from offbeat_recipes.tasks.config import ArithmeticConfig
+from offbeat_recipes.tasks.config import CharTaskConfig
 from offbeat_trainer.config import KlEstimator, PolicyLossConfig
 from offbeat_trainer.stream.gate import version_of
 
@@ -105,7 +105,7 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
     loop = config.trainer
     completions = loop.prompts_per_step * loop.group_size
     per_update = completions // loop.updates_per_step
-    longest = facts.max_prompt_tokens + config.sampling.max_tokens
+    longest = facts.max_prompt_tokens + config.max_new_tokens
     return BatchPlan(
         prompts_per_step=loop.prompts_per_step,
         group_size=loop.group_size,
@@ -147,13 +147,13 @@ def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
 
 
 def _lengths(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
-    need, have = facts.max_prompt_tokens + config.sampling.max_tokens, config.rollout.max_model_len
+    need, have = facts.max_prompt_tokens + config.max_new_tokens, config.rollout.max_model_len
     if need > have:
         yield Refusal(
             "rollout.max_model_len",
-            f"{facts.max_prompt_tokens} prompt tokens + {config.sampling.max_tokens} completion tokens "
+            f"{facts.max_prompt_tokens} prompt tokens + {config.max_new_tokens} {'turn' if config.turns else 'completion'} tokens "
             f"are more than {have}",
-            f"rollout.max_model_len={need}, or lower sampling.max_tokens",
+            f"rollout.max_model_len={need}, or lower {'environment' if config.turns else 'sampling'}.max_tokens",
         )
     positions = 0 if facts.model is None else facts.model.max_positions
     if positions and have > positions:
@@ -256,9 +256,9 @@ def _object_store(config: RunConfig, batch: BatchPlan) -> Iterator[str]:
 
 
 def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> Iterator[str]:
-    if facts.longest_answer_tokens > config.sampling.max_tokens:
+    if facts.longest_answer_tokens > config.max_new_tokens:
         yield (
-            f"sampling.max_tokens={config.sampling.max_tokens} cuts off right answers: "
+            f"{'environment' if config.turns else 'sampling'}.max_tokens={config.max_new_tokens} cuts off right answers: "
             f"the longest has {facts.longest_answer_tokens} tokens"
         )
     limit = (facts.gpu_gib if config.device == "cuda" else facts.ram_gib) * GIB
@@ -282,5 +282,5 @@ def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> It
         and algorithm.kl_estimator is KlEstimator.K1
     ):
         yield "k1 in the loss has no gradient on average: it measures KL and does not bound it; k2 and k3 do"
-    if isinstance(config.task, ArithmeticConfig) and not config.warmup.steps and not config.model.path:
+    if isinstance(config.task, CharTaskConfig) and not config.warmup.steps and not config.model.path:
         yield "an untrained model without warm-up is never right, and GRPO learns from differences: warmup.steps=250"

@@ -55,6 +55,7 @@ def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
         yield Refusal("replay", str(error), "name the folder of a run in an asynchronous mode")
         return
     assert schedule is not None
-    found = schedule.obstacle(config.trainer.steps, kept=config.asynchrony.partial is Partial.KEEP)
+    kept = config.asynchrony.partial is Partial.KEEP
+    found = schedule.obstacle(config.trainer.steps, kept=kept, whole=config.turns is not None)
     if found is not None:
         yield Refusal("replay", *found)

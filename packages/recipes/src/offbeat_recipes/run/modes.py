@@ -8,10 +8,14 @@ from offbeat_recipes.plan.algorithm import algorithm_of
 from offbeat_recipes.plan.journals import open_journal
 from offbeat_recipes.plan.replay import recorded_schedule
 from offbeat_recipes.tasks.base import make_scorer
+from offbeat_recipes.tasks.observations import observation_encoder
+from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.rollouts.multi import MultiTurn, Scene
+from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.watch.timeline import Timeline
@@ -39,10 +43,11 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
     config = session.config
     timeline = Timeline(session.folder.trace)
     cluster.draw_on(timeline)
+    watchdog = Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall)
     return Parts(
         task=session.task,
         policy=cluster.train,
-        rollout=make_rollout(session, cluster, timeline),
+        rollout=make_rollout(session, cluster, timeline, watchdog),
         publisher=cluster.publisher(),
         reporter=session.reporter,
         store=store,
@@ -55,15 +60,33 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
         journal=open_journal(session.folder.path),
         replay=recorded_schedule(config),
         timeline=timeline,
-        watchdog=Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall),
+        watchdog=watchdog,
     )
 
 
-def make_rollout(session: Session, cluster: Cluster, timeline: Timeline | None = None) -> Rollout:
+def make_rollout(
+    session: Session, cluster: Cluster, timeline: Timeline | None = None, watchdog: Watchdog | None = None
+) -> Rollout:
     """Return the way from prompts to scored groups. The caller closes it."""
+    config, task, logs = session.config, session.task, session.folder.logs
     generator = GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort)
-    scorer = make_scorer(session.task, session.config.reward, session.folder.logs / "rewards.log")
-    return SingleTurn(generator, scorer, timeline)
+    if config.turns is None:
+        return SingleTurn(generator, make_scorer(task, config.reward, logs / "rewards.log"), timeline)
+    scored = config.turns.reward_from is RewardFrom.ENVIRONMENT
+    processes = EnvironmentProcesses(config.turns, logs / "environments.log")
+    return MultiTurn(
+        generator,
+        Scene(
+            make=processes.make,
+            decode=task.decode,
+            encode=observation_encoder(task.tokenizer),
+            close=processes.close,
+        ),
+        config.turns,
+        scorer=None if scored else make_scorer(task, config.reward, logs / "rewards.log"),
+        timeline=timeline,
+        watchdog=watchdog,
+    )
 
 
 def loop_of(config: RunConfig) -> Loop:

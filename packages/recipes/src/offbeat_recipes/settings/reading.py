@@ -37,34 +37,23 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "mode.max_attempts reward.concurrency reward.max_attempts",
     ),
     "0": (
-        "trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
+        "seed trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
         "warmup.lr_warmup_steps",
         "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
         "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
         "engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
-        "rollout.cpu_threads",
-        "sync.canary_tolerance",
-        "sync.delta_max_fraction",
+        "rollout.cpu_threads sync.canary_tolerance sync.delta_max_fraction",
     ),
     "-1": ("evaluation.step",),
 }
 _MORE_THAN_ZERO = (
-    "sync.bucket_mib",
-    "reward.timeout_s",
-    "cluster.health_period_s",
-    "cluster.object_store_mib",
-    "task.initializer_range",
-    "task.rope_theta",
-    "engine.lora.alpha",
+    *["sync.bucket_mib", "reward.timeout_s", "cluster.health_period_s", "cluster.object_store_mib"],
+    *["task.initializer_range", "task.rope_theta", "engine.lora.alpha"],
 )  # and everything that ends in `_timeout_s`
 _AT_MOST_ONE = (
-    "task.forget_carry",
-    "task.carry_share",
-    "task.held_out_fraction",
-    "rollout.gpu_memory_fraction",
-    "engine.lora.dropout",
-    "sync.delta_max_fraction",
+    *["task.forget_carry", "task.carry_share", "task.held_out_fraction"],
+    *["rollout.gpu_memory_fraction", "engine.lora.dropout", "sync.delta_max_fraction"],
 )
 
 
@@ -76,7 +65,7 @@ _MEANT = {
 }
 """What other libraries call settings that have no such name here."""
 
-_UNIONS = {"task": "arithmetic", "mode": "sync"}
+_UNIONS = {"task": "arithmetic", "mode": "sync", "environment": "none"}
 _DEFAULT_CHOICE = {**_UNIONS, **{path: plug_in.default for path, plug_in in PLUG_INS.items()}}
 """The variant of a section that has several, or the plug-in that it is of, where its `name` is not given."""
 
@@ -116,7 +105,7 @@ def known_paths(chosen: Mapping[str, str] | None = None) -> dict[str, Setting]:
         item.path: item
         for item in all_settings(chosen)
         if not item.derived
-        and (chosen is None or not item.variant or item.variant == chosen[_section(item.path)])
+        and (not item.variant or chosen is None or item.variant == _variant_of(item.path, chosen))
     }
 
 
@@ -131,6 +120,8 @@ def parse(raw: Mapping[str, Any]) -> RunConfig:
     problems = [line for path in _leaves(values) for line in _unknown(path, chosen)]
     if problems:
         raise SettingError(problems)
+    if "environment" in values:
+        values["environment"]["name"] = chosen["environment"]
     try:
         # JSON mode: strict (no "5" for 5, no true for 1), yet names for enums.
         config = _adapter(run_class(chosen)).validate_json(json.dumps(values, default=str), strict=True)
@@ -234,12 +225,18 @@ def _section(path: str) -> str:
     return path.partition(".")[0]
 
 
+def _variant_of(path: str, chosen: Mapping[str, str]) -> str:
+    return {**_DEFAULT_CHOICE, **chosen}[_section(path)]
+
+
 def _choose(values: dict[str, Any]) -> dict[str, str]:
     """Return the chosen variant of each section that has several; where it is not named, it is from here on."""
     chosen = dict(_DEFAULT_CHOICE)
     for section, default in _DEFAULT_CHOICE.items():
         given = values.get(section)
-        if isinstance(given, dict):
+        if section == "environment":  # its name follows from a path
+            chosen[section] = "own" if isinstance(given, dict) and given.get("path") else "none"
+        elif isinstance(given, dict):
             chosen[section] = str(given.setdefault("name", default))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     return chosen
 
@@ -253,6 +250,8 @@ def _unknown(path: str, chosen: Mapping[str, str]) -> list[str]:
     if wrong or _is_section(path, mine) or any(_covers(item, path) for item in mine.values()):
         return wrong
     known = all_settings(chosen)
+    if section == "environment":
+        return [f"`{path}` is for runs with an environment; `environment.path` names one"]
     owners = sorted({item.variant for item in known if _covers(item, path)})
     if chosen[section] not in {item.variant for item in known if _section(item.path) == section}:
         return []  # the choice itself is unknown: pydantic says so, once
@@ -325,7 +324,7 @@ def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Itera
         for name, limit in limits.items():
             words, holds = _LIMITS[name]
             if value is not None and not holds(value, limit):  # None: left to the code
-                yield f"`{path}`: expected {words} {limit if isinstance(limit, int) else f'{limit:g}'}, got {value}"
+                yield f"`{path}`: expected {words} {limit:g}, got {value}"
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict, Field
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig, bounded
+from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig
 from offbeat_engine.registry import engine_config_class
 from offbeat_recipes.tasks.config import ArithmeticConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
@@ -22,6 +22,7 @@ from offbeat_trainer.config import (
     AlgorithmConfig,
     AsyncConfig,
     ClusterConfig,
+    EnvironmentConfig,
     LoopConfig,
     OnStall,
     Placement,
@@ -116,6 +117,23 @@ class AlgorithmSection(AlgorithmConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoEnvironment:
+    """One turn a prompt: what a run has that names no `environment.path`."""
+
+    name: Literal["none"] = field(default="none", metadata={"derived": "environment.path"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSection(EnvironmentConfig):
+    """Several turns, in the environment that `path` names."""
+
+    name: Literal["own"] = field(default="own", metadata={"derived": "environment.path"})
+
+
+EnvironmentChoice: TypeAlias = Annotated[NoEnvironment | EnvironmentSection, Field(discriminator="name")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSection(SyncConfig):
     """How new weights reach the replicas: by where the processes are, unless a `transport` is named."""
 
@@ -166,7 +184,7 @@ class RunConfig:
 
     name: str = ""
     run_dir: str = ""
-    seed: int = bounded(0, at_least=0, at_most=2**63 - 1)  # what vLLM and torch both take
+    seed: int = 0
     resume: Literal["never", "auto"] = "never"
     replay: str = ""
     device: Device = "cpu"
@@ -176,6 +194,7 @@ class RunConfig:
     trainer: LoopConfig = field(default_factory=LoopConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentChoice = field(default_factory=NoEnvironment)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineSection = field(default_factory=EngineSection)
@@ -201,6 +220,16 @@ class RunConfig:
         if isinstance(self.mode, FullyAsyncMode):
             return self.mode
         return AsyncConfig(max_attempts=self.mode.max_attempts, on_stall=self.mode.on_stall)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that follow a prompt: of one turn, or of all turns with an environment, what it says included."""
+        return self.sampling.max_tokens if self.turns is None else self.turns.max_tokens
+
+    @property
+    def turns(self) -> EnvironmentConfig | None:
+        """The environment that is acted in; None where a prompt has one turn."""
+        return self.environment if isinstance(self.environment, EnvironmentSection) else None
 
     @property
     def num_updates(self) -> int:

@@ -9,26 +9,16 @@ are worth, reinforcement learning has to find out.
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.models.char import (
-    CharModelShape,
-    char_model_folder,
-    char_tokenizer,
-    folder_vocabulary,
-)
+from offbeat_recipes.tasks.chars import CharTask
 from offbeat_recipes.tasks.streams import Stream, stream
 from offbeat_rollout import Finish
 from offbeat_trainer import Example, Prompt, Score
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
-    from transformers import PreTrainedTokenizerFast
 
     from offbeat_recipes.tasks.config import ArithmeticConfig
     from offbeat_trainer import Trajectory
@@ -77,7 +67,7 @@ def is_right(text: str, left: int, right: int) -> bool:
     return mark == RESULT and RESULT not in work and result == str(left + right)
 
 
-class ArithmeticTask:
+class ArithmeticTask(CharTask):
     """Additions of two `level`-digit numbers.
 
     Which ones are held out is decided by a digest of the operands (in either order), whatever the seed: warm-up
@@ -96,57 +86,16 @@ class ArithmeticTask:
             raise TaskError(
                 f"task.held_out_fraction: expected more than 0 and less than 1, got {config.held_out_fraction}"
             )
-        if config.hidden_size % (2 * config.num_heads):
-            raise TaskError(
-                f"task.hidden_size {config.hidden_size} must be a multiple of twice task.num_heads "
-                f"({config.num_heads}): rotary positions turn pairs of each head's dimensions"
-            )
+        super().__init__(config, ALPHABET, model_path)
         self.max_prompt_tokens = max_prompt_tokens(config.level)
-        self.notes: tuple[str, ...] = ()
         self._config = config
         self._seed = seed
-        self._model_path = model_path
         self._num_pairs = (9 * 10 ** (config.level - 1)) ** 2
         if not self.num_available(held_out=True):
             raise TaskError(
                 f"task.held_out_fraction {config.held_out_fraction:g} leaves none of {self._num_pairs} sums for validation; "
                 "raise it, or task.level"
             )
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        """One token per character; see `offbeat_recipes.models.char`."""
-        return self._tokenizer
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        return char_tokenizer(ALPHABET)
-
-    @cached_property
-    def shape(self) -> CharModelShape:
-        """The shape of the model that the task makes."""
-        config = self._config
-        return CharModelShape(
-            alphabet=ALPHABET,
-            hidden_size=config.hidden_size,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            intermediate_size=config.intermediate_size,
-            initializer_range=config.initializer_range,
-            rope_theta=config.rope_theta,
-        )
-
-    def model_folder(self, cache_dir: Path, seed: int) -> Path:
-        """Return a folder with a model of `shape`, its weights drawn from `seed`; made where it is not there.
-
-        Raises:
-            TaskError: a model was named, and its tokens are not this task's.
-        """
-        if not self._model_path:
-            return char_model_folder(self.shape, cache_dir, seed)
-        if folder_vocabulary(Path(self._model_path)) != self.tokenizer.get_vocab():
-            raise TaskError(f"model.path: {self._model_path} has not the tokens of this task ({ALPHABET})")
-        return Path(self._model_path)
 
     def is_held_out(self, left: int, right: int) -> bool:
         """Say whether this sum is for validation alone."""
@@ -190,27 +139,6 @@ class ArithmeticTask:
         # The end token is cut off first: decoded with it, `:12<pad><eos>` must not pass for `:12`.
         right_answer = ended and is_right(self._raw(token_ids[:-1]), left, right)
         return Score(reward=float(right_answer), correct=right_answer)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the characters of `token_ids`, without the end token."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Return the end token."""
-        end = self.tokenizer.eos_token_id
-        assert isinstance(end, int)
-        return (end,)
-
-    def _raw(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._ids[character] for character in text)
-
-    @cached_property
-    def _ids(self) -> dict[str, int]:
-        vocabulary = self.tokenizer.get_vocab()
-        return {character: vocabulary[character] for character in ALPHABET}
 
     def _prompt(self, left: int, right: int) -> Prompt:
         text = f"{left}+{right}="

@@ -6,7 +6,13 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol, assert_never, cast, runtime_checkable
 
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.tasks.config import ArithmeticConfig, ExternalTaskConfig, FileConfig, Gsm8kConfig
+from offbeat_recipes.tasks.config import (
+    ArithmeticConfig,
+    CalculatorConfig,
+    ExternalTaskConfig,
+    FileConfig,
+    Gsm8kConfig,
+)
 from offbeat_trainer import Supervised, Task
 from offbeat_trainer.scoring.scorer import TaskScorer
 
@@ -62,6 +68,10 @@ def make_task(config: TaskConfig, model_path: str, seed: int) -> RunnableTask:
             from offbeat_recipes.tasks.arithmetic import ArithmeticTask
 
             return ArithmeticTask(config, seed, model_path)
+        case CalculatorConfig():
+            from offbeat_recipes.tasks.calculator import CalculatorTask
+
+            return CalculatorTask(config, seed, model_path)
         case Gsm8kConfig():
             from offbeat_recipes.tasks.gsm8k import Gsm8kTask
 

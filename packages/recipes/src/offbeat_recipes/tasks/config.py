@@ -6,21 +6,13 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from offbeat_engine.config import bounded
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArithmeticConfig:
-    """Sums to be worked out column by column, with a tiny model and tokenizer made on the spot.
+class CharTaskConfig:
+    """The shape of the tiny model of a task of characters, and what is kept for validation alone, as a share of all prompts."""
 
-    `level` is the number of digits of both operands. Each column but the last carries with probability `carry_share`.
-    `forget_carry` is the share of the warm-up's worked examples that leave out every carry: it makes a policy that is
-    right sometimes. `held_out_fraction` of all prompts is kept for validation alone. The rest is the shape of the
-    model.
-    """
-
-    name: Literal["arithmetic"] = "arithmetic"
-    level: int = 2
-    carry_share: float = 0.7
-    forget_carry: float = 0.7
     held_out_fraction: float = 0.1
     hidden_size: int = 96
     num_layers: int = 2
@@ -28,6 +20,32 @@ class ArithmeticConfig:
     intermediate_size: int = 256
     initializer_range: float = 0.1
     rope_theta: float = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithmeticConfig(CharTaskConfig):
+    """Sums to be worked out column by column, with a tiny model and tokenizer made on the spot.
+
+    `level` is the number of digits of both operands. Each column but the last carries with probability `carry_share`.
+    `forget_carry` is the share of the warm-up's worked examples that leave out every carry: it makes a policy that is
+    right sometimes.
+    """
+
+    name: Literal["arithmetic"] = "arithmetic"
+    level: int = 2
+    carry_share: float = 0.7
+    forget_carry: float = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalculatorConfig(CharTaskConfig):
+    """Problems of two-digit numbers, and a calculator to be asked in several turns; model and tokenizer as for sums.
+
+    `guess` is the share of the warm-up's worked examples that write down some number at once, and are wrong.
+    """
+
+    name: Literal["calculator"] = "calculator"
+    guess: float = bounded(0.7, at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,5 +104,6 @@ class ExternalTaskConfig:
 
 
 TaskConfig: TypeAlias = Annotated[
-    ArithmeticConfig | Gsm8kConfig | FileConfig | ExternalTaskConfig, Field(discriminator="name")
+    ArithmeticConfig | CalculatorConfig | Gsm8kConfig | FileConfig | ExternalTaskConfig,
+    Field(discriminator="name"),
 ]

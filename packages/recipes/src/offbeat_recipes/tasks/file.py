@@ -29,8 +29,6 @@ class FileTask(TextTask):
         Raises:
             TaskError: no such function, or see `TextTask`.
         """
-        if not config.reward:
-            raise TaskError("task.reward: needed, package.module:function or file.py:function")
         self._file = config
         super().__init__(config, model_path, seed)
         self.rewards = self._find_rewards()
@@ -66,14 +64,20 @@ class FileTask(TextTask):
         return value
 
     def scorer(self, config: RewardConfig, log: Path) -> Scorer:
-        """Return what scores completions with the reward functions; what these print goes to `log`."""
+        """Return what scores completions with the reward functions; what these print goes to `log`.
+
+        Raises:
+            TaskError: there is none.
+        """
+        if not self.rewards:
+            raise TaskError("task.reward: needed, package.module:function or file.py:function")
         return FunctionScorer(
             self.rewards, config, decode=self.decode, correct_at=self._file.correct_at, log=log
         )
 
     def _find_rewards(self) -> tuple[Reward, ...]:
         given, weights = self._file.reward, self._file.reward_weights
-        paths = (given,) if isinstance(given, str) else given
+        paths = ((given,) if given else ()) if isinstance(given, str) else given
         if weights and len(weights) != len(paths):
             raise TaskError(
                 f"task.reward_weights: {len(weights)} numbers for {len(paths)} functions of task.reward; give one each"

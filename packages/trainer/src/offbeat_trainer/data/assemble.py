@@ -119,10 +119,12 @@ def assemble_examples(examples: Sequence[Example]) -> TrainBatch:
     """
     if not examples:
         raise TrainerError("`assemble_examples` needs at least one example, got none")
-    frame, _ = _frame(
+    frame, after_BT = _frame(
         [np.array(example.prompt_ids, np.int64) for example in examples],
         [np.array(example.completion_ids, np.int64) for example in examples],
     )
+    trained = [example.trained or (True,) * len(example.completion_ids) for example in examples]
+    frame["loss_mask"][torch.from_numpy(after_BT)] = torch.tensor([one for row in trained for one in row])
     return train_batch(**frame)
 
 

@@ -48,7 +48,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One supervised pair: the completion is trained, the prompt is context."""
+    """One supervised pair: the completion is trained, the prompt is context. `trained` marks what of it is; empty means all."""
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
+    trained: tuple[bool, ...] = ()

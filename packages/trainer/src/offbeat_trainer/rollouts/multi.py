@@ -36,7 +36,7 @@ from offbeat_trainer.watch.timeline import GENERATION, Timeline
 from offbeat_trainer.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from offbeat_rollout import Completion, SamplingParams
     from offbeat_trainer.data.generation import GroupGenerator, Keep
@@ -51,12 +51,13 @@ log = logging.getLogger(__name__)
 class Scene:
     """Where the policy acts: `make` makes an environment, the other two are the run's tokenizer.
 
-    `encode` is asked once for each observation.
+    `encode` is asked once for each observation; `close` ends what `make` has begun.
     """
 
     make: Callable[[], Environment]
     decode: Callable[[Sequence[int]], str]
     encode: Callable[[Observation], Sequence[int]]
+    close: Callable[[], Awaitable[None]] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +142,9 @@ class MultiTurn:
         self._generator.go_on()
 
     async def close(self) -> None:
-        """See `Rollout.close`; the scene is whose who made it."""
+        """See `Rollout.close`."""
+        if self._scene.close is not None:
+            await self._scene.close()
         if self._scorer is not None:
             await self._scorer.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offbeat_trainer.testing.environments import check_environment
 from offbeat_trainer.testing.recorder import Recorder
 from offbeat_trainer.testing.run import ScriptedRun
 from offbeat_trainer.testing.scripted import (
@@ -21,6 +22,7 @@ __all__ = [
     "ScriptedRun",
     "ScriptedTask",
     "VirtualLoop",
+    "check_environment",
     "prompt_number",
     "run_virtual",
 ]
