@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
-from offbeat_engine import BatchError, ConfigError, ModelConfig, SftLoss, World, train_batch
+from offbeat_engine import BatchError, ConfigError, ModelConfig, RankLostError, SftLoss, World, train_batch
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine, scorer
 from offbeat_engine.testing import make_tiny_model, random_batch, reference_logprobs
 from offbeat_engine.testing.reference import load_reference
@@ -77,6 +77,16 @@ def leaking_layer(monkeypatch):
     )
 
 
+def leaking_far(monkeypatch):
+    plain = qwen2.Qwen2MLP.forward
+
+    def forward(self, x):
+        # As a state that is added again 128 tokens later, whosever those are.
+        return plain(self, x) + functional.pad(x, (0, 0, 128, 0))[:, : x.shape[1]]
+
+    monkeypatch.setattr(qwen2.Qwen2MLP, "forward", forward)
+
+
 def transposed_head(monkeypatch):
     plain = scorer.token_logprobs
 
@@ -100,19 +110,34 @@ def growing_frequencies(monkeypatch):
     monkeypatch.setattr(qwen2.Qwen2RotaryEmbedding, "forward", forward)
 
 
-def noise_in_training(monkeypatch):
+def noise(monkeypatch, part):
     plain = qwen2.Qwen2MLP.forward
     monkeypatch.setattr(
-        qwen2.Qwen2MLP, "forward", lambda self, x: functional.dropout(plain(self, x), 0.1, self.training)
+        qwen2.Qwen2MLP, "forward", lambda self, x: functional.dropout(plain(self, x), part, self.training)
     )
+
+
+def noise_in_training(monkeypatch):
+    noise(monkeypatch, 0.1)
+
+
+def little_noise_in_training(monkeypatch):
+    noise(monkeypatch, 0.02)
+
+
+def hardly_any_noise_in_training(monkeypatch):
+    noise(monkeypatch, 0.005)
 
 
 PLANTED = {
     scaled_logits: "no setting of this engine makes them agree",
     leaking_layer: "set `packing: false`",
+    leaking_far: "set `packing: false`",
     transposed_head: "no setting of this engine makes them agree",
     growing_frequencies: "change with the positions of another",
     noise_in_training: "set `model.dropout: true`",
+    little_noise_in_training: "set `model.dropout: true`",
+    hardly_any_noise_in_training: "set `model.dropout: true`",
 }
 
 
@@ -129,6 +154,37 @@ def test_the_refusal_has_both_figures(square, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"has -[\d.]+ by Hugging Face's forward and -[\d.]+ by this engine"
     ):
+        make(square)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "memory ran out"),
+        (MemoryError(), "memory ran out"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory ran out"),
+        (torch.distributed.DistBackendError("NCCL error"), "another rank died"),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), "another rank died"),
+        (IndexError("index out of range"), "use another model"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
+)
+def test_what_is_no_fault_of_the_model_is_not_said_to_be(square, monkeypatch, error, says):
+    def fail(self, x):
+        raise error
+
+    monkeypatch.setattr(qwen2.Qwen2MLP, "forward", fail)
+    with pytest.raises(ConfigError, match=says) as caught:
+        make(square)
+    assert ("use another model" in str(caught.value)) == (says == "use another model")
+
+
+def test_a_lost_rank_is_told_as_one(square, monkeypatch):
+    def lost(self, x):
+        raise RankLostError("rank 0 of 2 waited")
+
+    monkeypatch.setattr(qwen2.Qwen2MLP, "forward", lost)
+    with pytest.raises(RankLostError, match="rank 0 of 2 waited"):
         make(square)
 
 

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from offbeat_engine.batch import train_batch
 from offbeat_engine.config import Dtype
+from offbeat_engine.errors import RankLostError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.fsdp2.packing import lay_out, padded_inputs
@@ -29,14 +31,19 @@ if TYPE_CHECKING:
     from offbeat_engine.interface import Engine
 
 _log = logging.getLogger(__name__)
-# The longer of the two sequences, the shorter, and the beginning that they share: with `share_prefixes` it is computed once.
-_LENGTHS = (20, 14)
+# Tokens of the longer of the two sequences at most and at least, the part of them that the shorter has, and the beginning
+# that they share: with `share_prefixes` it is computed once. The longer one is what lies between the shorter and the row's
+# first token, so whatever reaches back no further than that, or works in blocks of less, shows in the shorter one.
+_LONGEST, _LEAST = 200, 20
+_SHORTER = 0.7
 _SHARED = 6
 _MAX_NAMED = 5
 # What rounding explains, of the largest and of the mean difference: so much, and so much of the mean magnitude. In float32
 # right paths came to 1e-6 here; in bfloat16 to 0.014 and 0.004, and to 0.29 and 0.03 where a router chose another expert.
 _LARGEST = {Dtype.FLOAT32: (1e-3, 1e-4), Dtype.BFLOAT16: (0.5, 0.03)}
 _MEAN = {Dtype.FLOAT32: (2e-4, 2e-5), Dtype.BFLOAT16: (0.03, 0.005)}
+_UNPACKED = "its layers mix tokens of packed sequences: set `packing: false`, which is exact"
+_NOTHING_HELPS = "no setting of this engine makes them agree: use another model or another engine"
 
 
 def find_non_finite(hf: Any) -> str | None:  # noqa: ANN401
@@ -70,7 +77,7 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
         packed: whether packing is on, so that turning it off may help.
         dropout: whether training may differ from evaluation, because dropout was asked for or nothing is trained.
     """
-    hf, batch = scorer.hf, _probe(scorer.hf)
+    hf, batch = scorer.hf, _probe(scorer.hf, engine.config.micro_batch_tokens)
     name = "values" if scorer.head == "value" else "logprobs"
     device = next(scorer.parameters()).device
     judge = _Judge(engine.config.dtype, batch["loss_mask"])
@@ -82,14 +89,12 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
                 if found is not None:
                     return found
                 own = _own(engine, batch, name)
-                found = judge.compare(plain, own) or _mixing(engine, scorer, batch, name)
+                found = judge.compare(plain, own) or _mixing(engine, batch, name)
                 if found is not None:
                     helps = packed and judge.compare(plain, _padded(scorer, batch, device)) is None
-                    return f"{type(hf).__name__}: {found}; " + (
-                        "its layers mix tokens of packed sequences: set `packing: false`, which is exact"
-                        if helps
-                        else "no setting of this engine makes them agree: use another model or another engine"
-                    )
+                    return f"{type(hf).__name__}: {found}; {_UNPACKED if helps else _NOTHING_HELPS}"
+                # The same shapes: where evaluation repeats itself bit for bit, noise has no rounding to hide behind.
+                repeats = torch.equal(own, _own(engine, batch, name))
                 if not _stays(engine, scorer, batch, device):
                     return (
                         f"{type(hf).__name__}: the log-probabilities of a sequence change with the positions of another "
@@ -97,19 +102,32 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
                     )
             if not dropout:
                 with engine.train_mode():
-                    found = judge.compare(own, _own(engine, batch, name), "evaluation", "training")
+                    trained = _own(engine, batch, name)
+                judge = _Judge(
+                    Dtype.FLOAT32 if repeats else engine.config.dtype, batch["loss_mask"], strict=True
+                )
+                found = judge.compare(own, trained, "evaluation", "training")
+        except RankLostError:
+            raise
         except Exception as error:  # noqa: BLE001 whatever a model raises here it would raise in the first step
-            return (
-                f"{type(hf).__name__} failed on {batch.batch_size[0]} short sequences "
-                f"({type(error).__name__}: {error}); "
-                + ("`packing: false` may help, or use another model" if packed else "use another model")
-            )
-    if found is not None:
+            return _failure(hf, error, batch, packed=packed)
+    return found and (
+        f"{type(hf).__name__}: {found}: something draws at random that no setting of its config turns off; "
+        "set `model.dropout: true` if that is wanted"
+    )
+
+
+def _failure(hf: Any, error: Exception, batch: TrainBatch, *, packed: bool) -> str:  # noqa: ANN401
+    """Say in words what `error` has to do with the model: nothing, where memory ran out or a rank was lost."""
+    what = f"{type(hf).__name__} failed on {batch.batch_size[0]} short sequences ({type(error).__name__}: {error}); "
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return (
-            f"{type(hf).__name__}: {found}: something draws at random that no setting of its config turns off; "
-            "set `model.dropout: true` if that is wanted"
+            f"{what}memory ran out before anything was trained: more ranks, `offload_optimizer`, `offload_parameters`, or less "
+            "beside it on the device"
         )
-    return None
+    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+        return f"{what}another rank died, hangs, or raised alone: see the logs of all of them"
+    return what + ("`packing: false` may help, or use another model" if packed else "use another model")
 
 
 class _Judge:
@@ -169,11 +187,15 @@ def _quieten(
     return None
 
 
-def _probe(hf: Any) -> TrainBatch:  # noqa: ANN401
-    """Return two sequences that begin alike, of ordinary tokens, all asked for but the first."""
+def _probe(hf: Any, budget: int) -> TrainBatch:  # noqa: ANN401
+    """Return two sequences that begin alike, of ordinary tokens, all asked for but the first.
+
+    They fit into one micro-batch of `budget` tokens: in two of them nothing would be packed.
+    """
     config = hf.config.get_text_config()
-    limit = families.sequence_limit(config) or getattr(config, "max_position_embeddings", None) or _LENGTHS[0]
-    lengths = [max(2, min(length, int(limit))) for length in _LENGTHS]
+    limit = families.sequence_limit(config) or getattr(config, "max_position_embeddings", None) or _LONGEST
+    longer = max(2, min(_LONGEST, max(_LEAST, budget // 2), int(limit)))
+    lengths = [longer, max(2, int(_SHORTER * longer))]
     special = {
         value for key, value in vars(config).items() if key.endswith("token_id") and isinstance(value, int)
     }
@@ -197,7 +219,7 @@ def _own(engine: Engine, batch: TrainBatch, name: str) -> torch.Tensor:
     return predictions[name].cpu()
 
 
-def _mixing(engine: Engine, scorer: Scorer, batch: TrainBatch, name: str) -> str | None:
+def _mixing(engine: Engine, batch: TrainBatch, name: str) -> str | None:
     """Return in words how the shorter sequence changes with what the longer one says, or None if it does not.
 
     Both calls have the same shapes, so hardly anything is left to rounding, in bfloat16 either.
