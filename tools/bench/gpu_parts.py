@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import torch
 from engine_loops import EngineSide, Plain, Size, batch_of, engine_on, seconds_of, take_turns
 
 from offbeat_engine import LoraConfig, World
-from offbeat_engine.toolkit.throughput import peak_flops
+from offbeat_engine.toolkit.throughput import ModelCost, peak_flops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,35 +35,6 @@ SMALL = Size(
 LARGE = replace(SMALL, hidden=3584, layers=28, intermediate=18_944, heads=28, vocab=152_064)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What the arithmetic of a step depends on. `multiplied` are the weights that tokens pass through, lookups left out."""
-
-    multiplied: int
-    layers: int
-    attention_width: int
-
-    @classmethod
-    def of(cls, model: Any) -> Shape:  # noqa: ANN401
-        """Read it off a Hugging Face model."""
-        looked_up = model.get_input_embeddings().weight.numel()
-        config = model.config
-        return cls(
-            multiplied=sum(each.numel() for each in model.parameters()) - looked_up,
-            layers=config.num_hidden_layers,
-            attention_width=config.num_attention_heads * (config.hidden_size // config.num_attention_heads),
-        )
-
-    def flops_per_token(self, tokens: int, *, frozen: bool = False) -> float:
-        """Return the operations of forward and backward for one token of a causal sequence of `tokens`.
-
-        6 per weight, and 12 per layer, unit of width and position attended to, of which a causal mask leaves half (Chowdhery
-        et al. 2022, arXiv 2204.02311, appendix B). Frozen weights get no gradient: 4 per weight. What is computed twice
-        counts once, what adapters add does not count.
-        """
-        return (4.0 if frozen else 6.0) * self.multiplied + 6.0 * self.layers * self.attention_width * tokens
-
-
 def train_small(size: Size = SMALL) -> dict[str, Any]:
     """Train everything of about 1.5 B parameters with AdamW, float32 master weights, beside a plain loop."""
     lengths = [SEQUENCE_TOKENS] * (MICRO_BATCHES * size.micro_batch_tokens // SEQUENCE_TOKENS)
@@ -73,7 +44,7 @@ def train_small(size: Size = SMALL) -> dict[str, Any]:
         engine, ours_gib = _with_peak(lambda: engine_on(World(device=size.device), model, size), batch)
         plain, theirs_gib = _with_peak(lambda: Plain(model, size), batch)
     turns = take_turns(engine, plain, batch, size.rounds)
-    flops = Shape.of(plain.model).flops_per_token(SEQUENCE_TOKENS)
+    flops = flops_per_token(ModelCost.of(plain.model))
     peak = peak_flops(torch.device(size.device), torch.bfloat16)
     return {
         "trained": "all weights, AdamW, float32 master weights and moments",
@@ -98,15 +69,14 @@ def train_large(size: Size = LARGE) -> dict[str, Any]:
         engine, peak_gib = _with_peak(
             lambda: engine_on(World(device=size.device), model, size, **settings), batch
         )
-    shape = _shape_on_meta(size)
+    cost = replace(cost_on_meta(size), num_trained=0)  # what adapters add does not count
     took = median(seconds_of(engine, batch) for _ in range(size.rounds))
     tokens_per_s = int(batch["lengths"].sum()) / took
     peak = peak_flops(torch.device(size.device), torch.bfloat16)
-    flops = shape.flops_per_token(SEQUENCE_TOKENS, frozen=True)
     return {
         "trained": f"adapters of rank {LORA_RANK} on frozen bfloat16 weights, with activation checkpointing",
-        "parameters": shape.multiplied + size.vocab * size.hidden,
-        "mfu": None if peak is None else tokens_per_s * flops / peak,
+        "parameters": cost.num_params + size.vocab * size.hidden,
+        "mfu": None if peak is None else tokens_per_s * flops_per_token(cost) / peak,
         "tokens_per_s": tokens_per_s,
         "peak_gib": peak_gib,
     }
@@ -140,11 +110,17 @@ def _config(size: Size) -> Any:  # noqa: ANN401
     )  # fmt: skip
 
 
-def _shape_on_meta(size: Size) -> Shape:
+def cost_on_meta(size: Size) -> ModelCost:
+    """Return what a token costs in a model of `size`, all of it trained."""
     from transformers import Qwen2ForCausalLM
 
     with torch.device("meta"):
-        return Shape.of(Qwen2ForCausalLM(_config(size)))
+        return ModelCost.of(Qwen2ForCausalLM(_config(size)))
+
+
+def flops_per_token(cost: ModelCost, tokens: int = SEQUENCE_TOKENS) -> float:
+    """Return the operations of forward and backward for one token of a causal sequence of `tokens`."""
+    return cost.flops(tokens, tokens**2, backward=True) / tokens
 
 
 def _with_peak(make: Callable[[], Any], batch: Any) -> tuple[Any, float | None]:  # noqa: ANN401

@@ -17,21 +17,24 @@ import gpu  # noqa: E402 a script beside others, not a package
 import gpu_parts  # noqa: E402
 from engine_loops import Size  # noqa: E402
 
+from offbeat_engine.toolkit.throughput import ModelCost  # noqa: E402
+
 TINY = Size(hidden=48, layers=2, intermediate=64, heads=4, vocab=64, micro_batch_tokens=1024, rounds=1)
 HALF = replace(TINY, dtype="bfloat16")
 
 
-def test_operations_per_token_are_those_of_the_formula():
-    shape = gpu_parts.Shape(multiplied=1000, layers=3, attention_width=8)
-    assert shape.flops_per_token(10) == 6 * 1000 + 12 * 3 * 8 * 10 / 2
-    assert shape.flops_per_token(10, frozen=True) == 4 * 1000 + 12 * 3 * 8 * 10 / 2
+def test_operations_per_token_are_those_of_the_engine():
+    cost = ModelCost(num_params=1000, num_trained=1000, num_layers=3, attention_width=8)
+    assert gpu_parts.flops_per_token(cost, 10) == 6 * 1000 + 12 * 3 * 8 * 10 / 2
+    assert gpu_parts.flops_per_token(replace(cost, num_trained=0), 10) == 4 * 1000 + 12 * 3 * 8 * 10 / 2
 
 
 def test_the_shapes_are_of_the_sizes_they_are_named_for():
     for size, low, high in ((gpu_parts.SMALL, 1.5e9, 1.8e9), (gpu_parts.LARGE, 7.0e9, 7.7e9)):
-        shape = gpu_parts._shape_on_meta(size)
-        assert low < shape.multiplied + size.vocab * size.hidden < high
-        assert (shape.layers, shape.attention_width) == (size.layers, size.hidden)
+        cost = gpu_parts.cost_on_meta(size)
+        assert low < cost.num_params + size.vocab * size.hidden < high
+        assert cost.num_trained == cost.num_params
+        assert (cost.num_layers, cost.attention_width) == (size.layers, size.hidden)
 
 
 def test_all_budgets_together_are_more_than_the_limit_by_little_and_every_part_is_known():

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import model, sharding
@@ -56,7 +56,7 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
     """
     scorer = _built_by_all(config, world)
     gather_once = sharding.gathers_once(scorer, config)
-    cost = _cost(scorer.hf)
+    cost = ModelCost.of(scorer.hf)
     own_memory(scorer)
     sharded = sharding.shard(scorer, config, world)
     updater = Updater(
@@ -106,34 +106,3 @@ def _built_by_all(config: Fsdp2Config, world: World) -> model.Scorer:
     if scorer is None or failure is not None:
         raise ConfigError(f"another rank could not build the model: {failure}")
     return scorer
-
-
-def _cost(hf: Any) -> ModelCost:  # noqa: ANN401
-    """Return what a token costs: all weights, but of the experts of a mixture only as many as one token visits."""
-    shape = hf.config.get_text_config()
-    experts, visited = (
-        _number(shape, "num_local_experts", "num_experts"),
-        _number(shape, "num_experts_per_tok"),
-    )
-    sizes = {name: param.numel() for name, param in hf.named_parameters()}
-    idle = sum(size for name, size in sizes.items() if ".experts." in name) * (
-        1 - (visited or 1) / (experts or 1)
-    )
-    heads, head_dim = _number(shape, "num_attention_heads"), _number(shape, "head_dim")
-    return ModelCost(
-        num_params=round(sum(sizes.values()) - idle),
-        num_layers=_number(shape, "num_hidden_layers") or 0,
-        attention_width=heads * head_dim if heads and head_dim else shape.hidden_size,
-    )
-
-
-def _number(shape: Any, *names: str) -> int | None:  # noqa: ANN401
-    """Return the first of these settings that the config has as one number; in some families layers differ in it."""
-    for name in names:
-        try:
-            value = getattr(shape, name, None)
-        except RuntimeError:  # transformers' word for one that layers differ in
-            continue
-        if isinstance(value, int):
-            return value
-    return None

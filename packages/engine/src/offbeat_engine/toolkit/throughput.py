@@ -1,13 +1,14 @@
 """What a step took of the machine: time, memory, and the share of the device's arithmetic (MFU)."""
 
-# torch's memory statistics are typed in part.
-# pyright: reportUnknownMemberType=false
+# torch's memory statistics are typed in part, transformers' models not at all.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 import resource
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,25 +25,68 @@ _KIB = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """What arithmetic counts of a model: weights that tokens pass through, layers, and width of attention.
+    """What arithmetic counts of a model: `num_params` weights that a token is multiplied with, and `num_trained` of them.
 
-    Per token fed forward 2 N, and 4 N more for backward, with N `num_params`; attention adds per layer 4 T width forward
-    and twice that backward, with T the sequence's length (arXiv 2204.02311, appendix B).
+    Weights that are looked up are not among them, and of the experts of a mixture only as many as one token visits. Per token
+    2 operations a weight forward, 2 backward, and 2 more for the gradient of a weight that is trained; attention adds per
+    layer, and position that the causal mask leaves, 4 x `attention_width` forward and twice that backward (Chowdhery et al.
+    2022, arXiv 2204.02311, appendix B).
     """
 
     num_params: int
+    num_trained: int
     num_layers: int
     attention_width: int
 
+    @classmethod
+    def of(cls, hf: Any) -> ModelCost:  # noqa: ANN401
+        """Read it off a whole Hugging Face model, whose frozen parameters want no gradient."""
+        shape = hf.config.get_text_config()
+        heads, head_dim = _number(shape, "num_attention_heads"), _number(shape, "head_dim")
+        counted = _multiplied(hf, shape)
+        return cls(
+            num_params=round(sum(counted.values())),
+            num_trained=round(sum(num for param, num in counted.items() if param.requires_grad)),
+            num_layers=_number(shape, "num_hidden_layers") or 0,
+            attention_width=heads * head_dim if heads and head_dim else shape.hidden_size,
+        )
+
     def flops(self, num_tokens: int, num_pairs: int, *, backward: bool) -> float:
-        """Return operations for `num_tokens` fed, of which `num_pairs` (sum of squared lengths) attend; all are needed ones.
+        """Return the operations that are needed for `num_tokens` fed, `num_pairs` being the sum of the squared lengths.
 
         What is computed again under activation checkpointing does not count.
         """
-        forward = (
-            2.0 * self.num_params * num_tokens + 4.0 * self.num_layers * self.attention_width * num_pairs
-        )
-        return 3.0 * forward if backward else forward
+        forward = 2.0 * self.num_params * num_tokens
+        attention = 2.0 * self.num_layers * self.attention_width * num_pairs  # half of the pairs, 4 each
+        if not backward:
+            return forward + attention
+        return 2.0 * forward + 2.0 * self.num_trained * num_tokens + 3.0 * attention
+
+
+def _multiplied(hf: Any, shape: Any) -> dict[torch.nn.Parameter, float]:  # noqa: ANN401
+    """Return how many numbers of each parameter a token is multiplied with."""
+    experts = _number(shape, "num_local_experts", "num_experts", "n_routed_experts")
+    visited = (_number(shape, "num_experts_per_tok") or 1) / (experts or 1)
+    head = hf.get_output_embeddings()
+    table = hf.get_input_embeddings().weight
+    looked_up = head is None or head.weight is not table  # a tied table is the head's, too
+    return {
+        param: param.numel() * (visited if ".experts." in name else 1.0)
+        for name, param in hf.named_parameters()
+        if not (looked_up and param is table)
+    }
+
+
+def _number(shape: Any, *names: str) -> int | None:  # noqa: ANN401
+    """Return the first of these settings that the config has as one number; in some families layers differ in it."""
+    for name in names:
+        try:
+            value = getattr(shape, name, None)
+        except RuntimeError:  # transformers' word for one that layers differ in
+            continue
+        if isinstance(value, int):
+            return value
+    return None
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
