@@ -85,6 +85,7 @@ def test_what_is_no_model_is_said_so(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"short")
     with pytest.raises(ConfigError, match=r"model\.safetensors' cannot be read .*header too small"):
         folder_specs(str(tmp_path), "float32")
+    (tmp_path / "model.safetensors").unlink()
     write_index(tmp_path, {"w": "model-1.safetensors"})
     with pytest.raises(ConfigError, match=r"model-1\.safetensors' cannot be read .*No such file"):
         folder_specs(str(tmp_path), "float32")

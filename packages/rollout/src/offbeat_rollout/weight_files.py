@@ -21,8 +21,8 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 def folder_specs(model_path: str, served_dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
     """Return (name, shape, dtype name) of every weight in a Hugging Face folder, in name order.
 
-    The folder's index says which those are, else they are what `model.safetensors` holds: other files beside them (a
-    second set of weights, adapters) are not the model's. Left out is what a folder lists and no trainer exports: rotary
+    What `model.safetensors` holds are those, else what the folder's index lists, as `from_pretrained` takes them: other files
+    beside them (a second set of weights, adapters) are not the model's. Left out is what a folder lists and no trainer exports: rotary
     frequencies, which every model computes, and layers that predict further tokens. Floating-point weights are named in
     `served_dtype`: the engine casts them when it loads.
 
@@ -56,14 +56,14 @@ def _left_out(folder: Path) -> tuple[str, ...]:
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
     """Return the files of the model with the names to take from each; None is all."""
+    if (folder / _WHOLE).is_file():
+        return {_WHOLE: None}
     index = folder / _INDEX
     if not index.is_file():
-        if not (folder / _WHOLE).is_file():
-            raise ConfigError(
-                f"{str(folder)!r} holds neither {_WHOLE} nor {_INDEX}; write weights there first (`save_pretrained` "
-                "does), random ones too"
-            )
-        return {_WHOLE: None}
+        raise ConfigError(
+            f"{str(folder)!r} holds neither {_WHOLE} nor {_INDEX}; write weights there first (`save_pretrained` "
+            "does), random ones too"
+        )
     try:
         places = cast("dict[str, str]", json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError) as error:

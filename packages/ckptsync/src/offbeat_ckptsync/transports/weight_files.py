@@ -61,8 +61,8 @@ def write_header(specs: Iterable[TensorSpec]) -> tuple[bytes, list[int]]:
 def folder_specs(folder: Path) -> tuple[TensorSpec, ...]:
     """Return the specs of a model's weights in `folder`, by name; none where it has none as safetensors.
 
-    The folder's index says which those are, else they are what `model.safetensors` holds: other files beside them (a
-    second set of weights, adapters) are not the model's. Left out is what a folder lists and no trainer exports: rotary
+    What `model.safetensors` holds are those, else what the folder's index lists, as `from_pretrained` takes them: other files
+    beside them (a second set of weights, adapters) are not the model's. Left out is what a folder lists and no trainer exports: rotary
     frequencies, which every model computes, and layers that predict further tokens.
 
     Raises:
@@ -94,9 +94,11 @@ def _left_out(folder: Path) -> tuple[str, ...]:
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
     """Return the files of the model with the names to take from each; None is all."""
+    if (folder / "model.safetensors").is_file():
+        return {"model.safetensors": None}
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return {"model.safetensors": None} if (folder / "model.safetensors").is_file() else {}
+        return {}
     files: dict[str, list[str] | None] = {}
     for name, file in cast("dict[str, str]", json.loads(index.read_text())["weight_map"]).items():
         files[file] = [*(files.get(file) or ()), name]
