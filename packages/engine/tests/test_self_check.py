@@ -9,7 +9,16 @@ from torch.nn import functional
 from torch.testing import assert_close
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
-from offbeat_engine import BatchError, ConfigError, ModelConfig, RankLostError, SftLoss, World, train_batch
+from offbeat_engine import (
+    BatchError,
+    ConfigError,
+    Dtype,
+    ModelConfig,
+    RankLostError,
+    SftLoss,
+    World,
+    train_batch,
+)
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine, scorer
 from offbeat_engine.testing import make_tiny_model, random_batch, reference_logprobs
 from offbeat_engine.testing.reference import load_reference
@@ -147,6 +156,18 @@ def test_a_planted_difference_is_refused_with_what_helps(square, monkeypatch, pl
     plant(monkeypatch)
     with pytest.raises(ConfigError, match=PLANTED[plant]):
         make(square, dtype=dtype)
+
+
+def test_a_dtype_given_by_its_name_is_computed_in(square):
+    batch, answers = random_batch(3, vocab_size=32), {}
+    for dtype in ("bfloat16", Dtype.BFLOAT16, Dtype.FLOAT32):
+        engine = make(square, dtype=dtype)
+        with engine.eval_mode():
+            predictions, _ = engine.forward_backward_step(batch, forward_only=True)
+        answers[type(dtype), str(dtype)] = predictions["logprobs"]
+    named, half, full = answers.values()
+    assert torch.equal(named, half)
+    assert not torch.equal(named, full)
 
 
 def test_the_refusal_has_both_figures(square, monkeypatch):

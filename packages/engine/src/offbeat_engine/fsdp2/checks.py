@@ -199,7 +199,7 @@ def _optimizer(config: Fsdp2Config) -> Iterator[Refusal]:
         yield Refusal(
             setting="optimizer.lr", reason=f"must not be negative, got {optimizer.lr:g}", remedy="use >= 0"
         )
-    if optimizer.name is OptimizerName.ADAMW_8BIT and not has_torchao():
+    if optimizer.name == OptimizerName.ADAMW_8BIT and not has_torchao():
         yield Refusal(
             setting="optimizer.name",
             reason="adamw_8bit needs the torchao package",
@@ -211,7 +211,7 @@ def _optimizer(config: Fsdp2Config) -> Iterator[Refusal]:
             yield Refusal(
                 setting=f"optimizer.{name}", reason=f"must lie in [0, 1), got {beta:g}", remedy="use 0.9"
             )
-    if optimizer.schedule is not Schedule.CONSTANT and optimizer.total_steps <= optimizer.warmup_steps:
+    if optimizer.schedule != Schedule.CONSTANT and optimizer.total_steps <= optimizer.warmup_steps:
         yield Refusal(
             setting="optimizer.total_steps",
             reason=f"{optimizer.schedule} needs more than `warmup_steps` ({optimizer.warmup_steps}), "

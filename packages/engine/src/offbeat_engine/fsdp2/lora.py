@@ -46,7 +46,7 @@ def has_peft() -> bool:
 
 def kind_of(config: LoraConfig) -> WeightKind:
     """Return what `named_weights` yields under `config`."""
-    alone = config.rank > 0 and config.export is LoraExport.ADAPTER
+    alone = config.rank > 0 and config.export == LoraExport.ADAPTER
     return WeightKind.ADAPTER if alone else WeightKind.FULL
 
 

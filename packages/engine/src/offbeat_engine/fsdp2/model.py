@@ -68,7 +68,7 @@ def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | Non
         unfilled.drawn.update(
             (name, param.detach().clone()) for name, param in hf.named_parameters() if lora.is_adapter(name)
         )
-    if config.dtype is Dtype.BFLOAT16:
+    if config.dtype == Dtype.BFLOAT16:
         for param in frozen.values():  # never stepped, so float32 would only be memory
             param.data = param.data.bfloat16()
     return base
@@ -76,4 +76,4 @@ def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | Non
 
 def compute_dtype(config: Fsdp2Config) -> torch.dtype:
     """Return the dtype in which the model computes and its weights leave."""
-    return torch.bfloat16 if config.dtype is Dtype.BFLOAT16 else torch.float32
+    return torch.bfloat16 if config.dtype == Dtype.BFLOAT16 else torch.float32

@@ -34,7 +34,7 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
     One rank in float32, or for inference alone, needs no sharding, no gather and no cast, so it is left alone. One rank in bfloat16
     is sharded over itself: `fully_shard` keeps the float32 master weights and reduces gradients in float32.
     """
-    if world.size == 1 and (config.dtype is Dtype.FLOAT32 or config.inference_only):
+    if world.size == 1 and (config.dtype == Dtype.FLOAT32 or config.inference_only):
         _place(scorer, world)
         return False
     from torch.distributed.fsdp import (
@@ -47,7 +47,7 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
     mesh = _mesh(config, world)
     # Inputs are not cast: temperatures must stay float32, and hidden states are in the compute dtype already.
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.dtype is Dtype.BFLOAT16 else None,
+        param_dtype=torch.bfloat16 if config.dtype == Dtype.BFLOAT16 else None,
         reduce_dtype=getattr(torch, config.reduce_dtype),
         cast_forward_inputs=False,
     )

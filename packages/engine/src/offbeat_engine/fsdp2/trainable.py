@@ -84,7 +84,7 @@ def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
         inject_adapter_in_model(description, holder, adapter_name=lora.ADAPTER)
     description.target_modules = set(targets.names)  # pyright: ignore[reportAttributeAccessIssue] a list before, a set after: as peft itself has it
     hf.peft_config = {lora.ADAPTER: description}
-    if settings.export is LoraExport.ADAPTER:
+    if settings.export == LoraExport.ADAPTER:
         _check_loadable(hf, description)
     if value:
         families.head_of(hf).requires_grad_(True)  # pyright: ignore[reportOptionalMemberAccess] refused where it is missing

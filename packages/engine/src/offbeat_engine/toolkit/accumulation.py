@@ -42,7 +42,7 @@ class Accumulation:
         self._num_micro_batches = (self._num_micro_batches or 0) + stats.num_micro_batches
         if not math.isfinite(stats.loss):
             self._is_lost = True
-            if self._on_nonfinite is NonFinite.STOP:
+            if self._on_nonfinite == NonFinite.STOP:
                 raise NonFiniteError(
                     f"the loss is {stats.loss} (all ranks agree); see the batch, or lower the learning rate"
                 )
@@ -61,7 +61,7 @@ class Accumulation:
             return 0.0  # no rank had a sequence
         norm = grad_norm()
         if self._is_lost or not math.isfinite(norm):
-            if self._on_nonfinite is NonFinite.STOP:
+            if self._on_nonfinite == NonFinite.STOP:
                 what = "the loss was not finite" if self._is_lost else f"the gradient norm is {norm}"
                 raise NonFiniteError(f"{what} (all ranks agree); no weight was changed")
             return math.nan
