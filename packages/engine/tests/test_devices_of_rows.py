@@ -11,6 +11,7 @@ from offbeat_engine.fsdp2.attention import packed_attention, plan_padded
 from offbeat_engine.fsdp2.packing import RowInputs, lay_out, padded_inputs
 from offbeat_engine.fsdp2.varlen import plan_varlen
 from offbeat_engine.testing import FakeCuda
+from offbeat_engine.toolkit import logprobs
 from offbeat_engine.world import SubGroup
 
 CUDA = torch.device("cuda:0")
@@ -106,6 +107,38 @@ def test_the_backward_pass_of_the_gpus_kernel_does_too(share, window):
         grads = varlen._Varlen.backward(ctx, torch.ones_like(out))
         for head, grad in zip(heads, grads[:3], strict=True):
             assert (grad.device, grad.dtype, grad.shape) == (CUDA, torch.bfloat16, head.shape)
+    assert cuda.waits == []
+
+
+@pytest.mark.parametrize("entropy", [True, False], ids=["entropy", "none"])
+@pytest.mark.parametrize("trains", ["everything", "hidden", "head"])
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "anew"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_backward_pass_of_the_head_does_too(monkeypatch, entropy, trains, kept, temperature):
+    """Called by hand, as above; several chunks, a bias, and a head that is trained, or not, or alone."""
+    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", {"cuda": 3 * 50})
+    monkeypatch.setattr(logprobs, "_KEEP_ELEMENTS", 1 << 24 if kept else 0)
+    needs = {"everything": (True, True, True), "hidden": (True, False, False), "head": (False, True, True)}
+    with FakeCuda() as cuda:
+        layout = lay_out(group_batch(temperature), MAKERS["padded"], CUDA)
+        num_tokens = len(layout.targets_M)
+        inputs = [
+            torch.empty(size, dtype=torch.bfloat16, device=CUDA)
+            for size in ((num_tokens, 24), (50, 24), (50,))
+        ]
+        ctx = SimpleNamespace(needs_input_grad=(*needs[trains], *[False] * 4))
+        ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+        ctx.mark_non_differentiable = lambda *_: None
+        asked = (layout.targets_M, layout.temperature_M, entropy, None)
+        answers = logprobs._TokenLogprobs.forward(ctx, *inputs, *asked)
+        assert ctx.frozen == (trains == "hidden")
+        grads = logprobs._TokenLogprobs.backward(ctx, *map(torch.ones_like, answers))
+        assert len(grads) == 7
+        assert {each.device for each in answers} == {CUDA}
+        for tensor, grad, needed in zip(inputs, grads[:3], needs[trains], strict=True):
+            assert (grad is not None) == needed
+            if needed:
+                assert (grad.device, grad.dtype, grad.shape) == (CUDA, torch.bfloat16, tensor.shape)
     assert cuda.waits == []
 
 
