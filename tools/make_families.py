@@ -78,7 +78,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },  # drawn as wide as by default, log-probs lie below -17, and rounding shows
     "youtu": {"initializer_range": 0.02},
     "mamba2": {"head_dim": 16, "expand": 2},
-    "dbrx": {"tie_word_embeddings": False},
+    "dbrx": {
+        "tie_word_embeddings": False,
+        "n_heads": 4,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64},
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {
@@ -90,7 +95,36 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "intermediate_size": 64,
+        "activation_sparsity_pattern": None,
+    },
+    "gemma4_text": {
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+    },
+    "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "attn_layers": ["local"] * 2,
+        "feed_forward_size": 64,
+        "local_attn_chunk_length": 32,
+    },
+    "roc_bert": {
+        "is_decoder": True,
+        "pronunciation_vocab_size": 64,
+        "pronunciation_embed_dim": 8,
+        "shape_vocab_size": 64,
+        "shape_embed_dim": 8,
+    },
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere, scale 1": ("cohere", {"logit_scale": 1.0}),
@@ -262,7 +296,9 @@ def page(rows: list[Row]) -> str:
         "the FSDP2 engine and through Hugging Face's own forward, one sequence at a time. *Exact* is a difference of at most",
         f"{TOLERANCE:g} nats in every log-probability; anything else is a sentence before the first step. There is no third",
         "outcome: what a family does that the engine does not know of is found by comparison when the model is built",
-        "(`fsdp2/self_check.py`), for families that are not in this table and for code that comes with a model, too.",
+        "(`fsdp2/self_check.py`), for families that are not in this table and for code that comes with a model, too. It feeds a",
+        "sequence of 200 tokens and one of 140 (less where the model or a micro-batch takes less): what reaches further back",
+        "than 199 tokens is beyond it.",
         "",
         f"Of {len(tried)} tried, {packed} are exact packed and {padded} padded (`engine.packing=false`, where need be with "
         "`engine.attention=eager`).",
