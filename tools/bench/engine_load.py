@@ -70,7 +70,7 @@ def make_large_model(folder: Path) -> tuple[str, list[int]]:
 
 
 def _give_back() -> None:
-    """Let glibc return freed tensors at once, so that the peak is of what is held.
+    """Let glibc return freed tensors at once, as `offbeat_trainer` tells a rank on a CPU to for as long as it loads.
 
     It keeps blocks of up to 32 MiB for later, and now and then as much again as the model.
     """

@@ -5,8 +5,8 @@
 
 36,800 tensors (92 layers of 128 experts with three matrices each, and the rest of a layer) for 64 ranks in eight replicas elsewhere,
 twice: each expert whole on one rank of a replica, and every matrix cut in eight. One JSON object on stdout, of the first sync
-and of the next with the same replicas: seconds, seconds of CPU, and the longest time between two turns of the loop. What a line
-(a socket, Ray) takes to carry the requests is not in it.
+and of the next with the same replicas: seconds, seconds of CPU, and the longest time between two turns of the loop, on the wall and (which other processes
+lengthen less) of this process's CPU. What a line (a socket, Ray) takes to carry the requests is not in it.
 """
 
 from __future__ import annotations
@@ -104,23 +104,24 @@ def replica(name: str, layouts: object) -> CarriedMember:
 
 
 class Heart:
-    """Beats in an event loop and knows the longest time between two beats."""
+    """Beats in an event loop and knows the longest time between two beats: wall, and CPU of all threads."""
 
     def __init__(self) -> None:
-        self._worst_s = 0.0
+        self._worst_s = self._worst_cpu_s = 0.0
         self._task = asyncio.create_task(self._beat(), name="heart")
 
     async def _beat(self) -> None:
-        last = time.perf_counter()
+        last, last_cpu = time.perf_counter(), time.process_time()
         while True:
             await asyncio.sleep(_BEAT_S)
-            now = time.perf_counter()
+            now, cpu = time.perf_counter(), time.process_time()
             self._worst_s, last = max(self._worst_s, now - last - _BEAT_S), now
+            self._worst_cpu_s, last_cpu = max(self._worst_cpu_s, cpu - last_cpu), cpu
 
-    def stop(self) -> float:
-        """Return how long it stood still at most."""
+    def stop(self) -> tuple[float, float]:
+        """Return how long it stood still at most, on the wall and in CPU time."""
         self._task.cancel()
-        return self._worst_s
+        return self._worst_s, self._worst_cpu_s
 
 
 _BEAT_S = 0.001
@@ -142,7 +143,8 @@ async def measure(layout_of: Callable[[int, list[TensorSpec]], Layout], repeats:
             await run.begin()
             found.setdefault(f"{which}_s", []).append(time.perf_counter() - wall)
             found.setdefault(f"{which}_cpu_s", []).append(time.process_time() - cpu)
-            found.setdefault(f"{which}_loop_ms", []).append(heart.stop() * 1e3)
+            for unit, worst_s in zip(("", "_cpu"), heart.stop(), strict=True):
+                found.setdefault(f"{which}_loop{unit}_ms", []).append(worst_s * 1e3)
     return {name: max(each) if name.endswith("_ms") else median(each) for name, each in found.items()}
 
 

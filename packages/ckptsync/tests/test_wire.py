@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat_ckptsync import wire
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_ckptsync.errors import ManifestError, SyncError, WireError
@@ -124,6 +127,28 @@ def test_what_comes_with_every_sync_is_read_and_written_once():
     assert first.manifest is again.manifest
     written = [encode(dataclasses.replace(OFFER, version=version)) for version in (1, 2)]
     assert written[0]["manifest"] is written[1]["manifest"]
+
+
+def test_what_many_members_say_at_once_is_read_by_one_thread():
+    """Each of many threads that all compute holds up the event loop in its turn."""
+    calls = []
+
+    def read(data, where):
+        calls.append(where)
+        time.sleep(0.05)  # the others come meanwhile
+        return object()
+
+    decoded = wire._Decoded(read)
+    with ThreadPoolExecutor(8) as pool:
+        got = [*pool.map(lambda i: decoded([[1, 2]], f"m{i}"), range(8))]
+    assert len(calls) == 1
+    assert len({id(each) for each in got}) == 1
+
+
+def test_rows_are_read_from_objects_as_from_text():
+    """Ray carries JSON objects as they are."""
+    assert decode(Manifest, encode(OFFER.manifest)) == OFFER.manifest
+    assert {type(row) for row in encode(OFFER.manifest)["specs"]} == {tuple}
 
 
 def test_a_cutting_comes_back_and_what_is_none_is_refused_by_name():

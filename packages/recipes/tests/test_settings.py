@@ -182,3 +182,16 @@ def test_config_alone_does_not_import_hydra():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
     )
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("seed", [2**32, 2**63 - 1])
+def test_a_seed_may_have_63_bits(seed):
+    assert parse({"seed": seed}).seed == seed
+
+
+@pytest.mark.parametrize(
+    ("seed", "said"), [(2**63, "at most 9223372036854775807"), (2**64, "at most"), (-1, "at least 0")]
+)
+def test_other_seeds_are_refused_in_a_sentence(seed, said):
+    with pytest.raises(SettingError, match=f"`seed`: expected {said}"):
+        parse({"seed": seed})

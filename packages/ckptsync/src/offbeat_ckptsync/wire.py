@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import marshal
+import threading
 import types
 from collections.abc import Sequence
 from enum import Enum
@@ -42,14 +43,16 @@ class _Encoded:
 
     def __init__(self) -> None:
         self._kept: list[tuple[Manifest, Json]] = []
+        self._turn = threading.Lock()  # all members are asked at once: one does the work, in one thread
 
     def get(self, value: Manifest) -> Json:
-        for known, data in self._kept:
-            if known is value:
-                return data
-        data = _encode(value)
-        self._kept = [(value, data), *self._kept][:_KEPT]
-        return data
+        with self._turn:
+            for known, data in self._kept:
+                if known is value:
+                    return data
+            data = _encode(value)
+            self._kept = [(value, data), *self._kept][:_KEPT]
+            return data
 
 
 _KEPT = 16
@@ -138,6 +141,9 @@ def plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (tuple, list)):
+        if hasattr(type(cast("object", value)), "_fields"):
+            # A row of plain values: JSON as it is, and nothing for a garbage collector to go through.
+            return tuple(cast("tuple[object, ...]", value))
         return [plain(item) for item in cast("tuple[object, ...]", value)]
     if isinstance(value, dict):
         return {key: plain(item) for key, item in cast("dict[str, object]", value).items()}
@@ -192,18 +198,20 @@ class _Decoded:
     def __init__(self, decode: Callable[[object, str], object]) -> None:
         self._decode = decode
         self._kept: list[tuple[bytes, object]] = []
+        self._turn = threading.Lock()  # as above
 
     def __call__(self, data: object, where: str) -> object:
-        try:
-            key = marshal.dumps(cast("Any", data), 2)  # tells True from 1, as `==` does not
-        except ValueError:  # no JSON; refused with its field's name
-            return self._decode(data, where)
-        for known, value in self._kept:
-            if known == key:
-                return value
-        value = self._decode(data, where)
-        self._kept = [(key, value), *self._kept][:_KEPT]
-        return value
+        with self._turn:
+            try:
+                key = marshal.dumps(cast("Any", data), 2)  # tells True from 1, as `==` does not
+            except ValueError:  # no JSON; refused with its field's name
+                return self._decode(data, where)
+            for known, value in self._kept:
+                if known == key:
+                    return value
+            value = self._decode(data, where)
+            self._kept = [(key, value), *self._kept][:_KEPT]
+            return value
 
 
 def _decode_layouts(data: object, where: str) -> list[Layout]:
@@ -283,6 +291,8 @@ def _decode_union(kinds: tuple[object, ...], data: object, where: str) -> object
 
 
 def _require(kind: type, data: object, where: str) -> object:
+    if kind is list and type(data) is tuple:
+        return [*cast("tuple[object, ...]", data)]  # a row that has not been text
     if type(data) is not kind:  # exact: a bool is no int on this wire
         raise WireError(f"{where}: expected {kind.__name__}, got {data!r}")
     return data

@@ -66,6 +66,15 @@ def test_a_temporary_folder_with_a_long_name_is_not_rays(tmp_path):
     assert seen_by(PREPARE + ours, TMPDIR="/tmp") is None
 
 
+def test_where_ray_could_write_no_token_it_is_given_one():
+    told = (
+        "import json, os; print(json.dumps([os.environ.get(n) for n in ('RAY_AUTH_TOKEN', 'RAY_AUTH_MODE')]))"
+    )
+    token, mode = seen_by(PREPARE + told, HOME="/proc")  # takes no files, not even root's
+    assert (len(token), mode) == (64, "token")
+    assert seen_by(PREPARE + told, HOME="/proc", RAY_AUTH_TOKEN="mine") == ["mine", "token"]
+
+
 def test_there_may_be_no_home():
     program = "import os; os.environ.pop('HOME', None); os.getuid = lambda: 12345678\n" + PREPARE + "print(1)"
     assert seen_by(program) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import secrets
 import sys
 import tempfile
 from contextlib import suppress
@@ -45,6 +46,8 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     # A Ray that was started with a token refuses drivers that do not say so; those without one take no offence. Once
     # imported, Ray has taken its mode and only its children would see another: it would refuse its own driver.
+    if "ray" not in sys.modules and not _has_token() and not _home_takes_files():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one into the home, and stop
     if "ray" not in sys.modules and _has_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -64,6 +67,15 @@ def _has_token() -> bool:
         return True
     with suppress(RuntimeError, OSError):  # there may be no home
         return (Path.home() / ".ray" / "auth_token").is_file()
+    return False
+
+
+def _home_takes_files() -> bool:
+    with suppress(RuntimeError):
+        home = Path.home()
+        # `os.access` says yes to root on any file system; a folder says what it takes.
+        with suppress(OSError), tempfile.TemporaryFile(dir=home):
+            return True
     return False
 
 

@@ -37,7 +37,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "mode.max_attempts reward.concurrency reward.max_attempts",
     ),
     "0": (
-        "seed trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
+        "trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
         "warmup.lr_warmup_steps",
         "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
@@ -324,7 +324,7 @@ def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Itera
         for name, limit in limits.items():
             words, holds = _LIMITS[name]
             if value is not None and not holds(value, limit):  # None: left to the code
-                yield f"`{path}`: expected {words} {limit:g}, got {value}"
+                yield f"`{path}`: expected {words} {limit if isinstance(limit, int) else f'{limit:g}'}, got {value}"
 
 
 @cache

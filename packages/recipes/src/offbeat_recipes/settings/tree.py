@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict, Field
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig
+from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig, bounded
 from offbeat_engine.registry import engine_config_class
 from offbeat_recipes.tasks.config import ArithmeticConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
@@ -184,7 +184,7 @@ class RunConfig:
 
     name: str = ""
     run_dir: str = ""
-    seed: int = 0
+    seed: int = bounded(0, at_least=0, at_most=2**63 - 1)  # what vLLM and torch both take
     resume: Literal["never", "auto"] = "never"
     replay: str = ""
     device: Device = "cpu"

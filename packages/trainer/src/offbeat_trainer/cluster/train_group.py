@@ -13,6 +13,7 @@ import ray
 
 from offbeat_trainer.cluster.liveness import guarded
 from offbeat_trainer.cluster.nodes import cores_of_machines, even_shares, meeting_host, this_node
+from offbeat_trainer.cluster.process import LOADING_ENVIRONMENT
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.cluster.waits import answer, answers
@@ -30,15 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-
-# A step frees and takes the same large buffers again and again. By default glibc hands each back to the kernel, and
-# the page faults were a sixth of a step's CPU time; so on CPU a rank keeps what it has freed, up to its own peak.
-CPU_RANK_ENVIRONMENT = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-    "MALLOC_ARENA_MAX": "1",
-}
 
 
 class TrainGroup:
@@ -67,7 +59,7 @@ class TrainGroup:
     async def start(self) -> None:
         """Reserve devices, start the ranks and let them meet."""
         spec = self._spec
-        environment = {} if spec.train.device == "cuda" else CPU_RANK_ENVIRONMENT
+        environment = {} if spec.train.device == "cuda" else LOADING_ENVIRONMENT
         seats = [self._rooms.rank(rank) for rank in range(spec.train.num_ranks)]
         # Threads of their own: a sync can be given up, and a rank says that it is there, while it computes.
         actor_class: Any = cast("Any", ray.remote)(concurrency_groups={"control": 1, "watch": 1})(TrainWorker)

@@ -16,7 +16,7 @@ from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.source.publisher import Publisher
 from offbeat_engine import World, engine_class
 from offbeat_trainer.cluster.nodes import LOOPBACK, this_node
-from offbeat_trainer.cluster.process import redirect_output
+from offbeat_trainer.cluster.process import keep_freed_memory, redirect_output
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.learner import Learner
 from offbeat_trainer.roles.role import POLICY, Role
@@ -104,6 +104,8 @@ class TrainWorker:
             checkpoints=self._spec.checkpoint_dir,
             keep=self._spec.keep_checkpoints,
         )
+        if self._spec.device == "cpu":
+            keep_freed_memory()
 
     def _new_engine(self, config: EngineConfig) -> Engine:
         engine = engine_class(self._spec.engine_name)(config, self._world)
