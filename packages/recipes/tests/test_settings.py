@@ -38,6 +38,37 @@ def test_a_run_has_fewer_than_150_settings(task, mode, rollout):
     assert 60 < len(known_paths(chosen)) < 150
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"max_turns": 3},
+            "`environment.max_turns` is for runs with an environment; `environment.path` names one",
+        ),
+        (
+            {"path": "a:b", "name": "own"},
+            "`environment.name` cannot be set: it follows from environment.path",
+        ),
+        ({"path": "a:b", "max_turns": 0}, "`environment.max_turns`: expected at least 1, got 0"),
+        (
+            {"path": "a:b", "reward_from": "me"},
+            "`environment.reward_from`: expected 'environment', 'task' or 'both'",
+        ),
+        (3, "`environment` is for runs with an environment; `environment.path` names one"),
+    ],
+)
+def test_an_environment_has_settings_once_it_has_a_path(given, words):
+    assert words in _problems({"environment": given})
+
+
+def test_a_path_is_an_environment_and_comes_back_the_same():
+    assert parse({}).turns is None
+    config = parse({"environment": {"path": "a.py:B", "max_tokens": 7}})
+    assert config.turns is not None
+    assert (config.turns.max_tokens, config.max_new_tokens) == (7, 7)
+    assert parse(to_dict(config)) == config
+
+
 def test_one_precision_and_one_device_for_all():
     config = parse({"model": {"dtype": "bfloat16", "random_init": True}, "device": "cuda", "seed": 3})
     engine, rollout = config.engine_config("/m"), config.rollout_config("/m")

@@ -120,7 +120,7 @@ def parse(raw: Mapping[str, Any]) -> RunConfig:
     problems = [line for path in _leaves(values) for line in _unknown(path, chosen)]
     if problems:
         raise SettingError(problems)
-    if "environment" in values:
+    if isinstance(values.get("environment"), dict):
         values["environment"]["name"] = chosen["environment"]
     try:
         # JSON mode: strict (no "5" for 5, no true for 1), yet names for enums.
