@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,6 @@ from offbeat_recipes.plan.facts import Facts, gather_facts
 from offbeat_recipes.plan.plan import plan_run
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _refused(facts: Facts) -> dict[str, str]:
@@ -140,3 +138,58 @@ def test_folders_of_roles_are_looked_at_and_weights_that_are_loaded_whole(tmp_pa
     assert not facts.loads_whole
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     assert gather_facts(compose_run([f"model.path={model}"])).loads_whole
+
+
+def _models(tmp_path: Path, **teacher: int) -> tuple[str, str]:
+    """Return the folders of a policy and of a teacher of the same tokens and another shape."""
+    made = [
+        make_task(config, "", 0).model_folder(tmp_path, 0)
+        for config in (ArithmeticConfig(), ArithmeticConfig(hidden_size=132, **teacher))
+    ]
+    return str(made[0]), str(made[1])
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_memory_of_a_teacher_is_counted_by_its_own_config(tmp_path: Path, named: bool):
+    policy, teacher = _models(tmp_path, num_layers=4)
+    words = [
+        "algorithm=distill",
+        f"algorithm.teacher_path={teacher}",
+        *([f"model.path={policy}"] if named else []),
+    ]
+    config = compose_run(words)
+    facts = gather_facts(config)
+    assert facts.refusals == ()
+    assert facts.model is not None
+    large = facts.role_models["teacher"].num_params
+    assert large > 3 * facts.model.num_params
+    rank = plan_run(config, facts).memory[0]
+    items = dict(rank.items)
+    assert items["teacher weights, float32, sharded"] == 4 * large
+    assert items["gathered weights, float32, at most"] == 4 * large
+
+
+def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path):
+    _, teacher = _models(tmp_path)
+    _swap(Path(teacher), "3", "4")
+    facts = gather_facts(compose_run(["algorithm=distill", f"algorithm.teacher_path={teacher}"]))
+    assert (
+        _refused(facts)["algorithm"]
+        == f"its teacher, {teacher}: 2 of the policy's 20 tokens are others there, '3' for one"
+    )
+
+
+def test_distillation_needs_a_teacher():
+    config = compose_run(["algorithm=distill"])
+    assert [item.setting for item in plan_run(config, gather_facts(config)).refusals] == [
+        "algorithm.teacher_path"
+    ]
+
+
+def _swap(folder: Path, one: str, other: str) -> None:
+    """Let two characters of a tokenizer change places."""
+    path = folder / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    words = whole["model"]["vocab"]
+    words[one], words[other] = words[other], words[one]
+    path.write_text(json.dumps(whole))

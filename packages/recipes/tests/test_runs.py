@@ -263,7 +263,35 @@ def test_sft_makes_a_model_that_eval_can_judge(tmp_path: Path, shared_ray: str):
     folder = tmp_path / "run"
     run(folder, "rollout=hf", shared_ray, name="sft")
     assert (folder / "model" / "model.safetensors").exists()
+    lines = history(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if {"validation/loss", "accuracy/validation"} <= line.keys()] == [
+        2,
+        4,
+    ]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert 0 < summary["loss_after"] < summary["loss_before"]
+    assert summary["accuracy_after"] == lines[-1]["accuracy/validation"]
+    assert list((folder / "tensorboard").iterdir())
+    run(folder, "rollout=hf", shared_ray, name="evaluate")  # as the closing lines of the command say
     drawn = ("evaluation.step=0", "evaluation.num_samples=2", "evaluation.temperature=1")
     run(folder, "rollout=hf", shared_ray, *drawn, name="evaluate")
     result = json.loads((folder / "evaluations" / "step_0.json").read_text())
     assert (result["prompts"], result["samples_per_prompt"]) == (8, 2)
+
+
+@pytest.mark.ray
+def test_supervised_training_that_was_stopped_goes_on_to_the_bit(tmp_path: Path, shared_ray: str):
+    sft = ("--loss-only", "warmup.steps=30", "engine.num_ranks=2", shared_ray)
+    run(tmp_path / "whole", *sft, name="sft")
+    stopped = begin(tmp_path / "parted", *sft, name="sft")
+    wait_for_steps(stopped, tmp_path / "parted", 3)
+    stopped.signal(signal.SIGINT)
+    assert stopped.wait(RUN_TIMEOUT_S) == 130
+    assert "offbeat-sft --loss-only --config" in " ".join(stopped.said.split())
+    assert 3 <= len(history(tmp_path / "parted")) < 30
+    assert not (tmp_path / "parted" / "model").exists()
+    assert "from the checkpoint of step" in run(tmp_path / "parted", *sft, "resume=auto", name="sft")
+    assert history(tmp_path / "parted") == history(tmp_path / "whole")
+    both = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parted")]
+    assert both[0]["loss_before"] == both[1]["loss_before"] > both[0]["loss_after"] == both[1]["loss_after"]

@@ -226,3 +226,19 @@ def test_a_seed_may_have_63_bits(seed):
 def test_other_seeds_are_refused_in_a_sentence(seed, said):
     with pytest.raises(SettingError, match=f"`seed`: expected {said}"):
         parse({"seed": seed})
+
+
+@pytest.mark.parametrize(
+    ("raw", "lr"),
+    [
+        ({}, 1e-3),
+        ({"model": {"path": "/m"}}, 1e-5),
+        ({"model": {"path": "/m", "random_init": True}}, 1e-3),
+        ({"model": {"path": "/m"}, "engine": {"lora": {"rank": 8}}}, 1e-4),
+        ({"model": {"path": "/m"}, "warmup": {"lr": 2e-3}}, 2e-3),
+    ],
+)
+def test_supervised_training_has_a_rate_that_fits_its_model(raw, lr):
+    config = parse({"task": {"name": "gsm8k"}, **raw})
+    assert config.supervised.lr == lr
+    assert parse(to_dict(config)) == config

@@ -29,7 +29,7 @@ def test_only_the_schedule_is_the_warm_ups():
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 30])
 def test_a_short_warm_up_still_comes_down_again(steps):
-    optimizer = warm_up_engine(ENGINE, WarmupConfig(steps=steps, lr_warmup_steps=20)).optimizer
+    optimizer = warm_up_engine(ENGINE, WarmupConfig(steps=steps, lr=1e-3, lr_warmup_steps=20)).optimizer
     assert optimizer.warmup_steps == steps // 2
     rates = [learning_rate(optimizer, step) for step in range(steps)]
     assert max(rates) <= optimizer.lr

@@ -6,7 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offbeat_engine.batch import SCHEMA, Field, TrainBatch, check_batch, register_field, train_batch
+    from offbeat_engine.batch import (
+        SCHEMA,
+        Field,
+        TrainBatch,
+        check_batch,
+        register_field,
+        train_batch,
+        units_of,
+    )
     from offbeat_engine.capabilities import Capabilities, Feature, Refusal
     from offbeat_engine.config import (
         Dtype,
@@ -79,6 +87,7 @@ _HOMES = {
     "StepError": "errors",
     "Field": "batch",
     "register_field": "batch",
+    "units_of": "batch",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "EngineError": "errors",
@@ -168,4 +177,5 @@ __all__ = [
     "register_field",
     "require_config",
     "train_batch",
+    "units_of",
 ]

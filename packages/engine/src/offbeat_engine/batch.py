@@ -60,6 +60,10 @@ SCHEMA: tuple[Field, ...] = (
         meaning="version of the weights that sampled each token; -1 where none did (prompt, padding)",
     ),
     Field(key="group", dims="B", dtype=torch.int64, required=False, meaning="index of the prompt's group"),
+    Field(
+        key="unit", dims="B", dtype=torch.int64, required=False,
+        meaning="sequences of one number are never parted: one rank and one micro-batch has all of them (a pair of DPO)",
+    ),
 )  # fmt: skip
 
 
@@ -136,6 +140,18 @@ def select_rows(batch: TrainBatch, rows: list[int]) -> TrainBatch:
         tensor = batch[key].index_select(0, rows_b)
         tensors[key] = tensor[:, :longest] if key in per_token else tensor
     return TensorDict(tensors, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]
+
+
+def units_of(batch: TrainBatch) -> list[int] | None:
+    """Return the unit of each sequence, for plans; None where each may stand alone."""
+    return [int(unit) for unit in batch["unit"].tolist()] if "unit" in batch else None
+
+
+def fingerprint(batch: TrainBatch) -> int:
+    """Return a number that differs, all but surely, between batches of other tokens, lengths or masks."""
+    ids_BT = batch["input_ids"] * 2 + batch["loss_mask"]
+    weight_BT = torch.arange(1, ids_BT.numel() + 1, device=ids_BT.device).view(ids_BT.shape)
+    return int((ids_BT * weight_BT).sum() + batch["lengths"].sum())
 
 
 def check_keys(batch: TrainBatch) -> None:

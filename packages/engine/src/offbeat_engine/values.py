@@ -22,11 +22,13 @@ class LossScale:
     """Global counts of one optimizer step, over all ranks and micro-batches, computed once.
 
     A loss sums over what it sees and divides by these, so that micro-batch size, packing and the number of
-    ranks change nothing but speed.
+    ranks change nothing but speed. `num_units` counts the units of a batch that has the key `unit`, else its sequences; 0 is for
+    losses that do not ask.
     """
 
     num_tokens: int
     num_sequences: int
+    num_units: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,10 +112,47 @@ def test_messages_go_through_the_template(tmp_path: Path, chat_model: str, rewar
         {"prompt": "plain", "answer": "x"},
     ]
     task = _file_task(tmp_path, rows, chat_model, reward)
-    assert [prompt.text for prompt in task.validation_prompts(2)] == ["[user]hi[assistant]", "plain"]
-    always = _file_task(tmp_path, rows, chat_model, reward, chat_template="always")
-    assert always.validation_prompts(2)[1].text == "[user]plain[assistant]"
+    assert [prompt.text for prompt in task.validation_prompts(2)] == [
+        "[user]hi[assistant]",
+        "[user]plain[assistant]",
+    ]
     assert task.stop_token_ids() == (1, 0)  # the tokenizer's, then the generation config's
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "note"),
+    [
+        (
+            "auto",
+            ["[user]one[assistant]", "<eos>two"],
+            "1 of 2 prompts of plain text go through the chat template",
+        ),
+        (
+            "always",
+            ["[user]one[assistant]", "[user]<eos>two[assistant]"],
+            "2 of 2 prompts of plain text go through",
+        ),
+        (
+            "never",
+            ["one", "<eos>two"],
+            "2 prompts of plain text are taken as they are, and the tokenizer has a chat template",
+        ),
+    ],
+)
+def test_plain_text_is_a_message_of_the_user_where_there_is_a_template_and_the_run_says_so(
+    tmp_path: Path, chat_model: str, plain_model: str, reward: str, template: str, texts: list[str], note: str
+):
+    rows = [{"prompt": "one"}, {"prompt": "<eos>two"}]
+    task = _file_task(tmp_path, rows, chat_model, reward, chat_template=template)
+    assert [prompt.text for prompt in task.validation_prompts(2)] == texts
+    assert len(task.notes) == 1
+    assert note in task.notes[0]
+    if template != "always":
+        plain = _file_task(tmp_path, rows, plain_model, reward, chat_template=template)
+        assert ([prompt.text for prompt in plain.validation_prompts(2)], plain.notes) == (
+            ["one", "<eos>two"],
+            (),
+        )
 
 
 @pytest.mark.parametrize(
@@ -173,10 +210,14 @@ def test_reward_functions_that_are_not(tmp_path: Path, plain_model: str, reward:
     assert message in str(caught.value)
 
 
-def test_without_rewards_there_is_no_scorer(tmp_path: Path, plain_model: str):
-    task = _file_task(tmp_path, [{"prompt": "a"}], plain_model, "")
+def test_a_task_without_a_reward_can_be_supervised_alone(tmp_path: Path, plain_model: str):
+    rows = [{"prompt": "say yes", "answer": "yes"}, {"prompt": "say no", "answer": "no"}]
+    task = _file_task(tmp_path, rows, plain_model, "")
+    held_out = task.validation_examples(2)
+    assert [task.decode(example.completion_ids) for example in held_out] == ["yes", "no"]
+    assert [task.decode(example.prompt_ids) for example in held_out] == ["say yes", "say no"]
     with pytest.raises(TaskError, match=r"task\.reward: needed"):
-        task.scorer(RewardConfig(), tmp_path / "log")
+        make_scorer(task, RewardConfig(), tmp_path / "rewards.log")
 
 
 @pytest.mark.spawns

@@ -6,14 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offbeat_trainer.algorithm_configs import DistillConfig, DpoConfig, SftConfig
     from offbeat_trainer.algorithms.advantages import compute_advantages, group_advantages
     from offbeat_trainer.algorithms.aggregation import aggregate
+    from offbeat_trainer.algorithms.distill import Distill
+    from offbeat_trainer.algorithms.dpo import Dpo
     from offbeat_trainer.algorithms.grpo import DrGrpo, GroupPolicyGradient, Grpo, Rloo
     from offbeat_trainer.algorithms.interface import Algorithm, StepShape
     from offbeat_trainer.algorithms.kl import kl_estimate
+    from offbeat_trainer.algorithms.offline import OfflineAlgorithm
     from offbeat_trainer.algorithms.policy_loss import PolicyLoss
     from offbeat_trainer.algorithms.ppo import Ppo
     from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_config_class, algorithm_names
+    from offbeat_trainer.algorithms.sft import Sft
     from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
     from offbeat_trainer.config import (
         Advantage,
@@ -43,7 +48,7 @@ if TYPE_CHECKING:
     )
     from offbeat_trainer.data.assemble import assemble_examples, group_metrics
     from offbeat_trainer.data.trajectory import Limit, Trajectory, Turn
-    from offbeat_trainer.data.types import Example, Group, Prompt, Score
+    from offbeat_trainer.data.types import Example, Group, Pair, Prompt, Score
     from offbeat_trainer.errors import (
         DeadlineExceeded,
         EnvironmentFailed,
@@ -96,6 +101,8 @@ _HOMES = {
     "compute_advantages": "algorithms.advantages",
     "group_advantages": "algorithms.advantages",
     "aggregate": "algorithms.aggregation",
+    "Distill": "algorithms.distill",
+    "Dpo": "algorithms.dpo",
     "DrGrpo": "algorithms.grpo",
     "GroupPolicyGradient": "algorithms.grpo",
     "Grpo": "algorithms.grpo",
@@ -103,11 +110,13 @@ _HOMES = {
     "Algorithm": "algorithms.interface",
     "StepShape": "algorithms.interface",
     "kl_estimate": "algorithms.kl",
+    "OfflineAlgorithm": "algorithms.offline",
     "PolicyLoss": "algorithms.policy_loss",
     "Ppo": "algorithms.ppo",
     "algorithm_class": "algorithms.registry",
     "algorithm_config_class": "algorithms.registry",
     "algorithm_names": "algorithms.registry",
+    "Sft": "algorithms.sft",
     "ValueLoss": "algorithms.value_loss",
     "gae": "algorithms.value_loss",
     "assemble_examples": "data.assemble",
@@ -120,6 +129,8 @@ _HOMES = {
     "ClusterConfig": "config",
     "Correction": "config",
     "CorrectionLevel": "config",
+    "DistillConfig": "algorithm_configs",
+    "DpoConfig": "algorithm_configs",
     "DrGrpoConfig": "config",
     "EnvironmentConfig": "config",
     "GrpoConfig": "config",
@@ -135,6 +146,7 @@ _HOMES = {
     "RewardFrom": "config",
     "RlooConfig": "config",
     "SamplingConfig": "config",
+    "SftConfig": "algorithm_configs",
     "TooOld": "config",
     "WarmupConfig": "config",
     "DeadlineExceeded": "errors",
@@ -189,6 +201,7 @@ _HOMES = {
     "Turn": "data.trajectory",
     "Example": "data.types",
     "Group": "data.types",
+    "Pair": "data.types",
     "Prompt": "data.types",
     "Score": "data.types",
     "Critic": "roles.critic",
@@ -216,6 +229,10 @@ __all__ = [
     "CorrectionLevel",
     "Critic",
     "DeadlineExceeded",
+    "Distill",
+    "DistillConfig",
+    "Dpo",
+    "DpoConfig",
     "DrGrpo",
     "DrGrpoConfig",
     "Environment",
@@ -244,8 +261,10 @@ __all__ = [
     "MemoryJournal",
     "Metric",
     "MultiTurn",
+    "OfflineAlgorithm",
     "OnStall",
     "Order",
+    "Pair",
     "Partial",
     "PlanRefused",
     "Policy",
@@ -273,6 +292,8 @@ __all__ = [
     "Score",
     "Scorer",
     "SegmentJournal",
+    "Sft",
+    "SftConfig",
     "Silent",
     "SingleTurn",
     "SqliteJournal",

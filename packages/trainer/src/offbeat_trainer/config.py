@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from offbeat_engine.config import bounded
 
@@ -26,11 +27,12 @@ class Aggregation(StrEnum):
 
 
 class KlEstimator(StrEnum):
-    """Schulman's estimators of KL(policy || reference)."""
+    """Schulman's estimators of KL(policy || reference); UNBIASED is k3 weighted for who sampled the token, the others are not."""
 
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+    UNBIASED = "unbiased"
 
 
 class Proximal(StrEnum):
@@ -66,7 +68,13 @@ class CorrectionLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    """The settings of an algorithm are fields of its own subclass of this, frozen and keyword-only, each with a default."""
+    """The settings of an algorithm are fields of its own subclass of this, frozen and keyword-only, each with a default.
+
+    `written_rows` 0: it learns from completions that are generated. Else nothing is: a prompt of its task comes with so many
+    written ones; see `offbeat_trainer.OfflineAlgorithm`.
+    """
+
+    written_rows: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,11 +303,14 @@ class AsyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupConfig:
-    """Supervised training before reinforcement learning; `steps` 0 = none."""
+    """Supervised training before reinforcement learning, or alone; `steps` 0 = none.
+
+    `lr` None: 1e-5 for a model that was trained before (1e-4 for adapters over one), 1e-3 for one whose weights are drawn.
+    """
 
     steps: int = 0
     batch_size: int = 64
-    lr: float = 1e-3
+    lr: float | None = None
     lr_warmup_steps: int = 20
 
 

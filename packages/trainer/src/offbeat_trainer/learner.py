@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat_engine.losses import SftLoss
+from offbeat_trainer.algorithms.offline import OfflineAlgorithm
 from offbeat_trainer.roles.role import POLICY
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ class Learner:
         """See `Policy.supervise`."""
         policy = self._roles[POLICY]
         return policy.train(policy.shares(batch), SftLoss())
+
+    def evaluate(self, batch: TrainBatch) -> list[Metric]:
+        """See `OfflinePolicy.evaluate`."""
+        assert isinstance(self._algorithm, OfflineAlgorithm), (
+            "only what reads written rows looks at held-out ones"
+        )
+        return self._algorithm.evaluate(self._roles, batch)
 
     def save(self, step: int, *, block: bool) -> None:
         """See `Policy.save`. Of several roles all but the policy are waited for, and keep one checkpoint more."""

@@ -43,6 +43,10 @@ class LocalPolicy:
         """See `Policy.supervise`."""
         return await self._call(lambda: self._learner.supervise(batch))
 
+    async def evaluate(self, batch: TrainBatch) -> list[Metric]:
+        """See `OfflinePolicy.evaluate`."""
+        return await self._call(lambda: self._learner.evaluate(batch))
+
     async def save(self, step: int, *, block: bool) -> None:
         """See `Policy.save`."""
         await self._call(lambda: self._learner.save(step, block=block))

@@ -24,6 +24,7 @@ class RunState:
     step: int
     accuracy_before: float | None = None
     reward_first: float | None = None
+    loss_before: float | None = None
     warmup_s: float = 0.0
 
 

@@ -17,9 +17,13 @@ TOLD_EVERY = 10
 
 
 def warm_up_engine(engine: EngineConfig, config: WarmupConfig) -> EngineConfig:
-    """Return `engine` with the schedule of the warm-up: a short rise, then half a cosine down to a tenth."""
+    """Return `engine` with the schedule of the warm-up: a short rise, then half a cosine down to a tenth.
+
+    `config.lr` is a number here: which one fits the model is known to whoever chose that.
+    """
     from offbeat_engine import Schedule
 
+    assert config.lr is not None
     optimizer = replace(
         engine.optimizer,
         lr=config.lr,

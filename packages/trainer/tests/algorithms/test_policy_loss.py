@@ -76,6 +76,7 @@ def token_loss(loss, predictions, batch, b, t):
     }
     weight = math.exp(old - batch["rollout_logprobs"][b, t].item())  # token by token, truncated: the default
     off = batch["rollout_logprobs"][b, t].item() - old
+    kl["unbiased"] = kl["k3"] * ratio * min(weight, config.correction_high)
     return {
         "loss": -objective * min(weight, config.correction_high)
         + config.kl_coef * kl[config.kl_estimator]
@@ -306,3 +307,45 @@ def test_an_entropy_bonus_without_gradient_is_refused():
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(PlanRefused, match=name):
         make(replace(GrpoConfig(), **{name: value}))
+
+
+COUNTS = torch.tensor([1, 3, 4, 2])  # of four tokens, as an older policy sampled them
+
+
+def kl_gradient(estimator, old):
+    """Return the gradient in the policy's logits of the KL term over tokens of an older policy, and that of the KL itself."""
+    draw = torch.Generator().manual_seed(1)
+    logits_V, ref_V = (torch.randn(4, generator=draw, dtype=torch.float64) for _ in range(2))
+    sampler_V, ref_V = (COUNTS / COUNTS.sum()).double().log(), ref_V.log_softmax(-1)
+    tokens_N = torch.arange(4).repeat_interleave(COUNTS)
+    leaf_V = logits_V.clone().requires_grad_()
+    policy_V = leaf_V.log_softmax(-1)
+    one = {"rollout_logprobs": sampler_V, "ref_logprobs": ref_V, "advantages": torch.zeros(4).double()}
+    one |= {"old_logprobs": policy_V.detach() + old} if old is not None else {}
+    batch = TensorDict(
+        {
+            "loss_mask": torch.ones(10, 1, dtype=torch.bool),
+            **{key: value[tokens_N][:, None] for key, value in one.items()},
+        },
+        batch_size=[10],
+    )
+    loss = make(GrpoConfig(kl_coef=1.0, kl_estimator=estimator, correction_high=1e6))
+    predictions = TensorDict({"logprobs": policy_V[tokens_N][:, None]}, batch_size=[10])
+    got_V = torch.autograd.grad(
+        loss(predictions, batch, LossScale(num_tokens=10, num_sequences=10)).loss, leaf_V
+    )[0]
+    policy_V = leaf_V.log_softmax(-1)
+    return got_V, torch.autograd.grad((policy_V.exp() * (policy_V - ref_V)).sum(), leaf_V)[0]
+
+
+@pytest.mark.parametrize("old", [None, 0.0, 0.3])
+def test_the_unbiased_kl_of_tokens_that_another_policy_sampled_has_the_gradient_of_the_kl(old):
+    """Without proximal log-probs, with fresh ones, and with ones that the policy has left since."""
+    got_V, wanted_V = kl_gradient(KlEstimator.UNBIASED, old)
+    assert torch.allclose(got_V, wanted_V, atol=1e-9)
+
+
+@pytest.mark.parametrize("estimator", [KlEstimator.K1, KlEstimator.K2, KlEstimator.K3])
+def test_the_other_estimators_take_the_sampler_for_the_policy(estimator):
+    got_V, wanted_V = kl_gradient(estimator, None)
+    assert (got_V - wanted_V).abs().max() > 0.01

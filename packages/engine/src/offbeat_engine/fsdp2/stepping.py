@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_engine.batch import units_of
 from offbeat_engine.errors import BatchError
 from offbeat_engine.fsdp2.activations import HostActivations
 from offbeat_engine.fsdp2.kernels import inputs_maker
@@ -111,7 +112,9 @@ def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
     together = isinstance(step.make_inputs, RowInputs) and step.make_inputs.share and "group" in batch
     groups = [int(group) for group in batch["group"].tolist()] if together else None
-    return plan_micro_batches(lengths, max_tokens=step.max_tokens, padded=step.padded, groups=groups)
+    return plan_micro_batches(
+        lengths, max_tokens=step.max_tokens, padded=step.padded, groups=groups, units=units_of(batch)
+    )
 
 
 def _check_lengths(batch: TrainBatch, limit: int | None) -> None:

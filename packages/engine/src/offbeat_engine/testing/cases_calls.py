@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,9 @@ import torch
 
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.testing import call_probes, probes
-from offbeat_engine.testing.compare import check_tensors
+from offbeat_engine.testing.compare import check_gradients, check_number, check_tensors
+from offbeat_engine.testing.losses import UnitLoss
+from offbeat_engine.testing.reference import Setup, reference_run
 from offbeat_engine.testing.runner import BATCHES, Case
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ def cases(options: Options) -> Iterator[Case]:
         "narrowed": _narrowed,
         "failing": _failing,
         "empty": _empty,
+        "units": _units,
         "weights_on": _weights_on,
         "weights_in_pieces": _pieces,
     }
@@ -107,6 +111,21 @@ def _empty(runner: Runner, family: str, num_ranks: int) -> None:
         if norm != 0.0:
             raise AssertionError(f"`optimizer_step` after an empty mini-batch should return 0.0, got {norm}")
         check_tensors("weights after an empty mini-batch", after, before, 0.0)
+
+
+def _units(runner: Runner, family: str, num_ranks: int) -> None:
+    """Sequences of one unit are never parted, and the scale counts units."""
+    batch = BATCHES[0].clone()
+    batch["unit"] = torch.tensor([7, 3, 5, 7, 1, 3, 5, 2, 7])
+    job = replace(runner.job(family), loss_fn=UnitLoss())
+    reference = reference_run(
+        Setup(path=job.config.model.path, optimizer=job.config.optimizer), [batch], UnitLoss()
+    )
+    for record in runner.run(probes.train, num_ranks, job, [batch]):
+        check_number("loss over units", record.losses[0], reference.losses[0], runner.tolerances.loss)
+        check_gradients(
+            "gradient of a loss over units", record.grads, reference.first_grads, runner.tolerances.gradient
+        )
 
 
 def _weights_on(runner: Runner, family: str, num_ranks: int) -> None:

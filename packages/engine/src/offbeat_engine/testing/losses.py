@@ -46,6 +46,18 @@ class ValueLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitLoss:
+    """Softplus of what the sequences of a unit come to together, a mean over units: of a part of one it is another number."""
+
+    def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
+        """Return this micro-batch's share."""
+        _, place_B = batch["unit"].unique(return_inverse=True)
+        sum_B = (batch["advantages"] * predictions["logprobs"] * batch["loss_mask"]).sum(1)
+        sum_U = sum_B.new_zeros(int(place_B.max()) + 1).index_add(0, place_B, sum_B)
+        return LossOutput(loss=torch.nn.functional.softplus(-0.1 * sum_U).sum() / scale.num_units)
+
+
+@dataclass(frozen=True, slots=True)
 class PoisonedLoss:
     """`inner`, but where the token `POISON` is seen the loss is NaN, or finite with a gradient of NaN."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
+from offbeat_engine.batch import units_of
 from offbeat_engine.config import LoraConfig, LoraExport, OptimizerConfig, OptimizerName
 from offbeat_engine.schedules import learning_rate
 from offbeat_engine.testing.adapters import adapt, merged_tensors
@@ -148,7 +149,12 @@ def reference_run(
         for group in optimizer.param_groups:
             group["lr"] = rates[-1]
         optimizer.zero_grad()
-        scale = LossScale(num_tokens=int(batch["loss_mask"].sum()), num_sequences=batch.batch_size[0])
+        num_rows = batch.batch_size[0]
+        scale = LossScale(
+            num_tokens=int(batch["loss_mask"].sum()),
+            num_sequences=num_rows,
+            num_units=len(set(units_of(batch) or range(num_rows))),
+        )
         predictions = _predict(plain, batch, bfloat16=setup.bfloat16)
         loss = loss_fn(predictions, batch, scale).loss
         loss.backward()

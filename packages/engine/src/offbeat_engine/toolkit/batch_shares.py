@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDict
 
-from offbeat_engine.batch import check_keys
+from offbeat_engine.batch import check_keys, units_of
 from offbeat_engine.errors import StateError
 from offbeat_engine.toolkit.collectives import gather_ints, gather_tensors
 from offbeat_engine.toolkit.planning import plan_shards
@@ -28,7 +28,7 @@ def take_share(data: TrainBatch, data_rank: int, data_size: int) -> tuple[TrainB
     """
     check_keys(data)
     lengths = [int(length) for length in data["lengths"].tolist()]
-    shares = plan_shards(lengths, data_size)
+    shares = plan_shards(lengths, data_size, units=units_of(data))
     rows = torch.tensor(shares[data_rank], dtype=torch.int64, device=data["lengths"].device)
     tensors = {str(key): data[key].index_select(0, rows) for key in data.keys()}  # noqa: SIM118 rows otherwise
     return TensorDict(tensors, batch_size=[len(rows)]), shares  # pyright: ignore[reportArgumentType]

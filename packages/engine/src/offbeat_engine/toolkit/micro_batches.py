@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 import torch
 from tensordict import TensorDict
 
-from offbeat_engine.batch import check_batch, select_rows
+from offbeat_engine.batch import check_batch, fingerprint, select_rows, units_of
 from offbeat_engine.errors import BatchError, StepError
 from offbeat_engine.toolkit.answers import Answers
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, gather, gather_ints
+from offbeat_engine.toolkit.planning import check_whole
 from offbeat_engine.toolkit.throughput import Meter
 from offbeat_engine.toolkit.totals import Totals
 from offbeat_engine.values import LossScale, StepStats
@@ -124,10 +125,11 @@ class MicroBatches:
         self._totals = Totals(asked.device)
         self._answers = Answers(batch, asked.names if asked.predict else ())
         self._moved: dict[int, TrainBatch] = {}
-        counts = [0] * 5
+        counts = [0] * 6
         try:
             check_batch(batch)
             self._plan = plan(batch)
+            check_whole(units_of(batch), self._plan)
             self._micros = [self._preprocessed(batch, rows) for rows in self._plan]
             counts = self._mine(batch)
         except Exception as error:  # noqa: BLE001 a hook's failure becomes every rank's
@@ -269,10 +271,11 @@ class MicroBatches:
         masks = [micro["loss_mask"] for micro in self._micros]
         return [
             sum(len(part) for part in lengths),
+            len(set(units_of(batch) or range(len(batch["lengths"])))),
             sum(int(part.sum()) for part in lengths),
             sum(int(part.square().sum()) for part in lengths),
             sum(int(part.sum()) for part in masks),
-            _fingerprint(batch) if self._asked.data_size < self._asked.world.size else 0,
+            fingerprint(batch) if self._asked.data_size < self._asked.world.size else 0,
         ]
 
     def _count(self, mine: list[int]) -> tuple[int, int, int, int]:
@@ -290,11 +293,13 @@ class MicroBatches:
                     "give each rank what `shard_data` returns there"
                 )
         columns = zip(*(told[rank][3:] for rank in first.values()), strict=True)
-        num_sequences, num_tokens, num_pairs, num_loss_tokens, _ = (sum(column) for column in columns)
+        num_sequences, num_units, num_tokens, num_pairs, num_loss_tokens, _ = map(sum, columns)
         if self._ctx.scale is None:
             # At least 1: with nothing under any mask there is nothing to divide either.
             self._ctx.scale = LossScale(
-                num_tokens=max(1, num_loss_tokens), num_sequences=max(1, num_sequences)
+                num_tokens=max(1, num_loss_tokens),
+                num_sequences=max(1, num_sequences),
+                num_units=max(1, num_units),
             )
         return max(counts[2] for counts in told), num_tokens, num_pairs, num_loss_tokens
 
@@ -339,10 +344,3 @@ class MicroBatches:
             return None
         flops = asked.cost.flops(self._num_tokens, self._num_pairs, backward=asked.loss_fn is not None)
         return flops / (elapsed_s * asked.peak_flops * asked.world.size)
-
-
-def _fingerprint(batch: TrainBatch) -> int:
-    """Return a number that differs, all but surely, between batches of other tokens, lengths or masks."""
-    ids_BT = batch["input_ids"] * 2 + batch["loss_mask"]
-    weight_BT = torch.arange(1, ids_BT.numel() + 1, device=ids_BT.device).view(ids_BT.shape)
-    return int((ids_BT * weight_BT).sum() + batch["lengths"].sum())

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offbeat_engine.errors import BatchError
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, max_tokens: int, padded: bool = False, groups: Sequence[int] | None = None
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    padded: bool = False,
+    groups: Sequence[int] | None = None,
+    units: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Group sequences into micro-batches of at most `max_tokens` tokens.
 
     Sequences are taken from long to short, so those that share a micro-batch are of similar length, and the
     first micro-batch is the one that needs the most memory. Given `groups`, whole groups are taken so, by their longest
-    sequence: those of a group lie together, for they have their beginning in common.
+    sequence: those of a group lie together, for they have their beginning in common. Given `units`, those of a unit are in one
+    micro-batch.
 
     Args:
         lengths: tokens of each sequence (zero is allowed and costs nothing).
-        max_tokens: budget of one micro-batch; a longer sequence gets a micro-batch of its own.
+        max_tokens: budget of one micro-batch; a longer sequence, or unit, gets a micro-batch of its own.
         padded: count every sequence at the length of the longest one beside it (plain padded rows).
         groups: the group of each sequence; None where every sequence is one.
+        units: the unit of each sequence; None where every sequence is one.
 
     Returns:
         Indices into `lengths`, each exactly once; no micro-batch is empty. The same input gives the same plan.
@@ -35,22 +44,27 @@ def plan_micro_batches(
         first[name] = (min(longest, -lengths[index]), begin)
     order = sorted(range(len(lengths)), key=lambda index: (first[names[index]], -lengths[index], index))
     plan: list[list[int]] = []
-    used = 0
-    for index in order:
-        cost = lengths[plan[-1][0]] if padded and plan else lengths[index]
-        if not plan or used + cost > max_tokens:
+    used = width = 0
+    for block in _whole(order, units):
+        tokens, widest = sum(lengths[index] for index in block), max(lengths[index] for index in block)
+        width = max(width, widest)
+        together = (len(plan[-1]) + len(block)) * width if padded and plan else used + tokens
+        if not plan or together > max_tokens:
             plan.append([])
-            used, cost = 0, lengths[index]
-        plan[-1].append(index)
-        used += cost
+            used, width = 0, widest
+        plan[-1] += block
+        used += tokens
     return plan
 
 
-def plan_shards(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+def plan_shards(
+    lengths: Sequence[int], num_ranks: int, *, units: Sequence[int] | None = None
+) -> list[list[int]]:
     """Share sequences among ranks so that token counts are close: longest first, always to the lightest rank.
 
     That greedy rule is Graham's LPT (doi.org/10.1137/0117039): the heaviest rank gets at most 4/3 of the best
-    possible. Equal loads go to the rank with fewer sequences, then to the lower rank.
+    possible. Equal loads go to the rank with fewer sequences, then to the lower rank. Given `units`, the unit of each sequence,
+    whole units are shared so.
 
     Returns:
         One ascending list of indices per rank, possibly empty; the same on every rank for the same input.
@@ -59,11 +73,34 @@ def plan_shards(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
         raise ValueError(f"`num_ranks` must be at least 1, got {num_ranks}")
     shards: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+    blocks = [(sum(lengths[index] for index in block), block) for block in _whole(range(len(lengths)), units)]
+    for tokens, block in sorted(blocks, key=lambda one: (-one[0], one[1][0])):
         rank = min(range(num_ranks), key=lambda rank: (loads[rank], len(shards[rank]), rank))
-        shards[rank].append(index)
-        loads[rank] += lengths[index]
+        shards[rank] += block
+        loads[rank] += tokens
     return [sorted(shard) for shard in shards]
+
+
+def check_whole(units: Sequence[int] | None, plan: Sequence[Sequence[int]]) -> None:
+    """Raise `BatchError` where the micro-batches of `plan` part what `units` says is one."""
+    if units is None:
+        return
+    home: dict[int, int] = {}
+    for number, rows in enumerate(plan):
+        for row in rows:
+            if home.setdefault(units[row], number) != number:
+                raise BatchError(
+                    f"micro-batches {home[units[row]]} and {number} part the sequences of unit {units[row]}; an engine plans with "
+                    "`plan_micro_batches(..., units=units_of(batch))`"
+                )
+
+
+def _whole(order: Iterable[int], units: Sequence[int] | None) -> list[list[int]]:
+    """Return the indices of `order` by unit, each unit where its first one stands."""
+    blocks: dict[int, list[int]] = {}
+    for index in order:
+        blocks.setdefault(index if units is None else units[index], []).append(index)
+    return list(blocks.values())
 
 
 def plan_length_classes(lengths: Sequence[int], *, ratio: float = 1.5) -> list[list[int]]:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
 
 
+_NOT_NEEDED = {"sft": ("task.reward",), "sft_by_loss": ("task.reward",)}
+"""What a command can do without, though others refuse to run so."""
+
+
 def checked(prog: str, config: RunConfig, what: str) -> int:
     """Plan `config`; run `offbeat_recipes.run.commands.<what>` if nothing is refused; return the exit code."""
     prepare_environment()
@@ -24,8 +28,9 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
         plan = plan_run(config, gather_facts(config))
         for warning in plan.warnings:
             sys.stderr.write(f"{prog}: note: {warning}\n")
-        if plan.refusals:
-            for refusal in plan.refusals:
+        refusals = [one for one in plan.refusals if one.setting not in _NOT_NEEDED.get(what, ())]
+        if refusals:
+            for refusal in refusals:
                 sys.stderr.write(f"{prog}: refused: {refusal}\n")
             return USAGE
         # Composition brings Ray and the engines: not before everything is known to fit.

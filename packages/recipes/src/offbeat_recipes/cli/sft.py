@@ -16,26 +16,27 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line, refuse what cannot run, then do it; return the exit code."""
     made = parser("offbeat-sft", "Train on supervised examples alone.")
+    made.add_argument(
+        "--loss-only",
+        action="store_true",
+        help="measure the loss of held-out examples alone; start no replicas",
+    )
     read = read_command_line(made, argv)
     if isinstance(read, int):
         return read
-    config, _ = read
+    config, options = read
     if told := _refused(config):
         sys.stderr.write(f"{made.prog}: refused: {told}\n")
         return USAGE
     from offbeat_recipes.cli._checked import checked  # torch from here on
 
-    return checked(made.prog, config, "sft")
+    return checked(made.prog, config, "sft_by_loss" if options.loss_only else "sft")
 
 
 def _refused(config: RunConfig) -> str:
     """Say what this command alone cannot do with `config`, or nothing."""
     if config.warmup.steps < 1:
         return "warmup.steps: 0; supervised training takes that many steps, set it"
-    if config.resume == "auto":
-        return (
-            "resume: supervised training begins anew each time; leave it out (an earlier run is moved aside)"
-        )
     return ""
 
 

@@ -19,16 +19,20 @@ from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
 from offbeat_recipes.plan.machine import machine_refusals
 from offbeat_recipes.plan.replay import replay_refusals
 from offbeat_recipes.plan.stops import stop_refusals
+from offbeat_recipes.plan.tokens import token_refusals
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import (
     ArithmeticConfig,
     CalculatorConfig,
     CharTaskConfig,
+    ExternalTaskConfig,
     FileConfig,
+    PairsConfig,
     RowsConfig,
 )
 from offbeat_rollout import ConfigError as RolloutConfigError
 from offbeat_rollout.registry import adapter_class
+from offbeat_trainer.algorithms.registry import algorithm_class
 from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.errors import PlanRefused
 
@@ -103,10 +107,10 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
     role_models: dict[str, ModelFacts] = {}
     num_prompts = prompt_tokens = answer_tokens = 0
     try:
-        shape = _model_config(config)
-        model = None if shape is None else model_facts(shape)
+        model = _model(config)
         if not any(one.setting == "algorithm" for one in refusals):
             role_models = _role_models(config)
+            refusals += token_refusals(config)
         opens = opens_data and not any(one.setting.startswith(("task", "model.path")) for one in refusals)
         num_prompts, prompt_tokens, answer_tokens = _task(config, opens=opens)
         refusals += [] if model is None else stop_refusals(config, model.vocab_size)
@@ -168,6 +172,8 @@ def _our_name(setting: str) -> str:
 
 
 def _rollout(config: RunConfig) -> Iterator[Refusal]:
+    if not config.generates:
+        return
     adapter, told = adapter_class(config.rollout.name), config.rollout_config(config.model.path)
     for setting, replica in (("rollout", replace(told, stop_strings=False)), ("sampling.stop", told)):
         try:
@@ -181,8 +187,24 @@ def _rollout(config: RunConfig) -> Iterator[Refusal]:
         )
 
 
+def _learnable(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse a task of ours that has not what the algorithm learns from."""
+    reads = getattr(algorithm_class(config.algorithm.name), "reads", None)
+    if isinstance(config.task, PairsConfig) and config.generates:
+        yield Refusal(
+            "algorithm", f"{config.algorithm.name} takes rewards, and pairs have none", "algorithm=dpo"
+        )
+    if reads == "pairs" and not isinstance(config.task, PairsConfig | ExternalTaskConfig):
+        yield Refusal(
+            "task",
+            f"{config.algorithm.name} learns from pairs, and {config.task.name} has none",
+            "task=pairs",
+        )
+
+
 def _files(config: RunConfig) -> Iterator[Refusal]:
     yield from _environment(config)
+    yield from _learnable(config)
     if not isinstance(config.task, RowsConfig):
         return
     for key in ("train_path", "validation_path"):
@@ -208,6 +230,11 @@ def _environment(config: RunConfig) -> Iterator[Refusal]:
         find_environment(config.turns.path)
     except PlanRefused as error:
         yield Refusal("environment.path", str(error), "name package.module:Name or file.py:Name")
+
+
+def _model(config: RunConfig) -> ModelFacts | None:
+    shape = _model_config(config)
+    return None if shape is None else model_facts(shape)
 
 
 def _model_config(config: RunConfig) -> PretrainedConfig | None:

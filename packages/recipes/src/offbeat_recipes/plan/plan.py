@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
 
 
+_LARGE_LR = 5e-4
+"""Beyond it supervised training of a whole model forgets what that has learned; adapters take some 2e-4."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """The arithmetic of a step and of the run. Token counts are upper bounds, prompts included.
@@ -76,6 +80,7 @@ class Plan:
 
 def plan_run(config: RunConfig, facts: Facts) -> Plan:
     """Return the plan of `config` on the machine that `facts` describe."""
+    config = config.alone
     batch = plan_batch(config, facts)
     broken = any(item.setting == "algorithm" for item in facts.refusals)
     memory = () if broken else _memory(config, facts, batch)
@@ -93,7 +98,7 @@ def plan_run(config: RunConfig, facts: Facts) -> Plan:
     return Plan(
         placement=tuple(placed(config, facts)),
         batch=batch,
-        memory=memory,
+        memory=tuple(one for one in memory if one.num),
         num_params=0 if facts.model is None else facts.model.num_params,
         refusals=tuple(refusals),
         warnings=(*_warnings(config, facts, memory), *_object_store(config, batch)),
@@ -103,12 +108,13 @@ def plan_run(config: RunConfig, facts: Facts) -> Plan:
 def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
     """Return the arithmetic of a step, rounded down where it does not divide (which the plan refuses)."""
     loop = config.trainer
-    completions = loop.prompts_per_step * loop.group_size
+    group_size = config.algorithm.written_rows or loop.group_size
+    completions = loop.prompts_per_step * group_size
     per_update = completions // loop.updates_per_step
     longest = facts.max_prompt_tokens + config.max_new_tokens
     return BatchPlan(
         prompts_per_step=loop.prompts_per_step,
-        group_size=loop.group_size,
+        group_size=group_size,
         completions_per_step=completions,
         updates_per_step=loop.updates_per_step,
         sequences_per_update=per_update,
@@ -125,10 +131,17 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
 def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
     loop = config.trainer
     ranks = config.engine.num_ranks // config.engine.model_parallel_size  # those share their rows
-    if batch.completions_per_step % loop.updates_per_step:
+    if not config.generates and loop.prompts_per_step % loop.updates_per_step:
         yield Refusal(
             "trainer.updates_per_step",
-            f"{loop.prompts_per_step} prompts x {loop.group_size} = {batch.completions_per_step} completions "
+            f"{loop.prompts_per_step} prompts, whose completions stay together, are not divisible into "
+            f"{loop.updates_per_step} equal mini-batches",
+            "use a divisor of prompts_per_step",
+        )
+    elif batch.completions_per_step % loop.updates_per_step:
+        yield Refusal(
+            "trainer.updates_per_step",
+            f"{loop.prompts_per_step} prompts x {batch.group_size} = {batch.completions_per_step} completions "
             f"are not divisible into {loop.updates_per_step} equal mini-batches",
             "use a divisor of prompts_per_step x group_size",
         )
@@ -148,7 +161,7 @@ def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
 
 def _lengths(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
     need, have = facts.max_prompt_tokens + config.max_new_tokens, config.rollout.max_model_len
-    if need > have:
+    if need > have and config.generates:
         yield Refusal(
             "rollout.max_model_len",
             f"{facts.max_prompt_tokens} prompt tokens + {config.max_new_tokens} {'turn' if config.turns else 'completion'} tokens "
@@ -165,6 +178,8 @@ def _lengths(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
 
 
 def _sampling_and_sync(config: RunConfig) -> Iterator[Refusal]:
+    if not config.generates:
+        return
     if config.sampling.temperature <= 0:
         yield Refusal(
             "sampling.temperature", "0 is greedy: all completions of a prompt would be one", "use 1"
@@ -213,7 +228,11 @@ def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> I
                 f"a GPU has {facts.gpu_gib:.1f}",
                 "use more ranks or a smaller model",
             )
-        if facts.gpu_gib and weights > config.rollout.gpu_memory_fraction * facts.gpu_gib * GIB:
+        if (
+            config.generates
+            and facts.gpu_gib
+            and weights > config.rollout.gpu_memory_fraction * facts.gpu_gib * GIB
+        ):
             yield Refusal(
                 "rollout.tensor_parallel_size",
                 f"weights of {weights / GIB:.1f} GiB leave no room for keys and values",
@@ -237,7 +256,7 @@ def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> I
             "lower rollout.kv_cache_gib or rollout.num_replicas, or use a smaller model",
         )
     one = config.rollout.max_model_len * kv_bytes_per_token(config, facts.model)
-    if config.rollout.kv_cache_gib * GIB < one:
+    if config.generates and config.rollout.kv_cache_gib * GIB < one:
         yield Refusal(
             "rollout.kv_cache_gib",
             f"{config.rollout.kv_cache_gib:g} GiB cannot hold one sequence of {config.rollout.max_model_len} tokens",
@@ -267,7 +286,11 @@ def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> It
     if memory and shared:
         worst = sum(item.total * item.num for item in memory)
     elif memory:
-        worst = gpu_peak(config, facts, memory[0], memory[1], certain=False)
+        worst = (
+            gpu_peak(config, facts, memory[0], memory[1], certain=False)
+            if config.generates
+            else memory[0].total
+        )
     if limit and worst > limit and not config.cluster.ray_address:
         yield f"memory may reach {worst / GIB:.1f} GiB of {limit / GIB:.1f}; lower engine.micro_batch_tokens"
     wanted = config.rollout.num_replicas * config.replica_threads(facts.num_cores)
@@ -282,5 +305,11 @@ def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> It
         and algorithm.kl_estimator is KlEstimator.K1
     ):
         yield "k1 in the loss has no gradient on average: it measures KL and does not bound it; k2 and k3 do"
+    lr = config.warmup.lr
+    trained_before = (
+        config.model.path and not config.model.random_init and not isinstance(config.task, CharTaskConfig)
+    )
+    if trained_before and config.warmup.steps and lr is not None and lr > _LARGE_LR:
+        yield f"warmup.lr={lr:g} is large for a model that was trained before; leave it out for one that fits"
     if isinstance(config.task, CharTaskConfig) and not config.warmup.steps and not config.model.path:
         yield "an untrained model without warm-up is never right, and GRPO learns from differences: warmup.steps=250"

@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import LoraExport
-from offbeat_recipes.plan.algorithm import engines_of
+from offbeat_recipes.plan.algorithm import algorithm_of, engines_of
 from offbeat_recipes.run.build import cluster_spec, engine_on
 from offbeat_recipes.run.evaluate import evaluate_run
+from offbeat_recipes.run.going_on import first_step
 from offbeat_recipes.run.modes import loop_of, make_parts
-from offbeat_recipes.run.session import Session, drive
-from offbeat_trainer import ResumeError
+from offbeat_recipes.run.offline import learn, offline_parts, rows_of, supervise
+from offbeat_recipes.run.session import SFT, SFT_BY_LOSS, Session, drive
+from offbeat_trainer import OfflineAlgorithm
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.warmup import run_warm_up, warm_up_engine
-from offbeat_trainer.watch.reporters.fanout import Truncating
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,12 +32,17 @@ def train(config: RunConfig, started: float) -> int:
 
     `started` is when the command began, on `time.perf_counter`; so for all commands here.
     """
-    return drive(config, _reinforce, started)
+    return drive(config, _reinforce if config.generates else _learn_from_rows, started)
 
 
 def sft(config: RunConfig, started: float) -> int:
     """Supervised training alone: `warmup.steps` steps, ends in `<run>/model`; returns the exit code."""
-    return drive(config, _supervise, started, goes_on=False)
+    return drive(config, supervise, started, program=SFT)
+
+
+def sft_by_loss(config: RunConfig, started: float) -> int:
+    """As `sft`, without replicas: the task's accuracy is not measured."""
+    return drive(config, supervise, started, program=SFT_BY_LOSS)
 
 
 def evaluate(config: RunConfig, started: float) -> int:
@@ -67,6 +73,31 @@ async def _reinforce(session: Session) -> None:
         await cluster.stop()
 
 
+async def _learn_from_rows(session: Session) -> None:
+    """Train by an algorithm that learns from what is written down: no replica runs."""
+    config, folder, algorithm = session.config, session.folder, algorithm_of(session.config)
+    assert isinstance(algorithm, OfflineAlgorithm), "the registry lets no other have `written_rows`"
+    rows, held_out = rows_of(session.task, algorithm)
+    store = RunStore(folder.checkpoints / "state", keep=config.trainer.keep_checkpoints)
+    cluster = Cluster(cluster_spec(config.alone, folder, str(session.base_model)))
+    try:
+        session.reporter.phase("start", f"{config.engine.num_ranks} training rank(s); nothing is generated")
+        await cluster.train.start()
+        start = await _prepare_training(session, cluster.train, store)
+        parts = offline_parts(
+            session,
+            cluster,
+            store,
+            batch=lambda step: algorithm.batch(rows(step, config.trainer.prompts_per_step)),
+            held_out=algorithm.batch(held_out(config.trainer.validation_prompts)),
+        )
+        await learn(session, cluster, parts, start)
+        if not session.outcome.interrupted:
+            await cluster.train.export(str(folder.final.absolute()))
+    finally:
+        await cluster.stop()
+
+
 async def _replicas_model(session: Session) -> Path:
     """Return the folder that replicas start from: any of the same shape, unless they get no more than an adapter over it."""
     config, model = session.config, session.folder.model
@@ -82,21 +113,7 @@ async def _prepare_training(session: Session, train: TrainGroup, store: RunStore
     config = session.config
     engine = engine_on(config, await _starting_model(session, train))
     await train.build(engines_of(config, engine))
-    step = await train.load(None) if session.folder.resumed else None
-    if step is None:
-        return 0
-    if step > config.trainer.steps:
-        raise ResumeError(
-            f"{session.folder.path} has {step} steps already; trainer.steps={config.trainer.steps} is less"
-        )
-    state = store.load(step)
-    session.outcome.accuracy_before = state.accuracy_before
-    session.outcome.reward_first = state.reward_first
-    session.outcome.warmup_s = state.warmup_s
-    if isinstance(session.reporter, Truncating):
-        session.reporter.truncate_after(step)
-    session.reporter.phase("resume", f"from the checkpoint of step {step}")
-    return step
+    return await first_step(session, train, store, steps=config.trainer.steps, setting="trainer.steps")
 
 
 async def _starting_model(session: Session, train: TrainGroup) -> Path:
@@ -116,13 +133,11 @@ async def _warm_up(session: Session, train: TrainGroup, export: LoraExport) -> N
     config = session.config
     engine = engine_on(config, session.base_model)
     engine = replace(engine, lora=replace(engine.lora, export=export))
-    await train.build({POLICY: warm_up_engine(engine, config.warmup)})
-    await run_warm_up(train, session.task, config.warmup, session.reporter)
+    told = config.supervised
+    session.reporter.phase("warm-up", f"{told.steps} steps, at most at a learning rate of {told.lr:g}")
+    await train.build({POLICY: warm_up_engine(engine, told)})
+    await run_warm_up(train, session.task, told, session.reporter)
     await train.export(str(session.folder.model.absolute()))
-
-
-async def _supervise(session: Session) -> None:
-    await _warm_up_alone(session, session.config.engine.lora.export)
 
 
 async def _warm_up_alone(session: Session, export: LoraExport) -> None:

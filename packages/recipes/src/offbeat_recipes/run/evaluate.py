@@ -28,7 +28,9 @@ async def evaluate_run(session: Session) -> None:
     config = session.config
     start = session.folder.model if session.folder.model.exists() else session.base_model
     serves_alone, step = config.evaluation.step == 0, 0
-    if config.evaluation.step < 0 and _kept_its_end_alone(session):
+    if config.evaluation.step < 0 and _is_supervised_alone(session):
+        serves_alone = True
+    elif config.evaluation.step < 0 and _kept_its_end_alone(session):
         serves_alone, start, step = True, session.folder.final, config.trainer.steps
     spec = cluster_spec(config, session.folder, str(start.absolute()))
     if serves_alone:  # nobody is there to share devices with
@@ -44,6 +46,13 @@ async def evaluate_run(session: Session) -> None:
     finally:
         await cluster.stop()
     _report(session, step, groups)
+
+
+def _is_supervised_alone(session: Session) -> bool:
+    """Say whether the newest model of a run is the one that supervised training left: nothing came after it."""
+    folder, config = session.folder, session.config
+    later = (folder.checkpoints / "policy").exists() or folder.final.exists()
+    return folder.model.exists() and not later and not config.sends_adapter_alone
 
 
 def _kept_its_end_alone(session: Session) -> bool:

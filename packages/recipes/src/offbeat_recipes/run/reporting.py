@@ -33,24 +33,26 @@ if TYPE_CHECKING:
 REPORTERS = "offbeat.reporters"
 
 
-def make_reporter(config: RunConfig, jsonl: JsonlReporter | None, folder: RunFolder) -> Reporter:
-    """Return where this run reports to: `jsonl` unless None, and what the settings ask for. Where one of them fails, none stays open."""
+def make_reporter(
+    config: RunConfig, jsonl: JsonlReporter | None, folder: RunFolder, *, steps: int = 0
+) -> Reporter:
+    """Return where this run of `steps` reports to: `jsonl` unless None, and what the settings ask for. Where one of them fails, none stays open."""
     if jsonl is None:
         return ConsoleReporter(title=config.name) if config.report.console else Silent()
     with ExitStack() as undo:
         undo.callback(jsonl.close)
         reporters: list[Reporter] = [jsonl]
-        for make in _asked_for(config, folder):
+        for make in _asked_for(config, folder, steps):
             reporters.append(make())
             undo.callback(reporters[-1].close)
         undo.pop_all()  # from here on they are the run's to close
     return FanOut(reporters)
 
 
-def _asked_for(config: RunConfig, folder: RunFolder) -> Iterator[Callable[[], Reporter]]:
+def _asked_for(config: RunConfig, folder: RunFolder, steps: int) -> Iterator[Callable[[], Reporter]]:
     told, settings = config.report, to_dict(config)
     if told.console:
-        yield lambda: ConsoleReporter(title=config.name, steps=config.trainer.steps)
+        yield lambda: ConsoleReporter(title=config.name, steps=steps)
     if told.tensorboard:
         yield lambda: TensorBoardReporter(folder.path / "tensorboard", config=settings)
     if told.wandb:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from offbeat_trainer import Reporter
 
 HOUSE_ERRORS = (TrainerError, SyncError, EngineError, RolloutError, RecipeError)
+TRAIN, SFT, SFT_BY_LOSS = ("offbeat-train",), ("offbeat-sft",), ("offbeat-sft", "--loss-only")
+"""Commands that a run may go on with."""
 INTERRUPTED = 130
 FAILED = 1
 
@@ -58,7 +60,7 @@ class Session:
     outcome: Outcome = field(default_factory=Outcome)
     stop: StopRequest = field(default_factory=StopRequest)
     startup_s: float = 0.0
-    goes_on: bool = True
+    program: tuple[str, ...] = TRAIN
     extra: dict[str, object] = field(default_factory=dict[str, object])
 
     def summary(self) -> dict[str, object]:
@@ -78,12 +80,12 @@ Work = Callable[[Session], Awaitable[None]]
 
 
 def drive(
-    config: RunConfig, work: Work, started: float, *, reopen: bool = False, goes_on: bool = True
+    config: RunConfig, work: Work, started: float, *, reopen: bool = False, program: tuple[str, ...] = TRAIN
 ) -> int:
     """Open the run folder, do `work` in it, and end well whatever happens; returns the exit code.
 
-    Without `goes_on` there is no command to go on with where it ends early. With `reopen` the folder must hold a run,
-    whose metrics and summary are left as they are.
+    `program` is the command that goes on where it ends early. With `reopen` the folder must hold a run, whose metrics and
+    summary are left as they are.
 
     Raises:
         RecipeError: the folder or the task cannot be used; nothing was started.
@@ -95,7 +97,7 @@ def drive(
         try:
             folder = opened.enter_context(closing(_folder(config, reopen=reopen)))
             opened.enter_context(logs_to(folder.logs / "driver.log"))
-            session = _open(config, folder, task, started, reopen=reopen)
+            session = _open(config, folder, task, started, reopen=reopen, program=program)
         except RecipeError:
             raise
         except Exception as error:
@@ -103,7 +105,6 @@ def drive(
             if not told:
                 raise
             raise RunFolderError(f"run_dir: {config.folder} cannot be used: {told}") from error
-        session.goes_on = goes_on
         with asyncio.Runner(loop_factory=StandingLoop) as runner:
             return runner.run(_guarded(session, work))
 
@@ -130,7 +131,13 @@ def _check_sizes(config: RunConfig, task: RunnableTask) -> None:
 
 
 def _open(
-    config: RunConfig, folder: RunFolder, task: RunnableTask, started: float, *, reopen: bool
+    config: RunConfig,
+    folder: RunFolder,
+    task: RunnableTask,
+    started: float,
+    *,
+    reopen: bool,
+    program: tuple[str, ...],
 ) -> Session:
     base = folder.path / "base"
     base_model = task.model_folder(base, config.seed)
@@ -138,7 +145,8 @@ def _open(
         base_model = random_model_folder(base_model, base, config.seed)
     check_stops(task, base_model, trust_remote_code=config.model.trust_remote_code)
     jsonl = None if reopen else JsonlReporter(folder.path)
-    reporter = make_reporter(config, jsonl, folder)
+    steps = config.trainer.steps if program == TRAIN else config.warmup.steps
+    reporter = make_reporter(config, jsonl, folder, steps=steps)
     for note in task.notes:
         reporter.phase("task", note)
     return Session(
@@ -149,6 +157,7 @@ def _open(
         jsonl=jsonl,
         base_model=base_model.absolute(),
         started=started,
+        program=program,
     )
 
 
@@ -183,7 +192,7 @@ def _failed(session: Session, message: str) -> int:
     session.extra["error"] = message
     screen = Screen(sys.stderr)
     screen.write(f"\nfailed: {message}\n  full logs: {session.folder.logs}\n")
-    if session.stop.listening and session.goes_on:  # there is something to go on from
+    if session.stop.listening:  # there is something to go on from
         screen.write(f"  to go on: {_again(session)}\n")
     return FAILED
 
@@ -191,8 +200,7 @@ def _failed(session: Session, message: str) -> int:
 def _where_next(session: Session, code: int) -> dict[str, object]:
     folder = session.folder.path
     if code:
-        again = {"resume_command": _again(session)} if session.goes_on else {}
-        return {**again, "paths": {"logs": str(session.folder.logs)}}
+        return {"resume_command": _again(session), "paths": {"logs": str(session.folder.logs)}}
     return {
         "paths": {
             "trained model": str(
@@ -211,7 +219,7 @@ def _where_next(session: Session, code: int) -> dict[str, object]:
 def _again(session: Session) -> str:
     folder = session.folder.path
     config = str(folder / "config.yaml")
-    return _command("offbeat-train", "--config", config, f"run_dir={folder}", "resume=auto")
+    return _command(*session.program, "--config", config, f"run_dir={folder}", "resume=auto")
 
 
 def _command(program: str, *words: str) -> str:

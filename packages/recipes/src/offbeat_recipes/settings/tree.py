@@ -253,6 +253,27 @@ class RunConfig:
         return cls(**{**_as(cls, self.engine), **derived})
 
     @property
+    def generates(self) -> bool:
+        """Whether the algorithm learns from what replicas generate; else nothing is generated, and no replica runs."""
+        return not self.algorithm.written_rows
+
+    @property
+    def alone(self) -> "RunConfig":
+        """The same run with the replicas that it starts: none where nothing is generated, whatever the settings say."""
+        if self.generates:
+            return self
+        separate = replace(self.cluster, placement=Placement.SEPARATE)
+        none = replace(self.rollout, num_replicas=0, cpu_threads=1)
+        return replace(self, rollout=none, cluster=separate, mode=SyncMode())
+
+    @property
+    def supervised(self) -> WarmupConfig:
+        """What supervised training is told: the section `warmup`, with a learning rate that fits where none was given."""
+        drawn = self.model.random_init or not self.model.path
+        fitting = 1e-3 if drawn else 1e-4 if self.engine.lora.rank else 1e-5
+        return replace(self.warmup, lr=fitting if self.warmup.lr is None else self.warmup.lr)
+
+    @property
     def colocated(self) -> bool:
         """Whether training and generation take turns on the same devices."""
         return self.cluster.placement is Placement.COLOCATED

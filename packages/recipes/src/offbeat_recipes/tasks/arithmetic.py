@@ -117,9 +117,16 @@ class ArithmeticTask(CharTask):
     def examples(self, step: int, num_examples: int) -> list[Example]:
         """Return worked examples of training prompts, a share `forget_carry` of them forgetful."""
         rng = stream(self._seed, Stream.EXAMPLES, step)
+        return self._examples(rng, num_examples, held_out=False)
+
+    def validation_examples(self, num_examples: int) -> list[Example]:
+        """Return worked examples of held-out sums, forgetful as those of training, the same whatever the run's seed."""
+        return self._examples(stream(0, Stream.HELD_OUT, 1), num_examples, held_out=True)
+
+    def _examples(self, rng: np.random.Generator, num_examples: int, *, held_out: bool) -> list[Example]:
         made: list[Example] = []
         for _ in range(num_examples):
-            left, right = self._draw(rng, held_out=False)
+            left, right = self._draw(rng, held_out=held_out)
             answer = worked_answer(left, right, forgetful=bool(rng.random() < self._config.forget_carry))
             made.append(
                 Example(

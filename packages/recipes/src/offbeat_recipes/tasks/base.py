@@ -12,6 +12,7 @@ from offbeat_recipes.tasks.config import (
     ExternalTaskConfig,
     FileConfig,
     Gsm8kConfig,
+    PairsConfig,
 )
 from offbeat_trainer import Supervised, Task
 from offbeat_trainer.scoring.scorer import TaskScorer
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from offbeat_recipes.tasks.config import TaskConfig
-    from offbeat_trainer import Prompt, Score, Scorer, Trajectory
+    from offbeat_trainer import Example, Prompt, Score, Scorer, Trajectory
     from offbeat_trainer.config import RewardConfig
 
 ENTRY_POINT_GROUP = "offbeat.tasks"
@@ -80,6 +81,10 @@ def make_task(config: TaskConfig, model_path: str, seed: int) -> RunnableTask:
             from offbeat_recipes.tasks.file import FileTask
 
             return FileTask(config, model_path, seed)
+        case PairsConfig():
+            from offbeat_recipes.tasks.pairs import PairsTask
+
+            return PairsTask(config, model_path, seed)
         case ExternalTaskConfig():
             return _external(config, model_path, seed)
         case _:
@@ -103,10 +108,27 @@ class MakesScorer(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldsOutExamples(Protocol):
+    """A task with worked examples that training never meets."""
+
+    def validation_examples(self, num_examples: int) -> list[Example]:
+        """Return up to `num_examples` of them, always the same."""
+        ...
+
+
 def make_scorer(task: RunnableTask, config: RewardConfig, log: Path) -> Scorer:
-    """Return what scores the completions of `task`: its `scorer`, or its own `score`, see the protocols above."""
+    """Return what scores the completions of `task`: its `scorer`, or its own `score`, see the protocols above.
+
+    Raises:
+        TaskError: it has nothing that says what a completion is worth.
+    """
     if isinstance(task, MakesScorer):
         return task.scorer(config, log)
+    if not hasattr(task, "score"):
+        raise TaskError(
+            f"task: {type(task).__name__} says nowhere what a completion is worth (`score` or `scorer`)"
+        )
     return TaskScorer(cast("ScoresItself", task).score, config)
 
 

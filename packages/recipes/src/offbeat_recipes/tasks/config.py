@@ -53,8 +53,8 @@ class RowsConfig:
     """Prompts from files: JSONL or parquet, by the ending of the name.
 
     A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted. `chat_template`
-    "auto" applies the tokenizer's template to prompts that are lists of messages, "always" to plain text
-    too (as the user's message), "never" takes text as it is.
+    "auto" applies the tokenizer's template, if it has one, to lists of messages, and to plain text as the user's message, but for text
+    that holds special tokens of the tokenizer, a template's work already; "always" applies it to all text, "never" to none.
     """
 
     train_path: str = ""
@@ -93,6 +93,16 @@ class FileConfig(RowsConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairsConfig(RowsConfig):
+    """Prompts with two completions, of which one is preferred: text, or messages, under the names of three columns."""
+
+    name: Literal["pairs"] = "pairs"
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalTaskConfig:
     """A task of another package, found under `entry` in the entry-point group `offbeat.tasks`."""
 
@@ -104,6 +114,6 @@ class ExternalTaskConfig:
 
 
 TaskConfig: TypeAlias = Annotated[
-    ArithmeticConfig | CalculatorConfig | Gsm8kConfig | FileConfig | ExternalTaskConfig,
+    ArithmeticConfig | CalculatorConfig | Gsm8kConfig | FileConfig | PairsConfig | ExternalTaskConfig,
     Field(discriminator="name"),
 ]

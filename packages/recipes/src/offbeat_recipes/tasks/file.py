@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.tasks.text import Messages, TextTask
+from offbeat_recipes.tasks.text import Messages, TextTask, messages_or_text
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.scoring.functions import find_reward
 from offbeat_trainer.scoring.scorer import FunctionScorer
@@ -24,7 +24,7 @@ class FileTask(TextTask):
     """Prompts under `prompt_key`: text, or a list of messages {"role", "content"}. `rewards` are the user's functions."""
 
     def __init__(self, config: FileConfig, model_path: str, seed: int) -> None:
-        """Read both files and import the rewards.
+        """Read both files and import the rewards, if any: supervised training needs none.
 
         Raises:
             TaskError: no such function, or see `TextTask`.
@@ -39,16 +39,7 @@ class FileTask(TextTask):
         Raises:
             DataError: it is neither text nor a list of messages.
         """
-        value = row.get(self._file.prompt_key)
-        if isinstance(value, str):
-            return row.text(self._file.prompt_key)
-        messages = cast("list[object]", value) if isinstance(value, list) else []
-        if not messages or not all(_is_message(item) for item in messages):
-            raise DataError(
-                f"{row.place}: {self._file.prompt_key!r} must be text or a list of "
-                f'{{"role": ..., "content": ...}}, got {value!r}'
-            )
-        return cast("Messages", messages)
+        return messages_or_text(row, self._file.prompt_key)
 
     def answer(self, prompt: Prompt) -> str:
         """Return the text under `answer_key`.
@@ -91,10 +82,3 @@ class FileTask(TextTask):
             )
         except PlanRefused as error:
             raise TaskError(f"task.reward: {error}") from error
-
-
-def _is_message(item: object) -> bool:
-    if not isinstance(item, dict):
-        return False
-    message = cast("dict[object, object]", item)
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)

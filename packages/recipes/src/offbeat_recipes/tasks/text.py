@@ -52,9 +52,11 @@ class PromptMaker:
             made = AutoTokenizer.from_pretrained(self._model_path, local_files_only=True)
         except Exception as error:  # tokenizers raises a plain one for a file that is damaged
             said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise TaskError(
-                f"model.path: the tokenizer in {self._model_path} cannot be read: {said}"
-            ) from error
+            there = any(Path(self._model_path).glob("tokenizer*")) or any(
+                Path(self._model_path).glob("vocab*")
+            )
+            what = "the tokenizer in {} cannot be read" if there else "no tokenizer in {}"
+            raise TaskError(f"model.path: {what.format(self._model_path)}: {said}") from error
         return cast("PreTrainedTokenizerBase", made)
 
     @property
@@ -68,10 +70,8 @@ class PromptMaker:
         Raises:
             DataError: messages for a tokenizer without a template, or templates ruled out by the settings.
         """
-        if isinstance(asked, str) and self._chat_template != "always":
-            text, templated = asked, False
-        else:
-            text, templated = self._apply(row, asked), True
+        templated = not isinstance(asked, str) or self._templates(asked)
+        text = self._apply(row, asked) if templated else str(asked)
         # A template writes its special tokens itself.
         ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"]
         return Prompt(
@@ -79,6 +79,29 @@ class PromptMaker:
             text=text,
             token_ids=tuple(cast("list[int]", ids)),
             data=row.values,
+        )
+
+    def _templates(self, text: str) -> bool:
+        """Say whether plain `text` becomes a message of the user."""
+        if self._chat_template != "auto":
+            return self._chat_template == "always"
+        done = any(token in text for token in self.tokenizer.all_special_tokens)
+        return self.has_template and not done
+
+    def notes_on(self, asked: Sequence[str | Messages]) -> tuple[str, ...]:
+        """Return what the person who starts the run should know of templates."""
+        plain = [one for one in asked if isinstance(one, str)]
+        if not plain or not self.has_template:
+            return ()
+        count = sum(self._templates(one) for one in plain)
+        if count:
+            other = "task.chat_template=never takes text as it is"
+            return (
+                f"{count} of {len(plain)} prompts of plain text go through the chat template, as the user's message; {other}",
+            )
+        return (
+            f"{len(plain)} prompts of plain text are taken as they are, and the tokenizer has a chat template; "
+            "task.chat_template=always applies it",
         )
 
     def encode_answer(self, answer: str) -> tuple[int, ...]:
@@ -160,9 +183,20 @@ class TextTask:
 
     def examples(self, step: int, num_examples: int) -> list[Example]:
         """Return supervised pairs of training rows; a pure function of seed and step."""
+        return self._worked(self._take(step, num_examples, Stream.EXAMPLES))
+
+    def validation_examples(self, num_examples: int) -> list[Example]:
+        """Return supervised pairs of the first `num_examples` rows of the validation file.
+
+        Raises:
+            DataError: one of them has no answer.
+        """
+        return self._worked(self._validation[:num_examples])
+
+    def _worked(self, prompts: Sequence[Prompt]) -> list[Example]:
         return [
             Example(prompt_ids=prompt.token_ids, completion_ids=self.maker.encode_answer(self.answer(prompt)))
-            for prompt in self._take(step, num_examples, Stream.EXAMPLES)
+            for prompt in prompts
         ]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -188,7 +222,10 @@ class TextTask:
     def _load(self, setting: str, path: str) -> list[Prompt]:
         if not path:
             raise TaskError(f"task.{setting}: needed, a JSONL or parquet file")
-        made = [(row, self.maker.make(row, self.asked(row))) for row in read_rows(path)]
+        asked = [(row, self.asked(row)) for row in read_rows(path)]
+        if setting == "train_path":
+            self.notes += self.maker.notes_on([one for _, one in asked])
+        made = [(row, self.maker.make(row, one)) for row, one in asked]
         for row, prompt in made:
             if not prompt.token_ids:
                 raise TaskError(
@@ -212,3 +249,27 @@ class TextTask:
         if self._config.overlong == "refuse":
             raise DataError(f"{what}; raise task.max_prompt_tokens, or task.overlong=filter leaves them out")
         self.notes = (*self.notes, f"{what}; left out")
+
+
+def messages_or_text(row: Row, key: str) -> str | Messages:
+    """Return what `row` has under `key`.
+
+    Raises:
+        DataError: it is neither text nor a list of messages.
+    """
+    value = row.get(key)
+    if isinstance(value, str):
+        return row.text(key)
+    messages = cast("list[object]", value) if isinstance(value, list) else []
+    if not messages or not all(_is_message(item) for item in messages):
+        raise DataError(
+            f'{row.place}: {key!r} must be text or a list of {{"role": ..., "content": ...}}, got {value!r}'
+        )
+    return cast("Messages", messages)
+
+
+def _is_message(item: object) -> bool:
+    if not isinstance(item, dict):
+        return False
+    message = cast("dict[object, object]", item)
+    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)

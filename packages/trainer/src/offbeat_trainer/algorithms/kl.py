@@ -9,6 +9,10 @@ policy's log-probability while the tokens stay fixed, and there they are three d
 - k3: the gradient of KL(reference || policy), the KL the other way round; gentle where the policy has left the
   reference's support (GRPO's choice, arXiv 2402.03300).
 
+All of these expect tokens of the policy itself. Of tokens that older weights sampled they pull as if those weights were the
+policy; `PolicyLoss` does not weigh them. "unbiased" is k3 times policy / sampler, with the gradient of that ratio (DeepSeek-V3.2,
+arXiv 2512.02556, section 3.1): its expected gradient is that of KL(policy || reference), whoever sampled.
+
 tests/algorithms/test_kl.py holds these sentences against exact expectations over a small vocabulary.
 """
 
@@ -48,7 +52,7 @@ def kl_estimate(kind: KlEstimator, logprobs: torch.Tensor, ref_logprobs: torch.T
             return k1(log_ratio)
         case KlEstimator.K2:
             return k2(log_ratio)
-        case KlEstimator.K3:
+        case KlEstimator.K3 | KlEstimator.UNBIASED:  # whose weight is known to the loss
             return k3(log_ratio)
         case _:
             assert_never(kind)

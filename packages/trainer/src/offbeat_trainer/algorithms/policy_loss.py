@@ -20,7 +20,7 @@ from offbeat_trainer.algorithms.off_policy import (
     derived,
     importance_ratios,
 )
-from offbeat_trainer.config import Correction, Proximal, policy_loss_bounds
+from offbeat_trainer.config import Correction, KlEstimator, Proximal, policy_loss_bounds
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class PolicyLoss:
     """The loss of GRPO and its kin as an `offbeat_engine.LossFn`: picklable, and additive over micro-batches.
 
     loss = weight * surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy, each aggregated by
-    `config.aggregation`; the weight is 1 for tokens of the policy itself, see `off_policy`. Needs `advantages`; with `kl_coef` also `ref_logprobs`; with `entropy_coef` an engine whose
+    `config.aggregation`; the weight is 1 for tokens of the policy itself, see `off_policy`. The KL is weighted, by weight and
+    ratio, with the estimator UNBIASED alone. Needs `advantages`; with `kl_coef` also `ref_logprobs`; with `entropy_coef` an engine whose
     `entropy` carries gradient.
 
     Where the batch has no `old_logprobs`, the old policy *is* the current one: the ratio is exactly 1 whatever the
@@ -135,12 +136,15 @@ class PolicyLoss:
             "policy/approx_kl_nats": k3(logprobs_BT - old_BT),
         }
         maxes = {"policy/ratio_max": ratio_BT}
+        weight_BT = torch.ones_like(trainer_BT)
         if sampler_BT is not None:
             weight_BT = self._weigh(trainer_BT, sampler_BT, mask_BT, sums, maxes)
             token_loss_BT = token_loss_BT * weight_BT
         ref_BT = self._reference(batch)
         if ref_BT is not None:
             kl_BT = kl_estimate(config.kl_estimator, logprobs_BT, ref_BT)
+            if config.kl_estimator is KlEstimator.UNBIASED:
+                kl_BT = kl_BT * ratio_BT * weight_BT
             token_loss_BT = token_loss_BT + config.kl_coef * kl_BT
             sums["policy/ref_kl_nats"] = kl_BT
         entropy_BT = self._entropy(predictions, batch)

@@ -58,6 +58,7 @@ def algorithm_config_class(name: str) -> type[AlgorithmConfig]:
 def _checked(name: str, found: object) -> type[Algorithm[AlgorithmConfig]]:
     """Return `found` if it is an algorithm with everything that one needs."""
     from offbeat_trainer.algorithms.interface import Algorithm
+    from offbeat_trainer.algorithms.offline import OfflineAlgorithm
     from offbeat_trainer.config import AlgorithmConfig
 
     if not (inspect.isclass(found) and issubclass(found, Algorithm)):
@@ -68,4 +69,9 @@ def _checked(name: str, found: object) -> type[Algorithm[AlgorithmConfig]]:
     settings = cast("object", found.Config)
     if not (inspect.isclass(settings) and issubclass(settings, AlgorithmConfig)):
         raise LoadError(f"{name}: its `Config` must be a subclass of AlgorithmConfig, got {settings!r:.80}")
+    if issubclass(found, OfflineAlgorithm) is not bool(settings.written_rows):
+        raise LoadError(
+            f"{name}: `Config.written_rows` is {settings.written_rows}; it is 0 for an algorithm that learns from what is "
+            "generated, and how many sequences a row makes for an `OfflineAlgorithm`"
+        )
     return cast("type[Algorithm[AlgorithmConfig]]", found)

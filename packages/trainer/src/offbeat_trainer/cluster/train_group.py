@@ -133,13 +133,18 @@ class TrainGroup:
         async with self._devices_alone():
             return (await self.call("supervise", ray.put(batch), what="train on a supervised batch"))[0]
 
+    async def evaluate(self, batch: TrainBatch) -> list[Metric]:
+        """See `OfflinePolicy.evaluate`."""
+        async with self._devices_alone(changes=False):
+            return (await self.call("evaluate", ray.put(batch), what="look at held-out rows"))[0]
+
     @asynccontextmanager
-    async def _devices_alone(self) -> AsyncGenerator[None]:
-        """Change weights in the block: nobody syncs meanwhile, and who shares the devices has made room."""
+    async def _devices_alone(self, *, changes: bool = True) -> AsyncGenerator[None]:
+        """Compute in the block, which `changes` weights or not: nobody syncs meanwhile, and who shares the devices has made room."""
         async with self.standing:
             if self._make_room is not None:
                 await self._make_room()
-            self.updates += 1
+            self.updates += changes
             yield
 
     async def save(self, step: int, *, block: bool) -> None:

@@ -126,6 +126,10 @@ class TrainWorker:
         """See `Learner.supervise`."""
         return self.learner.supervise(batch)
 
+    def evaluate(self, batch: TrainBatch) -> list[Metric]:
+        """See `Learner.evaluate`."""
+        return self.learner.evaluate(batch)
+
     def save(self, step: int, block: bool) -> None:
         """See `Learner.save`."""
         self.learner.save(step, block=block)

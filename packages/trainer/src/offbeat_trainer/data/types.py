@@ -53,3 +53,12 @@ class Example:
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     trained: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two completions of one prompt, of which one is preferred."""
+
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]

@@ -36,6 +36,8 @@ class Outcome:
     interrupted: bool = False
     accuracy_before: float | None = None
     accuracy_after: float | None = None  # the newest validation
+    loss_before: float | None = None  # of held-out rows, where a run learns from written ones
+    loss_after: float | None = None
     reward_first: float | None = None
     reward_last: float | None = None
     max_abs_logprob_diff: float | None = None
@@ -57,9 +59,7 @@ class Outcome:
         if self.reward_first is None:
             self.reward_first = self.reward_last
         self.tokens += values["tokens/generated"]
-        self.step_s += sum(seconds.get(name, 0.0) for name in STEP_PHASES)
-        for name, value in seconds.items():
-            self.phase_s[name] = self.phase_s.get(name, 0.0) + value
+        self.take_seconds(seconds)
         diff = values.get("mismatch/max_abs_logprob_diff")
         if diff is not None and not values.get("staleness/max"):  # of older tokens it is mostly their age
             self.max_abs_logprob_diff = max(diff, self.max_abs_logprob_diff or 0.0)
@@ -70,6 +70,12 @@ class Outcome:
         if "sync/gb_per_s" in values:  # not every step of an asynchronous run has a sync
             self.sync_gb_per_s.append(values["sync/gb_per_s"])
 
+    def take_seconds(self, seconds: dict[str, float]) -> None:
+        """Take in how long the phases of a step took."""
+        self.step_s += sum(seconds.get(name, 0.0) for name in STEP_PHASES)
+        for name, value in seconds.items():
+            self.phase_s[name] = self.phase_s.get(name, 0.0) + value
+
     def summary(self) -> dict[str, object]:
         """Return the figures of the run, JSON-ready; means are per step of this process."""
         steps = max(self.steps_here, 1)
@@ -78,6 +84,8 @@ class Outcome:
             "interrupted": self.interrupted,
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
+            "loss_before": self.loss_before,
+            "loss_after": self.loss_after,
             "reward_first": self.reward_first,
             "reward_last": self.reward_last,
             "tokens_per_s": self.tokens / self.step_s if self.step_s else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, cast
 
+from offbeat_engine import units_of
 from offbeat_engine.config import LoraConfig
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum
@@ -104,6 +105,13 @@ class Role:
         """
         return self._logprobs_of([share])[0]
 
+    def whole_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Return log-probs [B, T] float32 of `batch`, which is the same on every rank, in its order, on the CPU, on every rank."""
+        share = self.engine.shard_data(batch)
+        with self._mode():
+            answers, _ = self.engine.forward_backward_step(share, forward_only=True)
+        return self.engine.unshard_data(answers.select("logprobs", strict=False))["logprobs"]
+
     def judge(self, shares: list[TrainBatch], key: str) -> None:
         """Put the log-probs of each of `shares` into it as `key`; weights that wait in host memory come for all once."""
         for share, logprobs in zip(shares, self._logprobs_of(shares), strict=True):
@@ -174,16 +182,23 @@ def _costs(stats: StepStats) -> list[Metric]:
 
 
 def split_evenly(batch: TrainBatch, num_parts: int) -> list[TrainBatch]:
-    """Cut `batch` into `num_parts` runs of equally many sequences, in order.
+    """Cut `batch` into `num_parts` runs of equally many sequences, in order; of units, equally many whole ones that are neighbours.
 
     Raises:
-        ValueError: the number of sequences is not divisible.
+        ValueError: the number of sequences, or of units, is not divisible, or units do not lie together and in equal numbers.
     """
     num_sequences = batch.batch_size[0]
-    if num_sequences % num_parts:
+    units = units_of(batch)
+    num_whole = num_sequences if units is None else len(set(units))
+    if num_whole % num_parts:
         raise ValueError(
-            f"{num_sequences} sequences cannot be cut into {num_parts} equal mini-batches; "
-            "choose `updates_per_step` so that it divides prompts_per_step * group_size"
+            f"{num_whole} {'sequences' if units is None else 'units'} cannot be cut into {num_parts} equal mini-batches; "
+            "choose `updates_per_step` so that it divides prompts_per_step * group_size, or the prompts_per_step of written rows"
         )
     size = num_sequences // num_parts
-    return [batch[start : start + size] for start in range(0, num_sequences, size)]
+    parts = [slice(start, start + size) for start in range(0, num_sequences, size)]
+    if units is not None and sum(len(set(units[part])) for part in parts) != num_whole:
+        raise ValueError(
+            "units must lie together in a batch, each of as many sequences, to be cut into mini-batches"
+        )
+    return [batch[part] for part in parts]

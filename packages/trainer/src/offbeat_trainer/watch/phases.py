@@ -22,6 +22,7 @@ OWNERS = {
     "drain": ("generation", "end under the old weights"),
     "sync": ("weight sync", "bring new weights to every replica"),
     "validate": ("generation", "answer held-out prompts"),
+    "evaluate": ("the training ranks", "look at held-out rows"),
     "save": ("the training ranks", "write a checkpoint"),
 }
 """Whom the loop waits for in a phase, and to do what."""

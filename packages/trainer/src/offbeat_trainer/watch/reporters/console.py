@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.metrics import Metric
 
-FIRST_OF_STEP = "generate"
+FIRST_OF_STEP = ("generate", "train")
 SAMPLED = "sampled"
 HEADER_EVERY = 30
 PLAIN_DETAIL_EVERY_S = 15.0
@@ -52,7 +52,7 @@ class _Phase:
 class ConsoleReporter:
     """A `Reporter` for people.
 
-    Until the first "generate" every phase leaves one line with its time; from then on phases show only in the live
+    Until the first "generate", or "train" where nothing is generated, every phase leaves one line with its time; from then on phases show only in the live
     line at the bottom, and each step leaves one row. The same phase announced again with another detail is progress
     within it. Where standard output is no terminal there is no live line: startup phases are printed as they begin,
     progress within one at most every 15 s, rows as they come.
@@ -102,7 +102,7 @@ class ConsoleReporter:
                 self._say_plain(name, detail, now)
             return
         self._close_phase(now)
-        if name == FIRST_OF_STEP and not self._in_steps:
+        if name in FIRST_OF_STEP and not self._in_steps:
             self._in_steps, self._steps_started = True, now
         self._phase = _Phase(name, detail, now)
         self._say_plain(name, detail, now)

@@ -66,7 +66,7 @@ class Column:
 
 
 COLUMNS = (
-    Column(title="reward", width=7, keys=("reward/mean",), form=number, style="bold"),
+    Column(title="reward", width=7, keys=("reward/mean", "train/loss"), form=number, style="bold"),
     Column(title="acc", width=6, keys=("accuracy/train",), form=percent),
     Column(title="valid", width=6, keys=("accuracy/validation",), form=percent, style="green"),
     Column(title="tok/s", width=6, keys=("tokens/per_s",), form=number, style="cyan"),
@@ -87,9 +87,10 @@ def with_speed(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def header(values: Mapping[str, float], step_width: int) -> Text:
-    """Return the line above the steps; the column of KL or entropy is named by what `values` has."""
+    """Return the line above the steps; the columns of reward or loss, and of KL or entropy, are named by what `values` has."""
     regular = "ref KL" if "policy/ref_kl_nats" in values else "entropy"
-    titles = [f"{column.title or regular:>{column.width}}" for column in COLUMNS]
+    names = {"": regular, "reward": "reward" if "reward/mean" in values else "loss"}
+    titles = [f"{names.get(column.title, column.title):>{column.width}}" for column in COLUMNS]
     return Text("  ".join([f"{'step':>{step_width}}", *titles]), style="dim")
 
 
@@ -166,6 +167,7 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
     lines = [
         ("accuracy", _change(values, "accuracy_before", "accuracy_after", percent)),
         ("reward", _change(values, "reward_first", "reward_last", number)),
+        ("held-out loss", _change(values, "loss_before", "loss_after", number)),
         ("steps", _one(values, "steps", lambda value: f"{value:.0f}")),
         ("wall", _wall(values)),
         ("speed", _one(values, "tokens_per_s", lambda value: f"{number(value)} tokens/s")),

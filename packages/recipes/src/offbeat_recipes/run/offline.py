@@ -1,0 +1,176 @@
+"""Runs that learn from what is written down: `offbeat-sft`, and algorithms that generate nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from offbeat_recipes.errors import TaskError
+from offbeat_recipes.run.build import cluster_spec, engine_on
+from offbeat_recipes.run.going_on import first_step
+from offbeat_recipes.run.session import SFT_BY_LOSS
+from offbeat_recipes.tasks.base import HoldsOutExamples, make_scorer
+from offbeat_trainer import Sft, SftConfig, SingleTurn
+from offbeat_trainer.cluster.cluster import Cluster
+from offbeat_trainer.data.generation import GroupGenerator
+from offbeat_trainer.loops.offline import OfflineParts, run_offline
+from offbeat_trainer.roles.role import POLICY
+from offbeat_trainer.run_store import RunStore
+from offbeat_trainer.stream.parts import Parts, validate, version_of
+from offbeat_trainer.warmup import warm_up_engine
+from offbeat_trainer.watch.timeline import Timeline
+from offbeat_trainer.watch.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat_engine import TrainBatch
+    from offbeat_recipes.run.session import Session
+    from offbeat_recipes.tasks.base import RunnableTask
+    from offbeat_trainer import OfflineAlgorithm, Scorer
+    from offbeat_trainer.config import AlgorithmConfig
+    from offbeat_trainer.loops.offline import Accuracy
+    from offbeat_trainer.watch.phases import PhaseClock
+
+SFT = Sft(config=SftConfig())
+
+
+async def supervise(session: Session) -> None:
+    """Train on worked examples for `warmup.steps` steps, look at held-out ones, and write `<run>/model`."""
+    config, folder = session.config, session.folder
+    told, checkpoints = config.supervised, folder.checkpoints / "sft"
+    spec = cluster_spec(config, folder, str(session.base_model))
+    spec = replace(spec, train=replace(spec.train, algorithm=SFT, checkpoint_dir=str(checkpoints.absolute())))
+    held_out, scorer = _held_out_examples(session), _scorer(session)
+    store = RunStore(checkpoints / "state", keep=config.trainer.keep_checkpoints)
+    engine = warm_up_engine(engine_on(config, session.base_model), told)
+    session.reporter.phase("start", f"supervised training, at most at a learning rate of {told.lr:g}")
+    cluster = Cluster(spec)
+
+    async def prepare() -> int:
+        await cluster.train.build({POLICY: engine})
+        return await first_step(session, cluster.train, store, steps=told.steps, setting="warmup.steps")
+
+    try:
+        if scorer is None:
+            await cluster.train.start()
+            start = await prepare()
+        else:
+            start = await cluster.start(prepare)
+        parts = offline_parts(
+            session,
+            cluster,
+            store,
+            batch=lambda step: SFT.batch(session.task.examples(step, told.batch_size)),
+            held_out=held_out,
+        )
+        accuracy = None if scorer is None else _accuracy(session, cluster, store, scorer)
+        await learn(
+            session,
+            cluster,
+            replace(parts, accuracy=accuracy, loop=replace(parts.loop, steps=told.steps)),
+            start,
+        )
+        if not session.outcome.interrupted:
+            await cluster.train.export(str(folder.model.absolute()))
+    finally:
+        await cluster.stop()
+        if scorer is not None:
+            await scorer.close()
+
+
+def offline_parts(
+    session: Session,
+    cluster: Cluster,
+    store: RunStore,
+    *,
+    batch: Callable[[int], TrainBatch],
+    held_out: TrainBatch | None,
+) -> OfflineParts:
+    """Return what the loop works with; `learn` closes its timeline."""
+    loop = session.config.trainer
+    return OfflineParts(
+        policy=cluster.train,
+        batch=batch,
+        held_out=held_out,
+        reporter=session.reporter,
+        store=store,
+        loop=loop,
+        stop=session.stop,
+        timeline=Timeline(session.folder.trace),
+        watchdog=Watchdog(timeout_s=loop.step_timeout_s),
+    )
+
+
+async def learn(session: Session, cluster: Cluster, parts: OfflineParts, start: int) -> None:
+    """Run the loop from step `start`, the ranks being watched."""
+    session.startup_s = time.perf_counter() - session.started
+    try:
+        await cluster.train.watched(run_offline(parts, session.outcome, start))
+    finally:
+        parts.timeline.close()
+
+
+def rows_of(
+    task: RunnableTask, algorithm: OfflineAlgorithm[AlgorithmConfig]
+) -> tuple[Callable[[int, int], Sequence[Any]], Callable[[int], Sequence[Any]]]:
+    """Return what gives the rows of a step, and what gives held-out ones.
+
+    Raises:
+        TaskError: the task has none of what the algorithm reads.
+    """
+    found = [getattr(task, name, None) for name in (algorithm.reads, f"validation_{algorithm.reads}")]
+    if None in found:
+        raise TaskError(
+            f"task: {type(algorithm).__name__} learns from {algorithm.reads}, and {type(task).__name__} has none"
+        )
+    return cast("Any", tuple(found))
+
+
+def _held_out_examples(session: Session) -> TrainBatch | None:
+    """Return what supervised training is measured by; None, and a line about it, where the task holds nothing out."""
+    rows = []
+    if isinstance(session.task, HoldsOutExamples):
+        rows = session.task.validation_examples(session.config.trainer.validation_prompts)
+    if not rows:
+        session.reporter.phase(
+            "task", "holds no examples out: nothing is measured but the loss of those that are trained"
+        )
+        return None
+    return SFT.batch(rows)
+
+
+def _scorer(session: Session) -> Scorer | None:
+    """Return what the task's accuracy is measured by; None where nobody wants it, or the task has none."""
+    if session.program == SFT_BY_LOSS:
+        return None
+    try:
+        return make_scorer(session.task, session.config.reward, session.folder.logs / "rewards.log")
+    except TaskError as error:
+        session.reporter.phase("task", f"no accuracy is measured: {error}")
+        return None
+
+
+def _accuracy(session: Session, cluster: Cluster, store: RunStore, scorer: Scorer) -> Accuracy:
+    """Return what brings the weights of a step to the replicas and asks them for greedy accuracy on held-out prompts."""
+    config = session.config
+    parts = Parts(
+        task=session.task,
+        policy=cluster.train,
+        rollout=SingleTurn(GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort), scorer),
+        publisher=cluster.publisher(),
+        reporter=session.reporter,
+        store=store,
+        seed=config.seed,
+        loop=config.trainer,
+        algorithm=SFT,
+        sampling=config.sampling,
+    )
+
+    async def measured(clock: PhaseClock, step: int, title: str) -> float | None:
+        with clock.phase("sync"):
+            await parts.publisher.publish(version_of(step))
+        return await validate(parts, clock, step, title)
+
+    return measured
