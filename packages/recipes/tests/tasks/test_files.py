@@ -271,7 +271,7 @@ def test_rewards_are_settings_of_a_run():
 def test_no_tokenizer(tmp_path: Path, reward: str):
     with pytest.raises(TaskError, match=r"model\.path: this task needs a local"):
         _file_task(tmp_path, [{"prompt": "a"}], "", reward)
-    with pytest.raises(TaskError, match=r"model\.path: the tokenizer in .* cannot be read"):
+    with pytest.raises(TaskError, match="no tokenizer in"):
         _file_task(tmp_path, [{"prompt": "a"}], str(tmp_path), reward)
 
 
