@@ -3,8 +3,8 @@
 The usual tier runs everything once; `--fast` leaves out what takes its time, and `--deep` adds what crosses or repeats
 what the others have once (the marker `deep`, and the counts that the root conftest.py hands to tests).
 
-Ordinary tests have three worker processes; they keep two cores busy, some of them with waiting for a deadline. Those that
-start Ray or vLLM spend their time in chains of processes that wait for one another to come up: they have two worker
+Ordinary tests have four worker processes; they keep two cores busy, some of them with waiting for a deadline. Those that
+start Ray or vLLM spend their time in chains of processes that wait for one another to come up: they have three worker
 processes, each file its own, and where there is a GPU, which none would share, one. On four cores or more the passes run
 side by side: the chains go first, and ordinary tests, at a lower priority, take what is left. One after the other they have
 the priority of anyone: whatever else runs on the machine would starve them. The first pass is seen as it
@@ -55,10 +55,10 @@ class Pass:
 
 # Each worker begins with its share of the tests in their order, and takes from the others' rest when it is done: files
 # stay together as far as all can be kept busy to the end.
-PARALLEL = ("-n", "3", "--dist", "worksteal")
+PARALLEL = ("-n", "4", "--dist", "worksteal")
 # What a file has started serves all of its tests. A worker that is taken down is not started again: it would be taken down
 # by the same test.
-BY_FILE = ("-n", "2", "--dist", "loadfile", "--max-worker-restart", "0")
+BY_FILE = ("-n", "3", "--dist", "loadfile", "--max-worker-restart", "0")
 ORDINARY = "not (vllm or ray or gpu)"
 FULL = (
     Pass(name="parallel", markers=ORDINARY, options=PARALLEL, niceness=5),
