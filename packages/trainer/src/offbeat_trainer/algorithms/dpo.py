@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from tensordict import TensorDict
 from torch.nn.functional import logsigmoid
 
-from offbeat_engine import Field, LossOutput, LossScale, register_field
+from offbeat_engine import Field, LossOutput, LossScale, Predictions, register_field
 from offbeat_trainer.algorithm_configs import DpoConfig
 from offbeat_trainer.algorithms.aggregation import inside
 from offbeat_trainer.algorithms.grpo import REFERENCE
@@ -26,7 +25,7 @@ from offbeat_trainer.roles.role import POLICY, RoleSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from offbeat_engine import Predictions, TrainBatch
+    from offbeat_engine import TrainBatch
     from offbeat_trainer.config import AlgorithmConfig
     from offbeat_trainer.data.types import Pair
     from offbeat_trainer.roles.role import Role
@@ -132,7 +131,7 @@ class Dpo(OfflineAlgorithm[DpoConfig]):
             num_units=num_sequences // 2,
         )
         found = self._loss_fn()(
-            TensorDict({"logprobs": logprobs_BT}, batch_size=[num_sequences]), batch, scale
+            Predictions({"logprobs": logprobs_BT}, batch_size=[num_sequences]), batch, scale
         )
         means = {"validation/loss": found.loss} | {_HELD_OUT[key]: value for key, value in found.sums.items()}
         return [Metric(key, Mean(float(value))) for key, value in means.items()]
