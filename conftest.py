@@ -6,9 +6,13 @@ import os
 import secrets
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Ray takes its mode once per process, when it is imported: all processes of a test run agree before any of them does.
 # Workers of pytest inherit the token; each Ray on its own would write one to the home folder, where two might meet.
@@ -43,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def deep(request: pytest.FixtureRequest) -> bool:
     """Whether this is the deep tier: for tests that repeat something, and repeat it more often there."""
     return request.config.getoption("--deep")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_the_group() -> Iterator[None]:
+    """An engine of one rank makes a default process group in this process; the next module's tests begin without."""
+    yield
+    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+        from offbeat_engine import World
+
+        World().leave()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

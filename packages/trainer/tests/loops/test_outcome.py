@@ -41,6 +41,8 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "interrupted": False,
         "accuracy_before": None,
         "accuracy_after": None,
+        "loss_before": None,
+        "loss_after": None,
         "reward_first": 0.25,
         "reward_last": 0.75,
         "tokens_per_s": 20.0 / 4.0,
