@@ -233,3 +233,21 @@ def test_gspo_of_a_file_learns_to_add(tmp_path):
     assert max(line["gspo/clip_fraction"] for line in steps) > 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after"] > summary["accuracy_before"]
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+def test_a_student_learns_from_a_teacher_that_has_learned(tmp_path, shared_ray):
+    """The teacher is what GRPO made of the student's own beginning; no reward is used, and a third of the sums becomes nearly all."""
+    teacher, student = tmp_path / "teacher", tmp_path / "student"
+    words = ["task=arithmetic", "rollout=hf", shared_ray]
+    Command("train", [*words, f"run_dir={teacher}"], tmp_path / "said" / "teacher").succeed(RUN_TIMEOUT_S)
+    taught = ["algorithm=distill", f"algorithm.teacher_path={teacher}/final", "trainer.steps=25"]
+    Command("train", [*words, f"run_dir={student}", *taught], tmp_path / "said" / "student").succeed(
+        RUN_TIMEOUT_S
+    )
+    steps = [json.loads(line) for line in (student / "metrics.jsonl").read_text().splitlines()]
+    far = [line["distill/reverse_kl_nats"] for line in steps]
+    assert sum(far[-5:]) < 0.5 * sum(far[:5])
+    summary = json.loads((student / "summary.json").read_text())
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.3
