@@ -10,7 +10,7 @@ from modes_paced import VOCAB, Lengths, PacedReplica, PacedTask, StepLog, TimedJ
 from offbeat_ckptsync import LocalMember, Receiver, Seat, SyncConfig, SyncReport
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
 from offbeat_trainer import (
@@ -87,7 +87,7 @@ class PacedPublisher:
         config = SyncConfig(transport="loopback")
         weights = EngineWeights(engine)
         self._replica = replica
-        self._manager = CheckpointEngineManager(LocalSource(Publisher(weights, config)), config)
+        self._manager = CheckpointEngineManager(LocalSource(Sender(weights, config)), config)
         receiver = Receiver(Seat(member="paced"), Shelf(weights.manifest()))
         self._manager.add(LocalMember(receiver, make_transport(config.transport, config)))
 

@@ -178,7 +178,7 @@ async def _ours(llm: Any, model: torch.nn.Module) -> Any:  # noqa: ANN401 -- vLL
         LocalSource,
         Mailbox,
         ModuleSource,
-        Publisher,
+        Sender,
         SyncConfig,
     )
     from offbeat_ckptsync.seams import GenerationGate
@@ -201,7 +201,7 @@ async def _ours(llm: Any, model: torch.nn.Module) -> Any:  # noqa: ANN401 -- vLL
                 await llm.finish_weight_update(None if version is None else str(version))
 
     config = SyncConfig(transport="auto", bucket_mib=8.0)
-    manager = CheckpointEngineManager(LocalSource(Publisher(ModuleSource(model), config)), config)
+    manager = CheckpointEngineManager(LocalSource(Sender(ModuleSource(model), config)), config)
     manager.add(ControlMember("vllm", control, mailbox=Mailbox(), config=config, gate=Gate()))
 
     async def update(version: int) -> float:

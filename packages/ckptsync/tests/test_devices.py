@@ -16,7 +16,7 @@ from offbeat_ckptsync.member.memory import Memory
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.source.buffers import Buffers
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.threads import own_device, use_device
 from offbeat_ckptsync.transports import auto, topology
@@ -98,16 +98,16 @@ class Seen(LoopbackTransport):
 def test_both_sides_of_a_transfer_work_on_the_gpu_of_their_transport_in_all_their_threads(gpus):
     config = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
     near, far = Seen(gpus), Seen(gpus)
-    publisher = Publisher(DictSource(awkward_weights(1)), config, transport=near)
+    sender = Sender(DictSource(awkward_weights(1)), config, transport=near)
     buffers = Buffers(near.device)
     buffers.take = Buffers().take
-    publisher._own_buffers = lambda: buffers
+    sender._own_buffers = lambda: buffers
     receiver = Receiver(Seat(member="m"), DictSink())
-    offer = publisher.offer(1, ["m"])
+    offer = sender.offer(1, ["m"])
     receiver.begin(offer)
     taking = threading.Thread(target=receiver.transfer, args=(far,))
     taking.start()
-    publisher.send(offer)
+    sender.send(offer)
     taking.join(600)
     assert {what for what, _ in near.on} == {"sender", "send"}
     assert {what for what, _ in far.on} == {"receiver", "receive"}

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from offbeat_ckptsync import SyncConfig, SyncFailed
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_engine import (
     Fsdp2Config,
@@ -70,13 +70,13 @@ class House:
         self.path, self.replica, self.member, self.folder = path, replica, member, folder
         self.version = 0
         self.fault = Fault("corrupt", 0, times=0)
-        self.publishers = []
+        self.senders = []
 
     async def publish(self, engine):
         transport = FaultyTransport(make_transport("broadcast", SYNC), on_send=self.fault)
-        publisher = Publisher(EngineWeights(engine), SYNC, transport=transport)
-        self.publishers.append(publisher)
-        manager = CheckpointEngineManager(LocalSource(publisher), SYNC)
+        sender = Sender(EngineWeights(engine), SYNC, transport=transport)
+        self.senders.append(sender)
+        manager = CheckpointEngineManager(LocalSource(sender), SYNC)
         manager.add(self.member)
         report = await manager.sync(self.version + 1)
         self.version += 1
@@ -126,8 +126,8 @@ async def house(request, tmp_path_factory):
     try:
         yield house
     finally:
-        for publisher in house.publishers:
-            publisher.close()
+        for sender in house.senders:
+            sender.close()
         await replica.stop()
         os.environ.clear()
         os.environ.update(saved)

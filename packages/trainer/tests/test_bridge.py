@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from offbeat_ckptsync import CheckpointEngineManager, LocalSource, ModuleSource, Publisher, SyncConfig
+from offbeat_ckptsync import CheckpointEngineManager, LocalSource, ModuleSource, Sender, SyncConfig
 from offbeat_rollout import (
     EngineStateError,
     GenerateRequest,
@@ -50,7 +50,7 @@ async def test_a_sync_keeps_keys_and_values_or_has_them_computed_anew(replicas, 
     other = make_tiny_model(tmp_path / "other", seed=1, vocab_size=VOCAB)
     trained = transformers.AutoModelForCausalLM.from_pretrained(other).eval()
     config = SyncConfig(transport="loopback")
-    manager = CheckpointEngineManager(LocalSource(Publisher(ModuleSource(trained), config)), config)
+    manager = CheckpointEngineManager(LocalSource(Sender(ModuleSource(trained), config)), config)
     manager.add(await make_member("replica 0", replica, config, recompute_kv=recompute_kv))
     request = GenerateRequest(
         request_id="long", prompt_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=LENGTH, seed=3)
@@ -84,8 +84,8 @@ async def test_a_transformers_replica_serves_shared_memory_from_where_it_lies(re
     trained = transformers.AutoModelForCausalLM.from_pretrained(
         make_tiny_model(tmp_path / "other", seed=1, vocab_size=VOCAB)
     ).eval()
-    publisher = Publisher(ModuleSource(trained), config)
-    manager = CheckpointEngineManager(LocalSource(publisher), config)
+    sender = Sender(ModuleSource(trained), config)
+    manager = CheckpointEngineManager(LocalSource(sender), config)
     for number, engine in enumerate(replicas):
         manager.add(await make_member(f"replica {number}", engine, config))
     own = [each._worker._model.get_input_embeddings().weight.data_ptr() for each in replicas]
@@ -102,7 +102,7 @@ async def test_a_transformers_replica_serves_shared_memory_from_where_it_lies(re
                 assert torch.equal(tensor, model.state_dict()[name]), name
             done = await engine.generate(GenerateRequest(request_id=f"{version}", **request))
             assert list(done.policy_versions) == [version] * len(done.policy_versions)
-    publisher.close()
+    sender.close()
 
 
 class Sleeper(HfEngine):
@@ -131,7 +131,7 @@ async def test_on_shared_devices_an_engine_sleeps_from_its_rest_to_the_next_flip
     path = make_tiny_model(tmp_path / "tiny", vocab_size=VOCAB)
     trained = transformers.AutoModelForCausalLM.from_pretrained(path)
     config = SyncConfig(transport="loopback")
-    manager = CheckpointEngineManager(LocalSource(Publisher(ModuleSource(trained), config)), config)
+    manager = CheckpointEngineManager(LocalSource(Sender(ModuleSource(trained), config)), config)
     engine = Sleeper(RolloutConfig(model_path=path, max_model_len=64))
     await engine.start()
     try:
@@ -243,7 +243,7 @@ async def test_replicas_answer_alike_and_otherwise_after_a_sync(replicas, tmp_pa
         for parameter in trained.parameters():
             parameter.mul_(1.5)
     config = SyncConfig(transport="loopback", canary=True)
-    manager = CheckpointEngineManager(LocalSource(Publisher(ModuleSource(trained), config)), config)
+    manager = CheckpointEngineManager(LocalSource(Sender(ModuleSource(trained), config)), config)
     for number, engine in enumerate(replicas):
         manager.add(await make_member(f"replica {number}", engine, config))
     report = await manager.sync(1)

@@ -5,7 +5,7 @@ import torch
 
 from offbeat_ckptsync import SyncConfig, SyncFailed
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World, engine_class
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_rollout import RolloutConfig
@@ -24,7 +24,7 @@ class House:
         self.fenced = {}
         self.torn = set()
         self.manager = CheckpointEngineManager(
-            LocalSource(Publisher(EngineWeights(engine), SYNC)), SYNC, on_fence=self.on_fence
+            LocalSource(Sender(EngineWeights(engine), SYNC)), SYNC, on_fence=self.on_fence
         )
 
     async def on_fence(self, name, reason):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.network.agent import Agent, agent_of
     from offbeat_ckptsync.network.membership import Membership
     from offbeat_ckptsync.seams import Transport, WeightSink, WeightSource
-    from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+    from offbeat_ckptsync.source.sender import LocalSource, Sender
     from offbeat_ckptsync.values import Manifest, Seat, SyncReport
 
 # Where each public name lives: importing the package stays cheap, torch comes with the first use.
@@ -25,15 +25,15 @@ _HOMES = {
     "CheckpointEngineManager": "control.manager",
     "ControlMember": "control.members",
     "LocalMember": "control.members",
-    "LocalSource": "source.publisher",
+    "LocalSource": "source.sender",
     "Mailbox": "control.ranks",
     "Manifest": "values",
     "Membership": "network.membership",
     "ModuleSink": "member.sinks",
     "ModuleSource": "member.sinks",
-    "Publisher": "source.publisher",
     "Receiver": "member.receiver",
     "Seat": "values",
+    "Sender": "source.sender",
     "SyncConfig": "config",
     "SyncError": "errors",
     "SyncFailed": "errors",
@@ -65,9 +65,9 @@ __all__ = [
     "Membership",
     "ModuleSink",
     "ModuleSource",
-    "Publisher",
     "Receiver",
     "Seat",
+    "Sender",
     "SyncConfig",
     "SyncError",
     "SyncFailed",

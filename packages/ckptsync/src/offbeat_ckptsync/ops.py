@@ -65,7 +65,7 @@ SENDER_OPS = {
     ),
     "walk": Op(),
 }
-"""Methods of `Publisher`: what each rank of a source does."""
+"""Methods of `Sender`: what each rank of a source does."""
 
 RANK_OPS = {
     "layout": Op(gives=("layout", Layout), is_large=True),

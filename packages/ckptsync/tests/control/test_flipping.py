@@ -11,7 +11,7 @@ from offbeat_ckptsync.errors import SyncError, SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.seams import GenerationGate
-from offbeat_ckptsync.source.publisher import LocalSource
+from offbeat_ckptsync.source.sender import LocalSource
 from offbeat_ckptsync.testing import (
     assert_same,
     awkward_weights,
@@ -29,7 +29,7 @@ async def test_a_member_that_dies_in_the_flip_is_fenced_off_and_the_others_go_on
     async def on_fence(name, reason):
         fenced.append((name, reason))
 
-    manager = CheckpointEngineManager(LocalSource(local.publisher), CONFIG, on_fence=on_fence)
+    manager = CheckpointEngineManager(LocalSource(local.sender), CONFIG, on_fence=on_fence)
     for receiver in local.receivers.values():
         manager.add(LocalMember(receiver, LoopbackTransport()))
     sinks["b"].fail = True

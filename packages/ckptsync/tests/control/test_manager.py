@@ -11,7 +11,7 @@ from offbeat_ckptsync.errors import SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.source.publisher import LocalSource
+from offbeat_ckptsync.source.sender import LocalSource
 from offbeat_ckptsync.testing import (
     Fault,
     FaultyTransport,
@@ -183,7 +183,7 @@ async def test_who_is_found_lost_after_a_failure_does_not_fail_the_others(found)
             manager.remove(name)
 
     local = local_of(served("a", "b", seed=0))
-    manager = CheckpointEngineManager(LocalSource(local.publisher), CONFIG, on_failure=on_failure)
+    manager = CheckpointEngineManager(LocalSource(local.sender), CONFIG, on_failure=on_failure)
     manager.add(LocalMember(local.receivers["a"], LoopbackTransport()))
     manager.add(
         LocalMember(local.receivers["b"], FaultyTransport(LoopbackTransport(), on_receive=Fault("die", 1)))
@@ -215,7 +215,7 @@ async def test_a_manager_refuses_a_label_that_members_know_with_another_content(
     two.source.weights = awkward_weights(2)
     await one.manager.sync(1)
     await two.manager.sync(1)
-    fresh = CheckpointEngineManager(LocalSource(one.publisher), CONFIG)
+    fresh = CheckpointEngineManager(LocalSource(one.sender), CONFIG)
     await fresh.catch_up(LocalMember(one.receivers["a"], LoopbackTransport()))
     with pytest.raises(VersionError, match="version 1 stands for content"):
         await fresh.catch_up(LocalMember(two.receivers["b"], LoopbackTransport()))
@@ -257,8 +257,8 @@ async def test_a_member_that_does_not_prove_what_every_rank_staged_is_refused(be
 
 async def test_a_source_that_still_sends_says_so_before_the_manager_stops_waiting():
     local = local_of(served("a", seed=0), begin_timeout_s=2)
-    local.publisher._sending.acquire()
+    local.sender._sending.acquire()
     with pytest.raises(SyncFailed, match=r"begin: source: .*still sends another sync after 1 s"):
         await local.manager.sync(1)
-    local.publisher._sending.release()
+    local.sender._sending.release()
     await local.manager.sync(1)

@@ -14,7 +14,7 @@ from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import SyncFailed, TransferError
 from offbeat_ckptsync.seams import GenerationGate
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
 from offbeat_ckptsync.threads import in_thread
@@ -97,13 +97,13 @@ def replicas():
 @pytest.fixture(scope="module")
 def local(replicas):
     source = DictSource(awkward_weights(1))
-    publisher = Publisher(source, CONFIG)
-    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
+    sender = Sender(source, CONFIG)
+    manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
     mailbox = Mailbox()
     for name, replica in replicas.items():
         manager.add(ControlMember(name, replica.control, mailbox=mailbox, config=CONFIG, gate=replica))
     yield source, manager
-    publisher.close()
+    sender.close()
 
 
 async def test_two_replicas_of_one_and_two_ranks_take_three_versions(local, replicas):
@@ -225,8 +225,8 @@ class Counted(Replica):
 async def test_a_sync_makes_six_calls_of_an_engine_and_the_next_one_tells_its_ranks_of_the_commit():
     replica = Counted(2)
     source = DictSource(awkward_weights(1))
-    publisher = Publisher(source, CONFIG)
-    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
+    sender = Sender(source, CONFIG)
+    manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
     member = ControlMember("m", replica.control, mailbox=Mailbox(), config=CONFIG, gate=replica)
     manager.add(member)
     await manager.sync(1)
@@ -241,5 +241,5 @@ async def test_a_sync_makes_six_calls_of_an_engine_and_the_next_one_tells_its_ra
     assert (status.label, status.committed) == (manager.label, False)
     assert await other.commit(manager.label) == manager.label
     assert (await other.status()).committed
-    publisher.close()
+    sender.close()
     replica.close()

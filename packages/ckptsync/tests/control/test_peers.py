@@ -11,7 +11,7 @@ from offbeat_ckptsync.control.members import LocalMember, StagedCopy
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSource
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Seat
 
 
@@ -21,15 +21,15 @@ class Party:
     def __init__(self):
         self.config = SyncConfig(transport="shm", bucket_mib=1 / 64)
         self.trained = torch.nn.Linear(64, 64)
-        self.publisher = Publisher(ModuleSource(self.trained), self.config)
-        self.manager = CheckpointEngineManager(LocalSource(self.publisher), self.config)
+        self.sender = Sender(ModuleSource(self.trained), self.config)
+        self.manager = CheckpointEngineManager(LocalSource(self.sender), self.config)
         self.replicas = {}
-        self.open = [self.publisher]
+        self.open = [self.sender]
 
     def replica(self, name):
         module = self.replicas[name] = torch.nn.Linear(64, 64)
         receiver = Receiver(Seat(member=name), AdoptingModuleSink(module))
-        copies, transport = Publisher(StagedCopy(receiver), self.config), make_transport("shm", self.config)
+        copies, transport = Sender(StagedCopy(receiver), self.config), make_transport("shm", self.config)
         self.open += [copies, transport]
         return LocalMember(receiver, transport, copies=LocalSource(copies))
 

@@ -13,7 +13,7 @@ from offbeat_ckptsync.control.report import memcpy_gb_per_s
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.seams import GenerationGate
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
 from offbeat_ckptsync.values import Seat
 
@@ -51,8 +51,8 @@ class SlowGate(GenerationGate):
 @pytest.mark.parametrize("transport", ["loopback", "shm", "broadcast", "disk", "auto"])
 async def test_the_phases_sum_to_the_wall_time_and_each_says_what_it_is(transport, tmp_path):
     config = dataclasses.replace(CONFIG, transport=transport, disk_path=str(tmp_path))
-    publisher = Publisher(SlowSource(awkward_weights(1)), config)
-    manager = CheckpointEngineManager(LocalSource(publisher), config)
+    sender = Sender(SlowSource(awkward_weights(1)), config)
+    manager = CheckpointEngineManager(LocalSource(sender), config)
     ends = [make_transport(transport, config) for _ in range(2)]
     for index, (end, gate) in enumerate(zip(ends, [None, SlowGate()], strict=True)):
         receiver = Receiver(Seat(member=f"m{index}"), SlowSink() if index else DictSink())
@@ -73,7 +73,7 @@ async def test_the_phases_sum_to_the_wall_time_and_each_says_what_it_is(transpor
     assert report.fraction_of_limit == pytest.approx(report.gb_per_s / report.limit_gb_per_s)
     for end in ends:
         end.close()
-    publisher.close()
+    sender.close()
 
 
 class Tokens(GenerationGate):
@@ -96,8 +96,8 @@ class Tokens(GenerationGate):
 
 @pytest.mark.parametrize(("num_running", "answers"), [(1, True), (0, True), (1, False)])
 async def test_the_report_names_the_worst_gap_between_two_tokens(num_running, answers):
-    publisher = Publisher(DictSource(awkward_weights(1)), CONFIG)
-    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
+    sender = Sender(DictSource(awkward_weights(1)), CONFIG)
+    manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
     end, gate = make_transport("shm", CONFIG), Tokens(num_running=num_running)
     manager.add(LocalMember(Receiver(Seat(member="m"), SlowSink()), end, gate=gate))
     if not answers:
@@ -112,7 +112,7 @@ async def test_the_report_names_the_worst_gap_between_two_tokens(num_running, an
     await asyncio.sleep(0.05)
     assert gate.looks == looks  # a sync that is over looks no more
     end.close()
-    publisher.close()
+    sender.close()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, assert_same
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Cut, Seat
@@ -47,8 +47,8 @@ class Site:
     def __init__(self, transport, folder):
         self.config = SyncConfig(transport=transport, bucket_mib=1024 / (1 << 20), disk_path=str(folder))
         self.source = DictSource(weights_of(1))
-        self.publisher = Publisher(self.source, self.config)
-        self.manager = CheckpointEngineManager(LocalSource(self.publisher), self.config)
+        self.sender = Sender(self.source, self.config)
+        self.manager = CheckpointEngineManager(LocalSource(self.sender), self.config)
         self.expected = manifest_of(self.source.weights.items())
         self.replicas, self.sinks, self.closing = {}, {}, []
 
@@ -75,7 +75,7 @@ class Site:
         return report
 
     def close(self):
-        for each in [*self.replicas.values(), *self.closing, self.publisher]:
+        for each in [*self.replicas.values(), *self.closing, self.sender]:
             each.close()
 
 
@@ -154,7 +154,7 @@ async def test_a_transport_that_gives_every_rank_everything_serves_slices_too(mo
         "offbeat_ckptsync.member.rank.make_transport", lambda *given: GivesAll(make_transport(*given))
     )
     site = Site("loopback", "")
-    site.publisher._transport = GivesAll(site.publisher._transport)
+    site.sender._transport = GivesAll(site.sender._transport)
     site.manager.add(site.replica("tp", tp_layouts(2)))
     for version in (1, 2):
         report = await site.sync(version)

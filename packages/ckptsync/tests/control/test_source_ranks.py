@@ -19,7 +19,7 @@ from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports import auto
 from offbeat_ckptsync.transports.topology import here
@@ -70,8 +70,8 @@ class Ranks:
         self.met = {}
         self.together = threading.Barrier(4)
         self.sources = [GatheringSource(awkward_weights(1), self.together) for _ in range(4)]
-        self.publishers = [
-            Publisher(source, config, transport=self._noting(rank, make_transport(transport, config)))
+        self.senders = [
+            Sender(source, config, transport=self._noting(rank, make_transport(transport, config)))
             for rank, source in enumerate(self.sources)
         ]
         self.manager = CheckpointEngineManager(SourceRanks(self.ask, 4, BESIDE.__getitem__), config)
@@ -97,7 +97,7 @@ class Ranks:
             if op == PASS:
                 own, request = request["op"], request["request"]
             try:
-                return {"ok": answer_blocking(self.publishers[rank], SENDER_OPS, own, request)}
+                return {"ok": answer_blocking(self.senders[rank], SENDER_OPS, own, request)}
             except Exception as error:  # noqa: BLE001 -- told, as a carrier does
                 return failure(error)
 
@@ -131,7 +131,7 @@ class Ranks:
         assert len({status.label for status in statuses}) == 1
 
     def close(self):
-        for end in (*self.publishers, *self.workers):
+        for end in (*self.senders, *self.workers):
             end.close()
 
 
@@ -212,8 +212,8 @@ async def test_where_one_gpu_has_no_room_one_rank_of_each_machine_sends_through_
 
     monkeypatch.setattr(auto, "here", on_gpu)
     ranks = Ranks("auto", tmp_path)
-    for rank, publisher in enumerate(ranks.publishers[:3]):
-        publisher._transport._device = f"cuda:{rank}"
+    for rank, sender in enumerate(ranks.senders[:3]):
+        sender._transport._device = f"cuda:{rank}"
     report = await ranks.manager.sync(1)
     assert report.transport == "shm"
     assert ranks.met == {0: ["alone/0", "pair/0", "pair/1"]}

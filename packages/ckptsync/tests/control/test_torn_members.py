@@ -15,7 +15,7 @@ from offbeat_ckptsync.errors import ManifestError, SyncFailed
 from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.seams import GenerationGate
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 
 CONFIG = SyncConfig(transport="loopback")
 REFUSED, TORN = ManifestError("cannot read it, nothing was changed"), MemoryError("half-way")
@@ -59,8 +59,8 @@ async def test_a_member_whose_ranks_part_is_fenced_off_and_generates_no_more(err
                 if isinstance(answer, Exception):
                     raise answer
 
-    publisher = Publisher(ModuleSource(module), CONFIG)
-    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
+    sender = Sender(ModuleSource(module), CONFIG)
+    manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
     manager.add(ControlMember("pair", control, mailbox=Mailbox(), config=CONFIG, gate=gate))
     await manager.sync(1)
     for sink, error in zip(sinks, errors, strict=True):
@@ -70,4 +70,4 @@ async def test_a_member_whose_ranks_part_is_fenced_off_and_generates_no_more(err
     assert ("pair" in manager.members) == stays
     assert ("pair" in manager.fenced) != stays
     assert gate.paused == (0 if stays else 1), "torn weights must not generate"
-    publisher.close()
+    sender.close()

@@ -12,7 +12,7 @@ from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink, ModuleSource
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.values import Seat
 
 SIZE = 64
@@ -52,7 +52,7 @@ class LocalSync:
         self.model = Model(0)
         shared = make() if transport == "loopback" else None
         self.sending = shared or make()
-        self.publisher = Publisher(ModuleSource(self.model), config, transport=self.sending)
+        self.sender = Sender(ModuleSource(self.model), config, transport=self.sending)
         self.seats = {f"m{index}": shared or make() for index in range(len(sinks))}
         self.receivers = {
             name: Receiver(Seat(member=name), sink) for name, sink in zip(self.seats, sinks, strict=True)
@@ -67,11 +67,11 @@ class LocalSync:
         """Bring a version to every receiver; return what makes them serve it."""
         self.version += 1
         self.model.load_state_dict(Model(seed).state_dict())
-        offer = self.publisher.offer(self.version, [*self.receivers])
+        offer = self.sender.offer(self.version, [*self.receivers])
         for receiver in self.receivers.values():
             receiver.begin(offer)
         sent = []
-        threads = [threading.Thread(target=lambda: sent.append(self.publisher.send(offer)))]
+        threads = [threading.Thread(target=lambda: sent.append(self.sender.send(offer)))]
         threads += [
             threading.Thread(target=receiver.transfer, args=(self.seats[name], offer.sync_id))
             for name, receiver in self.receivers.items()
@@ -92,7 +92,7 @@ class LocalSync:
         return [segment.memory for segment in self.sending._segments]
 
     def close(self):
-        self.publisher.close()
+        self.sender.close()
         for seat in self.seats.values():
             seat.close()
 

@@ -13,7 +13,7 @@ from offbeat_ckptsync.errors import VersionError
 from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.digest import label_of
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource
 from offbeat_ckptsync.wire import encode
@@ -25,12 +25,12 @@ def test_a_staging_thread_that_comes_late_leaves_the_next_sync_alone():
     early, late = threading.Event(), threading.Event()
     threads = iter([late, early])
 
-    publisher = Publisher(DictSource({"a": torch.ones(1000)}), CONFIG)
+    sender = Sender(DictSource({"a": torch.ones(1000)}), CONFIG)
     mailbox = Store.serve("127.0.0.1")
     worker = Rank(DictSink(), prepare_thread=lambda: next(threads).wait(120))
 
     def begin(key):
-        offer = publisher.offer(1, ["m"])
+        offer = sender.offer(1, ["m"])
         worker.handle(
             {
                 "op": "begin",
@@ -48,22 +48,22 @@ def test_a_staging_thread_that_comes_late_leaves_the_next_sync_alone():
         return json.loads(mailbox.get(f"{key}/0"))
 
     first = begin("first")  # its thread is held up before it takes anything
-    publisher.abort(first.sync_id)
+    sender.abort(first.sync_id)
     worker.handle({"op": "abort", "sync_id": first.sync_id})
     second = begin("second")
-    sending = threading.Thread(target=publisher.send, args=(second,))
+    sending = threading.Thread(target=sender.send, args=(second,))
     sending.start()
     late.set()
     assert mailed("first")["error"]["type"] == "PhaseError"
     early.set()
     sending.join(120)
     assert "echo" in mailed("second")
-    publisher.close()
+    sender.close()
     worker.close()
 
 
 def test_a_commit_travels_with_a_request_and_may_come_again_while_the_next_sync_is_open():
-    publisher, worker = Publisher(DictSource({"a": torch.ones(1000)}), CONFIG), Rank(DictSink())
+    sender, worker = Sender(DictSource({"a": torch.ones(1000)}), CONFIG), Rank(DictSink())
     mailbox = Store.serve("127.0.0.1")
 
     def ask(op, **fields):
@@ -71,12 +71,12 @@ def test_a_commit_travels_with_a_request_and_may_come_again_while_the_next_sync_
         return worker.handle({"op": op, "mailbox": where, **fields})
 
     def begin(version, **more):
-        offer = publisher.offer(version, ["m"])
+        offer = sender.offer(version, ["m"])
         ask("begin", offer=encode(offer), config=encode(CONFIG), member="m", staged=f"s{version}", **more)
         return offer
 
     first = begin(1)
-    sent = publisher.send(first)
+    sent = sender.send(first)
     assert mailbox.get("s1/0", 120) is not None
     ask("flip", sync_id=first.sync_id, sent=encode(sent))
     label = encode(label_of(sent, first.bucket_bytes))
@@ -87,5 +87,5 @@ def test_a_commit_travels_with_a_request_and_may_come_again_while_the_next_sync_
     assert ask("abort", sync_id=second.sync_id, committed=label) == {"version": 1}
     status = ask("status")["status"]
     assert (status["label"], status["committed"], status["state"]) == (label, True, "idle")
-    publisher.close()
+    sender.close()
     worker.close()

@@ -11,7 +11,7 @@ from offbeat_ckptsync.errors import DigestError, LoadError, ManifestError, Phase
 from offbeat_ckptsync.member.receiver import TRANSITIONS, Receiver, State, Step
 from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import Seat, Status
@@ -23,19 +23,19 @@ CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 class Pair:
     def __init__(self):
         self.source = DictSource(awkward_weights(1))
-        self.publisher = Publisher(self.source, CONFIG)
+        self.sender = Sender(self.source, CONFIG)
         self.sink = TornSink(manifest_of(awkward_weights(0).items()))
         self.sink.weights = awkward_weights(0)
         self.receiver = Receiver(Seat(member="m"), self.sink)
 
     def offer(self, version):
-        return self.publisher.offer(version, ["m"])
+        return self.sender.offer(version, ["m"])
 
     def stage(self, version, *, reload=False):
         offer = dataclasses.replace(self.offer(version), reload=reload)
         self.receiver.begin(offer)
         out = []
-        sending = threading.Thread(target=lambda: out.append(self.publisher.send(offer)))
+        sending = threading.Thread(target=lambda: out.append(self.sender.send(offer)))
         sending.start()
         self.receiver.transfer(LoopbackTransport())
         sending.join(120)

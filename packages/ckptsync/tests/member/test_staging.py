@@ -13,7 +13,7 @@ from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.buckets import plan_buckets
 from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.seams import BucketReceiver
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, assert_same, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import Seat
@@ -28,26 +28,26 @@ class Pair:
     def __init__(self, sink=None):
         self.source = DictSource(awkward_weights(1))
         self.fault = Fault("corrupt", 1, times=0)
-        self.publisher = Publisher(self.source, CONFIG)
+        self.sender = Sender(self.source, CONFIG)
         self.sink = DictSink() if sink is None else sink
         self.receiver = Receiver(Seat(member="m"), self.sink)
 
     def stage(self, version, *, base=None):
-        offer = self.publisher.offer(version, ["m"])
+        offer = self.sender.offer(version, ["m"])
         held = self.receiver.begin(offer)
         offer = dataclasses.replace(offer, base=held if base is None else base)
         out = []
 
         def send():
             with contextlib.suppress(SyncError):
-                out.append(self.publisher.send(offer))
+                out.append(self.sender.send(offer))
 
         sending = threading.Thread(target=send)
         sending.start()
         try:
             self.receiver.transfer(FaultyTransport(LoopbackTransport(), on_receive=self.fault))
         except SyncError:
-            self.publisher.abort(offer.sync_id)
+            self.sender.abort(offer.sync_id)
             raise
         finally:
             sending.join(120)
@@ -95,12 +95,12 @@ class Overlapping(LoopbackTransport):
 
 def test_a_bucket_is_asked_for_while_the_one_before_it_is_under_way():
     source, sink = DictSource(awkward_weights(1)), DictSink()
-    publisher = Publisher(source, dataclasses.replace(CONFIG, delta="off"))
+    sender = Sender(source, dataclasses.replace(CONFIG, delta="off"))
     receiver = Receiver(Seat(member="m"), sink)
-    offer = publisher.offer(1, ["m"])
+    offer = sender.offer(1, ["m"])
     receiver.begin(offer)
     sent = []
-    sending = threading.Thread(target=lambda: sent.append(publisher.send(offer)))
+    sending = threading.Thread(target=lambda: sent.append(sender.send(offer)))
     sending.start()
     receiver.transfer(Overlapping())
     sending.join(600)
@@ -141,22 +141,21 @@ def test_a_copy_that_is_not_committed_or_not_trusted_is_not_held():
     offer, sent = pair.stage(1)
     pair.receiver.flip(offer.sync_id, sent)
     pair.receiver.abort("")
-    assert pair.receiver.begin(pair.publisher.offer(2, ["m"])) == ""
+    assert pair.receiver.begin(pair.sender.offer(2, ["m"])) == ""
     pair.receiver.abort("")
     pair.receiver.commit(label_of(sent, offer.bucket_bytes))
     assert (
-        pair.receiver.begin(pair.publisher.offer(2, ["m"]))
-        == label_of(sent, offer.bucket_bytes).content_digest
+        pair.receiver.begin(pair.sender.offer(2, ["m"])) == label_of(sent, offer.bucket_bytes).content_digest
     )
     pair.receiver.abort("")
     pair.receiver.distrust()
-    assert pair.receiver.begin(pair.publisher.offer(2, ["m"])) == ""
+    assert pair.receiver.begin(pair.sender.offer(2, ["m"])) == ""
 
 
 def test_what_is_laid_out_otherwise_is_not_held():
     pair = Pair()
     pair.sync(1)
-    offer = pair.publisher.offer(2, ["m"])
+    offer = pair.sender.offer(2, ["m"])
     assert pair.receiver.begin(dataclasses.replace(offer, bucket_bytes=8192)) == ""
 
 
@@ -170,7 +169,7 @@ class UsingUp(DictSink):
 def test_a_copy_that_the_sink_wrote_to_is_not_held():
     pair = Pair(UsingUp())
     pair.sync(1)
-    assert pair.receiver.begin(pair.publisher.offer(2, ["m"])) == ""
+    assert pair.receiver.begin(pair.sender.offer(2, ["m"])) == ""
     with pytest.raises(TransferError, match="keeps no copy"):
         pair.receiver.copy()
     pair.receiver.abort("")
@@ -188,7 +187,7 @@ def test_a_delta_for_one_that_holds_nothing_is_refused():
 
 def test_without_deltas_one_buffer_serves_all_syncs():
     pair = Pair()
-    pair.publisher = Publisher(pair.source, dataclasses.replace(CONFIG, delta="off"))
+    pair.sender = Sender(pair.source, dataclasses.replace(CONFIG, delta="off"))
     places = set()
     for version in (1, 2, 3):
         pair.change()

@@ -14,7 +14,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.network.agent import agent_of
 from offbeat_ckptsync.network.membership import Membership
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Seat
@@ -36,8 +36,8 @@ async def commands() -> list[str]:
 async def near(host: str, source_host: str) -> None:
     source = DictSource(awkward_weights(0))
     membership = Membership.serve(SECRET, dataclasses.replace(CONFIG, host=host))
-    publisher = Publisher(source, dataclasses.replace(CONFIG, host=source_host))
-    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG, on_fence=membership.fenced)
+    sender = Sender(source, dataclasses.replace(CONFIG, host=source_host))
+    manager = CheckpointEngineManager(LocalSource(sender), CONFIG, on_fence=membership.fenced)
     await membership.start()
     membership.attach(manager)
     say(port=membership.address[1])
@@ -59,7 +59,7 @@ async def near(host: str, source_host: str) -> None:
             case _:
                 raise AssertionError(words)
     await membership.close()
-    publisher.close()
+    sender.close()
 
 
 async def far(host: str, near_host: str, port: str) -> None:

@@ -18,7 +18,7 @@ from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.network.agent import Agent, agent_of
 from offbeat_ckptsync.network.membership import Membership, register
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.values import Registration, Seat, Status
@@ -44,7 +44,7 @@ class Party:
         self.source = DictSource(awkward_weights(1))
         self.membership = Membership.serve(SECRET, CONFIG)
         self.manager = CheckpointEngineManager(
-            LocalSource(Publisher(self.source, CONFIG)), CONFIG, on_fence=self.membership.fenced
+            LocalSource(Sender(self.source, CONFIG)), CONFIG, on_fence=self.membership.fenced
         )
         await self.membership.start()
         self.membership.attach(self.manager)
@@ -180,7 +180,7 @@ async def test_an_agent_gives_up_a_sync_when_the_manager_is_silent():
         member = CarriedMember(
             Registration(name="one", role="member"), party.membership._connections["one"].call
         )
-        offer = Publisher(party.source, CONFIG).offer(1, ["one"])
+        offer = Sender(party.source, CONFIG).offer(1, ["one"])
         await member.begin(dataclasses.replace(offer, silent_s=0.1))
         assert one.receiver.state == "agreed"
         await until(lambda: one.receiver.state == "idle")
@@ -193,7 +193,7 @@ async def test_an_agent_that_lost_its_manager_registers_with_the_next_one():
         store = party.membership._store
         await party.membership.close()
         second = Membership(store, SECRET, CONFIG)
-        manager = CheckpointEngineManager(LocalSource(Publisher(party.source, CONFIG)), CONFIG)
+        manager = CheckpointEngineManager(LocalSource(Sender(party.source, CONFIG)), CONFIG)
         await second.start()
         second.attach(manager)
         await second.wait_for(["one"], 120)

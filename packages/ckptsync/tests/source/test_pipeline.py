@@ -15,7 +15,7 @@ from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.source.pipeline import send_weights, walk
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import Seat
@@ -48,7 +48,7 @@ class Collector(BucketSender):
 
 
 def offer_of(source, config=CONFIG):
-    return Publisher(source, config).offer(1, [])
+    return Sender(source, config).offer(1, [])
 
 
 class StayingDict(DictSource):
@@ -139,7 +139,7 @@ def test_a_source_that_is_late_says_whom_it_waits_for(tensors):
 
 def test_a_source_knows_which_receiver_takes_nothing():
     source, transport = DictSource({"t": torch.ones(4096)}), LoopbackTransport()
-    offer = Publisher(source, CONFIG, transport=transport).offer(1, ["a", "b"])
+    offer = Sender(source, CONFIG, transport=transport).offer(1, ["a", "b"])
     for member in ("a", "b"):
         transport.receiver(offer, Seat(member=member))
     sender = transport.sender(offer, ["a", "b"])
@@ -189,11 +189,11 @@ def test_where_memory_runs_out_the_source_is_walked_to_its_end(monkeypatch):
 
 def test_a_send_that_was_aborted_before_it_began_walks_too():
     source = DictSource(awkward_weights(1))
-    publisher = Publisher(source, CONFIG)
-    offer = publisher.offer(1, [])
-    publisher.abort(offer.sync_id)
+    sender = Sender(source, CONFIG)
+    offer = sender.offer(1, [])
+    sender.abort(offer.sync_id)
     with pytest.raises(PhaseError, match="offer again"):
-        publisher.send(offer)
+        sender.send(offer)
     assert source.walks == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports import auto
 from offbeat_ckptsync.transports.topology import here
@@ -51,11 +51,11 @@ async def test_on_one_machine_it_is_shm_and_elsewhere_relay_and_the_report_says_
 
 
 def test_it_names_who_is_missing():
-    publisher = Publisher(DictSource(awkward_weights(1)), dataclasses.replace(CONFIG, begin_timeout_s=0.3))
-    offer = publisher.offer(1, ["gone"])
+    sender = Sender(DictSource(awkward_weights(1)), dataclasses.replace(CONFIG, begin_timeout_s=0.3))
+    offer = sender.offer(1, ["gone"])
     with pytest.raises(TransferError, match=r"auto: no answer within 0\.3 s .* missing: rank 0 of gone"):
-        publisher.send(offer)
-    publisher.close()
+        sender.send(offer)
+    sender.close()
 
 
 def test_cuda_ipc_without_cuda_is_refused_with_what_to_use():

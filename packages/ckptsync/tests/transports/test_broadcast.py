@@ -15,7 +15,7 @@ from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.buckets import plan_buckets
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
@@ -31,14 +31,14 @@ class Line:
     def __init__(self, *seats):
         self.source = DictSource(awkward_weights(1))
         self.transport = BroadcastTransport(CONFIG)
-        self.publisher = Publisher(self.source, CONFIG, transport=self.transport)
+        self.sender = Sender(self.source, CONFIG, transport=self.transport)
         self.seats = {seat: BroadcastTransport(CONFIG) for seat in seats}
         self.version = 0
 
     def sync(self, seats=None):
         seats = list(self.seats) if seats is None else seats
         self.version += 1
-        offer = self.publisher.offer(self.version, list(dict.fromkeys(seat.member for seat in seats)))
+        offer = self.sender.offer(self.version, list(dict.fromkeys(seat.member for seat in seats)))
         buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         got = {}
 
@@ -52,7 +52,7 @@ class Line:
         threads = [threading.Thread(target=take, args=(seat,)) for seat in seats]
         for thread in threads:
             thread.start()
-        self.publisher.send(offer)
+        self.sender.send(offer)
         for thread in threads:
             thread.join(120)
         assert len(got) == len(seats)
@@ -98,7 +98,7 @@ async def test_a_store_holds_no_more_keys_after_twenty_syncs_than_after_one(name
     for version in range(1, 21):
         local.source.weights = awkward_weights(version)
         await local.manager.sync(version)
-        counts[version] = len(local.publisher._transport.rendezvous.store.keys())
+        counts[version] = len(local.sender._transport.rendezvous.store.keys())
     assert counts[1] == counts[10] == counts[20]
     local.close()
 
@@ -117,16 +117,16 @@ def test_groups_and_syncs_that_are_over_leave_no_keys():
 def test_the_roll_call_names_who_is_missing_and_the_wait_ends_on_time():
     config = SyncConfig(begin_timeout_s=0.3)
     transport = BroadcastTransport(CONFIG)
-    publisher = Publisher(DictSource(awkward_weights(1)), config, transport=transport)
-    offer = publisher.offer(1, ["here", "b", "gone"])
+    sender = Sender(DictSource(awkward_weights(1)), config, transport=transport)
+    offer = sender.offer(1, ["here", "b", "gone"])
     say_here(offer, Seat(member="here"))
     say_here(offer, B0)
     with pytest.raises(TransferError, match=r"no answer within 0\.3 s .* missing: rank 0 of gone$"):
-        publisher.send(offer)
-    offer = publisher.offer(1, ["b"])
+        sender.send(offer)
+    offer = sender.offer(1, ["b"])
     say_here(offer, B0)
     with pytest.raises(TransferError, match=r"missing: rank 1 of b$"):
-        publisher.send(offer)
+        sender.send(offer)
     transport.close()
 
 
@@ -138,16 +138,16 @@ def say_here(offer, seat, secret=""):
 def test_who_does_not_know_the_secret_gets_no_seat_and_no_word():
     config = dataclasses.replace(CONFIG, begin_timeout_s=0.5, secret="ours")
     transport = BroadcastTransport(config)
-    publisher = Publisher(DictSource(awkward_weights(1)), config, transport=transport)
-    offer = publisher.offer(1, ["a"])
+    sender = Sender(DictSource(awkward_weights(1)), config, transport=transport)
+    offer = sender.offer(1, ["a"])
     say_here(offer, A, secret="theirs")
     with pytest.raises(TransferError, match=r"missing: rank 0 of a \(it answered without our secret\)$"):
-        publisher.send(offer)
-    offer = publisher.offer(1, ["a"])
+        sender.send(offer)
+    offer = sender.offer(1, ["a"])
     transport.rendezvous.store.set(f"{offer.sync_id}/here/a/0", '{"num_ranks": 1, "group": ""}')
     with pytest.raises(TransferError, match=r"rank 0 of a \(it answered without our secret\)$"):
-        publisher.send(offer)
-    offer = publisher.offer(1, ["a"])
+        sender.send(offer)
+    offer = sender.offer(1, ["a"])
     transport.rendezvous.store.set(f"{offer.sync_id}/go", '{"group": "g", "seats": [["a", 0]]}')
     with pytest.raises(TransferError, match="what is there was written without our secret"):
         BroadcastTransport(config).receiver(offer, A)
@@ -159,16 +159,14 @@ async def test_a_stranger_who_answers_first_is_passed_over():
     local = LocalSync(
         DictSource(awkward_weights(1)), {"a": DictSink()}, config, lambda: BroadcastTransport(config)
     )
-    opened = local.publisher._transport.open
+    opened = local.sender._transport.open
 
     def open_with_a_stranger(sync_id, members):
         endpoint = opened(sync_id, members)
-        local.publisher._transport.rendezvous.store.set(
-            f"{sync_id}/here/a/0", '{"num_ranks": 5, "group": ""}'
-        )
+        local.sender._transport.rendezvous.store.set(f"{sync_id}/here/a/0", '{"num_ranks": 5, "group": ""}')
         return endpoint
 
-    local.publisher._transport.open = open_with_a_stranger
+    local.sender._transport.open = open_with_a_stranger
     await local.manager.sync(1)
     assert local.receivers["a"].version == 1
     local.close()
@@ -176,16 +174,16 @@ async def test_a_stranger_who_answers_first_is_passed_over():
 
 def test_the_secret_is_in_no_offer_and_in_no_print():
     config = dataclasses.replace(CONFIG, transport="auto", secret="not to be told")
-    publisher = Publisher(DictSource(awkward_weights(1)), config)
-    assert "not to be told" not in json.dumps(encode(publisher.offer(1, ["a"]))) + repr(config)
-    publisher.close()
+    sender = Sender(DictSource(awkward_weights(1)), config)
+    assert "not to be told" not in json.dumps(encode(sender.offer(1, ["a"]))) + repr(config)
+    sender.close()
 
 
 @pytest.mark.parametrize("name", ["broadcast", "auto", "relay"])
 def test_loopback_of_another_machine_is_refused_with_the_remedy(name):
     config = dataclasses.replace(CONFIG, transport=name)
-    publisher, receiving = Publisher(DictSource(awkward_weights(1)), config), make_transport(name, config)
-    offer = publisher.offer(1, ["replica 3"])
+    sender, receiving = Sender(DictSource(awkward_weights(1)), config), make_transport(name, config)
+    offer = sender.offer(1, ["replica 3"])
     offer.endpoint.update(machine="of another boot/1", hostname="far")
     told = (
         r"on loopback, but rank 0 of replica 3 is on another machine \(.*; the source is on far\): let `host`"
@@ -193,7 +191,7 @@ def test_loopback_of_another_machine_is_refused_with_the_remedy(name):
     with pytest.raises(TransferError, match=told):
         receiving.receiver(offer, Seat(member="replica 3"))
     receiving.close()
-    publisher.close()
+    sender.close()
 
 
 def go_of(line, offer, seats):
@@ -229,13 +227,13 @@ def late_rank(line, offer):
 def test_a_source_that_stood_still_leads_no_rank_of_an_aborted_sync_into_the_way_of_the_next():
     """It says where to meet before it hears of the abort. What a rank waited for there, the next sync waited for, too."""
     line = Line(A)
-    offer = line.publisher.offer(1, ["a"])
+    offer = line.sender.offer(1, ["a"])
     thread, raised = late_rank(line, offer)
     wait_for_key(line, f"{offer.sync_id}/here/a/0")
     line.seats[A].abort(offer.sync_id)
     go_of(line, offer, [A])
     thread.join(0.5)  # time enough for it to go astray
-    line.publisher.abort(offer.sync_id)
+    line.sender.abort(offer.sync_id)
     line.sync()
     thread.join(60)
     assert "the sync was aborted" in raised[0]
@@ -244,12 +242,12 @@ def test_a_source_that_stood_still_leads_no_rank_of_an_aborted_sync_into_the_way
 
 def test_an_abort_while_the_group_forms_ends_that_and_the_next_sync_is_not_held_up():
     line = Line(A)
-    offer = line.publisher.offer(1, ["a"])
+    offer = line.sender.offer(1, ["a"])
     thread, raised = late_rank(line, offer)
     go_of(line, offer, [A])
     wait_for_key(line, line.transport.rendezvous.private(f"of {offer.sync_id}"))
     line.seats[A].abort(offer.sync_id)
-    line.publisher.abort(offer.sync_id)
+    line.sender.abort(offer.sync_id)
     line.sync()
     thread.join(60)
     assert "did not form: " in raised[0]
@@ -258,11 +256,11 @@ def test_an_abort_while_the_group_forms_ends_that_and_the_next_sync_is_not_held_
 
 def test_an_abort_ends_the_wait_at_once():
     transport = BroadcastTransport(CONFIG)
-    publisher = Publisher(DictSource(awkward_weights(1)), CONFIG, transport=transport)
-    offer = publisher.offer(1, ["gone"])
-    threading.Timer(0.1, publisher.abort, args=(offer.sync_id,)).start()
+    sender = Sender(DictSource(awkward_weights(1)), CONFIG, transport=transport)
+    offer = sender.offer(1, ["gone"])
+    threading.Timer(0.1, sender.abort, args=(offer.sync_id,)).start()
     with pytest.raises(TransferError, match="aborted"):
-        publisher.send(offer)
+        sender.send(offer)
     transport.close()
 
 
@@ -278,10 +276,8 @@ def test_nothing_listens_beyond_loopback():
 
 def test_a_source_that_is_not_there_is_said_so():
     transport = BroadcastTransport(CONFIG)
-    publisher = Publisher(
-        DictSource(awkward_weights(1)), SyncConfig(begin_timeout_s=0.5), transport=transport
-    )
-    offer = publisher.offer(1, ["a"])
+    sender = Sender(DictSource(awkward_weights(1)), SyncConfig(begin_timeout_s=0.5), transport=transport)
+    offer = sender.offer(1, ["a"])
     offer.endpoint["port"] = 1
     with pytest.raises(TransferError, match=r"no store answers at 127\.0\.0\.1:1 within 0\.5 s"):
         BroadcastTransport(CONFIG).receiver(offer, A)
@@ -291,7 +287,7 @@ def test_a_source_that_is_not_there_is_said_so():
 def test_who_is_lost_while_the_group_forms_is_missed_at_the_deadline_of_the_rendezvous():
     transport = BroadcastTransport(CONFIG)
     config = SyncConfig(begin_timeout_s=1)
-    offer = Publisher(DictSource(awkward_weights(1)), config, transport=transport).offer(1, ["a"])
+    offer = Sender(DictSource(awkward_weights(1)), config, transport=transport).offer(1, ["a"])
     say_here(offer, A)  # and was not seen again
     with pytest.raises(TransferError, match=r"the group of 2 \(source, rank 0 of a\) did not form"):
         transport.sender(offer, ["a"])

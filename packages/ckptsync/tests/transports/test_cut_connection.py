@@ -15,7 +15,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.values import Seat
 
@@ -68,8 +68,8 @@ class Via(LocalMember):
 @pytest.mark.parametrize("name", ["broadcast", "auto"])
 async def test_a_connection_that_was_cut_costs_one_sync(name):
     config = SyncConfig(transport=name)
-    publisher, sink = Publisher(DictSource(awkward_weights(1)), config), DictSink()
-    manager = CheckpointEngineManager(LocalSource(publisher), config)
+    sender, sink = Sender(DictSource(awkward_weights(1)), config), DictSink()
+    manager = CheckpointEngineManager(LocalSource(sender), config)
     transport = make_transport(name, config)
     member = Via(Receiver(Seat(member="r"), sink), transport)
     manager.add(member)
@@ -79,6 +79,6 @@ async def test_a_connection_that_was_cut_costs_one_sync(name):
         await manager.sync(2)
     await manager.sync(3)
     assert (await member.status()).version == 3
-    publisher.close()
+    sender.close()
     transport.close()
     member.proxy.close()

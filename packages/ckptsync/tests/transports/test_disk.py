@@ -60,8 +60,8 @@ async def test_two_sources_of_one_folder_leave_each_other_s_syncs_alone(tmp_path
 
 def test_a_receiver_that_gives_up_takes_nothing_from_the_source(tmp_path):
     local = local_in(tmp_path)
-    offer = local.publisher.offer(1, ["a"])
-    sender = local.publisher._transport.sender(offer, ["a"])
+    offer = local.sender.offer(1, ["a"])
+    sender = local.sender._transport.sender(offer, ["a"])
     DiskTransport(SyncConfig(disk_path=str(tmp_path))).abort(offer.sync_id)
     sender.close()
     assert [path.name for path in tmp_path.glob("*/*")] == [offer.sync_id]

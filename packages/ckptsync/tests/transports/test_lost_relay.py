@@ -7,7 +7,7 @@ import pytest
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.errors import SyncFailed
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.testing.apart import RankApart
 from offbeat_ckptsync.testing.fakes import prints_of
@@ -35,8 +35,8 @@ async def synced(manager, source, ranks, version):
 
 async def test_a_relay_that_dies_is_named_and_the_old_version_stays():
     source = DictSource(awkward_weights(0))
-    publisher = Publisher(source, CONFIG, transport=RelayTransport(CONFIG, machine="s"))
-    manager = CheckpointEngineManager(LocalSource(publisher), CONFIG)
+    sender = Sender(source, CONFIG, transport=RelayTransport(CONFIG, machine="s"))
+    manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
     ranks = {name: RankApart(name, CONFIG, machine=machine) for name, machine in MACHINES.items()}
     try:
         for rank in ranks.values():
@@ -57,4 +57,4 @@ async def test_a_relay_that_dies_is_named_and_the_old_version_stays():
     finally:
         for rank in ranks.values():
             rank.close()
-        publisher.close()
+        sender.close()

@@ -20,7 +20,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.staging import stage
 from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports.line import Line
 from offbeat_ckptsync.transports.segments import Mapping, Segment
@@ -37,16 +37,16 @@ class Wire:
     def __init__(self):
         self.source = DictSource(awkward_weights(1))
         self.transport = ShmTransport()
-        self.publisher = Publisher(self.source, CONFIG, transport=self.transport)
+        self.sender = Sender(self.source, CONFIG, transport=self.transport)
         self.seat = ShmTransport()
         self.version = 0
 
     def stage(self, seed):
         self.version += 1
         self.source.weights = awkward_weights(seed)
-        offer = self.publisher.offer(self.version, ["m"])
+        offer = self.sender.offer(self.version, ["m"])
         buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
-        sending = threading.Thread(target=lambda: self.publisher.send(offer))
+        sending = threading.Thread(target=lambda: self.sender.send(offer))
         sending.start()
         staged = stage(self.seat, offer, Seat(member="m"), buckets)
         sending.join(120)
@@ -56,7 +56,7 @@ class Wire:
         return [segment.id for segment in self.transport._segments]
 
     def close(self):
-        self.publisher.close()
+        self.sender.close()
         self.seat.close()
 
 
@@ -101,10 +101,10 @@ def test_nothing_that_is_still_held_is_overwritten(wire):
 
 def test_no_more_than_three_segments_are_made_and_who_holds_them_is_named(wire):
     held = [wire.stage(seed) for seed in (1, 2, 3)]
-    offer = wire.publisher.offer(4, ["m"])
+    offer = wire.sender.offer(4, ["m"])
     offer.endpoint["rendezvous_s"] = 0.1
     with pytest.raises(TransferError, match=r"still held, by rank 0 of m \(version 1\), .*\(version 3\)"):
-        wire.publisher.send(offer)
+        wire.sender.send(offer)
     assert len(wire.segments()) == 3
     for staged, _ in held:
         staged.close()
@@ -119,7 +119,7 @@ def test_a_lease_that_is_given_back_late_is_waited_for(wire):
     held = [wire.stage(seed) for seed in (1, 2, 3)]
     threading.Timer(0.2, lambda: [staged.close() for staged, _ in held]).start()
     num_bytes = wire.transport._segments[0].num_bytes
-    assert wire.transport.lend(wire.publisher.offer(4, ["m"]), num_bytes).numel() == num_bytes
+    assert wire.transport.lend(wire.sender.offer(4, ["m"]), num_bytes).numel() == num_bytes
     assert len(wire.segments()) == 1
 
 
@@ -127,10 +127,10 @@ def test_a_lease_that_is_given_back_late_is_waited_for(wire):
 def test_a_member_that_is_fenced_off_gives_back_what_it_staged(wire, state):
     sink = TornSink()
     receiver = Receiver(Seat(member="m"), sink)
-    offer = wire.publisher.offer(1, ["m"])
+    offer = wire.sender.offer(1, ["m"])
     receiver.begin(offer)
     sent = []
-    sending = threading.Thread(target=lambda: sent.append(wire.publisher.send(offer)))
+    sending = threading.Thread(target=lambda: sent.append(wire.sender.send(offer)))
     sending.start()
     receiver.transfer(wire.seat)
     sending.join(120)
@@ -185,12 +185,12 @@ def hold(sync_id, endpoint):
 def dying_source():
     """Offer, send one bucket, then wait to be killed."""
     transport = ShmTransport()
-    publisher = Publisher(DictSource(awkward_weights(1)), CONFIG, transport=transport)
-    offer = publisher.offer(1, ["m"])
+    sender = Sender(DictSource(awkward_weights(1)), CONFIG, transport=transport)
+    offer = sender.offer(1, ["m"])
     print(json.dumps([offer.sync_id, offer.endpoint]), flush=True)
-    sender = transport.sender(offer, ["m"])
+    end = transport.sender(offer, ["m"])
     bucket = plan_buckets(offer.manifest, offer.bucket_bytes)[0]
-    sender.send(bucket, torch.zeros(bucket.num_bytes, dtype=torch.uint8))
+    end.send(bucket, torch.zeros(bucket.num_bytes, dtype=torch.uint8))
     time.sleep(600)
 
 
@@ -202,10 +202,10 @@ def offer_of(sync_id, endpoint):
 
 
 def test_a_receiver_that_is_killed_frees_its_segment(wire):
-    offer = wire.publisher.offer(1, ["m"])
+    offer = wire.sender.offer(1, ["m"])
     offer.endpoint["rendezvous_s"] = offer.endpoint["timeout_s"] = 60.0
     process = child("hold", offer.sync_id, json.dumps(offer.endpoint))
-    sent = wire.publisher.send(offer)
+    sent = wire.sender.send(offer)
     assert process.stdout.readline().strip() == sent.bucket_digests[0]
     (segment,) = wire.transport._segments
     assert not segment.is_free()
@@ -230,26 +230,26 @@ def test_a_source_that_is_killed_is_noticed_at_once_and_leaves_nothing_behind():
 
 def test_the_roll_call_names_who_is_missing_and_an_abort_ends_it():
     config = SyncConfig(transport="shm", begin_timeout_s=0.3)
-    publisher = Publisher(DictSource(awkward_weights(1)), config)
-    offer = publisher.offer(1, ["b"])
+    sender = Sender(DictSource(awkward_weights(1)), config)
+    offer = sender.offer(1, ["b"])
     with pytest.raises(TransferError, match=r"shm: no answer within 0\.3 s .* missing: rank 0 of b"):
-        publisher.send(offer)
-    publisher.close()
-    publisher = Publisher(DictSource(awkward_weights(1)), CONFIG)
-    offer = publisher.offer(1, ["b"])
-    threading.Timer(0.1, publisher.abort, args=(offer.sync_id,)).start()
+        sender.send(offer)
+    sender.close()
+    sender = Sender(DictSource(awkward_weights(1)), CONFIG)
+    offer = sender.offer(1, ["b"])
+    threading.Timer(0.1, sender.abort, args=(offer.sync_id,)).start()
     with pytest.raises(TransferError, match="shm: aborted"):
-        publisher.send(offer)
-    publisher.close()
+        sender.send(offer)
+    sender.close()
 
 
 def test_a_caller_without_the_secret_or_of_another_sync_gets_no_segment(wire):
-    offer = wire.publisher.offer(1, ["m"])
+    offer = wire.sender.offer(1, ["m"])
     failures = []
 
     def send():
         try:
-            wire.publisher.send(offer)
+            wire.sender.send(offer)
         except TransferError as error:
             failures.append(str(error))
 
@@ -294,17 +294,17 @@ def test_a_segment_cannot_shrink_under_a_receiver_and_one_that_could_is_not_take
 
 
 def test_no_memory_is_said_so_and_the_source_is_walked_to_its_end(monkeypatch):
-    publisher = Publisher(source := DictSource(awkward_weights(1)), CONFIG)
-    offer = publisher.offer(1, ["m"])
+    sender = Sender(source := DictSource(awkward_weights(1)), CONFIG)
+    offer = sender.offer(1, ["m"])
 
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("offbeat_ckptsync.transports.segments._fill", refuse)
     with pytest.raises(TransferError, match=r"no shared memory for .* bytes"):
-        publisher.send(offer)
+        sender.send(offer)
     assert source.walks == 1
-    publisher.close()
+    sender.close()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_trainer.weights.member import make_member
 from offbeat_trainer.weights.source import EngineWeights
 
@@ -74,7 +74,7 @@ class LocalPublisher:
     @classmethod
     async def between(cls, engine: Engine, replica: RolloutEngine, sync: SyncConfig) -> LocalPublisher:
         """Connect `engine` to a started `replica`."""
-        source = LocalSource(Publisher(EngineWeights(engine), sync))
+        source = LocalSource(Sender(EngineWeights(engine), sync))
         manager = CheckpointEngineManager(source, sync)
         manager.add(await make_member("replica 0", replica, sync))
         return cls(manager)

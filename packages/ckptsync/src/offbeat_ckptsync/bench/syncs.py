@@ -15,7 +15,7 @@ from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import DigestError, TransferError
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import SyncReport
 from offbeat_ckptsync.wire import decode, encode
 
@@ -112,8 +112,8 @@ async def _measure(load: Load, config: SyncConfig) -> list[SyncReport]:
         for _ in range(load.num_receivers)
     ]
     weights = Weights(load.num_bytes, load.num_tensors, load.device)
-    publisher = Publisher(ModuleSourceOf(weights), config)
-    manager = CheckpointEngineManager(LocalSource(publisher), config)
+    sender = Sender(ModuleSourceOf(weights), config)
+    manager = CheckpointEngineManager(LocalSource(sender), config)
     mailbox = Mailbox()
     try:
         for index, replica in enumerate(replicas):
@@ -131,4 +131,4 @@ async def _measure(load: Load, config: SyncConfig) -> list[SyncReport]:
         torch.set_num_threads(threads)
         for replica in replicas:
             replica.close()
-        publisher.close()
+        sender.close()

@@ -13,7 +13,7 @@ from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.ranks import EngineRanks, LocalRank
 from offbeat_ckptsync.errors import LoadError, SyncError
 from offbeat_ckptsync.seams import CACHE, WEIGHTS, GenerationGate, Member, WeightSource
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Flip
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def local_member(
 ) -> LocalMember:
     """Return a member for a receiver of this process that also hands what it keeps on to joiners."""
     # A copy goes to joiners, who hold nothing that a delta could stand on.
-    copies = Publisher(StagedCopy(receiver), dataclasses.replace(config, delta="off"))
+    copies = Sender(StagedCopy(receiver), dataclasses.replace(config, delta="off"))
     return LocalMember(
         receiver,
         make_transport(config.transport, config),

@@ -34,7 +34,7 @@ PASS = "pass"
 
 
 class SourceRanks(Source):
-    """Satisfies `Source` by ranks that each have a `Publisher`."""
+    """Satisfies `Source` by ranks that each have a `Sender`."""
 
     def __init__(
         self, ask: AskRanks, num_ranks: int, beside: Callable[[str], Sequence[int]] | None = None

@@ -21,7 +21,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport, prints_of
 from offbeat_ckptsync.threads import in_thread, use_device
 from offbeat_ckptsync.transports.relay import RelayTransport
@@ -116,8 +116,8 @@ class SyncApart:
         """Start a rank for each name in `expected`, and a source here."""
         self.source = source
         self._expected = expected
-        self.publisher = Publisher(source, config, transport=make())
-        self.manager = CheckpointEngineManager(LocalSource(self.publisher), config)
+        self.sender = Sender(source, config, transport=make())
+        self.manager = CheckpointEngineManager(LocalSource(self.sender), config)
         self.ranks = {
             name: RankApart(name, config, gpu=gpus[number % len(gpus)] if gpus else "")
             for number, name in enumerate(expected)
@@ -138,7 +138,7 @@ class SyncApart:
         """End everything."""
         for rank in self.ranks.values():
             rank.close()
-        self.publisher.close()
+        self.sender.close()
 
 
 class _Harm(Fault):

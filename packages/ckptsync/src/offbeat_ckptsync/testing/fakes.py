@@ -14,7 +14,7 @@ from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport, WeightSource
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Manifest, Seat
 
 if TYPE_CHECKING:
@@ -204,8 +204,8 @@ class LocalSync:
         self.sinks = sinks
         self.config = config
         self.make = make
-        self.publisher = Publisher(source, config, transport=make())
-        self.manager = CheckpointEngineManager(LocalSource(self.publisher), config)
+        self.sender = Sender(source, config, transport=make())
+        self.manager = CheckpointEngineManager(LocalSource(self.sender), config)
         self.receivers = {
             name: Receiver(Seat(member=name), sink, allow_cast=config.allow_cast)
             for name, sink in sinks.items()
@@ -225,7 +225,7 @@ class LocalSync:
         """Leave all connections."""
         for transport in self._transports:
             transport.close()
-        self.publisher.close()
+        self.sender.close()
 
 
 def awkward_weights(seed: int) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncError, SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_ckptsync.values import Seat
 
@@ -84,7 +84,7 @@ class LocalSync:
         transport = FaultyTransport(make_transport("loopback", CONFIG), on_send=self.fault)
         self.source = ModuleSource(self.net)
         self.manager = CheckpointEngineManager(
-            LocalSource(Publisher(self.source, CONFIG, transport=transport)), CONFIG
+            LocalSource(Sender(self.source, CONFIG, transport=transport)), CONFIG
         )
         self.member = SglangMember(
             "sglang-0",

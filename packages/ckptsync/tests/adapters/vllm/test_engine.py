@@ -17,7 +17,7 @@ from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.sinks import ModuleSource
 from offbeat_ckptsync.seams import GenerationGate
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 
 pytestmark = [
@@ -54,8 +54,8 @@ class LocalSync(GenerationGate):
         self.source = Source(model)
         self.fault = Fault("corrupt", 0, times=0)
         transport = FaultyTransport(make_transport("broadcast", CONFIG), on_send=self.fault)
-        self.publisher = Publisher(self.source, CONFIG, transport=transport)
-        self.manager = CheckpointEngineManager(LocalSource(self.publisher), CONFIG)
+        self.sender = Sender(self.source, CONFIG, transport=transport)
+        self.manager = CheckpointEngineManager(LocalSource(self.sender), CONFIG)
         self.manager.add(ControlMember("vllm-0", self.control, mailbox=mailbox, config=CONFIG, gate=self))
         self.version = 0
 
@@ -142,7 +142,7 @@ async def local(tmp_path_factory):
     try:
         yield made
     finally:
-        made.publisher.close()
+        made.sender.close()
         llm.shutdown()
 
 

@@ -23,7 +23,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.network.agent import Agent
 from offbeat_ckptsync.network.channel import Connection as Line
 from offbeat_ckptsync.network.membership import Membership
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import in_thread, use_device
 from offbeat_ckptsync.values import Seat
@@ -32,7 +32,7 @@ from sync_faults.hurt import (
     SLOW_S,
     Arms,
     HurtMember,
-    HurtPublisher,
+    HurtSender,
     HurtSource,
     HurtWeights,
     LiveSink,
@@ -73,7 +73,7 @@ async def receiver(pipe: Connection, store: tuple[str, int], config: SyncConfig,
     sink = LiveSink(arms)
     taker = Receiver(Seat(member=name), sink)
     member = HurtMember(taker, faulty_transport(config, arms, sends=False), canary=sink.canary)
-    source = LocalSource(Publisher(StagedCopy(taker), dataclasses.replace(config, delta="off")))
+    source = LocalSource(Sender(StagedCopy(taker), dataclasses.replace(config, delta="off")))
     agent = Agent(name, SECRET, member=member, source=source)
 
     async def arm(phase: str, kind: str) -> None:
@@ -91,8 +91,8 @@ async def sender(pipe: Connection, store: tuple[str, int], config: SyncConfig, n
     """Be a trainer: commands `arm`, `weights` seed, `kill_at` bytes seconds."""
     arms = Arms()
     weights = HurtWeights(arms)
-    publisher = HurtPublisher(weights, config, arms, transport=faulty_transport(config, arms, sends=True))
-    agent = Agent(name, SECRET, source=HurtSource(publisher))
+    sender = HurtSender(weights, config, arms, transport=faulty_transport(config, arms, sends=True))
+    agent = Agent(name, SECRET, source=HurtSource(sender))
 
     async def arm(phase: str, kind: str) -> None:
         arms.arm(phase, kind)

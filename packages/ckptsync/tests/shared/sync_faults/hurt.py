@@ -17,7 +17,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import WeightSink
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class HurtWeights(DictSource):
             yield name, tensor
 
 
-class HurtPublisher(Publisher):
+class HurtSender(Sender):
     """Faults of a sender."""
 
     def __init__(
@@ -191,11 +191,11 @@ class HurtPublisher(Publisher):
 
 
 class HurtSource(LocalSource):
-    """A hurt publisher that knows the answer to the canary."""
+    """A hurt sender that knows the answer to the canary."""
 
-    def __init__(self, publisher: HurtPublisher) -> None:
-        super().__init__(publisher)
-        self._hurt = publisher
+    def __init__(self, sender: HurtSender) -> None:
+        super().__init__(sender)
+        self._hurt = sender
 
     async def reference(self) -> list[float]:
         """Return the right answer for the weights that were sent last."""

@@ -11,7 +11,7 @@ from offbeat_ckptsync.control.carried import Operations
 from offbeat_ckptsync.control.members import StagedCopy
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.source.publisher import LocalSource, Publisher
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Registration, Seat
 from offbeat_rollout import Health, RolloutConfig
 from offbeat_trainer import Grpo, GrpoConfig
@@ -25,7 +25,7 @@ from offbeat_trainer.config import ClusterConfig
 from sync_faults.hurt import (
     Arms,
     HurtMember,
-    HurtPublisher,
+    HurtSender,
     HurtWeights,
     LiveSink,
     content_of,
@@ -63,7 +63,7 @@ class Replica(ReplicaWorker):
             self.receiver,
             faulty_transport(self._sync, self.arms, sends=False),
             canary=self.sink.canary,
-            copies=LocalSource(Publisher(StagedCopy(self.receiver), self._sync)),
+            copies=LocalSource(Sender(StagedCopy(self.receiver), self._sync)),
         )
         self._operations = Operations(self._name, member=member)
         return Registration(name=self._name, role=self._operations.role)
@@ -94,7 +94,7 @@ class Rank(TrainWorker):
         self.weights = HurtWeights(self.arms)
         self.ops: Counter[str] = Counter()
         transport = faulty_transport(self._spec.sync, self.arms, sends=True)
-        self._sender = HurtPublisher(self.weights, self._spec.sync, self.arms, transport=transport)
+        self._sender = HurtSender(self.weights, self._spec.sync, self.arms, transport=transport)
 
     def sync_op(self, op: str, request: Json) -> Json:
         """Do it, and count it."""

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
-from offbeat_ckptsync.source.publisher import Publisher
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_engine import World, engine_class
 from offbeat_trainer.cluster.nodes import LOOPBACK, this_node
 from offbeat_trainer.cluster.process import keep_freed_memory, redirect_output
@@ -41,7 +41,7 @@ class TrainWorker:
         self._spec = spec
         self._rank = rank
         self._learner: Learner | None = None
-        self._sender: Publisher | None = None
+        self._sender: Sender | None = None
         self._host = LOOPBACK
 
     def node(self) -> str:
@@ -151,14 +151,14 @@ class TrainWorker:
         `abort_send` comes also beside a `send`.
         """
         try:
-            return {"ok": answer_blocking(self._publisher(), SENDER_OPS, op, request)}
+            return {"ok": answer_blocking(self._sending(), SENDER_OPS, op, request)}
         except Exception as error:
             log.exception("a weight sync failed in %r", op)
             return failure(error)
 
-    def _publisher(self) -> Publisher:
+    def _sending(self) -> Sender:
         if self._sender is None:
-            self._sender = Publisher(
+            self._sender = Sender(
                 EngineWeights(self.learner.policy), replace(self._spec.sync, host=self._host)
             )
         return self._sender

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.source.pipeline import FindDelta, Lend
 
 
-class Publisher:
+class Sender:
     """A sending rank of a source, without an event loop: plain blocking calls, for an actor or a training process.
 
     Mostly rank 0 alone sends. `send` runs the source's collective iteration in the calling thread; ranks that do not send
@@ -162,19 +162,19 @@ def _explained(sent: Sent, transport: Transport) -> Sent:
 
 
 class LocalSource(Source):
-    """A `Publisher` of this process; blocking calls run in threads of their own."""
+    """A `Sender` of this process; blocking calls run in threads of their own."""
 
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
 
     async def offer(self, version: int, members: list[str]) -> SyncOffer:
         """Prepare to send the current weights as `version` to these members."""
-        return await in_thread(lambda: self._publisher.offer(version, members), name=f"offer {version}")
+        return await in_thread(lambda: self._sender.offer(version, members), name=f"offer {version}")
 
     async def send(self, offer: SyncOffer) -> Sent:
         """Send every bucket to every member."""
-        return await in_thread(lambda: self._publisher.send(offer), name=f"send {offer.version}")
+        return await in_thread(lambda: self._sender.send(offer), name=f"send {offer.version}")
 
     async def abort(self, sync_id: str) -> None:
         """Give up a sync; safe at any moment."""
-        await in_thread(lambda: self._publisher.abort(sync_id), name="abort send")
+        await in_thread(lambda: self._sender.abort(sync_id), name="abort send")
