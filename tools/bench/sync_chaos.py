@@ -1,15 +1,16 @@
-"""Kill the sending process of a weight sync, again and again, at random byte offsets, and count what that breaks.
+"""Kill the sender or a receiver of a weight sync, again and again, at random byte offsets, and count what that breaks.
 
     uv run python tools/bench/sync_chaos.py --kills 100 --json
 
 A manager and two receivers run in processes of their own, reached over two carriers in turn: `sockets`, where they register
 themselves, and `ray`, a run's own cluster with its training rank and two replicas, in processes that generate and train nothing.
-The sender kills itself with SIGKILL a random moment (up to 4 ms, some 1 MB of packing) after its weights have yielded a number of
-bytes drawn at random, from none to all: within a tensor, a bucket, or a packet. After each kill every receiver must serve the old
-version bit for bit, or the new one, under the right label; then another sender starts, and a sync must reach everybody. The last
-line is one JSON object, the sum over all carriers, and each of them by itself:
+The sender and the receivers are victims in turn. A victim kills itself with SIGKILL after a number of bytes drawn at random, from
+none to all: the sender a moment (up to 4 ms, some 1 MB of packing) after its weights have yielded them, within a tensor, a bucket,
+or a packet; a receiver up to 60 ms after it has received them, so also while others verify, change over or commit. After each
+kill every other receiver must serve the old version bit for bit, or the new one, under the right label; then the victim is replaced,
+and a sync must reach everybody. The last line is one JSON object, the sum over all carriers, and each of them by itself:
 
-    lost     receivers that died, were fenced off, or lost their traffic
+    lost     receivers, but for victims, that died, were fenced off, or lost their traffic
     corrupt  receivers that served bits which belong to no version, or to another than their label says
     stuck    syncs that did not end within their deadline, or good ones that did not reach everybody
 """
@@ -38,7 +39,9 @@ PHASES = ("begin", "transfer", "verify", "flip", "commit")
 DEADLINE_S = 60.0
 """Of one sync, all phases together; a sync here takes a tenth of a second."""
 
-MOMENT_S = 0.004
+SENDER = "sender"
+MOMENT_S = {"sender": 0.004, "receiver": 0.06}
+"""Within which a victim is killed, once its bytes are there."""
 
 
 @dataclass(slots=True)
@@ -46,12 +49,13 @@ class Count:
     """What happened."""
 
     kills: int = 0
+    killed_receivers: int = 0  # of these
     lost: int = 0
     corrupt: int = 0
     stuck: int = 0
     failed_syncs: int = 0  # syncs that a kill failed; the receivers kept the old version
-    whole_syncs: int = 0  # kills that came when all bytes had left: the new version was served
-    good_syncs: int = 0  # with a fresh sender, after each kill
+    whole_syncs: int = 0  # that a kill did not stop: it came late, or the others went on without a receiver
+    good_syncs: int = 0  # with everybody, after each kill
     checks: int = 0  # of a receiver's weights, bit for bit
 
 
@@ -61,23 +65,23 @@ class Party(Protocol):
     version: int
     receivers: tuple[str, ...]
 
-    def kill_at(self, num_bytes: int, delay_s: float) -> None:
-        """Let the sender kill itself in the next sync, `delay_s` after so many bytes."""
+    def kill_at(self, victim: str, num_bytes: int, delay_s: float) -> None:
+        """Let the sender, or a receiver by its name, kill itself in the next sync, `delay_s` after so many bytes."""
 
     def sync(self, version: int) -> list[str]:
         """Bring weights of `version` to everybody; return who got them, nobody where it failed; raises `TimeoutError`."""
         ...
 
-    def sender_was_killed(self) -> bool:
-        """Wait for the sender's end, and say whether it was a kill."""
+    def was_killed(self, victim: str) -> bool:
+        """Wait for the victim's end, and say whether it was a kill."""
         ...
 
-    def serving(self) -> dict[str, tuple[int, str, bool]]:
+    def serving(self, dead: str = "") -> dict[str, tuple[int, str, bool]]:
         """Return version, content and whether it is committed of every receiver that is alive and has traffic."""
         ...
 
-    def heal(self) -> None:
-        """Start another sender."""
+    def heal(self, victim: str) -> None:
+        """Start another in the place of the victim, or wait until that is done; all are together then."""
 
     def close(self) -> None:
         """End all processes."""
@@ -93,25 +97,26 @@ class OverSockets:
         self.version = 0
         self.receivers = tuple(self._all.receivers)
 
-    def kill_at(self, num_bytes: int, delay_s: float) -> None:
+    def kill_at(self, victim: str, num_bytes: int, delay_s: float) -> None:
         """See `Party`."""
-        self._all.sender.ask("kill_at", num_bytes, delay_s)
+        self._all.actors[victim].ask("kill_at", num_bytes, delay_s)
 
     def sync(self, version: int) -> list[str]:
         """See `Party`."""
         self._all.sender.ask("weights", version)
         return self._all.manager.ask("sync", version, {}, timeout_s=DEADLINE_S).get("members", [])
 
-    def sender_was_killed(self) -> bool:
+    def was_killed(self, victim: str) -> bool:
         """See `Party`."""
-        self._all.sender.process.join(DEADLINE_S)
-        return self._all.sender.process.exitcode == -9
+        process = self._all.actors[victim].process
+        process.join(DEADLINE_S)
+        return process.exitcode == -9
 
-    def serving(self) -> dict[str, tuple[int, str, bool]]:
+    def serving(self, dead: str = "") -> dict[str, tuple[int, str, bool]]:
         """See `Party`."""
         return {name: (held[0], held[1], held[2]) for name, held in self._all.serving().items()}
 
-    def heal(self) -> None:
+    def heal(self, victim: str) -> None:
         """See `Party`."""
         self._all.heal()
 
@@ -130,18 +135,22 @@ class Chaos:
         self._log = log
         self.count = Count()
 
-    def round(self) -> None:
-        """Kill one sender in a sync, look at everybody, and sync well."""
+    def round(self, number: int) -> None:
+        """Kill one process in a sync, look at everybody, and sync well."""
+        victim = SENDER if number % 2 == 0 else self._random.choice(self._party.receivers)
         kill_at = self._random.randint(1, self._num_bytes)
-        self._party.kill_at(kill_at, self._random.uniform(0, MOMENT_S))
+        moment_s = MOMENT_S["sender" if victim == SENDER else "receiver"]
+        self._party.kill_at(victim, kill_at, self._random.uniform(0, moment_s))
         told = self._sync()
-        self.count.kills += self._party.sender_was_killed()
+        was_killed = self._party.was_killed(victim)
+        self.count.kills += was_killed
+        self.count.killed_receivers += was_killed and victim != SENDER
         self.count.failed_syncs += not told
         self.count.whole_syncs += bool(told)
-        self._check(self._party.version if told else self._party.version - 1)
+        self._check(self._party.version if told else self._party.version - 1, victim)
         if self._log:
-            print(f"killed at byte {kill_at}: {told or 'nobody'} changed over", file=sys.stderr)
-        self._party.heal()
+            print(f"{victim} killed at byte {kill_at}: {told or 'nobody'} changed over", file=sys.stderr)
+        self._party.heal(victim)
         self.good()
 
     def good(self) -> None:
@@ -162,9 +171,10 @@ class Chaos:
             print(f"a sync did not end: {error!r}", file=sys.stderr)
             return []
 
-    def _check(self, version: int) -> None:
-        served = self._party.serving()
-        self.count.lost += len(self._party.receivers) - len(served)
+    def _check(self, version: int, victim: str = "") -> None:
+        served = self._party.serving(victim)
+        others = [name for name in self._party.receivers if name != victim]
+        self.count.lost += len([name for name in others if name not in served])
         for name, held in served.items():
             self.count.checks += 1
             if held != (version, content_of(weights_of(version)), True):
@@ -198,8 +208,8 @@ def _run(carrier: str, transports: list[str], arguments: argparse.Namespace) -> 
         chaos = Chaos(party, arguments.seed + i, log=not arguments.json)
         try:
             chaos.good()
-            for _ in range(i, arguments.kills, len(transports)):
-                chaos.round()
+            for number in range(len(range(i, arguments.kills, len(transports)))):
+                chaos.round(number)
         finally:
             party.close()
         _add(total, chaos.count)
@@ -214,7 +224,9 @@ def _add(total: Count, count: Count) -> None:
 def main() -> int:
     """Run; 0 when nothing was lost, corrupt or stuck, and every kill was one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="how many senders to kill, per carrier (100)")
+    parser.add_argument(
+        "--kills", type=int, default=100, help="how many processes to kill, per carrier (100)"
+    )
     parser.add_argument("--carrier", default="sockets,ray", help="carriers of the operations (sockets,ray)")
     parser.add_argument("--transport", default="shm,broadcast", help="transports, taken in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the offsets (default 0)")

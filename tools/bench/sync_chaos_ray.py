@@ -8,7 +8,9 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import ray
 
 from sync_faults.over_ray import Site
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
 
     T = TypeVar("T")
+
+SENDER = "sender"
+"""Called so as a victim, beside the names of the replicas."""
 
 START_S = 600.0
 """For processes to come up; only a defect uses it up."""
@@ -34,7 +39,7 @@ class OverRay:
         self._deadline_s = deadline_s
         self._pid = 0
         try:
-            site = Site.opened(Path(self._folder.name), config)
+            site = Site.opened(Path(self._folder.name), config, health_period_s=1.0)
             self._site = self._do(self._opened.enter_async_context(site), START_S)
         except BaseException:
             self.close()
@@ -42,12 +47,13 @@ class OverRay:
         self.version = 0
         self.receivers = tuple(self._site.cluster.rollout.handles)
 
-    def kill_at(self, num_bytes: int, delay_s: float) -> None:
-        """Let the rank kill itself in the next sync."""
+    def kill_at(self, victim: str, num_bytes: int, delay_s: float) -> None:
+        """Let the rank, or a replica, kill itself in the next sync."""
 
         async def plant() -> int:
-            await self._site.rank.kill_at.remote(num_bytes, delay_s)
-            return await self._site.rank.__ray_call__.remote(lambda _: os.getpid())
+            process = self._site.cluster.rollout.handles.get(victim, self._site.rank)
+            await process.kill_at.remote(num_bytes, delay_s)
+            return await process.__ray_call__.remote(lambda _: os.getpid())
 
         self._pid = self._do(plant(), self._deadline_s)
 
@@ -56,7 +62,7 @@ class OverRay:
         self._site.version = version - 1
         return self._do(self._site.publish(), self._deadline_s)
 
-    def sender_was_killed(self) -> bool:
+    def was_killed(self, victim: str) -> bool:
         """Say whether its process is gone."""
         deadline = time.monotonic() + self._deadline_s
         while Path(f"/proc/{self._pid}").exists():
@@ -65,13 +71,24 @@ class OverRay:
             time.sleep(0.01)
         return True
 
-    def serving(self) -> dict[str, tuple[int, str, bool]]:
+    def serving(self, dead: str = "") -> dict[str, tuple[int, str, bool]]:
         """Ask every replica that has traffic."""
-        return self._do(self._site.held(), self._deadline_s)
+        return self._do(self._site.held(dead), self._deadline_s)
 
-    def heal(self) -> None:
-        """Start the rank anew."""
-        self._do(self._site.new_rank(), START_S)
+    def heal(self, victim: str) -> None:
+        """Start the rank anew; a replica is replaced by the run itself, and gets traffic once it has caught up."""
+        self._do(self._site.new_rank() if victim == SENDER else self._replaced(victim), START_S)
+
+    async def _replaced(self, victim: str) -> None:
+        rollout = self._site.cluster.rollout
+        while victim not in rollout.serving or not await self._is_new(rollout.handles[victim]):  # noqa: ASYNC110 -- nobody tells
+            await asyncio.sleep(0.05)
+
+    async def _is_new(self, process: Any) -> bool:  # noqa: ANN401 -- an actor's handle
+        """Say whether it answers, and with another process id than that of who was killed."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            return await process.__ray_call__.remote(lambda _: os.getpid()) != self._pid
+        return False
 
     def close(self) -> None:
         """End Ray."""

@@ -68,7 +68,7 @@ async def _obey(pipe: Connection, handlers: Handlers) -> None:
 
 
 async def receiver(pipe: Connection, store: tuple[str, int], config: SyncConfig, name: str) -> None:
-    """Be a replica: commands `arm`, `serving` -> [version, content, committed, state], `leave`."""
+    """Be a replica: commands `arm`, `kill_at` bytes seconds, `serving` -> [version, content, committed, state], `leave`."""
     arms = HurtMember.arms = Arms()
     sink = LiveSink(arms)
     taker = Receiver(Seat(member=name), sink)
@@ -79,12 +79,15 @@ async def receiver(pipe: Connection, store: tuple[str, int], config: SyncConfig,
     async def arm(phase: str, kind: str) -> None:
         arms.arm(phase, kind)
 
+    async def kill_at(num_bytes: int, delay_s: float) -> None:
+        arms.kill_at = num_bytes, delay_s
+
     async def serving() -> list[object]:
         status = taker.status()
         return [status.version, content_of(sink.weights), status.committed, status.state]
 
     await agent.join(*store)
-    await _obey(pipe, {"arm": arm, "serving": serving, "leave": agent.leave})
+    await _obey(pipe, {"arm": arm, "kill_at": kill_at, "serving": serving, "leave": agent.leave})
 
 
 async def sender(pipe: Connection, store: tuple[str, int], config: SyncConfig, name: str) -> None:
@@ -101,7 +104,7 @@ async def sender(pipe: Connection, store: tuple[str, int], config: SyncConfig, n
         weights.weights = weights_of(seed)
 
     async def kill_at(num_bytes: int, delay_s: float) -> None:
-        weights.kill_at = num_bytes, delay_s
+        arms.kill_at = num_bytes, delay_s
 
     await agent.join(*store)
     await _obey(pipe, {"arm": arm, "weights": take, "kill_at": kill_at})

@@ -63,6 +63,16 @@ class Arms:
 
     def __init__(self) -> None:
         self._phase = self._kind = ""
+        self.kill_at: tuple[int, float] | None = (
+            None  # bytes in a sync, and seconds after them: then it is killed
+        )
+
+    def passed(self, num_bytes: int) -> None:
+        """Let this process kill itself where so many bytes of a sync are enough."""
+        if self.kill_at is not None and num_bytes >= self.kill_at[0]:
+            # From a thread: it strikes in the middle of whatever goes on then.
+            threading.Timer(self.kill_at[1], strike, args=("killed",)).start()
+            self.kill_at = None
 
     def arm(self, phase: str, kind: str) -> None:
         """Plant a fault."""
@@ -143,21 +153,15 @@ class HurtWeights(DictSource):
     def __init__(self, arms: Arms) -> None:
         super().__init__(weights_of(0))
         self._arms = arms
-        self.kill_at: tuple[int, float] | None = (
-            None  # after so many bytes, and seconds, this process kills itself
-        )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all; strike before the middle one, or where `kill_at` says."""
+        """Yield all; strike before the middle one, or where `Arms.kill_at` says."""
         num_bytes = 0
         for number, (name, tensor) in enumerate(super().tensors()):
             if number == len(self.weights) // 2 and self._arms.peek() != ("transfer", "corrupting"):
                 strike(self._arms.take("transfer"))
             num_bytes += tensor.numel() * tensor.element_size()
-            if self.kill_at is not None and num_bytes >= self.kill_at[0]:
-                # From a thread: it strikes in the middle of whatever goes on then, packing and sending included.
-                threading.Timer(self.kill_at[1], strike, args=("killed",)).start()
-                self.kill_at = None
+            self._arms.passed(num_bytes)
             yield name, tensor
 
 
@@ -217,7 +221,12 @@ def faulty_transport(config: SyncConfig, arms: Arms, *, sends: bool) -> FaultyTr
     """Return the configured transport with the faults of a transfer in it, at the third bucket."""
 
     class Struck(Fault):
+        seen = 0  # bytes of the sync that is received
+
         def strike(self, bucket: Any, payload: torch.Tensor) -> None:
+            if not sends:
+                self.seen = bucket.num_bytes + (self.seen if bucket.index else 0)
+                arms.passed(self.seen)
             if bucket.index == self.bucket and (not sends or arms.peek() == ("transfer", "corrupting")):
                 self.left = 1 if arms.hit("transfer") else 0
                 super().strike(bucket, payload)

@@ -79,6 +79,10 @@ class Replica(ReplicaWorker):
         """Plant a fault."""
         self.arms.arm(phase, kind)
 
+    async def kill_at(self, num_bytes: int, delay_s: float) -> None:
+        """Kill itself in the next sync, `delay_s` after so many bytes."""
+        self.arms.kill_at = num_bytes, delay_s
+
     async def holds(self) -> tuple[int, str, bool]:
         """Return the version, `content_of` the weights, and whether they are committed."""
         status = self.receiver.status()
@@ -115,7 +119,7 @@ class Rank(TrainWorker):
 
     def kill_at(self, num_bytes: int, delay_s: float) -> None:
         """Kill itself in the next sync, `delay_s` after so many bytes."""
-        self.weights.kill_at = num_bytes, delay_s
+        self.arms.kill_at = num_bytes, delay_s
 
 
 @contextlib.contextmanager
@@ -205,7 +209,8 @@ class Site:
         await self.cluster.train.start()
         await self.cluster.train.build(None)  # type: ignore[arg-type]
 
-    async def held(self) -> dict[str, tuple[int, str, bool]]:
-        """Return what each replica that has traffic holds; see `Replica.holds`."""
+    async def held(self, dead: str = "") -> dict[str, tuple[int, str, bool]]:
+        """Return what each replica that has traffic holds, but for one that is known to be `dead`; see `Replica.holds`."""
         handles = self.cluster.rollout.handles
-        return {name: await handles[name].holds.remote() for name in self.cluster.rollout.serving}
+        names = [name for name in self.cluster.rollout.serving if name != dead]
+        return {name: await handles[name].holds.remote() for name in names}
