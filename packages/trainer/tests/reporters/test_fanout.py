@@ -52,8 +52,10 @@ def test_all_are_told_everything():
 
 def test_one_that_raises_is_named_once_closed_and_dropped(capsys):
     broken, fine = Breaks(OSError("disk full")), Recorder()
-    a_run(FanOut([broken, fine]))
+    both = FanOut([broken, fine])
+    a_run(both)
     assert is_whole(fine)
+    assert both.lost == {"Breaks": 3}, "two steps and the samples"
     assert (list(broken.steps), broken.end, broken.closed) == ([1], None, 1)
     said = capsys.readouterr().err
     assert said.count("\n") == 1

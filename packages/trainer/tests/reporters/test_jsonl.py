@@ -1,10 +1,12 @@
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,11 +15,24 @@ from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.trajectory import Trajectory
 from offbeat_trainer.data.types import Group, Prompt, Score
 from offbeat_trainer.metrics import Last, Max, Mean, Metric
+from offbeat_trainer.testing import Recorder
+from offbeat_trainer.watch.reporters.fanout import FanOut
 from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
 
 
 def lines(path):
     return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+@contextmanager
+def no_room_beyond(num_bytes):
+    """Let no file of this process grow beyond so many bytes: a write takes what fits, the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 SCORED = (Score(reward=1.0, correct=True),)
@@ -126,3 +141,35 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
     steps = [line["step"] for line in lines(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 50
+
+
+def test_a_disk_that_is_full_for_a_while_costs_the_lines_of_that_time_and_tears_none(tmp_path, capsys):
+    jsonl, path = JsonlReporter(tmp_path), tmp_path / "metrics.jsonl"
+    beside = Recorder()
+    both = FanOut([jsonl, beside], in_words=lambda error: f"no room for {error.filename}")
+    both.metrics(1, [Metric("a/x", Last(1))])
+    with no_room_beyond(path.stat().st_size + 5):
+        both.metrics(2, [Metric("a/x", Last(2))])
+        assert [line["step"] for line in lines(path)] == [1]
+        both.metrics(3, [Metric("a/x", Last(3))])
+    both.metrics(4, [Metric("a/x", Last(4))])
+    both.close()
+    assert [line["step"] for line in lines(path)] == [1, 4]
+    assert list(beside.steps) == [1, 2, 3, 4]
+    assert both.lost == {"JsonlReporter": 2}
+    said = capsys.readouterr().err
+    assert (
+        said
+        == f"offbeat: JsonlReporter could not write and tries again, the run goes on: no room for {path}\n"
+    )
+
+
+def test_what_is_to_be_forgotten_stays_where_there_is_no_room_to_write_the_rest_anew(tmp_path):
+    reporter = JsonlReporter(tmp_path)
+    for step in (1, 2, 3):
+        reporter.metrics(step, [])
+    with no_room_beyond(5), pytest.raises(OSError, match="File too large"):
+        reporter.truncate_after(2)
+    reporter.metrics(4, [])
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    reporter.close()

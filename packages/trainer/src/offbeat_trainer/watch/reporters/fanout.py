@@ -28,13 +28,19 @@ class Truncating(Protocol):
 class FanOut:
     """A `Reporter` that tells several others, in order.
 
-    One that raises is named once on standard error, closed and never called again: training does not die of a
-    full disk or of a tracker that went away. KeyboardInterrupt and SystemExit pass through.
+    One that raises is named once on standard error, closed and never called again: training does not die of a tracker that went
+    away. One with `keeps_trying` stays where it is an OSError: there may be room again. `lost` counts by class the metrics and
+    samples that did not arrive. KeyboardInterrupt and SystemExit pass through.
     """
 
-    def __init__(self, reporters: Sequence[Reporter]) -> None:
-        """Own `reporters`: closing this closes them."""
+    def __init__(
+        self, reporters: Sequence[Reporter], *, in_words: Callable[[Exception], str] | None = None
+    ) -> None:
+        """Own `reporters`: closing this closes them. `in_words` says of an error what a person can do about it, or nothing."""
         self._reporters = list(reporters)
+        self._dropped: list[str] = []
+        self._in_words = in_words
+        self.lost: dict[str, int] = {}
 
     def phase(self, name: str, detail: str = "") -> None:
         """Tell all."""
@@ -42,11 +48,11 @@ class FanOut:
 
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Tell all."""
-        self._tell(lambda reporter: reporter.metrics(step, metrics))
+        self._tell(lambda reporter: reporter.metrics(step, metrics), counts=True)
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
         """Tell all."""
-        self._tell(lambda reporter: reporter.samples(step, title, groups, texts))
+        self._tell(lambda reporter: reporter.samples(step, title, groups, texts), counts=True)
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Tell all."""
@@ -65,15 +71,26 @@ class FanOut:
         """Close all."""
         self._tell(lambda reporter: reporter.close())
 
-    def _tell(self, call: Callable[[Reporter], None]) -> None:
+    def _tell(self, call: Callable[[Reporter], None], *, counts: bool = False) -> None:
+        for name in self._dropped:
+            self.lost[name] += counts
         for reporter in tuple(self._reporters):
             try:
                 call(reporter)
             except Exception as error:  # noqa: BLE001 - whatever a tracker throws, the run goes on without it
-                self._reporters.remove(reporter)
-                Screen(sys.stderr).write(
-                    f"offbeat: {type(reporter).__name__} failed and is dropped, the run goes on: "
-                    f"{type(error).__name__}: {error}\n"
-                )
-                with suppress(Exception):  # it already failed; whether it can still close changes nothing
-                    reporter.close()
+                self._failed(reporter, error, counts=counts)
+
+    def _failed(self, reporter: Reporter, error: Exception, *, counts: bool) -> None:
+        name = type(reporter).__name__
+        stays = isinstance(error, OSError) and getattr(reporter, "keeps_trying", False)
+        if not stays or name not in self.lost:
+            what = "could not write and tries again" if stays else "failed and is dropped"
+            told = (self._in_words and self._in_words(error)) or f"{type(error).__name__}: {error}"
+            Screen(sys.stderr).write(f"offbeat: {name} {what}, the run goes on: {told}\n")
+        self.lost[name] = self.lost.get(name, 0) + counts
+        if stays:
+            return
+        self._reporters.remove(reporter)
+        self._dropped.append(name)
+        with suppress(Exception):  # it already failed; whether it can still close changes nothing
+            reporter.close()

@@ -178,6 +178,7 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
             _one(values, "max_abs_logprob_diff", lambda value: f"{value:.1e} sampler, trainer"),
         ),
         ("waiting", _said(values, "where_time_went")),
+        ("not written", _lost(values)),
         ("to go on", _resume(values)),
     ]
     return [(label, text) for label, text in lines if text is not None]
@@ -215,6 +216,13 @@ def _phases(values: Mapping[str, object]) -> Text | None:
         return None
     each = cast("Mapping[str, float]", phases).items()
     return Text(" · ".join(f"{name} {seconds(value)} s" for name, value in each))
+
+
+def _lost(values: Mapping[str, object]) -> Text | None:
+    lost = cast("Mapping[str, int]", values.get("reports_lost") or {})
+    return (
+        Text(", ".join(f"{name}: {count}" for name, count in lost.items()), style="yellow") if lost else None
+    )
 
 
 def _resume(values: Mapping[str, object]) -> Text | None:

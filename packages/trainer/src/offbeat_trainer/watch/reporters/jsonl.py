@@ -7,7 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from offbeat_trainer.metrics import reduce_metrics
 
@@ -28,8 +28,10 @@ class JsonlReporter:
     which JSON has. `samples.jsonl`: one line per trajectory.
 
     A line is written whole and handed to the system at once, so a killed process leaves at most one torn line, the
-    last; opening the folder again drops it.
+    last; opening the folder again drops it. A disk that is full costs the lines that it has no room for, and no others.
     """
+
+    keeps_trying = True  # see `FanOut`
 
     def __init__(self, folder: str | Path) -> None:
         """Open both files of `folder` (made if missing) to append, without torn ends.
@@ -103,28 +105,32 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         _drop_torn_end(path)
-        self._file = _open(path)
+        self._file = path.open("ab", buffering=0)
 
     def append(self, line: Mapping[str, object]) -> None:
-        # One write per line, and line buffering hands it over: what a reader finds ends with a whole line.
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        """Write `line`, whole or not at all; `OSError` where there is no room for it."""
+        # A lone surrogate, which UTF-8 cannot hold, becomes \\udc80: as it happens, its escape in JSON.
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+        rest = memoryview(text.encode("utf-8", "backslashreplace"))
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:  # on a disk that fills up, a write may take a part
+                rest = rest[os.write(self._file.fileno(), rest) :]
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), end)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def keep(self, wanted: Callable[[dict[str, int]], bool]) -> None:
-        self._file.close()
         # Bytes: text would also be split at the line separators of Unicode, which JSON leaves in strings as they are.
         kept = [line for line in self._path.read_bytes().split(b"\n") if line and wanted(json.loads(line))]
         beside = self._path.with_suffix(".tmp")
         beside.write_bytes(b"".join(line + b"\n" for line in kept))
         beside.replace(self._path)
-        self._file = _open(self._path)
+        self._file.close()
+        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._file.close()
-
-
-def _open(path: Path) -> TextIO:
-    # A lone surrogate, which UTF-8 cannot hold, becomes \\udc80: as it happens, its escape in JSON.
-    return path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 def _drop_torn_end(path: Path) -> None:
