@@ -317,3 +317,23 @@ def test_weights_that_every_rank_loads_whole_are_counted_in_host_memory():
         rank_memory(two, replace(CPU, loads_whole=True), 40, 4).total
         == rank_memory(two, CPU, 40, 4).total + 2_000_000
     )
+
+
+def test_new_weights_are_counted_where_they_are_staged():
+    """Beside what a replica takes of its GPU while they fit there, else once in the memory of the host; auto picks the same."""
+    large = replace(MODEL, num_params=7_000_000_000)
+    facts = replace(GPUS, model=large, ram_gib=2048)
+    settings = ["device=cuda", "model.dtype=bfloat16", "engine.num_ranks=2", "rollout.num_replicas=2"]
+    staged = 14_000_000_000
+
+    def where(*more: str) -> tuple[list[str], int]:
+        plan = _plan(*settings, *more, facts=facts)
+        assert plan.refusals == ()
+        found = [one for one in plan.memory if ("new weights, staged until verified", staged) in one.items]
+        return [f"{one.num} {one.process}" for one in found], sum(
+            "host memory" in one for one in plan.warnings
+        )
+
+    assert where("rollout.gpu_memory_fraction=0.8") == (["2 replica"], 0)
+    assert where("rollout.gpu_memory_fraction=0.85") == (["1 all replicas of a machine, in host memory"], 1)
+    assert where("rollout.gpu_memory_fraction=0.85", "sync=broadcast") == (["2 replica"], 0)

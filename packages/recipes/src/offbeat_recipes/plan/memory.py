@@ -151,10 +151,35 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
             (f"weights, {config.model.dtype.value}", weights),
             cache_item,
             *base,
-            ("new weights, staged until verified", staged),
+            *(
+                ()
+                if stages_in_host_memory(config, model, gpu_gib)
+                else (("new weights, staged until verified", staged),)
+            ),
             *copy,
         ),
         certain=weights + cache,
+    )
+
+
+def stages_in_host_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> bool:
+    """Say whether new weights find no room on a replica's GPU beside what `rollout.gpu_memory_fraction` takes: `auto` sends them through the host's memory then."""
+    if config.device == "cpu" or not gpu_gib or config.sync.transport != "auto":
+        return False
+    beside = (1 - config.rollout.gpu_memory_fraction) * gpu_gib * GIB
+    return model.num_params * bytes_of(config.model.dtype) > beside
+
+
+def staged_memory(config: RunConfig, facts: Facts) -> Memory | None:
+    """Return what new weights take in the memory of a host whose GPUs have no room for them: once, for all replicas there."""
+    if facts.model is None or not stages_in_host_memory(config, facts.model, facts.gpu_gib):
+        return None
+    whole = facts.model.num_params * bytes_of(config.model.dtype)
+    return Memory(
+        process="all replicas of a machine, in host memory",
+        num=1,
+        items=(("new weights, staged until verified", whole),),
+        certain=0,
     )
 
 

@@ -20,6 +20,7 @@ from offbeat_recipes.plan.memory import (
     kv_bytes_per_token,
     rank_memory,
     replica_memory,
+    staged_memory,
 )
 from offbeat_recipes.plan.placement import (
     Placed,
@@ -101,7 +102,7 @@ def plan_run(config: RunConfig, facts: Facts) -> Plan:
         memory=tuple(one for one in memory if one.num),
         num_params=0 if facts.model is None else facts.model.num_params,
         refusals=tuple(refusals),
-        warnings=(*_warnings(config, facts, memory), *_object_store(config, batch)),
+        warnings=(*_warnings(config, facts, memory), *_object_store(config, batch), *_staging(config, facts)),
     )
 
 
@@ -210,7 +211,9 @@ def _memory(config: RunConfig, facts: Facts, batch: BatchPlan) -> tuple[Memory, 
         rank_memory(config, facts, batch.max_tokens_per_sequence, batch.sequences_per_rank),
         replica_memory(config, facts.model, facts.gpu_gib),
         driver_memory(config),
-        *filter(None, [host_memory(config, facts)]),
+        *filter(
+            None, [host_memory(config, facts), staged_memory(config, facts) if config.generates else None]
+        ),
     )
 
 
@@ -271,6 +274,16 @@ def _object_store(config: RunConfig, batch: BatchPlan) -> Iterator[str]:
         yield (
             f"the batch of a step may take {need / MIB:.0f} MiB, and the object store has {have / MIB:.0f}: what does not fit goes "
             f"through files in the temporary folder, which is slow; cluster.object_store_mib={-(-need // MIB)}"
+        )
+
+
+def _staging(config: RunConfig, facts: Facts) -> Iterator[str]:
+    """Say where a replica's GPU has no room for new weights beside the old ones."""
+    staged = staged_memory(config, facts) if config.generates else None
+    if staged is not None:
+        yield (
+            f"new weights of {staged.total / GIB:.1f} GiB do not fit on a replica's GPU beside rollout.gpu_memory_fraction="
+            f"{config.rollout.gpu_memory_fraction:g}: they go through host memory; a smaller fraction leaves them room"
         )
 
 
