@@ -1,4 +1,4 @@
-"""Before anything is trained: a few tokens through Hugging Face's own forward and through the engine's path.
+"""Before anything is trained: two sequences, of up to 200 and 140 tokens, through Hugging Face's own forward and through the engine's path.
 
 What a family does that the engine does not know of (a scaled logit, a layer that mixes tokens across packed sequences,
 frequencies that follow the longest position, noise in training) shows here, whoever wrote the model.
