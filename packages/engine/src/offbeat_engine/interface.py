@@ -281,7 +281,8 @@ class Engine(ABC):
     def named_weights_on(self, ranks: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """As `named_weights`, for those of `ranks` alone: the others take part, and get None in place of each tensor.
 
-        Here, for engines that know no better, tensors come to every rank and are let go of at once.
+        A collective: every rank iterates to the end, and is given the same `ranks`. An engine that holds shards spares the
+        others the whole tensors. Here, for engines that know no better, these come to every rank and are let go of at once.
         """
         here = self.world.rank in ranks
         return ((name, tensor if here else None) for name, tensor in self.named_weights())

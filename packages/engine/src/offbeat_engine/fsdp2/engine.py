@@ -30,7 +30,7 @@ from offbeat_engine.toolkit.saves import Destination, Saves
 from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Collection, Generator, Iterator
     from contextlib import AbstractContextManager
     from typing import Literal
 
@@ -279,10 +279,13 @@ class Fsdp2Engine(Engine):
         dtype = model.compute_dtype(self._config)
         return weights.handed_out(self._ready().weights, weights.stream(self._sources(), dtype))
 
+    def named_weights_on(self, ranks: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:  # noqa: D102
+        dtype, rank = model.compute_dtype(self._config), self.world.rank
+        named = weights.stream_on(self._sources(), dtype, frozenset(ranks), rank)
+        return weights.handed_out(self._ready().weights, named)
+
     def named_shards(self) -> Iterator[WeightShard]:  # noqa: D102
-        shards = weights.shards(
-            self._sources(), model.compute_dtype(self._config), first=self.world.rank == 0
-        )
+        shards = weights.shards(self._sources(), model.compute_dtype(self._config), self.world.rank)
         pieces = weights.handed_out(self._ready().weights, ((shard, shard.tensor) for shard in shards))
         return (replace(shard, tensor=tensor) for shard, tensor in pieces)
 

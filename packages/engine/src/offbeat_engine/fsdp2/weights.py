@@ -19,17 +19,19 @@ from torch.distributed.tensor._utils import (
 )
 
 from offbeat_engine.fsdp2 import families, hf_names, lora
+from offbeat_engine.fsdp2.gathering import whole_on
 from offbeat_engine.toolkit import checkpoint_folders
 from offbeat_engine.toolkit.saves import on_rank_zero, together
 from offbeat_engine.values import WeightKind, WeightShard, WeightSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from offbeat_engine.fsdp2.offload import Offloadable
     from offbeat_engine.world import World
 
 T = TypeVar("T")
+W = TypeVar("W", torch.Tensor, torch.Tensor | None)
 
 MAX_FILE_BYTES = 4 << 30
 # Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
@@ -135,19 +137,46 @@ def stream(sources: list[Source], dtype: torch.dtype) -> Iterator[tuple[str, tor
             yield name, whole if converted is None else converted[name]
 
 
-def handed_out(
-    held: Offloadable, named: Iterable[tuple[T, torch.Tensor]]
-) -> Iterator[tuple[T, torch.Tensor]]:
+def stream_on(
+    sources: list[Source], dtype: torch.dtype, ranks: Collection[int], rank: int
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """As `stream` for those of `ranks` alone; the others, of which `rank` may be one, get None for each tensor.
+
+    A collective that all ranks iterate to the end; see `whole_on` for what those hold that want nothing.
+    """
+    for source in sources:
+        found = _source_on(source, dtype, ranks, rank)
+        if found is None:
+            yield from ((name, None) for name, _ in source.parts)
+        else:
+            yield from stream([found], dtype)
+
+
+def _source_on(source: Source, dtype: torch.dtype, ranks: Collection[int], rank: int) -> Source | None:
+    """Return `source` with whole tensors on those of `ranks`, None on the others."""
+    tensor, adapter = source.tensor.detach(), source.adapter
+    if adapter is None:  # as in `_merged`: fewer bytes cross
+        whole = whole_on(tensor.to(_compute(tensor, dtype)), ranks, rank)
+        return None if whole is None else replace(source, tensor=whole)
+    whole, a, b = (whole_on(each.detach(), ranks, rank) for each in (tensor, adapter.a, adapter.b))
+    if whole is None or a is None or b is None:
+        return None
+    return replace(source, tensor=whole, adapter=replace(adapter, a=a, b=b))
+
+
+def handed_out(held: Offloadable, named: Iterable[tuple[T, W]]) -> Iterator[tuple[T, W]]:
     """Yield `named` while the weights `held` are on the device; what they share memory with must not outlive that."""
     with held.held():
         for name, tensor in named:
-            yield name, tensor.clone() if held.waits_in_host and held.owns(tensor) else tensor
+            if tensor is not None and held.waits_in_host and held.owns(tensor):
+                tensor = tensor.clone()  # the live one is about to leave
+            yield name, tensor
 
 
-def shards(sources: list[Source], dtype: torch.dtype, *, first: bool) -> Iterator[WeightShard]:
-    """Yield this rank's pieces in `dtype`: its rows of what is sharded; the whole, where `first`, of what is not.
+def shards(sources: list[Source], dtype: torch.dtype, rank: int) -> Iterator[WeightShard]:
+    """Yield the pieces of `rank`, this one, in `dtype`: its rows of what is sharded; on rank 0 the whole of what is not.
 
-    A collective all the same: what is merged with an adapter, or leaves under other names, is made of whole tensors.
+    A collective all the same: what is merged with an adapter, or leaves under other names, is made of whole tensors there.
     """
     for source in sources:
         tensor = source.tensor.detach()
@@ -158,8 +187,8 @@ def shards(sources: list[Source], dtype: torch.dtype, *, first: bool) -> Iterato
             if local.numel():
                 yield WeightShard(name=source.parts[0][0], shape=shape, offsets=tuple(offsets), tensor=local)
             continue
-        for name, whole in stream([source], dtype):
-            if first:
+        for name, whole in stream_on([source], dtype, {0}, rank):
+            if whole is not None:
                 shape = tuple(whole.shape)
                 yield WeightShard(name=name, shape=shape, offsets=(0,) * len(shape), tensor=whole)
 
@@ -223,7 +252,10 @@ def export_folder(
     """
     folder = checkpoint_folders.partial_path(final) if world.rank == 0 else None
     on_rank_zero(world, lambda: str(checkpoint_folders.start_folder(final)), f"could not start {final}")
-    together(world, lambda: _write_folder(folder, hf, sources, dtype, origin), f"could not write {final}")
+    named = stream_on(sources, dtype, {0}, world.rank)
+    together(
+        world, lambda: _write_folder(folder, hf, sources, named, dtype, origin), f"could not write {final}"
+    )
     on_rank_zero(world, lambda: checkpoint_folders.finish_folder(final), f"could not finish {final}")
 
 
@@ -231,10 +263,11 @@ def _write_folder(
     folder: Path | None,
     hf: Any,  # noqa: ANN401
     sources: list[Source],
+    named: Iterator[tuple[str, torch.Tensor | None]],
     dtype: torch.dtype,
     origin: str,
 ) -> None:
-    """Write a Hugging Face folder; a collective, in which only the rank with a `folder` writes.
+    """Write `named`, of `sources`, as a Hugging Face folder; a collective, in which only the rank with a `folder` writes.
 
     It holds at most one file's tensors in memory at a time. An adapter is one file, as peft wants it. A file that cannot
     be written is raised when all weights have passed: until then the other ranks wait for this one.
@@ -247,13 +280,12 @@ def _write_folder(
     files = (
         {"adapter_model.safetensors": [spec.name for spec in planned]} if adapter else _named_files(planned)
     )
-    weights = stream(sources, dtype)
     failed: Exception | None = None
     for file_name, names in files.items():
         held: dict[str, torch.Tensor] = {}
         for _ in names:
-            name, tensor = next(weights)
-            if folder is not None and failed is None:
+            name, tensor = next(named)
+            if tensor is not None and failed is None:
                 held[name] = tensor.contiguous().cpu()
         if folder is not None and failed is None:
             try:
