@@ -2,10 +2,13 @@
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from offbeat_engine import CheckpointError, Dtype, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine, checkpoint
@@ -103,37 +106,53 @@ def test_a_file_system_may_show_files_of_other_hosts_late(tiny, tmp_path, two_ra
     assert saved == [([1], 3), ([1], 0)]
 
 
+def waits_no_longer_than(seconds, *groups):
+    """Whoever meets another in these groups from now on has so long."""
+    for group in groups:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+SHORT_S = 1.0
+
+
 class Slow:
     """Calls what it stands for on rank 0 after longer than any rank waits for another in the training."""
 
-    def __init__(self, act, seconds):
+    def __init__(self, act):
         self.act = act
-        self.seconds = seconds
+        self.num_calls = 0
 
     def __call__(self, *args):
-        time.sleep(self.seconds)
+        self.num_calls += 1
+        time.sleep(3 * SHORT_S)
         return self.act(*args)
 
 
-COLLECTIVE_S = 5.0
-
-
 def with_slow_copies(world, path, root):
+    """Save and load while the training's groups have a deadline that any copy outlasts; a save meets in none of them."""
     engine = make_engine(path, world)
-    remote_folders.upload = Slow(remote_folders.upload, 2 * COLLECTIVE_S)
-    remote_folders.download = Slow(remote_folders.download, 2 * COLLECTIVE_S)
+    of_training = (dist.group.WORLD, world.control_group())
+    slow = remote_folders.upload, remote_folders.download = (
+        Slow(remote_folders.upload),
+        Slow(remote_folders.download),
+    )
     step(engine)
-    engine.save_checkpoint(f"{root}/here", f"file://{root}/remote", global_step=1)
     expected = weights_of(engine)
+    waits_no_longer_than(SHORT_S, *of_training)
+    engine.save_checkpoint(f"{root}/here", f"file://{root}/remote", global_step=1)
+    waits_no_longer_than(WAIT_S, *of_training)
     step(engine, seed=1)
+    engine._saves.settle()  # where ranks of the training do meet
+    waits_no_longer_than(SHORT_S, *of_training)
     found = engine.load_checkpoint(f"{root}/back", f"file://{root}/remote")
-    return found, same(expected, weights_of(engine))
+    waits_no_longer_than(WAIT_S, *of_training)
+    return found, same(expected, weights_of(engine)), [each.num_calls for each in slow]
 
 
 def test_copies_that_take_long_outlive_no_deadline(tiny, tmp_path):
-    with RankPool(2, COLLECTIVE_S) as ranks:
-        ranks.timeout_s = WAIT_S
-        assert ranks.run(with_slow_copies, tiny, str(tmp_path)) == [(1, True)] * 2
+    with RankPool(2, WAIT_S) as ranks:
+        answers = ranks.run(with_slow_copies, tiny, str(tmp_path))
+    assert answers == [(1, True, [1, 1]), (1, True, [0, 0])]
 
 
 def in_the_background(world, path, root):
