@@ -193,3 +193,43 @@ def _swap(folder: Path, one: str, other: str) -> None:
     words = whole["model"]["vocab"]
     words[one], words[other] = words[other], words[one]
     path.write_text(json.dumps(whole))
+
+
+def too_long(tmp_path: Path, row: dict[str, str], *settings: str) -> list[str]:
+    """Return what a plan refuses of a file that holds a short row and `row`, for a model of 512 positions."""
+    task = make_task(ArithmeticConfig(), "", 0)
+    model, rows = task.model_folder(tmp_path / "base", 0), tmp_path / "rows.jsonl"
+    short = {key: "1" if key != "rejected" else "2" for key in row}
+    rows.write_text("".join(json.dumps(one) + "\n" for one in (short, row)))
+    files = [f"task.train_path={rows}", f"task.validation_path={rows}", f"model.path={model}"]
+    facts = gather_facts(compose_run([*files, *settings]), opens_data=True)
+    return [f"{one.setting}: {one.reason}; {one.remedy}" for one in facts.refusals]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (58, []),
+        (59, ["rollout.max_model_len: rows.jsonl:2 has 65 tokens, prompt and completion, more than 64; rollout.max_model_len=65"]),
+        (600, ["task: rows.jsonl:2 has 606 tokens, prompt and completion, and the model was made for 512 positions"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("longer", ["chosen", "rejected", "answer"])
+def test_rows_that_are_learned_from_fit_the_model_and_what_it_is_told(
+    tmp_path: Path, tokens: int, longer: str, says: list[str]
+):
+    row, settings = {"prompt": "12+34", longer: "7" * tokens}, ["rollout.max_model_len=64"]
+    if longer == "answer":
+        (tmp_path / "right.py").write_text("def right(completion): return 1.0\n")
+        settings += [
+            "task=file",
+            f"task.reward={tmp_path}/right.py:right",
+            "warmup.steps=1",
+            "sampling.max_tokens=8",
+        ]
+    else:
+        row |= {"rejected" if longer == "chosen" else "chosen": "8"}
+        settings += ["task=pairs", "algorithm=dpo"]
+    found = too_long(tmp_path, row, *settings)
+    assert len(found) == len(says)
+    assert all(one.startswith(said) for one, said in zip(found, says, strict=True))

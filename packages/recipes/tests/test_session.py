@@ -1,6 +1,7 @@
 """What a run says at its end can be typed as it stands."""
 
 import json
+import resource
 import shlex
 import shutil
 import sqlite3
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from offbeat_recipes.run.failures import in_words
-from offbeat_recipes.run.session import _command
+from offbeat_recipes.run.session import Session, _command, drive
 from offbeat_recipes.settings.reading import parse
 
 
@@ -136,3 +137,27 @@ def test_a_disk_that_is_full_at_any_moment_of_the_start_is_told_and_the_next_sta
     assert told[0]
     assert not told[-1]
     assert all("no room is left" in first for first in told if first)
+
+
+def test_steps_that_a_full_disk_kept_out_of_the_metrics_are_told_once_and_counted_in_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "run"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def work(session: Session) -> None:
+        session.reporter.metrics(1, [])
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "metrics.jsonl").stat().st_size, hard))
+        try:
+            session.reporter.metrics(2, [])
+            session.reporter.metrics(3, [])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        session.reporter.metrics(4, [])
+
+    config = parse({"run_dir": str(folder), "report": {"console": False, "tensorboard": False}})
+    assert drive(config, work, 0.0) == 0
+    assert json.loads((folder / "summary.json").read_text())["reports_lost"] == {"JsonlReporter": 2}
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 4]
+    assert capsys.readouterr().err.count("JsonlReporter could not write and tries again") == 1

@@ -58,6 +58,13 @@ def test_pairs_are_learned_and_a_stopped_run_goes_on_to_the_bit(tmp_path: Path, 
         "engine.micro_batch_tokens=200", "trainer.updates_per_step=2", "trainer.steps=12", shared_ray,
     )  # fmt: skip
     steps = run("train", tmp_path / "whole", *words)
+    said = (tmp_path / "said" / "train.out").read_text()
+    assert "offbeat-eval" not in said, "it would refuse pairs"
+    assert "on held-out rows" in said
+    config = ["--config", f"{tmp_path}/whole/config.yaml", f"run_dir={tmp_path}/whole"]
+    asked = Command("evaluate", config, tmp_path / "said" / "evaluate")
+    assert asked.wait(RUN_TIMEOUT_S) == 2, "refused before anything starts"
+    assert "pairs say which of two completions is better" in asked.complained
     assert [line["step"] for line in steps] == list(range(1, 13))
     assert summary(tmp_path / "whole")["loss_before"] == pytest.approx(0.6931, abs=1e-3)
     assert summary(tmp_path / "whole")["loss_after"] < 0.6

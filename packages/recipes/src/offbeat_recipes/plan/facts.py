@@ -16,6 +16,7 @@ from offbeat_engine.registry import engine_class
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.plan.abilities import offloads, recomputes, sleeps
 from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
+from offbeat_recipes.plan.lengths import length_refusals
 from offbeat_recipes.plan.machine import machine_refusals
 from offbeat_recipes.plan.replay import replay_refusals
 from offbeat_recipes.plan.stops import stop_refusals
@@ -112,8 +113,8 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
             role_models = _role_models(config)
             refusals += token_refusals(config)
         opens = opens_data and not any(one.setting.startswith(("task", "model.path")) for one in refusals)
-        num_prompts, prompt_tokens, answer_tokens = _task(config, opens=opens)
-        refusals += [] if model is None else stop_refusals(config, model.vocab_size)
+        num_prompts, prompt_tokens, answer_tokens, too_long = _task(config, opens=opens)
+        refusals += [*too_long, *([] if model is None else stop_refusals(config, model.vocab_size))]
     except (TaskError, OSError, ValueError) as error:
         refusals.append(_refused_value(error))
     # GPUs of a cluster are not this machine's: nothing is known of them.
@@ -283,8 +284,8 @@ def _refused_value(error: Exception) -> Refusal:
     return Refusal(setting, reason.rstrip("."), "give a value that can be used")
 
 
-def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int]:
-    """Return how many training prompts there are, the longest prompt, and the longest right answer, in tokens."""
+def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int, list[Refusal]]:
+    """Return how many training prompts there are, the longest prompt and the longest right answer in tokens, and rows that are too long."""
     if isinstance(config.task, ArithmeticConfig):
         from offbeat_recipes.tasks.arithmetic import ArithmeticTask, max_answer_tokens
 
@@ -295,12 +296,14 @@ def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int]:
             task.num_available(held_out=False),
             task.max_prompt_tokens,
             max_answer_tokens(config.task.level),
+            [],
         )
     if isinstance(config.task, CalculatorConfig):
         from offbeat_recipes.tasks.calculator import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS
 
-        return 0, MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS
+        return 0, MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS, []
     if opens:
         task = make_task(config.task, config.model.path, config.seed)
-        return getattr(task, "num_train_prompts", 0), task.max_prompt_tokens, 0
-    return 0, config.task.max_prompt_tokens if isinstance(config.task, RowsConfig) else 0, 0
+        too_long = list(length_refusals(config, task))
+        return getattr(task, "num_train_prompts", 0), task.max_prompt_tokens, 0, too_long
+    return 0, config.task.max_prompt_tokens if isinstance(config.task, RowsConfig) else 0, 0, []

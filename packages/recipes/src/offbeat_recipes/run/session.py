@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shlex
 import sys
 import time
@@ -17,6 +18,7 @@ from offbeat_ckptsync import SyncError
 from offbeat_engine import EngineError
 from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
 from offbeat_recipes.models.random import random_model_folder
+from offbeat_recipes.plan.lengths import length_refusals
 from offbeat_recipes.plan.stops import check_stops
 from offbeat_recipes.run.failures import in_words
 from offbeat_recipes.run.folder import RunFolder, open_run_folder, reopen_run_folder, speed_settings
@@ -24,11 +26,13 @@ from offbeat_recipes.run.interrupts import StandingLoop, StopKeys
 from offbeat_recipes.run.logs import logs_to
 from offbeat_recipes.run.reporting import make_reporter
 from offbeat_recipes.settings.reading import to_dict
-from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_rollout import RolloutError
 from offbeat_trainer import TrainerError
+from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.stream.parts import StopRequest
+from offbeat_trainer.watch.reporters.fanout import FanOut
 from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
 from offbeat_trainer.watch.reporters.screen import Screen
 
@@ -71,6 +75,11 @@ class Session:
             "wall_s": time.perf_counter() - self.started,
             "startup_s": self.startup_s,
             **self.outcome.summary(),
+            **(
+                {"reports_lost": self.reporter.lost}
+                if isinstance(self.reporter, FanOut) and self.reporter.lost
+                else {}
+            ),
             **self.extra,
         }
 
@@ -91,8 +100,10 @@ def drive(
         RecipeError: the folder or the task cannot be used; nothing was started.
     """
     task = make_task(config.task, config.model.path, config.seed)  # before an earlier run is moved aside
-    if not reopen:
-        _check_sizes(config, task)
+    if reopen:
+        _require_scores(config, task)
+    else:
+        _check_sizes(config, task, supervised_alone=program != TRAIN)
     with ExitStack() as opened:
         try:
             folder = opened.enter_context(closing(_folder(config, reopen=reopen)))
@@ -117,8 +128,8 @@ def _folder(config: RunConfig, *, reopen: bool) -> RunFolder:
     )
 
 
-def _check_sizes(config: RunConfig, task: RunnableTask) -> None:
-    """Refuse a step that takes more prompts than there are; tasks that do not count theirs say so when asked."""
+def _check_sizes(config: RunConfig, task: RunnableTask, *, supervised_alone: bool) -> None:
+    """Refuse rows too long for the model, and a step that takes more prompts than there are; tasks that do not count theirs say so when asked."""
     there = getattr(task, "num_train_prompts", None)
     for setting, count in (
         ("trainer.prompts_per_step", config.trainer.prompts_per_step),
@@ -128,6 +139,14 @@ def _check_sizes(config: RunConfig, task: RunnableTask) -> None:
             raise TaskError(
                 f"{setting}: a step takes {count} different prompts, and the task has {there}; take fewer"
             )
+    for refusal in length_refusals(config, task, supervised_alone=supervised_alone):
+        raise TaskError(str(refusal))
+
+
+def _require_scores(config: RunConfig, task: RunnableTask) -> None:
+    """Raise `TaskError` where nothing says what a completion is worth: neither an environment nor the task."""
+    if config.turns is None or config.turns.reward_from is not RewardFrom.ENVIRONMENT:
+        make_scorer(task, config.reward, Path(os.devnull))  # starts nothing before it is asked
 
 
 def _open(
@@ -209,10 +228,20 @@ def _where_next(session: Session, code: int) -> dict[str, object]:
             "metrics": str(folder / "metrics.jsonl"),
             "samples": str(folder / "samples.jsonl"),
             "curves": _command("tensorboard", "--logdir", str(folder / "tensorboard")),
-            "evaluate": _command(
-                "offbeat-eval", "--config", str(folder / "config.yaml"), f"run_dir={folder}"
-            ),
+            **_judged(session),
         }
+    }
+
+
+def _judged(session: Session) -> dict[str, str]:
+    """Return the command that scores what was trained; where nothing says what a completion is worth, where the held-out loss is."""
+    folder = session.folder.path
+    try:
+        _require_scores(session.config, session.task)
+    except TaskError:
+        return {"on held-out rows": str(folder / "summary.json")}
+    return {
+        "evaluate": _command("offbeat-eval", "--config", str(folder / "config.yaml"), f"run_dir={folder}")
     }
 
 

@@ -68,6 +68,13 @@ class PairsTask(TextTask):
         """
         raise TaskError("task: pairs say which of two completions is better, and nothing of others")
 
+    def _row_tokens(self, rows: Sequence[Prompt], reads: str) -> list[int]:
+        if reads != "pairs":
+            return super()._row_tokens(rows, reads)
+        return [
+            len(one.prompt_ids) + max(len(one.chosen_ids), len(one.rejected_ids)) for one in self._made(rows)
+        ]
+
     def _made(self, prompts: Sequence[Prompt]) -> list[Pair]:
         config, encode = self._pairs_config, self.maker.encode_answer
         return [

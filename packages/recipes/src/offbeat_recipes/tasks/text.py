@@ -193,6 +193,18 @@ class TextTask:
         """
         return self._worked(self._validation[:num_examples])
 
+    def longest_row(self, reads: str, num_held_out: int) -> tuple[int, str]:
+        """Return the tokens of the longest row that is learned from, or of the first held-out ones, and which row that is.
+
+        `reads` is what of a row is learned from: its "examples", or what else the task has.
+        """
+        rows = [*self._train, *self._validation[:num_held_out]]
+        return max(zip(self._row_tokens(rows, reads), (row.uid for row in rows), strict=True))
+
+    def _row_tokens(self, rows: Sequence[Prompt], reads: str) -> list[int]:
+        assert reads == "examples", f"a row of text has no {reads}"
+        return [len(one.prompt_ids) + len(one.completion_ids) for one in self._worked(rows)]
+
     def _worked(self, prompts: Sequence[Prompt]) -> list[Example]:
         return [
             Example(prompt_ids=prompt.token_ids, completion_ids=self.maker.encode_answer(self.answer(prompt)))
