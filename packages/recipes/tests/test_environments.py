@@ -125,6 +125,20 @@ def test_killed_in_the_middle_of_a_step_the_recipe_goes_on_to_the_same_end(tmp_p
     assert killed == plain
 
 
+def test_supervised_training_is_measured_in_the_environment(tmp_path: Path, shared_ray: str):
+    """A model that has seen nobody guess asks the calculator: its accuracy is that of whole trajectories, not of a first turn."""
+    folder = tmp_path / "run"
+    words = [
+        "task=calculator", "task.guess=0", "warmup.steps=150", "rollout=hf", "trainer.validate_every=0",
+        "trainer.validation_prompts=8", f"run_dir={folder}", shared_ray,
+    ]  # fmt: skip
+    Command("sft", words, tmp_path / "log").succeed(RUN_TIMEOUT_S)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    after = [one for one in samples if one["title"] == "after"]
+    assert after
+    assert max(len(one.get("turns", ())) for one in after) > 1
+
+
 @pytest.mark.deep
 def test_the_recipe_learns_to_ask(tmp_path: Path):
     folder = tmp_path / "run"

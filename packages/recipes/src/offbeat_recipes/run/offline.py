@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.run.build import cluster_spec, engine_on
 from offbeat_recipes.run.going_on import first_step
+from offbeat_recipes.run.modes import make_rollout
 from offbeat_recipes.run.session import SFT_BY_LOSS
-from offbeat_recipes.tasks.base import HoldsOutExamples, make_scorer
-from offbeat_trainer import Sft, SftConfig, SingleTurn
+from offbeat_recipes.tasks.base import HoldsOutExamples
+from offbeat_trainer import Sft, SftConfig
 from offbeat_trainer.cluster.cluster import Cluster
-from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.loops.offline import OfflineParts, run_offline
 from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.run_store import RunStore
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from offbeat_engine import TrainBatch
     from offbeat_recipes.run.session import Session
     from offbeat_recipes.tasks.base import RunnableTask
-    from offbeat_trainer import OfflineAlgorithm, Scorer
+    from offbeat_trainer import OfflineAlgorithm, Rollout
     from offbeat_trainer.config import AlgorithmConfig
     from offbeat_trainer.loops.offline import Accuracy
     from offbeat_trainer.watch.phases import PhaseClock
@@ -42,18 +42,19 @@ async def supervise(session: Session) -> None:
     told, checkpoints = config.supervised, folder.checkpoints / "sft"
     spec = cluster_spec(config, folder, str(session.base_model))
     spec = replace(spec, train=replace(spec.train, algorithm=SFT, checkpoint_dir=str(checkpoints.absolute())))
-    held_out, scorer = _held_out_examples(session), _scorer(session)
+    held_out = _held_out_examples(session)
     store = RunStore(checkpoints / "state", keep=config.trainer.keep_checkpoints)
     engine = warm_up_engine(engine_on(config, session.base_model), told)
     session.reporter.phase("start", f"supervised training, at most at a learning rate of {told.lr:g}")
     cluster = Cluster(spec)
+    rollout = _rollout(session, cluster)
 
     async def prepare() -> int:
         await cluster.train.build({POLICY: engine})
         return await first_step(session, cluster.train, store, steps=told.steps, setting="warmup.steps")
 
     try:
-        if scorer is None:
+        if rollout is None:
             await cluster.train.start()
             start = await prepare()
         else:
@@ -65,7 +66,7 @@ async def supervise(session: Session) -> None:
             batch=lambda step: SFT.batch(session.task.examples(step, told.batch_size)),
             held_out=held_out,
         )
-        accuracy = None if scorer is None else _accuracy(session, cluster, store, scorer)
+        accuracy = None if rollout is None else _accuracy(session, cluster, store, rollout)
         await learn(
             session,
             cluster,
@@ -75,9 +76,9 @@ async def supervise(session: Session) -> None:
         if not session.outcome.interrupted:
             await cluster.train.export(str(folder.model.absolute()))
     finally:
+        if rollout is not None:
+            await rollout.close()
         await cluster.stop()
-        if scorer is not None:
-            await scorer.close()
 
 
 def offline_parts(
@@ -141,24 +142,24 @@ def _held_out_examples(session: Session) -> TrainBatch | None:
     return SFT.batch(rows)
 
 
-def _scorer(session: Session) -> Scorer | None:
-    """Return what the task's accuracy is measured by; None where nobody wants it, or the task has none."""
+def _rollout(session: Session, cluster: Cluster) -> Rollout | None:
+    """Return what the task's accuracy is measured by: its turns and scores; None where nobody wants it, or there are none."""
     if session.program == SFT_BY_LOSS:
         return None
     try:
-        return make_scorer(session.task, session.config.reward, session.folder.logs / "rewards.log")
+        return make_rollout(session, cluster)
     except TaskError as error:
         session.reporter.phase("task", f"no accuracy is measured: {error}")
         return None
 
 
-def _accuracy(session: Session, cluster: Cluster, store: RunStore, scorer: Scorer) -> Accuracy:
+def _accuracy(session: Session, cluster: Cluster, store: RunStore, rollout: Rollout) -> Accuracy:
     """Return what brings the weights of a step to the replicas and asks them for greedy accuracy on held-out prompts."""
     config = session.config
     parts = Parts(
         task=session.task,
         policy=cluster.train,
-        rollout=SingleTurn(GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort), scorer),
+        rollout=rollout,
         publisher=cluster.publisher(),
         reporter=session.reporter,
         store=store,
