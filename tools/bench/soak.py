@@ -5,8 +5,8 @@
 
 The run is the command that people type, with its real Ray, ranks and replicas. Every step its driver, and the ranks and
 replicas together, are looked at from outside, in /proc. Progress goes to stderr; with --json the last line of stdout is one
-JSON object: medians right after the first `--settle` steps and at the end, and what a thousand steps add between (a robust
-line through all looks, Theil and Sen). The exit code is 1 if the run fails.
+JSON object: medians right after the first `--settle` steps and at the end, what a thousand steps add between (a robust
+line through all looks, Theil and Sen), and what was found at step `--settle`, half-way and at the end. The exit code is 1 if the run fails.
 """
 
 from __future__ import annotations
@@ -157,7 +157,14 @@ def main() -> None:
     base.mkdir(parents=True, exist_ok=True)
     try:
         looks, wall_s = run(options, base / "run")
-        answer = {**summary(looks, options.settle), "steps": looks[-1].step, "wall_s": round(wall_s, 1)}
+        moments = (options.settle, options.steps // 2, options.steps)
+        nearest = [min(looks, key=lambda look: abs(look.step - moment)) for moment in moments]
+        answer = {
+            **summary(looks, options.settle),
+            "looks": [asdict(look) for look in nearest],
+            "steps": looks[-1].step,
+            "wall_s": round(wall_s, 1),
+        }
     except BenchError as error:
         sys.exit(f"soak: {error}")
     finally:

@@ -1,6 +1,7 @@
 """What a run comes to, and the calendar at the end of each step: what is due when."""
 
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -198,3 +199,11 @@ async def test_a_task_that_holds_nothing_out_is_trained_without_validation(tmp_p
 async def test_a_stop_request_saves_the_step_it_met(tmp_path):
     done = await walk(tmp_path, LoopConfig(steps=5, validate_every=0, save_every=0), stop_at=2)
     assert done.saved == done.blocked == [2]  # whole when the run ends
+
+
+def test_what_a_run_comes_to_is_no_larger_after_many_steps():
+    outcome, sizes = Outcome(), []
+    for step in range(300):
+        outcome.take(step, values(float(step), speed=1.5), {"train": 1.5})
+        sizes.append(len(pickle.dumps(outcome)))
+    assert sizes[-1] <= sizes[20] + 10

@@ -48,7 +48,8 @@ class Outcome:
     dropped_groups: dict[str, float] = field(
         default_factory=dict[str, float]
     )  # since the run began, by reason
-    sync_gb_per_s: list[float] = field(default_factory=list[float])
+    syncs: int = 0
+    sync_gb_per_s: float = 0.0  # the sum over `syncs`
     where_time_went: str | None = None  # the largest cause of idle time, in a sentence
 
     def take(self, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
@@ -68,7 +69,8 @@ class Outcome:
             key.removeprefix(DROPPED).removesuffix("_groups"): values[key] for key in dropped
         }
         if "sync/gb_per_s" in values:  # not every step of an asynchronous run has a sync
-            self.sync_gb_per_s.append(values["sync/gb_per_s"])
+            self.syncs += 1
+            self.sync_gb_per_s += values["sync/gb_per_s"]
 
     def take_seconds(self, seconds: dict[str, float]) -> None:
         """Take in how long the phases of a step took."""
@@ -90,9 +92,7 @@ class Outcome:
             "reward_last": self.reward_last,
             "tokens_per_s": self.tokens / self.step_s if self.step_s else None,
             "phase_s": {name: self.phase_s.get(name, 0.0) / steps for name in STEP_PHASES},
-            "sync_gb_per_s": sum(self.sync_gb_per_s) / len(self.sync_gb_per_s)
-            if self.sync_gb_per_s
-            else None,
+            "sync_gb_per_s": self.sync_gb_per_s / self.syncs if self.syncs else None,
             "dropped_groups": self.dropped_groups,
             "max_abs_logprob_diff": self.max_abs_logprob_diff,
             "warmup_s": self.warmup_s,
