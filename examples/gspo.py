@@ -9,7 +9,7 @@ import torch
 
 from offbeat_engine import LossOutput, bounded
 from offbeat_trainer import AlgorithmConfig, GroupPolicyGradient
-from offbeat_trainer.algorithms.advantages import grpo
+from offbeat_trainer.algorithms.grpo import grpo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,13 +22,11 @@ from offbeat_trainer import (
     Score,
     StepShape,
 )
-from offbeat_trainer.data.generation import GroupGenerator
-from offbeat_trainer.data.seeds import derive_seed
 from offbeat_trainer.local import LocalPolicy, LocalPublisher
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import POLICY
-from offbeat_trainer.rollouts.single import SingleTurn
+from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts

@@ -20,10 +20,9 @@ from offbeat_trainer import (
     SamplingConfig,
     SqliteJournal,
 )
-from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.rollouts.single import SingleTurn
+from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts

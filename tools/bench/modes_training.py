@@ -25,14 +25,13 @@ from offbeat_trainer import (
     SqliteJournal,
     StepShape,
 )
-from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.local import LocalPolicy
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import POLICY
-from offbeat_trainer.rollouts.single import SingleTurn
+from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts

@@ -1,4 +1,6 @@
+import asyncio
 import math
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -10,11 +12,10 @@ from hypothesis import strategies as st
 
 from offbeat_engine import check_batch
 from offbeat_rollout import Completion, Finish, version_spans
-from offbeat_trainer.algorithms.advantages import compute_advantages, group_advantages
+from offbeat_trainer.algorithms.grpo import compute_advantages, group_advantages
 from offbeat_trainer.config import Advantage
-from offbeat_trainer.data.assemble import assemble, assemble_examples, group_metrics
-from offbeat_trainer.data.trajectory import NO_VERSION, Trajectory
-from offbeat_trainer.data.types import Example, Group, Prompt, Score
+from offbeat_trainer.data.assemble import assemble, assemble_examples, assembled, group_metrics
+from offbeat_trainer.data.types import NO_VERSION, Example, Group, Prompt, Score, Trajectory
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import reduce_metrics
 
@@ -296,3 +297,16 @@ def test_a_nan_of_the_sampler_is_named_before_it_is_trained_on():
     scored = [group((4,), [completion((3,)), bad], (1.0, 0.0), uid="odd")]
     with pytest.raises(TrainerError, match="NaN as a log-probability in a completion of prompt 'odd'"):
         assemble(scored, targets(scored), temperature=1.0)
+
+
+async def test_the_event_loop_goes_on_while_the_batch_is_made():
+    went_on = threading.Event()
+
+    def targets_of(groups):
+        assert went_on.wait(60), "the event loop waits for the batch"
+        return {"advantages": torch.ones(1)}
+
+    groups = [group((1,), [completion((5, 6))], (1.0,))]
+    asyncio.get_running_loop().call_later(0.01, went_on.set)
+    batch = await assembled(groups, targets_of, 1.0)
+    assert batch["input_ids"].tolist() == [[1, 5, 6]]

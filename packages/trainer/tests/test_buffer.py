@@ -11,8 +11,7 @@ from offbeat_trainer.data.types import Group, Prompt
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
-from offbeat_trainer.stream.journal.events import recover
-from offbeat_trainer.stream.journal.memory import MemoryJournal
+from offbeat_trainer.stream.journal.events import MemoryJournal, recover
 from offbeat_trainer.testing import run_virtual
 
 STEPS = 100_000

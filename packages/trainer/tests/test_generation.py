@@ -6,11 +6,9 @@ import pytest
 
 from offbeat_rollout import Completion, Finish, RolloutConfig, SamplingParams
 from offbeat_rollout.testing import ScriptedRollout
-from offbeat_trainer.data.generation import GroupGenerator
-from offbeat_trainer.data.seeds import derive_seed
-from offbeat_trainer.data.trajectory import Trajectory
-from offbeat_trainer.data.types import Prompt
+from offbeat_trainer.data.types import Prompt, Trajectory
 from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.rollouts.single import GroupGenerator, derive_seed
 
 SAMPLING = SamplingParams(max_tokens=6, seed=11)
 

@@ -1,12 +1,17 @@
 """The sync loop on real parts in one process: engine, replica, manager, transport. No Ray."""
 
+import asyncio
+import inspect
 import json
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import offbeat_trainer
 from offbeat_ckptsync import SyncConfig
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
@@ -32,15 +37,13 @@ from offbeat_trainer import (
     StepShape,
     algorithm_class,
 )
-from offbeat_trainer.data.generation import GroupGenerator
-from offbeat_trainer.data.seeds import derive_seed
 from offbeat_trainer.local import LocalPolicy, LocalPublisher
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import role_engines
-from offbeat_trainer.rollouts.single import SingleTurn
+from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts, StopRequest
@@ -267,3 +270,50 @@ async def test_a_resumed_ppo_has_its_critic_back_and_its_place_in_the_warm_up(tm
     assert ["train/loss" in line for line in whole] == [False, False, False, True]
     assert all(line["critic/loss"] > 0 for line in whole)
     assert all((tmp_path / "whole" / role / "step_4").is_dir() for role in ("policy", "critic"))
+
+
+HOUSE = str(Path(offbeat_trainer.__file__).parent) + "/"
+
+
+class Rooms:
+    """Notes which files of the trainer run a function from the start of "generate" to the end of "train". Satisfies `Reporter`."""
+
+    def __init__(self, mode):
+        self.entered, self._mode, self._open, self._inner = set(), mode, False, None
+
+    async def __call__(self, parts, outcome, start):
+        self._inner = parts.reporter
+        await self._mode(replace(parts, reporter=self), outcome, start)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def phase(self, name, detail=""):
+        self._open = name in ("generate", "reward", "train")
+        self._inner.phase(name, detail)
+
+    def trace(self, frame, event, argument):
+        code = frame.f_code  # of a function: bodies of modules and classes run at import
+        if self._open and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(HOUSE):
+            self.entered.add(code.co_filename.removeprefix(HOUSE))
+
+
+@pytest.mark.parametrize(
+    ("mode", "journal", "most"),
+    [(run_sync, None, 19), (run_fully_async, "journal.sqlite", 23)],
+    ids=["sync", "fully_async"],
+)
+def test_one_prompt_is_followed_through_few_files(tmp_path, model, mode, journal, most):
+    rooms, before = Rooms(mode), sys.gettrace()
+    kept = {} if journal is None else {"journal": SqliteJournal(tmp_path / journal)}
+    one = replace(LOOP, steps=1, prompts_per_step=1, validate_every=0, save_every=0, sample_every=0)
+    threading.settrace(rooms.trace)  # before any thread is started
+    sys.settrace(rooms.trace)
+    try:
+        asyncio.run(run(tmp_path, model, loop=one, mode=rooms, **kept))
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)
+    files = sorted(rooms.entered)
+    assert {"rollouts/single.py", "algorithms/policy_loss.py"} <= rooms.entered, files  # of the two sides
+    assert len(files) <= most, f"{len(files)} files:\n" + "\n".join(files)

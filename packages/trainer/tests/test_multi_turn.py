@@ -20,14 +20,12 @@ from offbeat_trainer.config import (
     Partial,
     RewardFrom,
 )
-from offbeat_trainer.data.generation import GroupGenerator
-from offbeat_trainer.data.seeds import derive_seed
-from offbeat_trainer.data.trajectory import Limit
-from offbeat_trainer.data.types import Prompt, Score
+from offbeat_trainer.data.types import Limit, Prompt, Score
 from offbeat_trainer.errors import DeadlineExceeded, EnvironmentFailed, TrainerError
 from offbeat_trainer.rollouts.environment import Feedback
 from offbeat_trainer.rollouts.multi import MultiTurn, Scene
-from offbeat_trainer.stream.journal.memory import MemoryJournal
+from offbeat_trainer.rollouts.single import GroupGenerator, derive_seed
+from offbeat_trainer.stream.journal.events import MemoryJournal
 from offbeat_trainer.stream.schedule import Schedule
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun, run_virtual
 

@@ -4,7 +4,7 @@ import pytest
 
 from offbeat_trainer.metrics import Sum
 from offbeat_trainer.testing import Recorder
-from offbeat_trainer.watch.phases import PhaseClock
+from offbeat_trainer.watch.watchdog import PhaseClock
 
 SOME_S = 0.01
 

@@ -5,7 +5,7 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_trainer.data.seeds import derive_seed, derive_seeds
+from offbeat_trainer.rollouts.single import derive_seed, derive_seeds
 
 parts = st.lists(
     st.integers() | st.text(alphabet=st.characters(codec="utf-8", exclude_characters="/")), max_size=5

@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offbeat_trainer.algorithm_configs import DistillConfig, DpoConfig, SftConfig
-    from offbeat_trainer.algorithms.advantages import compute_advantages, group_advantages
-    from offbeat_trainer.algorithms.aggregation import aggregate
     from offbeat_trainer.algorithms.distill import Distill
     from offbeat_trainer.algorithms.dpo import Dpo
-    from offbeat_trainer.algorithms.grpo import DrGrpo, GroupPolicyGradient, Grpo, Rloo
+    from offbeat_trainer.algorithms.grpo import (
+        DrGrpo,
+        GroupPolicyGradient,
+        Grpo,
+        Rloo,
+        compute_advantages,
+        group_advantages,
+    )
     from offbeat_trainer.algorithms.interface import Algorithm, StepShape
-    from offbeat_trainer.algorithms.kl import kl_estimate
     from offbeat_trainer.algorithms.offline import OfflineAlgorithm
-    from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+    from offbeat_trainer.algorithms.policy_loss import PolicyLoss, aggregate
     from offbeat_trainer.algorithms.ppo import Ppo
+    from offbeat_trainer.algorithms.ratios import kl_estimate
     from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_config_class, algorithm_names
     from offbeat_trainer.algorithms.sft import Sft
     from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
@@ -47,8 +52,7 @@ if TYPE_CHECKING:
         WarmupConfig,
     )
     from offbeat_trainer.data.assemble import assemble_examples, group_metrics
-    from offbeat_trainer.data.trajectory import Limit, Trajectory, Turn
-    from offbeat_trainer.data.types import Example, Group, Pair, Prompt, Score
+    from offbeat_trainer.data.types import Example, Group, Limit, Pair, Prompt, Score, Trajectory, Turn
     from offbeat_trainer.errors import (
         DeadlineExceeded,
         EnvironmentFailed,
@@ -80,8 +84,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.rollouts.single import SingleTurn
     from offbeat_trainer.stream.buffer import GroupBuffer
     from offbeat_trainer.stream.gate import StalenessGate
-    from offbeat_trainer.stream.journal.events import Journal
-    from offbeat_trainer.stream.journal.memory import MemoryJournal
+    from offbeat_trainer.stream.journal.events import Journal, MemoryJournal
     from offbeat_trainer.stream.journal.segments import SegmentJournal
     from offbeat_trainer.stream.journal.sqlite import SqliteJournal
     from offbeat_trainer.stream.schedule import Schedule
@@ -98,9 +101,9 @@ if TYPE_CHECKING:
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 # (`assemble` itself is not among them: here that name is its module.)
 _HOMES = {
-    "compute_advantages": "algorithms.advantages",
-    "group_advantages": "algorithms.advantages",
-    "aggregate": "algorithms.aggregation",
+    "compute_advantages": "algorithms.grpo",
+    "group_advantages": "algorithms.grpo",
+    "aggregate": "algorithms.policy_loss",
     "Distill": "algorithms.distill",
     "Dpo": "algorithms.dpo",
     "DrGrpo": "algorithms.grpo",
@@ -109,7 +112,7 @@ _HOMES = {
     "Rloo": "algorithms.grpo",
     "Algorithm": "algorithms.interface",
     "StepShape": "algorithms.interface",
-    "kl_estimate": "algorithms.kl",
+    "kl_estimate": "algorithms.ratios",
     "OfflineAlgorithm": "algorithms.offline",
     "PolicyLoss": "algorithms.policy_loss",
     "Ppo": "algorithms.ppo",
@@ -168,7 +171,7 @@ _HOMES = {
     "Supervised": "interface",
     "Task": "interface",
     "Journal": "stream.journal.events",
-    "MemoryJournal": "stream.journal.memory",
+    "MemoryJournal": "stream.journal.events",
     "SegmentJournal": "stream.journal.segments",
     "SqliteJournal": "stream.journal.sqlite",
     "Learner": "learner",
@@ -196,9 +199,9 @@ _HOMES = {
     "RoleSpec": "roles.role",
     "Schedule": "stream.schedule",
     "Timeline": "watch.timeline",
-    "Limit": "data.trajectory",
-    "Trajectory": "data.trajectory",
-    "Turn": "data.trajectory",
+    "Limit": "data.types",
+    "Trajectory": "data.types",
+    "Turn": "data.types",
     "Example": "data.types",
     "Group": "data.types",
     "Pair": "data.types",

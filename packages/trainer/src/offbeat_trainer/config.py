@@ -1,7 +1,6 @@
 """Settings of the training loops."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
@@ -10,7 +9,7 @@ from offbeat_engine.config import bounded
 
 
 class Advantage(StrEnum):
-    """How rewards of one prompt become advantages; sources in `offbeat_trainer.algorithms.advantages`."""
+    """How rewards of one prompt become advantages; sources in `offbeat_trainer.algorithms.grpo`."""
 
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
@@ -18,7 +17,7 @@ class Advantage(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number; see `offbeat_trainer.algorithms.aggregation`."""
+    """How token losses become one number; see `offbeat_trainer.algorithms.policy_loss`."""
 
     TOKEN_MEAN = "token_mean"
     SEQ_MEAN_TOKEN_SUM = "seq_mean_token_sum"
@@ -47,7 +46,7 @@ class Proximal(StrEnum):
 
 
 class Correction(StrEnum):
-    """What becomes of the importance weight trainer / sampler; see `offbeat_trainer.algorithms.off_policy`.
+    """What becomes of the importance weight trainer / sampler; see `offbeat_trainer.algorithms.ratios`.
 
     TRUNCATE caps it at `correction_high`; MASK zeroes what is above; ICEPOP zeroes what is outside both bounds.
     """
@@ -139,21 +138,6 @@ class PpoConfig(PolicyLossConfig):
     critic_path: str = ""
     critic_lr: float = bounded(1e-5, at_least=0)
     critic_warmup_steps: int = bounded(0, at_least=0)
-
-
-def policy_loss_bounds(config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
-    """Yield the name of each setting that is out of its bounds, and what was expected and came."""
-    low, high, dual = config.clip_low, config.clip_high, config.dual_clip
-    for name, value, ok, wanted in (
-        ("clip_low", low, 0 <= low < 1, "in 0..1 (1 excluded)"),
-        ("clip_high", high, high >= 0, ">= 0"),
-        ("dual_clip", dual, dual == 0 or dual > 1, "> 1, or 0 for off"),
-        ("kl_coef", config.kl_coef, config.kl_coef >= 0, ">= 0"),
-        ("correction_low", config.correction_low, 0 < config.correction_low <= 1, "in 0..1 (0 excluded)"),
-        ("correction_high", config.correction_high, config.correction_high >= 1, ">= 1"),
-    ):
-        if not ok:
-            yield name, f"{wanted}, got {value:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync import SyncReport
     from offbeat_engine import TrainBatch
     from offbeat_rollout import SamplingParams
-    from offbeat_trainer.data.trajectory import Trajectory
-    from offbeat_trainer.data.types import Example, Group, Prompt
+    from offbeat_trainer.data.types import Example, Group, Prompt, Trajectory
     from offbeat_trainer.metrics import Metric
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_trainer.algorithms.advantages import GRPO_EPSILON, compute_advantages
+from offbeat_trainer.algorithms.grpo import GRPO_EPSILON, compute_advantages
 from offbeat_trainer.config import Advantage
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_engine import LossScale
-from offbeat_trainer.algorithms.aggregation import aggregate
+from offbeat_trainer.algorithms.policy_loss import aggregate
 from offbeat_trainer.config import Aggregation
 
 VALUES_BT = torch.tensor([[9.0, 1.0, 2.0, 3.0], [9.0, 4.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from offbeat_trainer.algorithms.kl import k1, k2, k3, kl_estimate
+from offbeat_trainer.algorithms.ratios import k1, k2, k3, kl_estimate
 from offbeat_trainer.config import KlEstimator
 
 LOGITS_V = torch.tensor([0.3, -0.5, 1.1, 0.0], dtype=torch.float64)

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 
 from offbeat_engine import LossScale, train_batch
 from offbeat_trainer.algorithms.grpo import Grpo
-from offbeat_trainer.algorithms.off_policy import (
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.algorithms.ratios import (
     correct,
     ess_fraction,
     importance_ratios,
@@ -19,7 +20,6 @@ from offbeat_trainer.algorithms.off_policy import (
     mask_outside,
     truncate,
 )
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
 from offbeat_trainer.config import Correction, CorrectionLevel, GrpoConfig, Proximal
 from offbeat_trainer.errors import PlanRefused, TrainerError
 

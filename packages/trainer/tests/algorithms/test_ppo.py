@@ -12,8 +12,7 @@ from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.ppo import Ppo, whitened
 from offbeat_trainer.config import PpoConfig
 from offbeat_trainer.data.assemble import assemble
-from offbeat_trainer.data.trajectory import Trajectory
-from offbeat_trainer.data.types import Group, Prompt, Score
+from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.errors import TrainerError
 
 

@@ -13,15 +13,13 @@ import pytest
 from offbeat_engine.testing import random_batch
 from offbeat_trainer import Grpo, GrpoConfig
 from offbeat_trainer.config import AsyncConfig, LoopConfig, RewardConfig, SamplingConfig
-from offbeat_trainer.data.generation import GroupGenerator
 from offbeat_trainer.errors import WorkerGone
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.rollouts.single import SingleTurn
+from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, Taken
-from offbeat_trainer.stream.journal.memory import MemoryJournal
+from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, MemoryJournal, Taken
 from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.testing import Recorder, ScriptedTask
 from offbeat_trainer.watch.timeline import Timeline

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.config import AsyncConfig, LoopConfig
-from offbeat_trainer.data.trajectory import Limit, Trajectory, Turn
-from offbeat_trainer.data.types import Score
+from offbeat_trainer.data.types import Limit, Score, Trajectory, Turn
 from offbeat_trainer.errors import ResumeError, TrainerError
 from offbeat_trainer.loops.outcome import FORGET_EVERY
 from offbeat_trainer.stream.journal.codec import pack, unpack
@@ -27,11 +26,11 @@ from offbeat_trainer.stream.journal.events import (
     Flipped,
     Half,
     Issued,
+    MemoryJournal,
     Taken,
     recover,
     spans_of,
 )
-from offbeat_trainer.stream.journal.memory import MemoryJournal
 from offbeat_trainer.stream.journal.segments import SegmentJournal
 from offbeat_trainer.stream.journal.sqlite import _FORGET, SqliteJournal
 from offbeat_trainer.testing import ScriptedRun, ScriptedTask

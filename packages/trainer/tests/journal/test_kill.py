@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from offbeat_trainer.stream import stream
-from offbeat_trainer.stream.journal.events import Taken, recover
-from offbeat_trainer.stream.journal.memory import MemoryJournal
+from offbeat_trainer.stream.journal.events import MemoryJournal, Taken, recover
 from offbeat_trainer.stream.journal.segments import SegmentJournal
 from offbeat_trainer.stream.journal.sqlite import SqliteJournal
 

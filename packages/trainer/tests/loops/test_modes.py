@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
+from offbeat_trainer.data.assemble import assembled
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.loops.learning import learn
-from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.stream.parts import StopRequest, sync_metrics, training_params, version_of
+from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
+from offbeat_trainer.stream.gate import version_of
+from offbeat_trainer.stream.parts import StopRequest
+from offbeat_trainer.stream.producer import training_params
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(
@@ -43,7 +45,8 @@ async def in_plain_turns(parts, outcome, start):
         clock = parts.clock()
         prompts = parts.task.prompts(step, parts.loop.prompts_per_step)
         groups = await parts.rollout.run_all(prompts, training_params(parts, step), parts.loop.group_size)
-        groups, trained = await learn(parts, clock, groups)
+        batch = await assembled(groups, parts.algorithm.targets, parts.sampling.temperature)
+        trained = await parts.policy.update(batch)
         report = await parts.publisher.publish(version_of(step + 1))
         await close_step(parts, outcome, clock, step, groups, [*trained, *sync_metrics(report)])
 

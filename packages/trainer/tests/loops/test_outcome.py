@@ -9,17 +9,15 @@ import pytest
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import GrpoConfig, LoopConfig, RewardConfig, SamplingConfig
-from offbeat_trainer.data.generation import GroupGenerator
-from offbeat_trainer.data.trajectory import Trajectory
-from offbeat_trainer.data.types import Group, Prompt, Score
+from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.loops.outcome import Outcome, close_step
 from offbeat_trainer.metrics import Mean, Metric
-from offbeat_trainer.rollouts.single import SingleTurn
+from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts, StopRequest, due
 from offbeat_trainer.testing import Recorder
-from offbeat_trainer.watch.phases import PhaseClock
+from offbeat_trainer.watch.watchdog import PhaseClock
 
 TRAINED = [Metric("train/loss", Mean(0.5)), Metric("sync/gb_per_s", Mean(2.0))]
 

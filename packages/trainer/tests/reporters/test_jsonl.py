@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer.data.trajectory import Trajectory
-from offbeat_trainer.data.types import Group, Prompt, Score
+from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.metrics import Last, Max, Mean, Metric
 from offbeat_trainer.testing import Recorder
 from offbeat_trainer.watch.reporters.fanout import FanOut

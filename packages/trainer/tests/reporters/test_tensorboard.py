@@ -4,8 +4,7 @@ from importlib.util import find_spec
 import pytest
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer.data.trajectory import Trajectory
-from offbeat_trainer.data.types import Group, Prompt
+from offbeat_trainer.data.types import Group, Prompt, Trajectory
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import Last, Mean, Metric
 from offbeat_trainer.watch.reporters.fanout import FanOut

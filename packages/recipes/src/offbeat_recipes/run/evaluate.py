@@ -12,9 +12,9 @@ from offbeat_recipes.run.modes import make_rollout
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.config import Placement
-from offbeat_trainer.data.seeds import derive_seed
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.roles.role import POLICY
+from offbeat_trainer.rollouts.single import derive_seed
 
 if TYPE_CHECKING:
     from pathlib import Path

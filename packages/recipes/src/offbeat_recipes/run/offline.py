@@ -15,9 +15,11 @@ from offbeat_recipes.tasks.base import HoldsOutExamples
 from offbeat_trainer import Sft, SftConfig
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.loops.offline import OfflineParts, run_offline
+from offbeat_trainer.loops.outcome import validate
 from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.run_store import RunStore
-from offbeat_trainer.stream.parts import Parts, validate, version_of
+from offbeat_trainer.stream.gate import version_of
+from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.warmup import warm_up_engine
 from offbeat_trainer.watch.timeline import Timeline
 from offbeat_trainer.watch.watchdog import Watchdog
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from offbeat_trainer import OfflineAlgorithm, Rollout
     from offbeat_trainer.config import AlgorithmConfig
     from offbeat_trainer.loops.offline import Accuracy
-    from offbeat_trainer.watch.phases import PhaseClock
+    from offbeat_trainer.watch.watchdog import PhaseClock
 
 SFT = Sft(config=SftConfig())
 

@@ -13,9 +13,9 @@ from torch.nn.functional import logsigmoid
 
 from offbeat_engine import Field, LossOutput, LossScale, Predictions, register_field
 from offbeat_trainer.algorithm_configs import DpoConfig
-from offbeat_trainer.algorithms.aggregation import inside
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.offline import OfflineAlgorithm
+from offbeat_trainer.algorithms.ratios import inside
 from offbeat_trainer.data.assemble import assemble_examples
 from offbeat_trainer.data.types import Example
 from offbeat_trainer.errors import TrainerError

@@ -1,28 +1,33 @@
-"""GRPO and its kin: rewards are compared within the completions of one prompt, and a clipped surrogate is followed."""
+"""GRPO and its kin: rewards are compared within the completions of one prompt, and a clipped surrogate is followed.
+
+G = completions of one prompt. Every estimate takes rewards [..., G] and works along the last axis; leading axes are separate
+groups. All compute and return float64: the differences that matter may be small beside the rewards.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections import defaultdict
+from typing import TYPE_CHECKING, ClassVar, assert_never
+
+import torch
 
 from offbeat_engine import Refusal
-from offbeat_trainer.algorithms.advantages import compute_advantages, group_advantages
 from offbeat_trainer.algorithms.interface import Algorithm, C_co
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss, policy_loss_bounds
 from offbeat_trainer.config import (
+    Advantage,
     AlgorithmConfig,
     DrGrpoConfig,
     GrpoConfig,
     Proximal,
     RlooConfig,
-    policy_loss_bounds,
 )
+from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.roles.role import POLICY, RoleSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable, Mapping, Sequence
 
     from offbeat_engine import LossFn, TrainBatch
     from offbeat_trainer.data.types import Group
@@ -30,6 +35,110 @@ if TYPE_CHECKING:
     from offbeat_trainer.roles.role import Role
 
 REFERENCE = "reference"
+MAX_REWARD = 1e38
+"""The largest reward, up or down: differences of two of them are float32 numbers still, and advantages are no more."""
+GRPO_EPSILON = 1e-6
+"""Added to the standard deviation, so that rewards that hardly differ do not become huge advantages."""
+
+
+def grpo(rewards_G: torch.Tensor, epsilon: float = GRPO_EPSILON) -> torch.Tensor:
+    """Centre by the group's mean and divide by its standard deviation (GRPO, arXiv 2402.03300, section 4.1).
+
+    The deviation is the sample's, over G - 1.
+    """
+    rewards_G = rewards_G.double()
+    centred_G = rewards_G - rewards_G.mean(-1, keepdim=True)
+    # The sum over max(G - 1, 1) instead of `std()`: a group of one must not divide by zero.
+    freedom = max(rewards_G.shape[-1] - 1, 1)
+    std_1 = (centred_G.square().sum(-1, keepdim=True) / freedom).sqrt()
+    return _zero_where_equal(rewards_G, centred_G / (std_1 + epsilon))
+
+
+def dr_grpo(rewards_G: torch.Tensor) -> torch.Tensor:
+    """Centre by the group's mean only (Dr. GRPO, arXiv 2503.20783, section 3.2).
+
+    Dividing by the standard deviation would weigh prompts that are almost always or almost never solved the most.
+    """
+    rewards_G = rewards_G.double()
+    return _zero_where_equal(rewards_G, rewards_G - rewards_G.mean(-1, keepdim=True))
+
+
+def rloo(rewards_G: torch.Tensor) -> torch.Tensor:
+    """Subtract the mean of the *other* completions' rewards (RLOO, arXiv 2402.14740, section 3.2).
+
+    A baseline without the sample itself leaves the policy gradient unbiased. A group of one has no others: zero.
+    """
+    rewards_G = rewards_G.double()
+    num_others = max(rewards_G.shape[-1] - 1, 1)
+    others_mean_G = (rewards_G.sum(-1, keepdim=True) - rewards_G) / num_others
+    return _zero_where_equal(rewards_G, rewards_G - others_mean_G)
+
+
+def compute_advantages(kind: Advantage, rewards_G: torch.Tensor) -> torch.Tensor:
+    """Return the advantages of `rewards_G` [..., G] by `kind`: float64, same shape, finite for finite float32 rewards.
+
+    A group whose rewards are all equal teaches nothing: its advantages are exactly zero.
+    """
+    match kind:
+        case Advantage.GRPO:
+            return grpo(rewards_G)
+        case Advantage.DR_GRPO:
+            return dr_grpo(rewards_G)
+        case Advantage.RLOO:
+            return rloo(rewards_G)
+        case _:
+            assert_never(kind)
+
+
+def group_advantages(
+    groups: Sequence[Group], estimate: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the advantage [B] float64 of every completion of scored `groups`, in their order.
+
+    `estimate` is given rewards [N, G] float64 of groups of one size, and answers alike.
+
+    Raises:
+        TrainerError: a group has not one finite score per completion.
+    """
+    places: list[list[int]] = []
+    by_size: defaultdict[int, list[int]] = defaultdict(list)
+    begin = 0
+    for index, group in enumerate(groups):
+        check_scores(group)
+        by_size[len(group.scores)].append(index)
+        places.append(list(range(begin, begin := begin + len(group.scores))))
+    advantages_B = torch.zeros(begin, dtype=torch.float64)
+    for (
+        indices
+    ) in by_size.values():  # groups of one size in one call: hundreds of tiny tensors would cost more
+        rewards_NG = torch.tensor(
+            [[score.reward for score in groups[i].scores] for i in indices], dtype=torch.float64
+        )
+        advantages_B[torch.tensor([places[i] for i in indices], dtype=torch.int64)] = estimate(rewards_NG)
+    return advantages_B
+
+
+def check_scores(group: Group) -> None:
+    """Raise `TrainerError` unless `group` has one finite reward per completion."""
+    if len(group.scores) != len(group.trajectories):
+        raise TrainerError(
+            f"prompt {group.prompt.uid!r} has {len(group.trajectories)} completions and {len(group.scores)} scores; "
+            "score every completion before advantages are computed"
+        )
+    for index, score in enumerate(group.scores):
+        if not abs(score.reward) <= MAX_REWARD:  # NaN, too
+            raise TrainerError(
+                f"completion {index} of prompt {group.prompt.uid!r} has reward {score.reward}; "
+                f"a reward must be a finite number of at most {MAX_REWARD:g} either way, or advantages leave float32"
+            )
+
+
+def _zero_where_equal(rewards_G: torch.Tensor, advantages_G: torch.Tensor) -> torch.Tensor:
+    """Zero the groups of equal rewards: rounding in the mean would leave them a residue."""
+    if rewards_G.shape[-1] == 0:
+        return advantages_G
+    equal_1 = rewards_G.amax(-1, keepdim=True) == rewards_G.amin(-1, keepdim=True)
+    return advantages_G.masked_fill(equal_1, 0.0)
 
 
 class GroupPolicyGradient(Algorithm[C_co]):
@@ -86,7 +195,7 @@ class GroupPolicyGradient(Algorithm[C_co]):
 
 
 class Grpo(GroupPolicyGradient[GrpoConfig]):
-    """GRPO (arXiv 2402.03300); `algorithms.advantages` and `algorithms.policy_loss` have the formulas and their sources."""
+    """GRPO (arXiv 2402.03300); the estimates above and `algorithms.policy_loss` have the formulas and their sources."""
 
     Config: ClassVar[type[AlgorithmConfig]] = GrpoConfig
 

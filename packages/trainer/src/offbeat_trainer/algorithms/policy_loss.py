@@ -1,30 +1,32 @@
 """The policy loss: clipped surrogate, weighed for off-policy tokens, KL to a reference, entropy bonus.
 
-B = sequences, T = tokens.
+How losses of tokens become one number is here, too. B = sequences of a micro-batch, T = tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, assert_never, cast
 
 import torch
 
 from offbeat_engine import LossOutput, LossScale
-from offbeat_trainer.algorithms.aggregation import aggregate, inside
-from offbeat_trainer.algorithms.kl import MAX_LOG_RATIO, k3, kl_estimate
-from offbeat_trainer.algorithms.off_policy import (
+from offbeat_trainer.algorithms.ratios import (
+    MAX_LOG_RATIO,
     RATIO_MEAN,
     RATIO_SQUARE_MEAN,
     correct,
     derived,
     importance_ratios,
+    inside,
+    k3,
+    kl_estimate,
 )
-from offbeat_trainer.config import Correction, KlEstimator, Proximal, policy_loss_bounds
+from offbeat_trainer.config import Aggregation, Correction, KlEstimator, Proximal
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from offbeat_engine import Predictions, TrainBatch
     from offbeat_trainer.config import PolicyLossConfig
@@ -71,12 +73,64 @@ def clipped_surrogate(
     )
 
 
+def policy_loss_bounds(config: PolicyLossConfig) -> Iterator[tuple[str, str]]:
+    """Yield the name of each setting that is out of its bounds, and what was expected and came."""
+    low, high, dual = config.clip_low, config.clip_high, config.dual_clip
+    for name, value, ok, wanted in (
+        ("clip_low", low, 0 <= low < 1, "in 0..1 (1 excluded)"),
+        ("clip_high", high, high >= 0, ">= 0"),
+        ("dual_clip", dual, dual == 0 or dual > 1, "> 1, or 0 for off"),
+        ("kl_coef", config.kl_coef, config.kl_coef >= 0, ">= 0"),
+        ("correction_low", config.correction_low, 0 < config.correction_low <= 1, "in 0..1 (0 excluded)"),
+        ("correction_high", config.correction_high, config.correction_high >= 1, ">= 1"),
+    ):
+        if not ok:
+            yield name, f"{wanted}, got {value:g}"
+
+
+def aggregate(
+    kind: Aggregation,
+    values_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    scale: LossScale,
+    max_completion_tokens: int,
+) -> torch.Tensor:
+    """Return the share of `values_BT` under `mask_BT` in the step's aggregate, a scalar.
+
+    Each mode is a sum over sequences divided by counts of the *whole* optimizer step (`LossScale`): the parts of any split of a
+    batch into micro-batches or ranks add up to the same loss.
+
+    - `token_mean`: every token weighs the same (DAPO, arXiv 2503.14476, section 3.3).
+    - `seq_mean_token_sum`: every token weighs the same, divided by sequences.
+    - `seq_mean_token_mean`: every sequence weighs the same, however long (GRPO, arXiv 2402.03300).
+    - `seq_mean_token_sum_norm`: as `seq_mean_token_sum`, divided by the constant `max_completion_tokens`, so that a
+      batch's length does not change the step (Dr. GRPO, arXiv 2503.20783).
+
+    Values outside the mask count as zero, NaN and infinity included. Sequences without a masked token add nothing;
+    whether they count in `scale.num_sequences` is the engine's affair.
+    """
+    sum_B = inside(values_BT, mask_BT).sum(-1)
+    num_tokens = max(scale.num_tokens, 1)  # nothing to train on anywhere: zero, not 0 / 0
+    num_sequences = max(scale.num_sequences, 1)
+    match kind:
+        case Aggregation.TOKEN_MEAN:
+            return sum_B.sum() / num_tokens
+        case Aggregation.SEQ_MEAN_TOKEN_SUM:
+            return sum_B.sum() / num_sequences
+        case Aggregation.SEQ_MEAN_TOKEN_MEAN:
+            return (sum_B / mask_BT.sum(-1).clamp(min=1)).sum() / num_sequences
+        case Aggregation.SEQ_MEAN_TOKEN_SUM_NORM:
+            return sum_B.sum() / (num_sequences * max_completion_tokens)
+        case _:
+            assert_never(kind)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
     """The loss of GRPO and its kin as an `offbeat_engine.LossFn`: picklable, and additive over micro-batches.
 
     loss = weight * surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy, each aggregated by
-    `config.aggregation`; the weight is 1 for tokens of the policy itself, see `off_policy`. The KL is weighted, by weight and
+    `config.aggregation`; the weight is 1 for tokens of the policy itself, see `ratios`. The KL is weighted, by weight and
     ratio, with the estimator UNBIASED alone. Needs `advantages`; with `kl_coef` also `ref_logprobs`; with `entropy_coef` an engine whose
     `entropy` carries gradient.
 

@@ -11,12 +11,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from offbeat_engine import Field, Refusal, register_field
-from offbeat_trainer.algorithms.advantages import check_scores
-from offbeat_trainer.algorithms.grpo import REFERENCE
+from offbeat_trainer.algorithms.grpo import REFERENCE, check_scores
 from offbeat_trainer.algorithms.interface import Algorithm
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss
+from offbeat_trainer.algorithms.policy_loss import PolicyLoss, policy_loss_bounds
 from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
-from offbeat_trainer.config import AlgorithmConfig, PpoConfig, Proximal, policy_loss_bounds
+from offbeat_trainer.config import AlgorithmConfig, PpoConfig, Proximal
 from offbeat_trainer.roles.critic import Critic
 from offbeat_trainer.roles.role import POLICY, RoleSpec
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.assemble import assemble
-from offbeat_trainer.data.trajectory import Trajectory
-from offbeat_trainer.data.types import Group, Prompt, Score
+from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.errors import PlanRefused
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine import LossOutput, LossScale
-from offbeat_trainer.algorithms.aggregation import inside
+from offbeat_trainer.algorithms.ratios import inside
 from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ N = prompts, G = trajectories of one prompt, B = sequences, T = tokens of the lo
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
@@ -15,7 +16,7 @@ import torch
 from offbeat_engine import TrainBatch, train_batch
 from offbeat_engine.batch import schema
 from offbeat_rollout import Finish
-from offbeat_trainer.data.trajectory import NO_VERSION, Limit, versions_of
+from offbeat_trainer.data.types import NO_VERSION, Limit, versions_of
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import Max, Mean, Metric, Sum
 
@@ -24,10 +25,21 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from offbeat_trainer.data.trajectory import Ending, Trajectory
-    from offbeat_trainer.data.types import Example, Group, Score
+    from offbeat_trainer.data.types import Ending, Example, Group, Score, Trajectory
 
 Ids: TypeAlias = "npt.NDArray[np.int32] | npt.NDArray[np.int64]"
+
+
+async def assembled(
+    groups: Sequence[Group],
+    targets_of: Callable[[Sequence[Group]], Mapping[str, torch.Tensor]],
+    temperature: float,
+) -> TrainBatch:
+    """Return the batch of `groups`, for which `targets_of` says what is to be learned; see `assemble`.
+
+    It is made in a thread: a large one takes seconds, in which requests are routed and answers read.
+    """
+    return await asyncio.to_thread(lambda: assemble(groups, targets_of(groups), temperature=temperature))
 
 
 def assemble(

@@ -1,14 +1,30 @@
-"""The values the trainer hands out. G = trajectories of one prompt, T = tokens of one of them."""
+"""The values the trainer hands out: what came of one prompt, in one turn or in several, and what is learned from written ones.
+
+G = trajectories of one prompt, T = tokens after the prompt, O = tokens observed. A `Trajectory` is made of completions, each
+token as it was sampled: no text is ever made into tokens a second time. Between them lies what an environment said, which was
+made into tokens once, and which no weights made.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import numpy as np
+
+from offbeat_rollout import Completion, Finish, VersionSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from offbeat_trainer.data.trajectory import Trajectory
+    import numpy.typing as npt
+
+_Number = TypeVar("_Number", np.int32, np.float32)
+NO_VERSION = -1
+"""The version of tokens that no policy sampled: of a prompt, of an environment, of padding."""
+_NOTHING = np.zeros(0, np.int32)
+_NOTHING.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +35,160 @@ class Prompt:
     text: str
     token_ids: tuple[int, ...]
     data: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+class Limit(StrEnum):
+    """What ended a trajectory of several turns before its environment did."""
+
+    TURNS = "turns"
+    SECONDS = "seconds"
+
+
+Ending: TypeAlias = Finish | Limit
+"""Why a trajectory ended. STOP: of itself, or its environment said so. LENGTH: there was no room for more tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """What the environment said, and what the policy answered. `reward` is what this turn alone earned.
+
+    `observed` [O] int32 are tokens to be read, not to be learned: none, for the first turn of most.
+    """
+
+    completion: Completion
+    observed: npt.NDArray[np.int32] = field(default_factory=lambda: _NOTHING)
+    reward: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens observed and sampled."""
+        return len(self.observed) + self.completion.num_tokens
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Turn):
+            return NotImplemented
+        alike = np.array_equal(self.observed, other.observed) and self.reward == other.reward
+        return alike and self.completion == other.completion
+
+    def __hash__(self) -> int:
+        return hash((self.completion, self.reward))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The turns that followed one prompt, and why there came no other.
+
+    The arrays speak of all T tokens after the prompt. Those that a policy sampled are trained: `trained` marks them, `spans`
+    names the weights that made them, and leaves gaps where the environment spoke; there `logprobs` are 0.
+    """
+
+    turns: tuple[Turn, ...]
+    finish: Ending
+
+    @classmethod
+    def of(cls, completion: Completion) -> Trajectory:
+        """Return the trajectory of one turn that `completion` is."""
+        return cls(turns=(Turn(completion=completion),), finish=completion.finish)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one completion and nothing else, as `of` makes it."""
+        if len(self.turns) != 1:
+            return False
+        turn = self.turns[0]
+        return not len(turn.observed) and not turn.reward and self.finish is turn.completion.finish
+
+    @property
+    def completion(self) -> Completion:
+        """The completion that a plain trajectory is."""
+        assert self.is_plain
+        return self.turns[0].completion
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum([turn.num_tokens for turn in self.turns])
+
+    @property
+    def num_trained(self) -> int:
+        """How many of its tokens a policy sampled."""
+        return sum([turn.completion.num_tokens for turn in self.turns])
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """[T] int32."""
+        return _end_to_end(
+            [part for one in self.turns for part in (one.observed, one.completion.token_ids)], np.int32
+        )
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        """[T] float32, as the sampler saw them; 0 where nothing was sampled."""
+        silent = [np.zeros(len(turn.observed), np.float32) for turn in self.turns]
+        spoken = [turn.completion.logprobs for turn in self.turns]
+        return _end_to_end([part for pair in zip(silent, spoken, strict=True) for part in pair], np.float32)
+
+    @property
+    def trained(self) -> npt.NDArray[np.bool_]:
+        """[T] bool: the tokens that a policy sampled."""
+        return self.policy_versions != NO_VERSION
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """The weights that made the trained tokens, in order; neighbours in different turns are never joined."""
+        if self.is_plain:
+            return self.turns[0].completion.spans
+        return tuple(self._shifted_spans())
+
+    @property
+    def policy_versions(self) -> npt.NDArray[np.int64]:
+        """[T] int64: the version of the weights that made each token, `NO_VERSION` where none did."""
+        return versions_of([self])
+
+    def rewards(self, total: float) -> npt.NDArray[np.float32]:
+        """Return what each token earned [T] float32, where all of it together is `total`.
+
+        The last token of a turn has the turn's reward; the last of all has, beside it, what no turn earned.
+        """
+        rewards_T = np.zeros(self.num_tokens, np.float32)
+        last = None
+        left = total
+        end = 0
+        for turn in self.turns:
+            end += turn.num_tokens
+            if turn.completion.num_tokens:
+                last = end - 1
+                rewards_T[last] += turn.reward
+                left -= turn.reward
+        if last is not None:
+            rewards_T[last] += left
+        return rewards_T
+
+    def cut(self, count: int, finish: Finish) -> Trajectory:
+        """Return the first `count` tokens of a trajectory of one turn, as one that ended by `finish`."""
+        return Trajectory.of(self.completion.cut(count, finish))
+
+    def rewarded(self, reward: float) -> Trajectory:
+        """Return it with `reward` for its last turn."""
+        *before, last = self.turns
+        return replace(self, turns=(*before, replace(last, reward=reward)))
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return the versions that made its tokens, in order: (version, number of tokens), `NO_VERSION` for observed ones."""
+        found: list[tuple[int, int]] = []
+        for turn in self.turns:
+            if len(turn.observed):
+                found.append((NO_VERSION, len(turn.observed)))
+            found += [(version, end - start) for version, start, end in turn.completion.spans]
+        return found
+
+    def _shifted_spans(self) -> Iterator[VersionSpan]:
+        begin = 0
+        for turn in self.turns:
+            begin += len(turn.observed)
+            for version, start, end in turn.completion.spans:
+                yield VersionSpan(version, begin + start, begin + end)
+            begin += turn.completion.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +232,16 @@ class Pair:
     prompt_ids: tuple[int, ...]
     chosen_ids: tuple[int, ...]
     rejected_ids: tuple[int, ...]
+
+
+def versions_of(trajectories: Iterable[Trajectory]) -> npt.NDArray[np.int64]:
+    """Return the `policy_versions` of `trajectories`, one after the other."""
+    runs = [run for one in trajectories for run in one.runs()]
+    versions = np.array([version for version, _ in runs], np.int64)
+    return versions.repeat(np.array([count for _, count in runs], np.int64))
+
+
+def _end_to_end(parts: Sequence[npt.NDArray[_Number]], dtype: type[_Number]) -> npt.NDArray[_Number]:
+    """Return `parts` as one array; one that is alone is not copied."""
+    full = [part for part in parts if len(part)]
+    return full[0] if len(full) == 1 else np.concatenate(full) if full else np.zeros(0, dtype)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.loops.learning import learn
-from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.stream.parts import sync_metrics, version_of
+from offbeat_trainer.data.assemble import assembled
+from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
+from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.stream import open_stream
 
 if TYPE_CHECKING:
@@ -29,13 +29,16 @@ async def run_fully_async(parts: Parts, outcome: Outcome, start: int = 0) -> Non
             clock = parts.clock()
             with clock.phase("generate"):
                 groups = await stream.take(step)
-            groups, trained = await learn(parts, clock, groups)
+            with clock.phase("reward"):
+                batch = await assembled(groups, parts.algorithm.targets, parts.sampling.temperature)
+            with clock.phase("train"):
+                trained = await parts.policy.update(batch)
             parts.stop.held = not stream.syncs_after(step)
             if not parts.stop.held:
                 with clock.phase("sync"):
                     report = await stream.publish(version_of(step + 1))
-                trained += sync_metrics(report)
+                trained = [*trained, *sync_metrics(report)]
             if await close_step(parts, outcome, clock, step, groups, [*trained, *stream.metrics()]):
                 return
             # To free thousands of completions takes milliseconds: now, not once the next step's are there.
-            del groups
+            del groups, batch

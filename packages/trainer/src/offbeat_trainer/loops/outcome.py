@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.data.assemble import group_metrics, staleness_metrics
-from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
+from offbeat_trainer.metrics import Last, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.run_store import RunState
-from offbeat_trainer.stream.parts import due, show, validate, version_of
+from offbeat_trainer.stream.gate import version_of
+from offbeat_trainer.stream.parts import due
+from offbeat_trainer.stream.producer import training_params
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from offbeat_ckptsync import SyncReport
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.stream.parts import Parts
-    from offbeat_trainer.watch.phases import PhaseClock
+    from offbeat_trainer.watch.watchdog import PhaseClock
 
 STEP_PHASES = ("generate", "reward", "train", "sync")
 DROPPED = "buffer/dropped_"  # metrics that count, by reason; see `GroupStream.metrics`
+NUM_SHOWN = 4
 FORGET_EVERY = 20
 """Steps between two clearances of the journal where no checkpoint clears it."""
 
@@ -164,3 +168,41 @@ async def save(parts: Parts, outcome: Outcome, *, block: bool) -> None:
     )
     await parts.policy.save(outcome.steps, block=block)
     parts.journal.forget(parts.store.oldest())
+
+
+async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float | None:
+    """Return greedy accuracy on held-out prompts under the weights now served; `title` shows some completions.
+
+    Prompts without a score do not count. None where the task holds none out.
+    """
+    prompts = parts.task.validation_prompts(parts.loop.validation_prompts)
+    if not prompts:
+        return None
+    greedy = replace(training_params(parts, step), temperature=0.0)
+    with clock.phase("validate", f"{len(prompts)} held-out prompts, greedy"):
+        groups = await parts.rollout.run_all(prompts, greedy, 1)
+    if title:
+        show(parts, step, title, groups)
+    return sum(group.scores[0].correct for group in groups) / len(groups)
+
+
+def show(parts: Parts, step: int, title: str, groups: Sequence[Group]) -> None:
+    """Hand a few groups with their texts to the reporter."""
+    some = list(groups[:NUM_SHOWN])
+    texts = [[parts.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in some]
+    parts.reporter.samples(step, title, some, texts)
+
+
+def sync_metrics(report: SyncReport) -> list[Metric]:
+    """Return a weight sync in metrics."""
+    gap = [] if report.worst_gap_s is None else [Metric("sync/worst_gap_s", Mean(report.worst_gap_s))]
+    return [
+        *gap,
+        Metric("sync/version", Last(report.version)),
+        Metric("sync/gb_per_s", Mean(report.gb_per_s)),
+        Metric("sync/bytes", Sum(report.num_bytes)),
+        Metric("sync/pause_s", Mean(report.pause_s)),
+        Metric("sync/transfer_s", Mean(report.transfer_s)),
+        Metric("sync/verify_s", Mean(report.verify_s)),
+        Metric("sync/flip_s", Mean(report.flip_s)),
+    ]

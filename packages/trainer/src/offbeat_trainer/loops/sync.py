@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.config import Order, Partial, TooOld
-from offbeat_trainer.loops.learning import learn
-from offbeat_trainer.loops.outcome import close_step, open_run
-from offbeat_trainer.stream.parts import sync_metrics, version_of
+from offbeat_trainer.data.assemble import assembled
+from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
+from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.stream import open_stream
 
 if TYPE_CHECKING:
@@ -46,10 +46,13 @@ async def run_sync(parts: Parts, outcome: Outcome, start: int = 0) -> None:
             clock = parts.clock()
             with clock.phase("generate"):
                 groups = await stream.take(step)
-            groups, trained = await learn(parts, clock, groups)
+            with clock.phase("reward"):
+                batch = await assembled(groups, parts.algorithm.targets, parts.sampling.temperature)
+            with clock.phase("train"):
+                trained = await parts.policy.update(batch)
             with clock.phase("sync"):
                 report = await stream.publish(version_of(step + 1))
             metrics = [*trained, *sync_metrics(report), *stream.metrics()]
             if await close_step(parts, outcome, clock, step, groups, metrics):
                 return
-            del groups  # see `run_fully_async`
+            del groups, batch  # see `run_fully_async`

@@ -25,24 +25,21 @@ import numpy as np
 from offbeat_rollout import Finish, GenerateRequest
 from offbeat_trainer.concurrency import together
 from offbeat_trainer.config import EnvironmentConfig, OnFailure, RewardFrom
-from offbeat_trainer.data.seeds import derive_seed
-from offbeat_trainer.data.trajectory import Limit, Trajectory, Turn
-from offbeat_trainer.data.types import Group, Score
+from offbeat_trainer.data.types import Group, Limit, Score, Trajectory, Turn
 from offbeat_trainer.errors import EnvironmentFailed, TrainerError
 from offbeat_trainer.rollouts.environment import Action, asked, checked
-from offbeat_trainer.rollouts.single import those_that_came
-from offbeat_trainer.watch.clock import now_s
-from offbeat_trainer.watch.timeline import GENERATION, Timeline
+from offbeat_trainer.rollouts.single import derive_seed, those_that_came
+from offbeat_trainer.watch.timeline import GENERATION, Timeline, now_s
 from offbeat_trainer.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from offbeat_rollout import Completion, SamplingParams
-    from offbeat_trainer.data.generation import GroupGenerator, Keep
     from offbeat_trainer.data.types import Prompt
     from offbeat_trainer.interface import Scorer
     from offbeat_trainer.rollouts.environment import Environment, Feedback, Observation
+    from offbeat_trainer.rollouts.single import GroupGenerator, Keep
 
 log = logging.getLogger(__name__)
 

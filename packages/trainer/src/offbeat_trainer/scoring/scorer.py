@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from offbeat_trainer.data.trajectory import Trajectory
-    from offbeat_trainer.data.types import Group, Prompt
+    from offbeat_trainer.data.types import Group, Prompt, Trajectory
     from offbeat_trainer.scoring.functions import Reward
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 from offbeat_trainer.config import Order
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, Taken, oldest_version, spans_of
-from offbeat_trainer.watch.clock import now_s
+from offbeat_trainer.watch.timeline import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -6,17 +6,16 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from offbeat_rollout import NoReplica, RequestError, RolloutError
+from offbeat_rollout import NoReplica, RequestError, RolloutError, SamplingParams
 from offbeat_trainer.errors import DeadlineExceeded, GroupFailed, ResumeError, TrainerError, WorkerGone
+from offbeat_trainer.rollouts.single import derive_seed
 from offbeat_trainer.stream.journal.events import Half, oldest_version
-from offbeat_trainer.stream.parts import training_params
 from offbeat_trainer.watch.timeline import GENERATION
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from offbeat_trainer.data.trajectory import Trajectory
-    from offbeat_trainer.data.types import Group, Prompt
+    from offbeat_trainer.data.types import Group, Prompt, Trajectory
     from offbeat_trainer.stream.buffer import GroupBuffer
     from offbeat_trainer.stream.journal.events import Recovered
     from offbeat_trainer.stream.parts import Parts
@@ -29,6 +28,17 @@ REFUSED = "refused"
 # What a group may fail with without its being the run's fault: it is tried again, elsewhere if there is an elsewhere.
 RETRIED = (RolloutError, WorkerGone, DeadlineExceeded, ConnectionError, TimeoutError)
 REST_S = 1.0  # before the next attempt: replicas are fenced, replaced and synced meanwhile
+
+
+def training_params(parts: Parts, step: int) -> SamplingParams:
+    """Return how the completions of `step` are sampled; its seed is the base of one seed per completion."""
+    return SamplingParams(
+        max_tokens=parts.sampling.max_tokens,
+        temperature=parts.sampling.temperature,
+        stop_token_ids=parts.task.stop_token_ids(),
+        stop=parts.sampling.stop,
+        seed=derive_seed(parts.seed, "sample", step),
+    )
 
 
 class Prompts:

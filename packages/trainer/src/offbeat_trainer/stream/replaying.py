@@ -9,14 +9,12 @@ from offbeat_rollout import Finish
 from offbeat_trainer.data.types import Group
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.rollouts.single import SingleTurn
-from offbeat_trainer.stream.parts import training_params
-from offbeat_trainer.stream.producer import Producer
+from offbeat_trainer.stream.producer import Producer, training_params
 from offbeat_trainer.watch.timeline import GENERATION
 
 if TYPE_CHECKING:
     from offbeat_rollout import SamplingParams
-    from offbeat_trainer.data.trajectory import Trajectory
-    from offbeat_trainer.data.types import Prompt
+    from offbeat_trainer.data.types import Prompt, Trajectory
     from offbeat_trainer.stream.buffer import GroupBuffer
     from offbeat_trainer.stream.journal.events import Recovered, Spans
     from offbeat_trainer.stream.parts import Parts

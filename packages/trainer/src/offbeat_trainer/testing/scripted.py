@@ -23,7 +23,7 @@ from offbeat_ckptsync import SyncReport
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.types import Prompt, Score
 from offbeat_trainer.metrics import Max, Mean, Metric
-from offbeat_trainer.watch.clock import now_s
+from offbeat_trainer.watch.timeline import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from offbeat_engine import TrainBatch
     from offbeat_rollout import GenerateRequest
-    from offbeat_trainer.data.trajectory import Trajectory
+    from offbeat_trainer.data.types import Trajectory
     from offbeat_trainer.rollouts.environment import Observation
 
 VOCAB = 16

@@ -6,14 +6,15 @@ PhYUmn5OOQtYMH4h6I0nSsKchNAySU), written line by line: a killed run leaves a fil
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
 from offbeat_trainer.metrics import Mean, Metric
-from offbeat_trainer.watch.clock import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -41,6 +42,17 @@ _GENERATION_WAITS = {
     "reward": "for rewards",
     "save": "for a checkpoint to be written",
 }
+
+
+def now_s() -> float:
+    """Return seconds on the one clock of a run, that of the event loop: a loop with a clock of its own moves everything.
+
+    Outside of a loop it is the clock that loops use by default.
+    """
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

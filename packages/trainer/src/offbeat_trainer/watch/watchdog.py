@@ -1,4 +1,7 @@
-"""No wait without an owner and an end: who waits for whom, for what, since when, and what was the last progress."""
+"""No wait without an owner and an end: who waits for whom, for what, since when, and what was the last progress.
+
+The loop's own waits are the phases of a step, whose walls are measured on one clock.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,27 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.config import OnStall
 from offbeat_trainer.errors import DeadlineExceeded
-from offbeat_trainer.watch.clock import now_s
+from offbeat_trainer.metrics import Metric, Sum
+from offbeat_trainer.watch.timeline import Timeline, now_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from offbeat_trainer.interface import Reporter
+
 log = logging.getLogger(__name__)
+
+OWNERS = {
+    "generate": ("generation", "give a step's groups"),
+    "reward": ("the task", "score"),
+    "train": ("the training ranks", "train on a step's batch"),
+    "drain": ("generation", "end under the old weights"),
+    "sync": ("weight sync", "bring new weights to every replica"),
+    "validate": ("generation", "answer held-out prompts"),
+    "evaluate": ("the training ranks", "look at held-out rows"),
+    "save": ("the training ranks", "write a checkpoint"),
+}
+"""Whom the loop waits for in a phase, and to do what."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -137,3 +155,41 @@ class _Timer:
             return
         self._wait.stalled = True
         self._task.cancel()
+
+
+class PhaseClock:
+    """Measures named phases and announces them; phases may repeat, their times add up."""
+
+    def __init__(
+        self, reporter: Reporter, timeline: Timeline | None = None, watchdog: Watchdog | None = None
+    ) -> None:
+        """Announce every phase to `reporter`, draw it on `timeline`, and let `watchdog` know where the loop is."""
+        self._reporter = reporter
+        self._timeline = Timeline() if timeline is None else timeline
+        self._watchdog = Watchdog() if watchdog is None else watchdog
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str, detail: str = "") -> Generator[None]:
+        """Count the time inside the block as `name`, also when it raises."""
+        self._reporter.phase(name, detail)
+        started_s = now_s()
+        owner, what = OWNERS.get(name, ("the run", name))
+        try:
+            # Bounded: each call of a phase has a deadline of its own, which names the process.
+            with (
+                self._timeline.phase(name, detail),
+                self._watchdog.waiting("the loop", owner, what, bounded=True),
+            ):
+                yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + now_s() - started_s
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds per phase so far."""
+        return dict(self._seconds)
+
+    def metrics(self) -> list[Metric]:
+        """Return `time/<phase>_s` of every phase."""
+        return [Metric(f"time/{name}_s", Sum(seconds)) for name, seconds in self._seconds.items()]

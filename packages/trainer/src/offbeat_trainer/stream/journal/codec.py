@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offbeat_rollout import Completion, Finish, VersionSpan, version_spans
-from offbeat_trainer.data.trajectory import Limit, Trajectory, Turn
+from offbeat_trainer.data.types import Limit, Trajectory, Turn
 from offbeat_trainer.errors import ResumeError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from offbeat_trainer.data.trajectory import Ending
+    from offbeat_trainer.data.types import Ending
 
 FORMAT = 2
 # As json.dumps writes it; what is written here is no cycle, and to look for one costs as much as a third of the writing.

@@ -6,14 +6,13 @@ prompt itself is not kept, it is a function of the index (`Task.prompts`); its u
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from offbeat_trainer.data.trajectory import Trajectory
-    from offbeat_trainer.data.types import Score
+    from offbeat_trainer.data.types import Score, Trajectory
 
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
@@ -106,6 +105,38 @@ class Journal(Protocol):
     def close(self) -> None:
         """Release it; safe to call twice."""
         ...
+
+
+class MemoryJournal:
+    """Satisfies `Journal` with a list that lasts as long as the process: for tests, and for runs that need not be resumed exactly."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        """Begin with `events`."""
+        self._events = list(events)
+
+    def write(self, event: Event) -> None:
+        """See `Journal.write`; a killed process takes this one along."""
+        self._events.append(event)
+
+    def events(self) -> Iterable[Event]:
+        """See `Journal.events`."""
+        return tuple(self._events)
+
+    def forget(self, before_step: int) -> None:
+        """See `Journal.forget`."""
+        old = {
+            index
+            for event in self._events
+            if isinstance(event, Taken) and event.step < before_step
+            for index in event.indices
+        }
+        self._events = [
+            replace(event, trajectories=()) if isinstance(event, Finished) and event.index in old else event
+            for event in self._events
+        ]
+
+    def close(self) -> None:
+        """See `Journal.close`."""
 
 
 @dataclass(slots=True, kw_only=True)

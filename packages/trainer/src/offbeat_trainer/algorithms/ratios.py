@@ -1,12 +1,28 @@
-"""What to do about tokens that another policy sampled: importance weights trainer / sampler, cut where they run wild.
+"""Ratios of two policies, per token: how far the policy is from a reference, and what to do about tokens that another one sampled.
 
-B = sequences, T = tokens. Three policies matter. The *sampler* made the tokens: older weights, and an engine that rounds
-differently. The *proximal* policy is the trainer's own before the step. The *current* one is being trained. Decoupled PPO
-(Hilton et al., "Batch size-invariance for policy optimization", arXiv 2110.00641; for asynchronous runs AReaL, arXiv
-2505.24298, section 5.2) clips current / proximal and weighs each sample by proximal / sampler. This module is the weight.
+B = sequences, T = tokens.
 
-Exact weights leave the gradient unbiased and their variance grows with every version and every token; all that follows
-trades a little bias for much less of it.
+**KL.** Schulman's estimators of KL(policy || reference) from tokens that the policy sampled (joschu.net/blog/kl-approx.html).
+`log_ratio` is log reference - log policy, per token, nats. As *numbers*, k1 and k3 are unbiased and k2 is nearly so;
+k1 alone can be negative and k3 varies the least. As *losses*, what matters is the expected gradient through the
+policy's log-probability while the tokens stay fixed, and there they are three different things:
+
+- k1: the score function, zero on average. It adds noise and no pull to the reference. Use it to watch, not to train.
+- k2: the gradient of KL(policy || reference), the quantity usually meant.
+- k3: the gradient of KL(reference || policy), the KL the other way round; gentle where the policy has left the
+  reference's support (GRPO's choice, arXiv 2402.03300).
+
+All of these expect tokens of the policy itself. Of tokens that older weights sampled they pull as if those weights were the
+policy; `PolicyLoss` does not weigh them. "unbiased" is k3 times policy / sampler, with the gradient of that ratio (DeepSeek-V3.2,
+arXiv 2512.02556, section 3.1): its expected gradient is that of KL(policy || reference), whoever sampled.
+tests/algorithms/test_kl.py holds these sentences against exact expectations over a small vocabulary.
+
+**Importance weights** trainer / sampler, cut where they run wild. Three policies matter. The *sampler* made the tokens: older
+weights, and an engine that rounds differently. The *proximal* policy is the trainer's own before the step. The *current* one is
+being trained. Decoupled PPO (Hilton et al., "Batch size-invariance for policy optimization", arXiv 2110.00641; for asynchronous
+runs AReaL, arXiv 2505.24298, section 5.2) clips current / proximal and weighs each sample by proximal / sampler. Exact weights
+leave the gradient unbiased and their variance grows with every version and every token; `correct` trades a little bias for much
+less of it.
 """
 
 from __future__ import annotations
@@ -16,9 +32,7 @@ from typing import TYPE_CHECKING, assert_never
 
 import torch
 
-from offbeat_trainer.algorithms.aggregation import inside
-from offbeat_trainer.algorithms.kl import MAX_LOG_RATIO
-from offbeat_trainer.config import Correction, CorrectionLevel
+from offbeat_trainer.config import Correction, CorrectionLevel, KlEstimator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +40,46 @@ if TYPE_CHECKING:
 RATIO_MEAN = "offpolicy/ratio_mean"
 RATIO_SQUARE_MEAN = "offpolicy/ratio_square_mean"
 ESS = "offpolicy/ess_fraction"
+MAX_LOG_RATIO = 20.0
+"""Beyond exp(20) a ratio says only "far away"; capping there keeps float32 sums finite."""
+
+
+def inside(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return `values_BT` under `mask_BT` and zero elsewhere, in value and in gradient.
+
+    A product with the mask would turn infinity outside it into NaN.
+    """
+    return torch.where(mask_BT, values_BT, torch.zeros_like(values_BT))
+
+
+def k1(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Unbiased, of high variance, of either sign."""
+    return -log_ratio
+
+
+def k2(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Non-negative, slightly biased, of low variance."""
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Non-negative, unbiased, of low variance; `log_ratio` is capped at `MAX_LOG_RATIO`."""
+    capped = log_ratio.clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(capped) - capped  # expm1: exp(x) - 1 - x loses every digit near 0
+
+
+def kl_estimate(kind: KlEstimator, logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return the estimate of KL(policy || reference) per token in nats, any shape."""
+    log_ratio = ref_logprobs - logprobs
+    match kind:
+        case KlEstimator.K1:
+            return k1(log_ratio)
+        case KlEstimator.K2:
+            return k2(log_ratio)
+        case KlEstimator.K3 | KlEstimator.UNBIASED:  # whose weight is known to the loss
+            return k3(log_ratio)
+        case _:
+            assert_never(kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
