@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -127,6 +128,17 @@ def test_all_reasons_come_at_once():
 def test_a_folder_without_a_model_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json"):
         Fsdp2Engine(replace(GOOD, model=ModelConfig(path=str(tmp_path))), World()).init_model()
+
+
+def test_a_config_of_which_transformers_makes_no_model_is_refused_when_planned_and_when_loaded(tmp_path):
+    path = make_tiny_model(tmp_path)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "num_attention_heads": 0}))
+    config = replace(GOOD, model=ModelConfig(path=path))
+    (refusal,) = Fsdp2Engine.check(config, 1)
+    assert (refusal.setting, "ZeroDivisionError" in refusal.reason) == ("model.path", True)
+    with pytest.raises(ConfigError, match="division"):
+        Fsdp2Engine(config, World()).init_model()
 
 
 def test_a_model_that_changes_its_logits_is_refused(tmp_path):

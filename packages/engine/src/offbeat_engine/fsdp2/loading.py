@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _COMPARED_ROWS = 4096
 _MAX_NAMED = 5
+# What the code of a family raises over a config.json, or files, that do not fit it.
+_UNFIT = (
+    OSError, ValueError, RuntimeError, SafetensorError, LookupError, ArithmeticError, AssertionError, TypeError,
+    AttributeError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,7 @@ def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
                     _whole(auto, shape, common, config),
                     None,
                 )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except _UNFIT as error:
         raise ConfigError(
             f"no model for a {config.head} head in {config.path!r}: expected a local Hugging Face folder with "
             f"config.json{'' if config.random_init else ' and safetensors'} ({error})"
@@ -89,7 +94,7 @@ def empty_model(config: ModelConfig) -> Any:  # noqa: ANN401
     try:
         shape = AutoConfig.from_pretrained(config.path, local_files_only=True, **extra)
         return _empty(auto, shape, {"attn_implementation": "eager"})
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
+    except _UNFIT as error:
         said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ConfigError(f"no model for a {config.head} head in {config.path!r} ({said})") from error
 

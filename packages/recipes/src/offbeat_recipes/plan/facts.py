@@ -140,21 +140,29 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
 
 
 def model_facts(shape: PretrainedConfig) -> ModelFacts:
-    """Return the facts of a Hugging Face config; parameters are counted on the meta device."""
+    """Return the facts of a Hugging Face config; parameters are counted on the meta device.
+
+    Raises:
+        ValueError: transformers makes no model of it, whatever its code raises over that.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"model.path: transformers makes no model of its config.json ({said})") from error
     text = shape.get_text_config()
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "num_attention_heads", 0) or 0)  # a family without attention has none
     return ModelFacts(
         num_params=sum(parameter.numel() for parameter in model.parameters()),
         num_layers=int(text.num_hidden_layers),
         hidden_size=int(text.hidden_size),
         vocab_size=int(text.vocab_size),
         num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)),
         max_positions=int(getattr(text, "max_position_embeddings", 0)),
     )
 
