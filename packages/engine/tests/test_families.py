@@ -147,3 +147,21 @@ def test_a_family_that_joins_weights_as_it_saves_is_refused(tmp_path, monkeypatc
     config = Fsdp2Config(model=ModelConfig(path=path, random_init=True))
     with pytest.raises(ConfigError, match="joins several weights into one"):
         Fsdp2Engine(config, World()).init_model()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mamba", {"state_size": 8, "initializer_range": 0.02}),
+        (
+            "minimax",
+            {**MOE["mixtral"], "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+        ),
+    ],
+)
+def test_a_family_that_mixes_precisions_is_refused_in_bfloat16_with_what_helps(tmp_path, family, settings):
+    path = make_tiny_model(tmp_path, family=family, **settings)
+    padded = {"packing": False, "attention": "eager"}
+    with pytest.raises(ConfigError, match=r"multiplies it by bfloat16 weights: set `dtype: float32`"):
+        make_engine(path, dtype=Dtype.BFLOAT16, **padded)
+    make_engine(path, **padded).close()

@@ -33,6 +33,10 @@ class Feature(StrEnum):
     SEQUENCE_PARALLEL = "sequence_parallel"
     TENSOR_PARALLEL = "tensor_parallel"
     PIPELINE_PARALLEL = "pipeline_parallel"
+    CONTEXT_PARALLEL = "context_parallel"
+    EXPERT_PARALLEL = "expert_parallel"
+    FP8 = "fp8"
+    MULTIMODAL = "multimodal"
     NAMED_GRADIENTS = "named_gradients"
 
 

@@ -112,14 +112,14 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
         except RankLostError:
             raise
         except Exception as error:  # noqa: BLE001 whatever a model raises here it would raise in the first step
-            return _failure(hf, error, batch, packed=packed)
+            return _failure(hf, error, batch, engine.config.dtype, packed=packed)
     return found and (
         f"{type(hf).__name__}: {found}: something draws at random that no setting of its config turns off; "
         "set `model.dropout: true` if that is wanted"
     )
 
 
-def _failure(hf: Any, error: Exception, batch: TrainBatch, *, packed: bool) -> str:  # noqa: ANN401
+def _failure(hf: Any, error: Exception, batch: TrainBatch, dtype: Dtype, *, packed: bool) -> str:  # noqa: ANN401
     """Say in words what `error` has to do with the model: nothing, where memory ran out or a rank was lost."""
     what = f"{type(hf).__name__} failed on {batch.batch_size[0]} short sequences ({type(error).__name__}: {error}); "
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -129,6 +129,8 @@ def _failure(hf: Any, error: Exception, batch: TrainBatch, *, packed: bool) -> s
         )
     if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
         return f"{what}another rank died, hangs, or raised alone: see the logs of all of them"
+    if dtype == Dtype.BFLOAT16 and isinstance(error, RuntimeError) and "dtype" in str(error):
+        return f"{what}the family's own code computes a part in float32 and multiplies it by bfloat16 weights: set `dtype: float32`"
     return what + ("`packing: false` may help, or use another model" if packed else "use another model")
 
 
