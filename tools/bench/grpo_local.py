@@ -22,7 +22,8 @@ from offbeat_trainer import (
     Score,
     StepShape,
 )
-from offbeat_trainer.local import LocalPolicy, LocalPublisher
+from offbeat_trainer.learner import LocalPolicy
+from offbeat_trainer.local import LocalPublisher
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import POLICY

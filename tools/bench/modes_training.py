@@ -25,7 +25,7 @@ from offbeat_trainer import (
     SqliteJournal,
     StepShape,
 )
-from offbeat_trainer.local import LocalPolicy
+from offbeat_trainer.learner import LocalPolicy
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome

@@ -37,7 +37,8 @@ from offbeat_trainer import (
     StepShape,
     algorithm_class,
 )
-from offbeat_trainer.local import LocalPolicy, LocalPublisher
+from offbeat_trainer.learner import LocalPolicy
+from offbeat_trainer.local import LocalPublisher
 from offbeat_trainer.loops.fully_async import run_fully_async
 from offbeat_trainer.loops.one_step_off import run_one_step_off
 from offbeat_trainer.loops.outcome import Outcome
@@ -300,7 +301,7 @@ class Rooms:
 
 @pytest.mark.parametrize(
     ("mode", "journal", "most"),
-    [(run_sync, None, 19), (run_fully_async, "journal.sqlite", 23)],
+    [(run_sync, None, 18), (run_fully_async, "journal.sqlite", 21)],
     ids=["sync", "fully_async"],
 )
 def test_one_prompt_is_followed_through_few_files(tmp_path, model, mode, journal, most):

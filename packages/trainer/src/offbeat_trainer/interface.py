@@ -87,6 +87,22 @@ class Policy(Protocol):
         ...
 
 
+class OfflinePolicy(Protocol):
+    """The training side as a loop over written rows sees it; see `Policy` for what is alike."""
+
+    async def update(self, batch: TrainBatch) -> list[Metric]:
+        """Train on one step's batch."""
+        ...
+
+    async def evaluate(self, batch: TrainBatch) -> list[Metric]:
+        """Return what the models say of held-out rows; see `OfflineAlgorithm.evaluate`."""
+        ...
+
+    async def save(self, step: int, *, block: bool) -> None:
+        """Write a checkpoint of `step`, atomically."""
+        ...
+
+
 class Generator(Protocol):
     """The generation side as a loop sees it."""
 

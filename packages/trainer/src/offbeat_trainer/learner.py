@@ -1,21 +1,30 @@
-"""One rank's part in training: an algorithm and the models it works with."""
+"""One rank's part in training, an algorithm and the models it works with; and a `Policy` that carries its calls to the ranks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from offbeat_engine.losses import SftLoss
 from offbeat_trainer.algorithms.offline import OfflineAlgorithm
+from offbeat_trainer.interface import OfflinePolicy, Policy
 from offbeat_trainer.roles.role import POLICY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Coroutine, Mapping
+    from types import CoroutineType
 
     from offbeat_engine import Engine, TrainBatch
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig
     from offbeat_trainer.metrics import Metric
     from offbeat_trainer.roles.role import Role
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Learner:
@@ -93,3 +102,54 @@ class Learner:
         """Close the engines."""
         for engine in {id(role.engine): role.engine for role in self._roles.values()}.values():
             engine.close()
+
+
+class Carrier(Protocol):
+    """Who brings a call to where it is done."""
+
+    async def carry(self, method: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the method has them
+        """Have `method` done, and return its answer."""
+        ...
+
+
+def carried(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Carrier, P], CoroutineType[Any, Any, T]]:
+    """Return `method`, that of a protocol, as the method of a class that carries it."""
+
+    @wraps(method)
+    async def call(self: Carrier, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.carry(method.__name__, *args, **kwargs)
+
+    return call
+
+
+class CarriedPolicy(ABC):
+    """Satisfies `Policy` and `OfflinePolicy` by learners elsewhere, each of which does what it is asked."""
+
+    update = carried(Policy.update)
+    supervise = carried(Policy.supervise)
+    evaluate = carried(OfflinePolicy.evaluate)
+    save = carried(Policy.save)
+    load = carried(Policy.load)
+    export = carried(Policy.export)
+
+    @abstractmethod
+    async def carry(self, method: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - see `Carrier`
+        """Let every learner do `method`, and return what the first one answers."""
+
+
+class LocalPolicy(CarriedPolicy):
+    """With a learner in this process, whose calls run in one thread of their own."""
+
+    def __init__(self, learner: Learner, *, timeout_s: float) -> None:
+        """Train through `learner`; every call must end within `timeout_s`."""
+        self._learner = learner
+        self._timeout_s = timeout_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
+
+    async def carry(self, method: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - see `Carrier`
+        """See `CarriedPolicy.carry`."""
+        work = partial(getattr(self._learner, method), *args, **kwargs)
+        async with asyncio.timeout(self._timeout_s):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -85,7 +85,7 @@ async def test_publish_brings_both_replicas_to_the_version_and_their_tokens_say_
     # Both replicas, asked one by one, give the same tokens: the weights are the same ones.
     each = [await complete(handle, requests(8)) for handle in cluster.rollout.handles.values()]
     assert each[0] == each[1]
-    healths = [await handle.health.remote() for handle in cluster.rollout.handles.values()]
+    healths = [await handle.do.remote("health") for handle in cluster.rollout.handles.values()]
     assert [health.version for health in healths] == [4, 4]
 
 
@@ -144,7 +144,7 @@ async def test_requests_of_a_killed_replica_go_to_the_other_one(cluster, publish
 
     async def busy():
         assert not work.done(), "the batch was over before the replica could be killed"
-        return (await doomed.health.remote()).num_running > 0
+        return (await doomed.do.remote("health")).num_running > 0
 
     await until(busy, "replica 1 to be at work")
     os.kill(pid, signal.SIGKILL)

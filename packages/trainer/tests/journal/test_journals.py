@@ -19,7 +19,6 @@ from offbeat_trainer.config import AsyncConfig, LoopConfig
 from offbeat_trainer.data.types import Limit, Score, Trajectory, Turn
 from offbeat_trainer.errors import ResumeError, TrainerError
 from offbeat_trainer.loops.outcome import FORGET_EVERY
-from offbeat_trainer.stream.journal.codec import pack, unpack
 from offbeat_trainer.stream.journal.events import (
     Dropped,
     Finished,
@@ -31,6 +30,7 @@ from offbeat_trainer.stream.journal.events import (
     recover,
     spans_of,
 )
+from offbeat_trainer.stream.journal.rows import pack, unpack
 from offbeat_trainer.stream.journal.segments import SegmentJournal
 from offbeat_trainer.stream.journal.sqlite import _FORGET, SqliteJournal
 from offbeat_trainer.testing import ScriptedRun, ScriptedTask

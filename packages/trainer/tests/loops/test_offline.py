@@ -8,7 +8,7 @@ import torch
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
 from offbeat_trainer import Example, Learner, LoopConfig, Role, Sft, SftConfig, reduce_metrics
-from offbeat_trainer.local import LocalPolicy
+from offbeat_trainer.learner import LocalPolicy
 from offbeat_trainer.loops.offline import OfflineParts, run_offline
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.run_store import RunStore

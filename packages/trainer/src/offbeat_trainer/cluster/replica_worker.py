@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.control.carried import Operations
 from offbeat_ckptsync.values import Registration
@@ -17,11 +17,11 @@ from offbeat_trainer.weights.gates import SharedGate
 from offbeat_trainer.weights.member import make_member
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Collection, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from offbeat_ckptsync import SyncConfig
     from offbeat_ckptsync.wire import Json
-    from offbeat_rollout import Completion, GenerateRequest, Health, RolloutEngine
+    from offbeat_rollout import Completion, GenerateRequest, RolloutEngine
     from offbeat_trainer.cluster.spec import RolloutSpec
 
 LINGER_S = 0.1
@@ -97,17 +97,9 @@ class ReplicaWorker:
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
 
-    async def abort_requests(self, request_ids: Collection[str]) -> None:
-        """See `RolloutEngine.abort`."""
-        await self._engine.abort(request_ids)
-
-    async def health(self) -> Health:
-        """See `RolloutEngine.health`."""
-        return await self._engine.health()
-
-    async def stop(self) -> None:
-        """See `RolloutEngine.stop`."""
-        await self._engine.stop()
+    async def do(self, method: str, *given: Any) -> Any:  # noqa: ANN401 - as the method has them
+        """Do `method` of the engine; see `RolloutEngine`."""
+        return await getattr(self._engine, method)(*given)
 
     async def sync_op(self, op: str, request: Json) -> Json:
         """Do an operation of a weight sync and return its outcome; see `offbeat_ckptsync.ops`."""

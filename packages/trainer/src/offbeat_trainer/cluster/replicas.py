@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from offbeat_rollout.registry import adapter_environment
+from offbeat_rollout.seats import Replica
 from offbeat_trainer.cluster.replica_worker import ReplicaWorker
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.waits import answer
+from offbeat_trainer.learner import carried
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from offbeat_rollout import Completion, GenerateRequest, Health
+    from offbeat_rollout import Completion, GenerateRequest
     from offbeat_trainer.cluster.placement import Rooms
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.watch.timeline import Timeline
 
+_DONE = {"abort": "abort requests", "health": "say how it is"}
 MAX_CALLS = 1024  # of one replica at once; a call carries a whole batch, so this is never the limit
 
 
@@ -65,6 +68,9 @@ class ReplicaStarter:
 class RemoteReplica:
     """Satisfies `Replica`: forwards to the process of one replica. A replacement's `handle` takes the old one's place."""
 
+    abort = carried(Replica.abort)
+    health = carried(Replica.health)
+
     def __init__(self, name: str, handle: Any, timeout_s: float, timeline: Timeline) -> None:  # noqa: ANN401
         self.handle = handle
         self.timeline = timeline
@@ -92,20 +98,17 @@ class RemoteReplica:
                 for completion in some:
                     ended(completion)
 
+    async def carry(self, method: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - see `Carrier`
+        """Have the engine over there do `method`."""
+        assert not kwargs
+        return await self._answer(self.handle.do.remote(method, *args), _DONE[method])
+
     async def rest(self) -> None:
         """Let it stop generating and give its device memory back, until the next sync."""
-        await answer(self.handle.rest.remote(), owner=self._name, what="rest", timeout_s=self._timeout_s)
+        await self._answer(self.handle.rest.remote(), "rest")
 
-    async def abort(self, request_ids: Collection[str]) -> None:
-        """Forward."""
-        call = self.handle.abort_requests.remote(request_ids)
-        await answer(call, owner=self._name, what="abort requests", timeout_s=self._timeout_s)
-
-    async def health(self) -> Health:
-        """Forward."""
-        return await answer(
-            self.handle.health.remote(), owner=self._name, what="say how it is", timeout_s=self._timeout_s
-        )
+    async def _answer(self, call: Awaitable[Any], what: str) -> Any:  # noqa: ANN401
+        return await answer(call, owner=self._name, what=what, timeout_s=self._timeout_s)
 
 
 async def _next(calls: AsyncIterator[Awaitable[list[Completion]]]) -> list[Completion] | None:

@@ -324,7 +324,7 @@ class RolloutGroup:
 
 async def _end(name: str, handle: Any) -> None:  # noqa: ANN401
     try:
-        await answer(handle.stop.remote(), owner=name, what="stop", timeout_s=STOP_TIMEOUT_S)
+        await answer(handle.do.remote("stop"), owner=name, what="stop", timeout_s=STOP_TIMEOUT_S)
     except Exception:
         log.warning("%s did not stop by itself", name, exc_info=True)
     ray.kill(handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
@@ -19,22 +19,32 @@ from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.cluster.waits import answer, answers
 from offbeat_trainer.concurrency import together
 from offbeat_trainer.errors import DeadlineExceeded, PlanRefused
+from offbeat_trainer.learner import CarriedPolicy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 
-    from offbeat_engine import EngineConfig, TrainBatch
+    from offbeat_engine import EngineConfig
     from offbeat_trainer.cluster.placement import Rooms
     from offbeat_trainer.cluster.spec import ClusterSpec
-    from offbeat_trainer.metrics import Metric
 
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+_DONE = {
+    "update": "train on a batch",
+    "supervise": "train on a supervised batch",
+    "evaluate": "look at held-out rows",
+    "save": "save the checkpoint of step {}",
+    "load": "load a checkpoint",
+    "export": "export the model",
+}
+_COMPUTED = ("update", "supervise", "evaluate")
+"""What computes on a batch, alone on the devices."""
 
 
-class TrainGroup:
-    """Satisfies `Policy`. Every method runs on all ranks; a rank that dies or is late is named in the error."""
+class TrainGroup(CarriedPolicy):
+    """The policy of all ranks: every method runs on each; a rank that dies or is late is named in the error."""
 
     def __init__(
         self,
@@ -123,20 +133,14 @@ class TrainGroup:
         timeout_s = self._spec.cluster.start_timeout_s
         await self.call("build", engines, what="build the model", timeout_s=timeout_s)
 
-    async def update(self, batch: TrainBatch) -> list[Metric]:
-        """See `Policy.update`."""
-        async with self._devices_alone():
-            return (await self.call("update", ray.put(batch), what="train on a batch"))[0]
-
-    async def supervise(self, batch: TrainBatch) -> list[Metric]:
-        """See `Policy.supervise`."""
-        async with self._devices_alone():
-            return (await self.call("supervise", ray.put(batch), what="train on a supervised batch"))[0]
-
-    async def evaluate(self, batch: TrainBatch) -> list[Metric]:
-        """See `OfflinePolicy.evaluate`."""
-        async with self._devices_alone(changes=False):
-            return (await self.call("evaluate", ray.put(batch), what="look at held-out rows"))[0]
+    async def carry(self, method: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - see `Carrier`
+        """See `CarriedPolicy.carry`."""
+        what, computes = _DONE[method], method in _COMPUTED
+        async with self._devices_alone(changes=method != "evaluate") if computes else nullcontext():
+            given = (
+                [ray.put(one) for one in args] if computes else args
+            )  # a batch travels once, not once a rank
+            return (await self.call("do", method, kwargs, *given, what=what.format(*args)))[0]
 
     @asynccontextmanager
     async def _devices_alone(self, *, changes: bool = True) -> AsyncGenerator[None]:
@@ -146,18 +150,6 @@ class TrainGroup:
                 await self._make_room()
             self.updates += changes
             yield
-
-    async def save(self, step: int, *, block: bool) -> None:
-        """See `Policy.save`."""
-        await self.call("save", step, block, what=f"save the checkpoint of step {step}")
-
-    async def load(self, step: int | None) -> int | None:
-        """See `Policy.load`."""
-        return (await self.call("load", step, what="load a checkpoint"))[0]
-
-    async def export(self, path: str) -> None:
-        """See `Policy.export`."""
-        await self.call("export", path, what="export the model")
 
     async def watched(self, run: Coroutine[Any, Any, _Result]) -> _Result:
         """Return what `run` returns; end it as soon as a rank is found dead, though nothing was asked of it.

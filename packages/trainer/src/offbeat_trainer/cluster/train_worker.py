@@ -6,7 +6,7 @@ import logging
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from offbeat_ckptsync.wire import Json
-    from offbeat_engine import Engine, EngineConfig, TrainBatch
+    from offbeat_engine import Engine, EngineConfig
     from offbeat_trainer.cluster.spec import TrainSpec
-    from offbeat_trainer.metrics import Metric
 
 log = logging.getLogger(__name__)
 
@@ -118,25 +117,9 @@ class TrainWorker:
         assert self._learner is not None, "`build` comes first"
         return self._learner
 
-    def update(self, batch: TrainBatch) -> list[Metric]:
-        """See `Learner.update`."""
-        return self.learner.update(batch)
-
-    def supervise(self, batch: TrainBatch) -> list[Metric]:
-        """See `Learner.supervise`."""
-        return self.learner.supervise(batch)
-
-    def evaluate(self, batch: TrainBatch) -> list[Metric]:
-        """See `Learner.evaluate`."""
-        return self.learner.evaluate(batch)
-
-    def save(self, step: int, block: bool) -> None:
-        """See `Learner.save`."""
-        self.learner.save(step, block=block)
-
-    def load(self, step: int | None) -> int | None:
-        """See `Learner.load`."""
-        return self.learner.load(step)
+    def do(self, method: str, options: Mapping[str, Any], *given: Any) -> Any:  # noqa: ANN401 - as the method has them
+        """Do `method` of the learner; see `Policy`."""
+        return getattr(self.learner, method)(*given, **options)
 
     def meet_at(self, host: str) -> None:
         """Let the members of coming syncs meet this rank at `host`."""
@@ -162,7 +145,3 @@ class TrainWorker:
                 EngineWeights(self.learner.policy), replace(self._spec.sync, host=self._host)
             )
         return self._sender
-
-    def export(self, path: str) -> None:
-        """See `Learner.export`."""
-        self.learner.export(path)

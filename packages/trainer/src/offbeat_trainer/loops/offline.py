@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
 from offbeat_trainer.run_store import RunState
@@ -19,7 +19,7 @@ from offbeat_trainer.watch.watchdog import PhaseClock, Watchdog
 if TYPE_CHECKING:
     from offbeat_engine import TrainBatch
     from offbeat_trainer.config import LoopConfig
-    from offbeat_trainer.interface import Reporter
+    from offbeat_trainer.interface import OfflinePolicy, Reporter
     from offbeat_trainer.loops.outcome import Outcome
     from offbeat_trainer.run_store import RunStore
 
@@ -27,22 +27,6 @@ Accuracy = Callable[[PhaseClock, int, str], Awaitable["float | None"]]
 """Says how often the policy is right at a step; under a title, if there is one, it shows what was said."""
 LOSS = "validation/loss"
 ACCURACY = "accuracy/validation"
-
-
-class OfflinePolicy(Protocol):
-    """The training side as this loop sees it; see `Policy` for what is alike."""
-
-    async def update(self, batch: TrainBatch) -> list[Metric]:
-        """Train on one step's batch."""
-        ...
-
-    async def evaluate(self, batch: TrainBatch) -> list[Metric]:
-        """Return what the models say of held-out rows; see `OfflineAlgorithm.evaluate`."""
-        ...
-
-    async def save(self, step: int, *, block: bool) -> None:
-        """Write a checkpoint of `step`, atomically."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,38 @@
-"""Events as rows of plain values, the same in every store."""
+"""Events as rows of plain values, the same in every store, and their trajectories as bytes: exact, small, readable without us.
+
+The bytes are a line of JSON, then plain arrays. The line holds `format`, 2, and, for all completions in order: `count`, their
+numbers of tokens, their request ids, how they ended, and `spans`: who made which tokens, rows of (version, start, end). `stop_reason` is there if any has one. Each completion
+is a trajectory of its own, unless there is `turns`: per trajectory a row of (tokens observed, reward), one a completion; then
+`endings` says how the trajectories ended. The arrays follow, int32 token ids and then float32 log-probs, each over all
+completions, and int32 ids of what was observed, little-endian.
+
+Format 1, without `format`, has no turns. In its first journals there are no `spans`: int32 versions lie between the two arrays,
+one a token, and log-probs are float64. Both are read as well.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any, TypeAlias, assert_never
+from itertools import accumulate, groupby, islice, pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
-from offbeat_trainer.data.types import Score
+import numpy as np
+
+from offbeat_rollout import Completion, Finish, VersionSpan, version_spans
+from offbeat_trainer.data.types import Limit, Score, Trajectory, Turn
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.journal.codec import ENCODE, pack, unpack
 from offbeat_trainer.stream.journal.events import Dropped, Event, Finished, Flipped, Half, Issued, Taken
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from offbeat_trainer.data.types import Ending
+
+FORMAT = 2
+# As json.dumps writes it; what is written here is no cycle, and to look for one costs as much as a third of the writing.
+ENCODE = json.JSONEncoder(check_circular=False).encode
 Row: TypeAlias = tuple[str, int, int | None, str | None, bytes | None]
 """Kind, index of a group or a step, version, what else there is as text, trajectories as bytes."""
 
@@ -72,3 +95,121 @@ def _finished(index: int, version: int, detail: dict[str, Any], body: bytes | No
         ),
         spans=tuple(tuple((made_by, count) for made_by, count in one) for one in detail["spans"]),
     )
+
+
+def pack(trajectories: Sequence[Trajectory]) -> bytes:
+    """Return `trajectories` as bytes."""
+    turns = [turn for one in trajectories for turn in one.turns]
+    completions = [turn.completion for turn in turns]
+    head: dict[str, object] = {
+        "format": FORMAT,
+        "count": [one.num_tokens for one in completions],
+        "request_id": [one.request_id for one in completions],
+        "finish": [one.finish.value for one in completions],
+        "spans": [one.spans for one in completions],
+    }
+    if any(one.stop_reason is not None for one in completions):
+        head["stop_reason"] = [one.stop_reason for one in completions]
+    if not all(one.is_plain for one in trajectories):
+        head["turns"] = [[(len(turn.observed), turn.reward) for turn in one.turns] for one in trajectories]
+        head["endings"] = [one.finish.value for one in trajectories]
+    tokens = [np.asarray(one.token_ids, "<i4").tobytes() for one in completions]
+    logprobs = [np.asarray(one.logprobs, "<f4").tobytes() for one in completions]
+    observed = [np.asarray(turn.observed, "<i4").tobytes() for turn in turns]
+    return b"".join((ENCODE(head).encode(), b"\n", *tokens, *logprobs, *observed))
+
+
+def unpack(body: bytes) -> tuple[Trajectory, ...]:
+    """Return the trajectories in `body`.
+
+    Raises:
+        ResumeError: `body` was not made by `pack`, not whole, or written by a later version.
+    """
+    head, _, rest = body.partition(b"\n")
+    try:
+        fields = json.loads(head)
+        if fields.get("format", 1) > FORMAT:
+            raise ResumeError(
+                f"the journal was written by a later version (format {fields['format']}, this one reads {FORMAT}); "
+                "go on with that version, or start anew"
+            )
+        counts: list[int] = fields["count"]
+        tokens, logprobs, spans = (_read if "spans" in fields else _read_unrolled)(fields, rest, counts)
+        ends = pairwise(accumulate(counts, initial=0))
+        reasons: list[int | str | None] = fields.get("stop_reason", [None] * len(counts))
+        completions = [
+            Completion(
+                request_id=name,
+                token_ids=tokens[a:b],
+                logprobs=logprobs[a:b],
+                spans=made_by,
+                finish=Finish(finish),
+                stop_reason=reason,
+            )
+            for name, finish, made_by, reason, (a, b) in zip(
+                fields["request_id"], fields["finish"], spans, reasons, ends, strict=True
+            )
+        ]
+        if "turns" not in fields:
+            return tuple(map(Trajectory.of, completions))
+        return tuple(_in_turns(fields, completions, rest))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResumeError(
+            f"the journal holds completions that cannot be read ({error}); without it the run can be started anew"
+        ) from error
+
+
+_Parts = tuple["npt.NDArray[np.int32]", "npt.NDArray[np.float32]", "list[tuple[VersionSpan, ...]]"]
+
+
+def _read(fields: dict[str, Any], rest: bytes, counts: list[int]) -> _Parts:
+    """Return token ids, log-probs and spans; the arrays are copies, so that `rest` need not stay."""
+    total = sum(counts)
+    _check_size(rest, total, 8, _num_observed(fields))
+    tokens = np.frombuffer(rest, "<i4", total).astype(np.int32)
+    logprobs = np.frombuffer(rest, "<f4", total, offset=4 * total).astype(np.float32)
+    return tokens, logprobs, [tuple(VersionSpan(*span) for span in one) for one in fields["spans"]]
+
+
+def _read_unrolled(fields: dict[str, Any], rest: bytes, counts: list[int]) -> _Parts:
+    del fields
+    total = sum(counts)
+    _check_size(rest, total, 16)
+    tokens = np.frombuffer(rest, "<i4", total).astype(np.int32)
+    versions: list[int] = np.frombuffer(rest, "<i4", total, offset=4 * total).tolist()
+    logprobs = np.frombuffer(rest, "<f8", total, offset=8 * total).astype(np.float32)
+    spans = [
+        version_spans((version, len(list(run))) for version, run in groupby(versions[a:b]))
+        for a, b in pairwise(accumulate(counts, initial=0))
+    ]
+    return tokens, logprobs, spans
+
+
+def _in_turns(fields: dict[str, Any], completions: Sequence[Completion], rest: bytes) -> Iterator[Trajectory]:
+    """Yield the trajectories that `completions` are the turns of."""
+    observed = np.frombuffer(rest, "<i4", _num_observed(fields), offset=8 * sum(fields["count"])).astype(
+        np.int32
+    )
+    observed.setflags(write=False)
+    left, begin = iter(completions), 0
+    for rows, ending in zip(fields["turns"], fields["endings"], strict=True):
+        turns: list[Turn] = []
+        for (count, reward), completion in zip(rows, islice(left, len(rows)), strict=True):
+            turns.append(Turn(completion=completion, observed=observed[begin : begin + count], reward=reward))
+            begin += count
+        yield Trajectory(turns=tuple(turns), finish=_ending(ending))
+    if next(left, None) is not None:
+        raise ValueError("completions that are no turn of a trajectory")
+
+
+def _ending(name: str) -> Ending:
+    return Limit(name) if name in set(Limit) else Finish(name)
+
+
+def _num_observed(fields: dict[str, Any]) -> int:
+    return sum(count for one in fields.get("turns", ()) for count, _ in one)
+
+
+def _check_size(rest: bytes, total: int, token_bytes: int, num_observed: int = 0) -> None:
+    if len(rest) != total * token_bytes + 4 * num_observed:
+        raise ValueError(f"{len(rest)} bytes of arrays for {total} tokens, and {num_observed} observed")
