@@ -107,7 +107,15 @@ async def build(cluster, model):
 def started():
     @asynccontextmanager
     async def started(
-        folder, *, num_ranks=1, num_replicas=1, max_tokens=8, sync=None, own_cores=False, **cluster
+        folder,
+        *,
+        num_ranks=1,
+        num_replicas=1,
+        max_tokens=8,
+        sync=None,
+        own_cores=False,
+        timeline=None,
+        **cluster,
     ):
         """Start a policy of `num_ranks` and its replicas, all of one tiny model, and stop them in the end.
 
@@ -141,7 +149,7 @@ def started():
             log_dir=str(folder / "logs"),
             step_timeout_s=TIMEOUT_S,
         )
-        cluster = Cluster(spec)
+        cluster = Cluster(spec, timeline)
         try:
             await build(cluster, model)
             yield cluster

@@ -45,8 +45,7 @@ def lively(started):
     )
 
 
-def parts_of(cluster, folder, recorder, journal, timeline):
-    cluster.draw_on(timeline)
+def parts_of(cluster, folder, recorder, journal):
     return Parts(
         task=ScriptedTask(),
         policy=cluster.train,
@@ -70,7 +69,7 @@ def parts_of(cluster, folder, recorder, journal, timeline):
         sampling=SamplingConfig(max_tokens=COMPLETION_TOKENS),
         asynchrony=AsyncConfig(max_staleness=2),
         journal=journal,
-        timeline=timeline,
+        timeline=cluster.timeline,
     )
 
 
@@ -91,10 +90,10 @@ def check_account(journal):
 
 @pytest.mark.parametrize("num_replicas", [pytest.param(2, marks=pytest.mark.deep), 1])
 async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas, lively, requests, until, pid_of):
-    async with lively(tmp_path, num_replicas=num_replicas) as cluster:
+    timeline = Timeline(tmp_path / "trace.json")
+    async with lively(tmp_path, num_replicas=num_replicas, timeline=timeline) as cluster:
         recorder, journal = Recorder(), MemoryJournal()
-        timeline = Timeline(tmp_path / "trace.json")
-        parts = parts_of(cluster, tmp_path, recorder, journal, timeline)
+        parts = parts_of(cluster, tmp_path, recorder, journal)
         run = asyncio.create_task(run_fully_async(parts, Outcome()))
         await until(lambda: run.done() or len(recorder.steps) >= 2, "two steps")
         assert not run.done(), "the run was over before the replica could be killed"
@@ -197,7 +196,7 @@ async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_
 ):
     async with lively(tmp_path) as cluster:
         recorder = Recorder()
-        parts = parts_of(cluster, tmp_path, recorder, MemoryJournal(), Timeline())
+        parts = parts_of(cluster, tmp_path, recorder, MemoryJournal())
         slow = TaskScorer(slow_reward.score, RewardConfig(timeout_s=TIMEOUT_S))
         parts = replace(
             parts, rollout=SingleTurn(parts.rollout.generator, slow), asynchrony=AsyncConfig(max_staleness=0)

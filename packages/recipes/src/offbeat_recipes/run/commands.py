@@ -19,6 +19,7 @@ from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.warmup import run_warm_up, warm_up_engine
+from offbeat_trainer.watch.timeline import Timeline
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +53,8 @@ def evaluate(config: RunConfig, started: float) -> int:
 
 async def _reinforce(session: Session) -> None:
     config = session.config
-    cluster = Cluster(cluster_spec(config, session.folder, str(await _replicas_model(session))))
+    spec = cluster_spec(config, session.folder, str(await _replicas_model(session)))
+    cluster = Cluster(spec, Timeline(session.folder.trace))
     try:
         store = RunStore(session.folder.checkpoints / "state", keep=config.trainer.keep_checkpoints)
         session.reporter.phase(

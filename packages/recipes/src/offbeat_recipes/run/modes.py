@@ -17,7 +17,6 @@ from offbeat_trainer.rollouts.multi import MultiTurn, Scene
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.stream.parts import Parts
-from offbeat_trainer.watch.timeline import Timeline
 from offbeat_trainer.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.cluster.cluster import Cluster
     from offbeat_trainer.loops.outcome import Outcome
     from offbeat_trainer.run_store import RunStore
+    from offbeat_trainer.watch.timeline import Timeline
 
 
 class Loop(Protocol):
@@ -40,13 +40,11 @@ class Loop(Protocol):
 def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
     """Return what the loop of this run works with. The caller closes rollout, journal and timeline."""
     config = session.config
-    timeline = Timeline(session.folder.trace)
-    cluster.draw_on(timeline)
     watchdog = Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall)
     return Parts(
         task=session.task,
         policy=cluster.train,
-        rollout=make_rollout(session, cluster, timeline, watchdog),
+        rollout=make_rollout(session, cluster, cluster.timeline, watchdog),
         publisher=cluster.publisher(),
         reporter=session.reporter,
         store=store,
@@ -58,7 +56,7 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
         asynchrony=config.asynchrony,
         journal=open_journal(session.folder.path),
         replay=recorded_schedule(config),
-        timeline=timeline,
+        timeline=cluster.timeline,
         watchdog=watchdog,
     )
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.watch.timeline import Timeline
 
 
-def to_replica(name: str, handle: Any, timeline: Callable[[], Timeline] | None = None) -> Call:  # noqa: ANN401
+def to_replica(name: str, handle: Any, timeline: Timeline | None = None) -> Call:  # noqa: ANN401
     """Return the way to the replica `name` in the process `handle`, which has `sync_op`; pauses are drawn on its track.
 
     Its waits end with the process; their deadlines are the manager's, which name the phase.
@@ -30,7 +30,7 @@ def to_replica(name: str, handle: Any, timeline: Callable[[], Timeline] | None =
         )
         if op == "flip" and "ok" in outcome and timeline is not None:
             flip = cast("dict[str, dict[str, Any]]", outcome["ok"])["flip"]
-            timeline().past(name, "paused", flip["pause_s"], version=flip["version"])
+            timeline.past(name, "paused", flip["pause_s"], version=flip["version"])
         return outcome
 
     return call

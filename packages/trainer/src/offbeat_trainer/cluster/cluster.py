@@ -11,29 +11,34 @@ from offbeat_trainer.cluster.rollout_group import RolloutGroup
 from offbeat_trainer.cluster.session import start_ray, stop_ray
 from offbeat_trainer.cluster.train_group import TrainGroup
 from offbeat_trainer.concurrency import together
+from offbeat_trainer.watch.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from offbeat_ckptsync.seams import Member
     from offbeat_trainer.cluster.spec import ClusterSpec
-    from offbeat_trainer.watch.timeline import Timeline
 
 _Prepared = TypeVar("_Prepared")
 
 
 class Cluster:
-    """Ray, the training pool and the generation pool. `stop` undoes whatever was started, in any state.
+    """Ray, the training pool and the generation pool. `stop` undoes whatever was started, in any state. Satisfies `Joiner`.
 
     In colocated placement both pools have the same devices: before the weights change the replicas rest, a sync wakes
     them, and a replacement is started while nothing trains.
     """
 
-    def __init__(self, spec: ClusterSpec) -> None:
-        """Start Ray; the pools are started by `start`, or each by its own."""
+    def __init__(self, spec: ClusterSpec, timeline: Timeline | None = None) -> None:
+        """Start Ray; the pools are started by `start`, or each by its own. What replicas do is drawn on `timeline`."""
         self._spec = spec
         self._rooms = Rooms(spec)
         standing, shared = asyncio.Lock(), self._rooms.shared
-        self.rollout = RolloutGroup(spec, self._rooms, devices_free=standing if shared else None)
+        self.timeline = Timeline() if timeline is None else timeline
+        self.rollout = RolloutGroup(
+            spec, self._rooms, self, self.timeline, devices_free=standing if shared else None
+        )
+        self._publisher: ClusterPublisher | None = None
         self.train = TrainGroup(
             spec, self._rooms, standing=standing, make_room=self.rollout.rest if shared else None
         )
@@ -61,13 +66,20 @@ class Cluster:
 
     def publisher(self) -> ClusterPublisher:
         """Return the way from the one pool to the other; both must have been started."""
-        publisher = ClusterPublisher(self.train, self.rollout, self._spec.train.sync)
-        self.rollout.join_through(publisher)
-        return publisher
+        self._publisher = ClusterPublisher(self.train, self.rollout, self._spec.train.sync)
+        return self._publisher
 
-    def draw_on(self, timeline: Timeline) -> None:
-        """Draw what each replica does on `timeline`."""
-        self.rollout.draw_on(timeline)
+    async def join(self, member: Member) -> bool:
+        """See `Joiner.join`; the publisher does it, once there is one."""
+        if self._publisher is None:
+            return False
+        await self._publisher.join(member)
+        return True
+
+    async def rescue(self) -> None:
+        """See `Joiner.rescue`."""
+        if self._publisher is not None:
+            await self._publisher.rescue()
 
     async def stop(self) -> None:
         """End every process of the run."""

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class ClusterPublisher:
-    """Satisfies `Publisher` with a manager whose members are the replicas, and `Joiner`: it brings replacements in, too.
+    """Satisfies `Publisher` with a manager whose members are the replicas, and brings replacements in, as a `Joiner` does.
 
     A replica that is lost in the middle of a sync does not fail it while another lives: the sync is made again with
     those that are left. A replacement joins at the committed version, for which the training weights must stand still

@@ -73,7 +73,7 @@ class RemoteReplica:
 
     def __init__(self, name: str, handle: Any, timeout_s: float, timeline: Timeline) -> None:  # noqa: ANN401
         self.handle = handle
-        self.timeline = timeline
+        self._timeline = timeline
         self._name = name
         self._timeout_s = timeout_s
         self._calls = count()
@@ -88,7 +88,7 @@ class RemoteReplica:
     ) -> None:
         """Forward, and draw the call on the replica's track. How long it may take is the pool's to say, by progress."""
         calls = self.handle.completions.options(num_returns="streaming").remote(requests)
-        with self.timeline.overlapping(
+        with self._timeline.overlapping(
             self._name, "complete", f"{self._name}/{next(self._calls)}", requests=len(requests)
         ):
             while True:

@@ -16,7 +16,6 @@ from offbeat_trainer.cluster.carrier import to_replica
 from offbeat_trainer.cluster.replicas import RemoteReplica, ReplicaStarter
 from offbeat_trainer.cluster.supplies import Supplies
 from offbeat_trainer.cluster.waits import answer, answers
-from offbeat_trainer.watch.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from offbeat_rollout import Completion, GenerateRequest
     from offbeat_trainer.cluster.placement import Rooms
     from offbeat_trainer.cluster.spec import ClusterSpec
+    from offbeat_trainer.watch.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,11 @@ MAX_STARTS = 3
 class Joiner(Protocol):
     """Who brings a replacement to the version that is served."""
 
-    async def join(self, member: Member) -> None:
-        """Bring a replica that has announced itself to the served version and admit it; raises if that fails."""
+    async def join(self, member: Member) -> bool:
+        """Bring a replica that has announced itself to the served version and admit it; raises if that fails.
+
+        False where nothing was synced yet: the first sync is what it is ready for.
+        """
         ...
 
     async def rescue(self) -> None:
@@ -55,8 +58,20 @@ class RolloutGroup:
     started in its place, brought to the served version and admitted. Where it was the only one, batches wait for that.
     """
 
-    def __init__(self, spec: ClusterSpec, rooms: Rooms, *, devices_free: asyncio.Lock | None = None) -> None:
-        """Generate in `rooms`; nothing is started yet. Where devices are shared, `devices_free` is held while a replica starts."""
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        rooms: Rooms,
+        joiner: Joiner,
+        timeline: Timeline,
+        *,
+        devices_free: asyncio.Lock | None = None,
+    ) -> None:
+        """Generate in `rooms`; nothing is started yet. Each replica has a track of `timeline`.
+
+        `joiner` brings replacements to the version that is served. Where devices are shared, `devices_free` is held while a
+        replica starts.
+        """
         self._spec = spec
         self._rooms = rooms
         self._starter = ReplicaStarter(spec, rooms)
@@ -65,7 +80,7 @@ class RolloutGroup:
         self.members: dict[str, Member] = {}  # as they announced themselves
         self.nodes: dict[str, str] = {}  # the machine of each replica
         self._supplies = Supplies(spec.rollout.rollout.model_path, spec.cluster.start_timeout_s)
-        self._joiner: Joiner | None = None
+        self._joiner = joiner
         self.lost: dict[str, str] = {}  # why; until the replacement is admitted
         self.replacing: set[str] = set()
         self._replicas: dict[str, RemoteReplica] = {}
@@ -73,7 +88,7 @@ class RolloutGroup:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._started_with: int | None = None
-        self._timeline = Timeline()
+        self._timeline = timeline
 
     async def start(self) -> None:
         """Reserve devices and bring up all replicas; they serve nothing until their first sync."""
@@ -108,16 +123,6 @@ class RolloutGroup:
         )
         self._spawn("watch replicas", self._watch(self._pool))
 
-    def join_through(self, joiner: Joiner) -> None:
-        """Let `joiner` bring replacements to the version that is served, from here on."""
-        self._joiner = joiner
-
-    def draw_on(self, timeline: Timeline) -> None:
-        """Draw what each replica does on a track of its own."""
-        self._timeline = timeline
-        for replica in self._replicas.values():
-            replica.timeline = timeline
-
     @property
     def shares_devices(self) -> bool:
         """Whether replicas are on the devices of training ranks."""
@@ -126,11 +131,6 @@ class RolloutGroup:
     def ranks_beside(self, name: str) -> list[int]:
         """Return the training rank on the device of each rank of the replica `name`."""
         return self._rooms.ranks_beside(self._starter.names.index(name))
-
-    @property
-    def timeline(self) -> Timeline:
-        """Where replicas are drawn."""
-        return self._timeline
 
     @property
     def serving(self) -> dict[str, int]:
@@ -243,7 +243,7 @@ class RolloutGroup:
         self.lost[name] = reason
         self.replacing.add(name)
         self._spawn(f"replace {name}", self._replace(name))
-        if self._joiner is not None and not self.serving:
+        if not self.serving:
             self._spawn("rescue", self._joiner.rescue())
 
     async def _replace(self, name: str) -> None:
@@ -285,17 +285,17 @@ class RolloutGroup:
             if self.devices_free is not None:
                 await self._replicas[name].rest()
         member = self._announced(registration)
-        if self._joiner is not None:
-            await self._joiner.join(member)
-        elif self._started_with is not None:
+        if await self._joiner.join(member):
+            return
+        if self._started_with is not None:
             self.admit(name, self._started_with)
-        else:  # before the first sync, for which it is ready now
+        else:
             self.lost.pop(name)
             self.replacing.discard(name)
 
     def _announced(self, registration: Registration) -> Member:
         name = registration.name
-        call = to_replica(name, self.handles[name], lambda: self._timeline)
+        call = to_replica(name, self.handles[name], self._timeline)
         self.members[name] = CarriedMember(registration, call)
         return self.members[name]
 

@@ -14,15 +14,25 @@ from typing import TYPE_CHECKING, assert_never
 
 from offbeat_trainer.config import Order
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, Taken, oldest_version, spans_of
+from offbeat_trainer.stream.gate import version_of
+from offbeat_trainer.stream.journal.events import (
+    Dropped,
+    Finished,
+    Issued,
+    Recovered,
+    Taken,
+    oldest_version,
+    spans_of,
+)
 from offbeat_trainer.watch.timeline import now_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.stream.gate import StalenessGate
     from offbeat_trainer.stream.journal.events import Journal
+    from offbeat_trainer.stream.schedule import Schedule
 
 TOO_OLD = "too old"
 OUTPACED = "outpaced"  # over-sampled, and the others were faster
@@ -49,21 +59,25 @@ class GroupBuffer:
         order: Order,
         journal: Journal,
         *,
-        step: int = 0,
-        served: int = 1,
+        recovered: Recovered | None = None,
+        replay: Schedule | None = None,
         on_drop: Callable[[int], None] | None = None,
     ) -> None:
-        """Begin empty, with `step` the next to be taken and version `served`; `on_drop` hears of each drop."""
+        """Take over the account of an earlier process, if there was one, before anything is issued; `on_drop` hears of each drop.
+
+        A recorded schedule to `replay` decides what is begun, and which groups each step takes.
+        """
+        recovered = Recovered(start=0) if recovered is None else recovered
         self.gate = gate
-        self.step = step
-        self.served = served
-        self.issued = 0
-        self.consumed = 0
-        self.dropped: Counter[str] = Counter()
-        self.script: dict[int, tuple[int, ...]] = {}  # steps whose groups are settled already
-        self.replaying = (
-            False  # a recorded schedule decides what is begun, and the gate has agreed to it then
-        )
+        self.step: int = recovered.start
+        self.served: int = version_of(recovered.start)
+        self.consumed: int = recovered.consumed
+        self.dropped: Counter[str] = Counter(recovered.dropped.values())
+        self.issued: int = self.consumed + self.dropped.total()
+        self.script = dict(recovered.script)  # steps whose groups are settled already
+        self._replays = replay is not None  # the gate has agreed to all of it then
+        if replay is not None:
+            self.script |= {step: indices for step, indices in replay.taken.items() if step >= self.step}
         self._order = order
         self._journal = journal
         self._on_drop = on_drop
@@ -102,14 +116,6 @@ class GroupBuffer:
             return sum(self._group(index) is None for index in self.script[self.step])
         return max(1, self.gate.groups_per_step - self.ready_groups)
 
-    def recover(self, consumed: int, dropped: Mapping[str, int], script: dict[int, tuple[int, ...]]) -> None:
-        """Take over the account of an earlier process, before anything is issued."""
-        assert self.issued == 0
-        self.consumed = consumed
-        self.dropped.update(dropped)
-        self.issued = consumed + self.dropped.total()
-        self.script = script
-
     def restore(self, index: int, version: int, group: Group) -> None:
         """Take back a group that an earlier process finished."""
         self._add(index, version)
@@ -122,7 +128,7 @@ class GroupBuffer:
 
     def issue(self, index: int, uid: str, version: int) -> None:
         """Count a group as begun under `version`: the one served now, or an older one that it has tokens of."""
-        assert self.replaying or self.room_for(version), "the gate is closed"
+        assert self._replays or self.room_for(version), "the gate is closed"
         self._journal.write(Issued(index=index, uid=uid, version=version))
         self._add(index, version)
         self._changed()

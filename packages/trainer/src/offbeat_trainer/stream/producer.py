@@ -119,6 +119,11 @@ class Producer:
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
+    async def drained(self, version: int) -> None:
+        """Wait until everything is made that `version`, the one served, is to make."""
+        del version  # what is begun now is begun under it
+        await self._buffer.settled()
+
     async def _feed(self) -> None:
         while True:
             await self._buffer.leave()

@@ -33,8 +33,6 @@ class Replayer(Producer):
         super().__init__(parts, buffer, recovered, max_attempts=1)
         self._schedule = schedule
         self._left: Counter[int] = Counter()  # pieces to be made, by version
-        buffer.replaying = True
-        buffer.script |= {step: indices for step, indices in schedule.taken.items() if step >= buffer.step}
         taken = {index for step, indices in buffer.script.items() if step >= buffer.step for index in indices}
         self._indices = sorted(taken - set(recovered.finished))
         for index in self._indices:
@@ -46,7 +44,7 @@ class Replayer(Producer):
             self._spawn(f"replay {index}", self._replay(index))
 
     async def drained(self, version: int) -> None:
-        """Wait until everything is made that `version` made."""
+        """See `Producer.drained`."""
         await self._buffer.until(lambda: self._left[version] == 0)
 
     async def _replay(self, index: int) -> None:

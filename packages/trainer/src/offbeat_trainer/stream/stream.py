@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -65,9 +64,13 @@ class GroupStream:
         )
         recovered = recover(parts.journal.events(), start, parts.loop.prompts_per_step)
         self.buffer = GroupBuffer(
-            gate, mode.order, parts.journal, step=start, served=version_of(start), on_drop=self._dropped
+            gate,
+            mode.order,
+            parts.journal,
+            recovered=recovered,
+            replay=parts.replay,
+            on_drop=self._dropped,
         )
-        self.buffer.recover(recovered.consumed, Counter(recovered.dropped.values()), recovered.script)
         self._schedule = parts.replay
         if parts.replay is None:
             self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
@@ -119,12 +122,12 @@ class GroupStream:
     async def publish(self, version: int) -> SyncReport:
         """Bring `version` to every replica; what is under way meanwhile is treated as `partial` says."""
         parts = self._parts
-        if self._mode.partial is Partial.WAIT or isinstance(self._producer, Replayer):
+        if self._mode.partial is Partial.WAIT or parts.replay is not None:
             with (
                 parts.timeline.phase("drain"),
                 parts.watchdog.waiting("weight sync", GENERATION, "end under the old weights"),
             ):
-                await self._drained()
+                await self._producer.drained(self.buffer.served)
         elif self._mode.partial is Partial.ABORT:
             await parts.rollout.interrupt()
         try:
@@ -135,12 +138,6 @@ class GroupStream:
         parts.timeline.mark("sync", f"version {version}")
         self.buffer.serve(version)
         return report
-
-    async def _drained(self) -> None:
-        if isinstance(self._producer, Replayer):
-            await self._producer.drained(self.buffer.served)
-        else:
-            await self.buffer.settled()
 
     def metrics(self) -> list[Metric]:
         """Return the state of the queue, and what was dropped since the run began, by reason."""

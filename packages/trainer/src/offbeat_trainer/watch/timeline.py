@@ -74,7 +74,7 @@ class Timeline:
     """Adds up idle time as it passes, and writes the trace if it has a file."""
 
     def __init__(self, path: Path | None = None, *, max_bytes: int = 64 << 20) -> None:
-        """Write the trace to `path` (an earlier one is replaced), or to nowhere.
+        """Write the trace to `path`, or to nowhere; an earlier one is replaced with the first thing there is to draw.
 
         When it has `max_bytes` it becomes `<name>.before<suffix>`, in place of an earlier one, and a new one begins: of a long
         run the last part stays, in two files.
@@ -90,9 +90,6 @@ class Timeline:
         self._tail_s = 0.0
         self._first_s: float | None = None
         self._last_s = 0.0
-        if path is not None:
-            _before(path).unlink(missing_ok=True)
-        self._begin()
 
     @contextmanager
     def phase(self, name: str, detail: str = "") -> Generator[None]:
@@ -123,7 +120,7 @@ class Timeline:
         self._pass_time()
         self._running += num_groups
         try:
-            if self._file is None:
+            if self._path is None:
                 yield
             else:
                 with self.overlapping(GENERATION, "group", name, group=name):
@@ -200,11 +197,9 @@ class Timeline:
         return said
 
     def close(self) -> None:
-        """End the file; safe to call twice."""
-        if self._file is not None:
-            self._file.write("{}]\n")
-            self._file.close()
-            self._file = None
+        """End the file, after which nothing is drawn; safe to call twice."""
+        self._end()
+        self._path = None
 
     def _pass_time(self) -> None:
         """Charge the time since the last change to whoever idled through it."""
@@ -220,23 +215,32 @@ class Timeline:
         self._last_s = now
 
     def _event(self, track: str, **fields: object) -> None:
-        if self._file is None:
+        if self._path is None:
             return
+        if self._file is None:
+            _before(self._path).unlink(missing_ok=True)
+            self._file = self._begun(self._path)
         if track not in self._tracks:
             self._tracks[track] = len(self._tracks) + 1
             name = {"ph": "M", "name": "thread_name", "pid": 1, "tid": self._tracks[track]}
             self._write(name | {"args": {"name": track}})
         self._write({"pid": 1, "tid": self._tracks[track], **fields})
-        if self._num_bytes >= self._max_bytes and self._path is not None:
-            self.close()
+        if self._num_bytes >= self._max_bytes:
+            self._end()
             self._path.replace(_before(self._path))
-            self._begin()
+            self._file = self._begun(self._path)
 
-    def _begin(self) -> None:
-        if self._path is not None:
-            self._file = self._path.open("w")
-            self._file.write("[\n")
-            self._tracks, self._num_bytes = {}, 0
+    def _begun(self, path: Path) -> IO[str]:
+        file = path.open("w")
+        file.write("[\n")
+        self._tracks, self._num_bytes = {}, 0
+        return file
+
+    def _end(self) -> None:
+        if self._file is not None:
+            self._file.write("{}]\n")
+            self._file.close()
+            self._file = None
 
     def _write(self, event: Mapping[str, object]) -> None:
         assert self._file is not None
