@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -273,6 +274,7 @@ async def test_a_resumed_ppo_has_its_critic_back_and_its_place_in_the_warm_up(tm
     assert all((tmp_path / "whole" / role / "step_4").is_dir() for role in ("policy", "critic"))
 
 
+DATAFLOW = Path(__file__).parents[3] / "docs" / "dataflow.md"
 HOUSE = str(Path(offbeat_trainer.__file__).parent) + "/"
 
 
@@ -316,5 +318,7 @@ def test_one_prompt_is_followed_through_few_files(tmp_path, model, mode, journal
         sys.settrace(before)
         threading.settrace(before)
     files = sorted(rooms.entered)
-    assert {"rollouts/single.py", "algorithms/policy_loss.py"} <= rooms.entered, files  # of the two sides
+    text = DATAFLOW.read_text().partition("## The files")[2].partition("\n## ")[0]
+    always, more = (set(re.findall(r"`([\w/]+\.py)`", part)) for part in text.split("Fully asynchronous"))
+    assert rooms.entered == (always if mode is run_sync else (always | more) - {"loops/sync.py"}), files
     assert len(files) <= most, f"{len(files)} files:\n" + "\n".join(files)
