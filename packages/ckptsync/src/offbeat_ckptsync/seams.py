@@ -105,6 +105,13 @@ class BucketSender(ABC):
         self.send(bucket, payload)
         return _done
 
+    def vouch(self, bucket: Bucket, digest: str) -> None:  # noqa: B027 -- optional
+        """Hear the digest that the source took of a bucket, before its `start`.
+
+        Where receivers read the same memory it does for all but one of them: that one takes it by itself, and nobody
+        changes over unless its echo fits, too.
+        """
+
     def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
         """Send `delta`, uint8 and shorter than the bucket, in its place; it is left as it is.
 
@@ -148,7 +155,10 @@ class BucketReceiver(ABC):
         return _done
 
     def told(self, bucket: Bucket) -> str | None:
-        """Return the digest of a bucket that was received, taken of the very memory that was lent; None: take it here."""
+        """Return the digest of a bucket that was received, where another rank takes it of the very memory that was lent.
+
+        None: take it here.
+        """
         return None
 
     @property

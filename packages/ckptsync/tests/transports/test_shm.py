@@ -3,12 +3,14 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import mmap
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,13 @@ import torch
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import LoadError, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.member.staging import stage
 from offbeat_ckptsync.plan.buckets import plan_buckets, tensor_views
+from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.sender import Sender
-from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports.line import Line
 from offbeat_ckptsync.transports.segments import Mapping, Segment
 from offbeat_ckptsync.transports.shm import ShmTransport
@@ -309,3 +313,39 @@ def test_no_memory_is_said_so_and_the_source_is_walked_to_its_end(monkeypatch):
 
 if __name__ == "__main__":
     {"hold": hold, "dying_source": dying_source}[sys.argv[1]](*sys.argv[2:])
+
+
+@pytest.mark.parametrize("receivers", [1, 3])
+async def test_one_of_those_who_read_a_bucket_digests_it(receivers, monkeypatch):
+    """Three receivers take as many digests as one; a page that one of them has of its own is digested there."""
+    taken = Counter()
+
+    def counted(payload):
+        taken[payload.data_ptr()] += 1
+        return digest(payload)
+
+    monkeypatch.setattr("offbeat_ckptsync.member.staging.digest", counted)
+    sinks = {f"m{i}": DictSink() for i in range(receivers)}
+    local = LocalSync(DictSource(awkward_weights(1)), sinks, CONFIG, ShmTransport)
+    try:
+        report = await local.manager.sync(1)
+        assert sum(taken.values()) == report.num_buckets > receivers
+        for sink in sinks.values():
+            assert_same(sink.weights, awkward_weights(1))
+    finally:
+        local.close()
+
+
+def test_a_segment_is_shared_until_it_is_written_to():
+    num_bytes = 8 * mmap.PAGESIZE
+    segment = Segment(num_bytes)
+    mapping = Mapping(segment.id, os.dup(segment.fd), num_bytes)
+    segment.memory.fill_(3)
+    page = mmap.PAGESIZE
+    assert mapping.is_shared(0, num_bytes)
+    mapping.view()[3 * page] = 4
+    assert not mapping.is_shared(0, num_bytes)
+    assert not mapping.is_shared(3 * page + 1, 3 * page + 2)
+    assert not mapping.is_shared(2 * page + 5, 3 * page + 1)  # half a page, and one byte of the next
+    assert mapping.is_shared(0, 3 * page)
+    assert mapping.is_shared(4 * page, num_bytes)

@@ -190,6 +190,7 @@ class Shipper:
         mark = time.perf_counter()
         with self._wire_stream.after():  # a digest has waited for the filling
             if filling.delta is None:
+                sender.vouch(bucket, result)
                 end = sender.start(bucket, filling.payload)
             else:
                 sender.send_delta(bucket, filling.delta)

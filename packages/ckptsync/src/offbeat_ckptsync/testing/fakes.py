@@ -117,6 +117,9 @@ class _FaultySender(BucketSender):
             self._fault.strike(bucket, payload)
         self._inner.send(bucket, payload)
 
+    def vouch(self, bucket: Bucket, digest: str) -> None:
+        self._inner.vouch(bucket, digest)
+
     @property
     def in_flight(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._inner.in_flight
@@ -169,8 +172,7 @@ class _FaultyReceiver(BucketReceiver):
         return self._inner.wire_bytes
 
     def told(self, bucket: Bucket) -> str | None:
-        spoilt = self._fault is not None and self._fault.kind == "corrupt"
-        return None if spoilt else self._inner.told(bucket)  # what it spoils is no longer what was digested
+        return self._inner.told(bucket)
 
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         delta = self._inner.receive_delta(bucket)

@@ -137,6 +137,10 @@ class _Sender(BucketSender):
     def __init__(self, ends: list[BucketSender]) -> None:
         self._ends = ends
 
+    def vouch(self, bucket: Bucket, digest: str) -> None:
+        for end in self._ends:
+            end.vouch(bucket, digest)
+
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
         for end in self._ends:
             end.send(bucket, payload)

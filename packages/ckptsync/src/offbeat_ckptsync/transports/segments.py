@@ -137,6 +137,10 @@ class Mapping:
         self._was_kept = False
         return _has_own_pages(self._pages.array())
 
+    def is_shared(self, start: int, end: int) -> bool:
+        """Say whether these bytes are those that all who map the segment see: none of their pages was written to here."""
+        return not _has_own_pages(self._pages.array()[start:end])
+
 
 def _has_own_pages(array: NDArray[np.uint8]) -> bool:
     """Say whether any page of a private mapping was copied for this process, which is what writing to it does.
@@ -145,7 +149,7 @@ def _has_own_pages(array: NDArray[np.uint8]) -> bool:
     where there is one, in memory or swapped out, bit 61 where it is still the file's. Where that cannot be read, yes.
     """
     first = array.ctypes.data // mmap.PAGESIZE
-    num_pages = -(-len(array) // mmap.PAGESIZE)
+    num_pages = -(-(array.ctypes.data + len(array)) // mmap.PAGESIZE) - first
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(8 * first)

@@ -1,14 +1,17 @@
 """Shared memory on one machine: packed once by the source, read in place by every receiving rank.
 
 The source packs buckets end to end into an anonymous segment (`segments`) and tells each rank over its line (`line`)
-when one is whole. A rank maps the segment once, digests every bucket where it lies, and its engine loads from there: two passes
-over the bytes for the source, two for a receiver; one for a receiver whose sink adopts the tensors as they lie
-(`WeightSink.adopt`), and then all receivers of a machine serve from the same memory.
+when one is whole. A rank maps the segment once, and its engine loads from there, or serves from there where its sink adopts the
+tensors as they lie (`WeightSink.adopt`): then all receivers of a machine serve from the same memory.
+
+Each bucket is digested where it lies by one of the ranks that get it, in turn. The others are told the source's digest and echo
+that, once the kernel has said that the pages they map are those very pages. So all see what one has digested, and none of them
+changes over where its digest differs from the source's.
 
     receiver: hello, with "has": ids of the segments it has mapped
     source:   {"welcome": segment id, "num_bytes": n, "keep": ids still in use}; with the segment as an open file where
               the receiver does not have it
-    source:   {"bucket": k, "digest": d} for k = 0, 1, ..; d is "" where receivers are to take it (see `relay`)
+    source:   {"bucket": k, "digest": d} for k = 0, 1, ..; d is "" where this receiver is to take it
 
 A rank's connection is its lease on what it staged: it stays open for as long as any tensor over the segment lives, and
 the kernel closes it when the rank dies. The source writes to a segment only when it has no lease left, and takes
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
-from offbeat_ckptsync.plan.slices import own_buckets
+from offbeat_ckptsync.plan.slices import own_buckets, parts_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender
 from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, call
 from offbeat_ckptsync.transports.segments import Mapping, Segment
@@ -145,6 +148,12 @@ class _Sender(BucketSender):
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
         buckets = buckets_of(offer)
         self._starts, _ = bucket_starts(buckets)
+        self._vouched = ""
+        parts = [(parts_of(offer, guest.seat), guest) for guest in guests]
+        self._takers = {
+            part: [guest for own, guest in parts if own is None or part in own]
+            for part in {bucket.part for bucket in buckets}
+        }
         self._waits_for = ""
         for guest in guests:
             welcome = {"welcome": segment.id, "num_bytes": segment.num_bytes, "keep": keep}
@@ -152,16 +161,21 @@ class _Sender(BucketSender):
             guest.say(welcome, self._deadline, self._what("the welcome"), None if mapped else segment.fd)
 
     def send(self, bucket: Bucket, payload: torch.Tensor, taken: str = "") -> None:
-        """Say that a bucket is there; `taken` is its digest, where it need not be taken again."""
+        """Say that a bucket is there; `taken` is its digest, where no receiver need take it again."""
         start = self._starts[bucket.index]
         place = self._segment.memory[start : start + bucket.num_bytes]
         if place.data_ptr() != payload.data_ptr():
             place.copy_(payload)
+        takers, vouched, self._vouched = self._takers[bucket.part], self._vouched, ""
+        prover = takers[bucket.index % len(takers)] if takers else None
         for guest in self._guests:
             self._waits_for = str(guest.seat)
-            said = {"bucket": bucket.index, "digest": taken}
+            said = {"bucket": bucket.index, "digest": taken or ("" if guest is prover else vouched)}
             guest.say(said, self._deadline, self._what(f"bucket {bucket.index}"))
         self._waits_for = ""
+
+    def vouch(self, bucket: Bucket, digest: str) -> None:
+        self._vouched = digest
 
     def waits_for(self) -> str:
         return self._waits_for
@@ -185,8 +199,9 @@ class _Receiver(BucketReceiver):
         self._line = line
         self._mapping = mapping
         self._num_whole = 0  # buckets that are whole
-        self._told: list[str] = []  # their digests, where somebody has taken them for all
+        self._told: list[str] = []  # their digests, where another rank takes them
         self._buckets = buckets_of(offer)
+        self._starts, _ = bucket_starts(self._buckets)
         own = own_buckets(offer, seat, self._buckets)
         self._last = own[-1].index if own else -1
         self._memory: torch.Tensor | None = None
@@ -209,8 +224,7 @@ class _Receiver(BucketReceiver):
             self._told.append(str(packet["digest"]))
             self._num_whole += 1
         if self._memory is None:  # nobody asked for the segment itself
-            starts, _ = bucket_starts(self._buckets)
-            start = starts[bucket.index]
+            start = self._starts[bucket.index]
             into.copy_(self._mapping.view()[start : start + bucket.num_bytes])
 
     @property
@@ -218,7 +232,9 @@ class _Receiver(BucketReceiver):
         return 0  # it is there already
 
     def told(self, bucket: Bucket) -> str | None:
-        return self._told[bucket.index] or None
+        start = self._starts[bucket.index]
+        is_shared = self._memory is not None and self._mapping.is_shared(start, start + bucket.num_bytes)
+        return (self._told[bucket.index] or None) if is_shared else None
 
     def close(self) -> None:
         was_lent, self._memory = self._memory is not None, None
