@@ -6,7 +6,8 @@
 36,800 tensors (92 layers of 128 experts with three matrices each, and the rest of a layer) for 64 ranks in eight replicas elsewhere,
 twice: each expert whole on one rank of a replica, and every matrix cut in eight. One JSON object on stdout, of the first sync
 and of the next with the same replicas: seconds, seconds of CPU, and the longest time between two turns of the loop, on the wall and (which other processes
-lengthen less) of this process's CPU. What a line (a socket, Ray) takes to carry the requests is not in it.
+lengthen less) of this process's CPU, and of that of the loop's own thread; and the longest that Python's search for cycles took, which
+holds up everybody. What a line (a socket, Ray) takes to carry the requests is not in it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import sys
 import time
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.carried import CarriedMember
@@ -104,24 +105,45 @@ def replica(name: str, layouts: object) -> CarriedMember:
 
 
 class Heart:
-    """Beats in an event loop and knows the longest time between two beats: wall, and CPU of all threads."""
+    """Beats in an event loop and knows the longest time between two beats: wall, CPU of all threads, and of the loop's own.
+
+    And the longest collection of garbage meanwhile, which stops all threads.
+    """
+
+    _CLOCKS: ClassVar = {
+        "loop": time.perf_counter,
+        "loop_cpu": time.process_time,
+        "loop_own_cpu": time.thread_time,
+    }
 
     def __init__(self) -> None:
-        self._worst_s = self._worst_cpu_s = 0.0
+        self._worst_s = dict.fromkeys([*self._CLOCKS, "collection"], 0.0)
+        self._collects_since = 0.0
+        gc.callbacks.append(self._collecting)
         self._task = asyncio.create_task(self._beat(), name="heart")
 
     async def _beat(self) -> None:
-        last, last_cpu = time.perf_counter(), time.process_time()
+        last = {name: clock() for name, clock in self._CLOCKS.items()}
         while True:
             await asyncio.sleep(_BEAT_S)
-            now, cpu = time.perf_counter(), time.process_time()
-            self._worst_s, last = max(self._worst_s, now - last - _BEAT_S), now
-            self._worst_cpu_s, last_cpu = max(self._worst_cpu_s, cpu - last_cpu), cpu
+            now = {name: clock() for name, clock in self._CLOCKS.items()}
+            for name, since in last.items():
+                slept_s = _BEAT_S if name == "loop" else 0.0
+                self._worst_s[name] = max(self._worst_s[name], now[name] - since - slept_s)
+            last = now
 
-    def stop(self) -> tuple[float, float]:
-        """Return how long it stood still at most, on the wall and in CPU time."""
+    def _collecting(self, when: str, _: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if when == "start":
+            self._collects_since = now
+        else:
+            self._worst_s["collection"] = max(self._worst_s["collection"], now - self._collects_since)
+
+    def stop(self) -> dict[str, float]:
+        """Return each of these, in ms."""
         self._task.cancel()
-        return self._worst_s, self._worst_cpu_s
+        gc.callbacks.remove(self._collecting)
+        return {name: seconds * 1e3 for name, seconds in self._worst_s.items()}
 
 
 _BEAT_S = 0.001
@@ -143,8 +165,8 @@ async def measure(layout_of: Callable[[int, list[TensorSpec]], Layout], repeats:
             await run.begin()
             found.setdefault(f"{which}_s", []).append(time.perf_counter() - wall)
             found.setdefault(f"{which}_cpu_s", []).append(time.process_time() - cpu)
-            for unit, worst_s in zip(("", "_cpu"), heart.stop(), strict=True):
-                found.setdefault(f"{which}_loop{unit}_ms", []).append(worst_s * 1e3)
+            for name, worst_ms in heart.stop().items():
+                found.setdefault(f"{which}_{name}_ms", []).append(worst_ms)
     return {name: max(each) if name.endswith("_ms") else median(each) for name, each in found.items()}
 
 

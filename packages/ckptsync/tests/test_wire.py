@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from offbeat_ckptsync import wire
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_ckptsync.errors import ManifestError, SyncError, WireError
+from offbeat_ckptsync.ops import MEMBER_OPS, beside
 from offbeat_ckptsync.plan.manifest import make_manifest
 from offbeat_ckptsync.values import (
     Bucket,
@@ -203,3 +206,24 @@ async def test_a_member_elsewhere_says_once_what_its_ranks_need():
     assert first == [{"t": (Cut(dim=0, start=0, length=1),)}]
     assert await member.layouts() is first
     assert asked == [("layouts", {})]
+
+
+async def test_many_values_are_made_one_at_a_time_and_the_loop_goes_on():
+    at_work, seen = 0, list[int]()
+    started, gate = threading.Event(), threading.Event()
+
+    def work():
+        nonlocal at_work
+        at_work += 1
+        seen.append(at_work)
+        started.set()
+        assert gate.wait(600)  # an event loop that stood still would never open it
+        at_work -= 1
+        return "done"
+
+    asked = [asyncio.create_task(beside(MEMBER_OPS, "layouts", work)) for _ in range(4)]
+    assert await asyncio.to_thread(started.wait, 600)
+    assert await beside(MEMBER_OPS, "abort", lambda: "small") == "small"  # waits for nobody
+    gate.set()
+    assert await asyncio.gather(*asked) == ["done"] * 4
+    assert seen == [1] * 4

@@ -7,6 +7,7 @@ carries a failure as well.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -105,9 +106,21 @@ async def answer(target: object, table: Table, op: str, request: Mapping[str, ob
 
 
 async def beside(table: Table, op: str, work: Callable[[], _Result]) -> _Result:
-    """Do `work` with the values of `op`, in a thread where they may be many."""
-    large = op in table and table[op].is_large
-    return await in_thread(work, name=f"values of {op}") if large else work()
+    """Do `work` with the values of `op`, in a thread where they may be many, and then one at a time in this process.
+
+    Eight threads of Python would be no faster, and an event loop would wait for each of them to give way, 5 ms each.
+    """
+    if op not in table or not table[op].is_large:
+        return work()
+
+    def in_turn() -> _Result:
+        with _turn:
+            return work()
+
+    return await in_thread(in_turn, name=f"values of {op}")
+
+
+_turn = threading.Lock()
 
 
 def answer_blocking(target: object, table: Table, op: str, request: Mapping[str, object]) -> Json:
