@@ -69,6 +69,8 @@ def _used(pid: int) -> tuple[float, int, int]:
         files = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return 0.0, 0, 0
+    if "RssAnon" not in status:  # it has ended, and nobody has asked for its exit code yet
+        return 0.0, 0, 0
     return int(status["RssAnon"].split()[0]) * 1024 / MIB, files, int(status["Threads"])
 
 
