@@ -104,6 +104,7 @@ class GrpoConfig(PolicyLossConfig):
     """GRPO (arXiv 2402.03300) with clip-higher and the mean over tokens (arXiv 2503.14476)."""
 
     advantage: Advantage = Advantage.GRPO
+    per_turn: bool = False  # trajectories are compared turn by turn; see `turn_advantages`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

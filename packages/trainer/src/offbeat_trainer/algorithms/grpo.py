@@ -6,11 +6,14 @@ groups. All compute and return float64: the differences that matter may be small
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections import defaultdict
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, assert_never
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from offbeat_engine import Refusal
 from offbeat_trainer.algorithms.interface import Algorithm, C_co
@@ -118,6 +121,44 @@ def group_advantages(
     return advantages_B
 
 
+def turn_advantages(
+    groups: Sequence[Group], estimate: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the advantage of every token [B, C] float64 of scored `groups`: that of its turn.
+
+    With r_l what turn l earned, turn k of a trajectory is worth R_k = sum of r_l over l >= k, and A_k is `estimate` of R_k among those
+    of the group that have a turn k: turn-level rewards (MT-GRPO, arXiv 2505.11821) as rewards to go. What no turn earned counts to the
+    last. Each turn has one baseline, which no later choice to stop or to go on changes; who alone has a turn k has 0 there.
+
+    Raises:
+        TrainerError: a group has not one finite score per completion.
+    """
+    rows: list[torch.Tensor] = []
+    for group in groups:
+        check_scores(group)
+        worth = [
+            _to_go([turn.reward for turn in one.turns], score.reward)
+            for one, score in zip(group.trajectories, group.scores, strict=True)
+        ]
+        found: list[list[float]] = [[] for _ in worth]
+        for k in range(max(map(len, worth), default=0)):
+            having = [index for index, turns in enumerate(worth) if len(turns) > k]
+            rewards_1G = torch.tensor([[worth[index][k] for index in having]], dtype=torch.float64)
+            for index, value in zip(having, estimate(rewards_1G)[0], strict=True):
+                found[index].append(float(value))
+        for one, turns in zip(group.trajectories, found, strict=True):
+            sizes = torch.tensor([turn.num_tokens for turn in one.turns], dtype=torch.int64)
+            rows.append(torch.tensor(turns, dtype=torch.float64).repeat_interleave(sizes))
+    return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0, dtype=torch.float64)
+
+
+def _to_go(earned: list[float], total: float) -> list[float]:
+    """Return what was earned from each turn on, where all of it together is `total`."""
+    if earned:
+        earned = [*earned[:-1], total - math.fsum(earned[:-1])]
+    return [*accumulate(reversed(earned))][::-1]
+
+
 def check_scores(group: Group) -> None:
     """Raise `TrainerError` unless `group` has one finite reward per completion."""
     if len(group.scores) != len(group.trajectories):
@@ -212,6 +253,12 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
     def advantages(self, rewards_NG: torch.Tensor) -> torch.Tensor:
         """Return them by `config.advantage`."""
         return compute_advantages(self.config.advantage, rewards_NG)
+
+    def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
+        """See `Algorithm.targets`; with `config.per_turn` each turn has an advantage of its own."""
+        if not self.config.per_turn:
+            return super().targets(groups)
+        return {"advantages": turn_advantages(groups, self.advantages)}
 
     def loss_fn(self) -> PolicyLoss:
         """Return the clipped surrogate."""
