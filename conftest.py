@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
-# `sync_faults`, which tests of several packages share and none ships; processes that they start find it by this variable.
-SHARED = str(Path(__file__).parent / "packages" / "ckptsync" / "tests" / "shared")
-sys.path.insert(0, SHARED)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SHARED, os.environ.get("PYTHONPATH"))))
+# `sync_faults` and `ray_forks`, which tests of several packages share and none ships; processes that they start find them
+# by this variable.
+SHARED = [
+    str(Path(__file__).parent / "packages" / name / "tests" / "shared") for name in ("ckptsync", "trainer")
+]
+sys.path[:0] = SHARED
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*SHARED, os.environ.get("PYTHONPATH"))))
 
 # Nothing is timed: on a busy machine an example, or drawing it, may take seconds, and that is no failure. Where examples
 # are dear, a test takes a share of these numbers: `settings(max_examples=settings().max_examples // 8)`.

@@ -11,13 +11,15 @@ import sys
 from offbeat_recipes.cli._environment import prepare_environment
 prepare_environment()  # Ray's workers have it from the Ray that starts them
 import ray
-ray.init(
-    address="local", num_cpus=2, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False,
-    logging_level="ERROR",
-)
-print(ray.get_runtime_context().gcs_address, flush=True)
-sys.stdin.read()
-ray.shutdown()
+from ray_forks import forked_workers
+with forked_workers() as sys.executable:
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False,
+        logging_level="ERROR",
+    )
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+    ray.shutdown()
 """
 STOP_TIMEOUT_S = 300.0
 

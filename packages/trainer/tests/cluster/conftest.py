@@ -18,6 +18,7 @@ from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
 from offbeat_trainer import Grpo, GrpoConfig, StepShape
 from offbeat_trainer.config import ClusterConfig
 from offbeat_trainer.roles.role import POLICY
+from ray_forks import forked_workers
 
 ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -104,7 +105,17 @@ async def build(cluster, model):
 
 
 @pytest.fixture(scope="session")
-def started():
+def python():
+    """What must be `sys.executable` where a Ray is started; see `ray_forks`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        with forked_workers() as python:
+            yield python
+
+
+@pytest.fixture(scope="session")
+def started(python):
     @asynccontextmanager
     async def started(
         folder,
@@ -151,7 +162,9 @@ def started():
         )
         cluster = Cluster(spec, timeline)
         try:
-            await build(cluster, model)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("sys.executable", python)
+                await build(cluster, model)
             yield cluster
         finally:
             await cluster.stop()
