@@ -35,11 +35,13 @@ NUM_SLOWEST = 15  # tests of a pass that are shown with the time they took
 NO_TESTS = 5  # pytest's exit code for "nothing was collected"
 # pytest-xdist opens its own processes: one thread each keeps two workers from fighting over two cores.
 # Torch's compiler would open a pool of them too, each of which imports torch, for graphs of a few kernels.
+# Some machines keep no bytecode: each of hundreds of processes would compile packages and tests anew.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
 }
 
 

@@ -57,6 +57,7 @@ def check(steps: list[dict[str, float]], folder: Path, base: Path) -> None:
         assert line["sync/bytes"] < 1.5 * adapter < (base / "model.safetensors").stat().st_size / 4
 
 
+@pytest.mark.deep
 def test_after_a_warm_up_and_ctrl_c_its_model_is_the_base_of_trainer_and_replicas(
     tmp_path: Path, shared_ray: str
 ):
@@ -83,7 +84,7 @@ def test_after_a_warm_up_and_ctrl_c_its_model_is_the_base_of_trainer_and_replica
 
 @pytest.mark.parametrize(
     "rollout",
-    [pytest.param("hf", marks=pytest.mark.deep), pytest.param("vllm", marks=pytest.mark.vllm)],
+    ["hf", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.deep])],
 )
 def test_the_sampler_follows_a_learning_trainer_while_only_the_adapter_travels(
     tmp_path: Path, rollout: str, shared_ray: str

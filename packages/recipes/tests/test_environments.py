@@ -59,6 +59,7 @@ def test_the_environment_of_the_examples_answers_a_run(tmp_path: Path, shared_ra
         assert one["turns"][1]["observed"] == 5, "four digits and a semicolon"
 
 
+@pytest.mark.deep
 def test_the_environment_of_the_page_answers_a_run(tmp_path: Path, shared_ray: str):
     [example] = re.findall(r"```python\n(# guess.py.*?)```", PAGE.read_text(), flags=re.DOTALL)
     (tmp_path / "guess.py").write_text(example)
@@ -80,6 +81,7 @@ class Fails:
 """
 
 
+@pytest.mark.deep
 def test_an_environment_that_takes_its_process_down_costs_its_group_and_nothing_else(
     tmp_path: Path, shared_ray: str
 ):
@@ -90,6 +92,7 @@ def test_an_environment_that_takes_its_process_down_costs_its_group_and_nothing_
     assert str(summary["dropped_groups"]).startswith("{'environment_died': ")
 
 
+@pytest.mark.deep
 def test_killed_in_the_middle_of_a_step_the_recipe_goes_on_to_the_same_end(tmp_path: Path, shared_ray: str):
     """A trajectory that was under way is begun anew: the resumed run has the metrics of the undisturbed one."""
     words = [

@@ -133,6 +133,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_ray: str) -> Pa
 
 
 @pytest.mark.ray
+@pytest.mark.deep
 def test_a_killed_run_resumes_bit_for_bit_on_two_ranks_and_two_replicas(
     tmp_path: Path, undisturbed: Path, shared_ray: str
 ):
@@ -143,6 +144,7 @@ def test_a_killed_run_resumes_bit_for_bit_on_two_ranks_and_two_replicas(
 
 
 @pytest.mark.ray
+@pytest.mark.deep
 def test_colocated_is_separate_bit_for_bit(tmp_path: Path, undisturbed: Path, shared_ray: str):
     run(tmp_path / "shared", *SYNC, shared_ray, "cluster.placement=colocated")
     check_same(tmp_path / "shared", undisturbed)
@@ -281,6 +283,7 @@ def test_sft_makes_a_model_that_eval_can_judge(tmp_path: Path, shared_ray: str):
 
 
 @pytest.mark.ray
+@pytest.mark.deep
 def test_supervised_training_that_was_stopped_goes_on_to_the_bit(tmp_path: Path, shared_ray: str):
     sft = ("--loss-only", "warmup.steps=30", "engine.num_ranks=2", shared_ray)
     run(tmp_path / "whole", *sft, name="sft")

@@ -128,6 +128,7 @@ def asked_of(train):
     return asked
 
 
+@pytest.mark.deep
 async def test_syncs_and_requests_go_on_whatever_happens_to_replicas(
     tmp_path, lively, requests, complete, until, pid_of
 ):
@@ -191,6 +192,7 @@ def slow_reward():
     task.told.set()
 
 
+@pytest.mark.deep
 async def test_a_rank_that_dies_while_the_trainer_waits_for_groups_ends_the_run_by_name(
     tmp_path, lively, slow_reward, until, pid_of
 ):

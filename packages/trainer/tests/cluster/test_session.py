@@ -31,7 +31,7 @@ def test_a_port_at_which_nobody_listens(refused):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("silent", [True, False])
+@pytest.mark.parametrize("silent", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_somebody_who_does_not_speak_as_ray_does(refused, silent):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
