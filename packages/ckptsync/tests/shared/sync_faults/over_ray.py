@@ -53,6 +53,7 @@ class Replica(ReplicaWorker):
         redirect_output(log_path)
         self._name, self._sync = name, sync
         self._model_path = spec.rollout.model_path
+        self._engine: Any = self  # as far as it is asked for: `health` and `stop`
 
     async def start(self) -> Registration:
         """Be there with the weights of version 0."""
