@@ -1,5 +1,6 @@
 """The value head against transformers' own token classifier: values, gradients, training, folders, checkpoints."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -200,3 +201,16 @@ def test_folders_that_hold_another_head_or_not_all_weights_are_refused(tiny, tmp
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lack 1 of the model's weights, such as `model\.norm\.weight`"):
         make_engine(untied)
+
+
+def without_a_warning(world, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return steps(make_engine(path, world), BATCHES[:1])[0][0]
+
+
+def test_a_sharded_value_head_answers_with_a_tensor_of_its_own(tmp_path, two_ranks):
+    """Of a view FSDP2 warns: an operation on it in place would lose the gradients."""
+    path = make_tiny_model(tmp_path, family="llama", head="value")
+    first, second = two_ranks.run(without_a_warning, path)
+    assert first == second > 0

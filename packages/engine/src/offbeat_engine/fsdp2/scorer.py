@@ -47,7 +47,7 @@ class Scorer(torch.nn.Module):
         states = decoder(**layout.model_inputs, use_cache=False).last_hidden_state
         hidden_MH = states.flatten(0, 1).index_select(0, layout.select_M)
         if self.head == "value":
-            return (head(hidden_MH).squeeze(-1).float(),)
+            return (head(hidden_MH).float().sum(-1),)  # of one: no view, of which FSDP2 warns
         return token_logprobs(hidden_MH, head, layout.targets_M, layout.temperature_M, entropy_gradient)
 
     def plain(self, **inputs: torch.Tensor) -> torch.Tensor:
