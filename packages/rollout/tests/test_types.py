@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_rollout import Completion, CompletionError, Finish, TopLogprobs, VersionSpan, version_spans
+from offbeat_rollout import (
+    Completion,
+    CompletionError,
+    Finish,
+    GenerateRequest,
+    RolloutConfig,
+    SamplingParams,
+    TopLogprobs,
+    VersionSpan,
+    version_spans,
+)
+from offbeat_rollout.checks import check_request
+from offbeat_rollout.routing import Router
 
 runs_of = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6)
 
@@ -180,3 +192,19 @@ def test_likeliest_tokens_that_do_not_fit_are_refused():
         replace(completion([(1, 4)]), top_logprobs=tops(0, 3))
     with pytest.raises(CompletionError, match=r"got int32 \[2, 2\] and float32 \[3, 2\]"):
         TopLogprobs(token_ids=tops(0, 2).token_ids, logprobs=tops(0, 3).logprobs)
+
+
+@pytest.mark.parametrize("prompt", [[3, 1, 4], np.array([3, 1, 4], np.int32), range(3, 6)], ids=str)
+def test_a_prompt_is_a_tuple_whatever_it_was_given_as(prompt):
+    given = GenerateRequest(request_id="r", prompt_ids=prompt, sampling=SamplingParams(max_tokens=2))
+    assert given.prompt_ids == tuple(int(token) for token in prompt)
+    assert {type(token) for token in given.prompt_ids} == {int}
+    check_request(given, RolloutConfig(model_path="m", max_model_len=9), 9)
+    assert Router(["a"]).route([given], ["a"]) == {"a": [0]}
+    assert pickle.loads(pickle.dumps(given)) == given
+
+
+def test_a_prompt_that_is_a_tuple_stays_that_one():
+    prompt = (3, 1, 4)
+    given = GenerateRequest(request_id="r", prompt_ids=prompt, sampling=SamplingParams(max_tokens=2))
+    assert given.prompt_ids is prompt

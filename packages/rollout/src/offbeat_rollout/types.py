@@ -68,13 +68,17 @@ class GenerateRequest:
     """One completion to make from `prompt_ids` [P]; token in, token out.
 
     Requests with the same `session` go to the same replica while that is fair: the turns of one trajectory, say, whose
-    prompts grow.
+    prompts grow. A list or an array of token ids is made a tuple: who sends a prompt many times gives one tuple.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     session: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.prompt_ids) is not tuple:
+            object.__setattr__(self, "prompt_ids", tuple(int(token) for token in self.prompt_ids))
 
 
 class VersionSpan(NamedTuple):
