@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.errors import VersionError
+from offbeat_ckptsync.errors import SyncError, VersionError
 from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.digest import label_of
@@ -88,4 +88,21 @@ def test_a_commit_travels_with_a_request_and_may_come_again_while_the_next_sync_
     status = ask("status")["status"]
     assert (status["label"], status["committed"], status["state"]) == (label, True, "idle")
     sender.close()
+    worker.close()
+
+
+def test_who_reads_the_mailbox_alone_is_raised_what_could_not_be_mailed():
+    worker, mailbox = Rank(DictSink(), rank=1, num_ranks=2), Store.serve("127.0.0.1")
+    where = {"host": mailbox.host, "port": mailbox.port}
+    asked = {"op": "flip", "sync_id": "s", "sent": {}}
+    answer = worker.handle({**asked, "mailbox": where, "reply": "first"}, quiet=True)
+    assert json.loads(mailbox.get("first/1")) == {**answer, "num_ranks": 2}
+    assert answer["error"]["type"]
+    for unmailed in ({}, {"reply": ""}, {"mailbox": "nowhere", "reply": "second"}):
+        with pytest.raises(SyncError):
+            worker.handle({"mailbox": where, **asked, **unmailed}, quiet=True)
+    assert mailbox.get("second/1") is None
+    with pytest.raises(SyncError):
+        worker.handle({**asked, "mailbox": where, "reply": "third"})
+    assert mailbox.get("third/1") is not None
     worker.close()

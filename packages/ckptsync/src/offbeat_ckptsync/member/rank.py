@@ -2,7 +2,7 @@
 
 A request is `{"op": .., "reply": key, "mailbox": {host, port}, ..}` with the fields that `ops.RANK_OPS` names; its answer
 goes to the mailbox under `<reply>/<rank>`, with `"num_ranks"`, and is returned too. A failure is mailed as `{"error":
-{"type", "message"}}` and raised.
+{"type", "message"}}` and raised, unless the caller reads the mailbox alone.
 
 `begin` agrees, then stages in a background thread, which mails its echo (or an error) under the key `staged`. `flip` compares
 digests before it writes. A request may carry `"committed"`, a label: it stands from then on, before anything else is done. So
@@ -57,22 +57,23 @@ class Rank:
         """The version being served."""
         return self._version if self._receiver is None else self._receiver.version
 
-    def handle(self, request: Mapping[str, object]) -> Json:
-        """Do what `request` asks and return the answer.
+    def handle(self, request: Mapping[str, object], *, quiet: bool = False) -> Json:
+        """Do what `request` asks and return the answer; with `quiet` a failure, too, as it was mailed.
 
         Raises:
-            SyncError: refused or failed; the mailbox holds the same error.
+            SyncError: refused or failed; the mailbox holds the same error. With `quiet`, what could not be mailed.
         """
         reply = str(request.get("reply", ""))
         try:
             if "mailbox" in request:
                 self._mailbox = self._open_mailbox(request)
             answer = self._answer(request)
-        except SyncError as error:
-            self._mail(reply, failure(error))
-            raise
         except Exception as error:
-            self._mail(reply, failure(error))
+            answer = failure(error)
+            if self._mail(reply, answer) and quiet:
+                return answer
+            if isinstance(error, SyncError):
+                raise
             raise SyncError(f"{request.get('op')}: {error!r}") from error
         self._mail(reply, answer)
         return answer
@@ -164,6 +165,8 @@ class Rank:
         return self._receiver
 
     def _open_mailbox(self, request: Mapping[str, object]) -> Store | None:
+        # Until it is open there is none: who asks is not told through the mailbox of whoever asked before.
+        before, self._mailbox = self._mailbox, None
         where = request.get("mailbox")
         if where is None:
             return None
@@ -171,13 +174,16 @@ class Rank:
             raise WireError(f"mailbox: expected an object with host and port, got {where!r}")
         place = cast("dict[str, object]", where)
         host, port = str(place.get("host")), int(str(place.get("port")))
-        if self._mailbox is not None and (self._mailbox.host, self._mailbox.port) == (host, port):
-            return self._mailbox
+        if before is not None and (before.host, before.port) == (host, port):
+            return before
         return Store.join(host, port, _MAILBOX_TIMEOUT_S)
 
-    def _mail(self, key: str, answer: Json) -> None:
-        if self._mailbox is not None and key:
-            self._mailbox.set(f"{key}/{self._rank}", json.dumps({**answer, "num_ranks": self._num_ranks}))
+    def _mail(self, key: str, answer: Json) -> bool:
+        """Say whether there is a mailbox that was told."""
+        if self._mailbox is None or not key:
+            return False
+        self._mailbox.set(f"{key}/{self._rank}", json.dumps({**answer, "num_ranks": self._num_ranks}))
+        return True
 
 
 _MAILBOX_TIMEOUT_S = 10.0

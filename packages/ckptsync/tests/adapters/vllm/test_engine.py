@@ -114,10 +114,19 @@ class LocalSync(GenerationGate):
         assert (got - self.reference(ids)).abs().max() <= 1e-4
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def local(tmp_path_factory):
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.deep)],
+    ids=["one_rank", "two_ranks"],
+)
+async def local(request, tmp_path_factory):
+    # By itself vLLM gives each of several workers a NUMA node of its own, and refuses where there are fewer.
+    binding = {} if request.param == 1 else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    saved = dict(os.environ)
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+        **binding,
     }  # fmt: skip
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from vllm import AsyncEngineArgs
@@ -135,7 +144,7 @@ async def local(tmp_path_factory):
     args = AsyncEngineArgs(
         model=str(folder), dtype="float32", max_model_len=512, enforce_eager=True, skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs", weight_transfer_config=WeightTransferConfig(backend="offbeat"),
-        enable_prefix_caching=False,
+        enable_prefix_caching=False, tensor_parallel_size=request.param,
     )  # fmt: skip
     llm = AsyncLLM.from_engine_args(args)
     made = LocalSync(llm, model, Mailbox())
@@ -144,6 +153,8 @@ async def local(tmp_path_factory):
     finally:
         made.sender.close()
         llm.shutdown()
+        os.environ.clear()
+        os.environ.update(saved)
 
 
 async def test_several_versions_are_each_served_as_transformers_computes_them(local):

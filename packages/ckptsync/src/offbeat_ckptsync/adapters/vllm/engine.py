@@ -83,10 +83,12 @@ class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatU
         self.receive_weights(OffbeatUpdateInfo(request=update_info))
 
     def receive_weights(self, update_info: OffbeatUpdateInfo) -> None:
-        """Handle one request; what it raises names what was refused, and the mailbox holds the same."""
+        """Handle one request. What was refused goes to the mailbox, and is raised where there is none."""
         # This thread's: transports are made here, and stay on it in threads of their own.
         use_device(str(self.device))
-        self._rank.handle(update_info.request)
+        # What a worker raises puts the executor of several out of step (vLLM 0.32): it reads their answers up to the first
+        # failure, and takes what the others said for their answers to its next call.
+        self._rank.handle(update_info.request, quiet=True)
 
     def finish_weight_update(self) -> None:
         """Do nothing: an error here would leave vLLM's update session open for good."""
