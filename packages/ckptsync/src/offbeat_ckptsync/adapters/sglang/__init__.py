@@ -27,7 +27,6 @@ What cannot hold here:
 
 from __future__ import annotations
 
-from offbeat_ckptsync.adapters.sglang.member import Loading, PauseMode, SglangMember
-from offbeat_ckptsync.adapters.sglang.server import SglangServer
+from offbeat_ckptsync.adapters.sglang.member import Loading, PauseMode, SglangMember, SglangServer
 
 __all__ = ["Loading", "PauseMode", "SglangMember", "SglangServer"]

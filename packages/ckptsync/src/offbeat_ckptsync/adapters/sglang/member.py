@@ -1,10 +1,13 @@
-"""The member: a receiver in this process, and a sink behind it that lets the server load; see the package."""
+"""The member: a receiver in this process, a sink behind it that lets the server load, and the few calls of a server over HTTP."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import time
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -26,11 +29,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.adapters.sglang.server import SglangServer
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.control.members import AskCanary
     from offbeat_ckptsync.seams import Transport
     from offbeat_ckptsync.values import Flip, Label, Manifest, Sent, Status, SyncOffer
+    from offbeat_ckptsync.wire import Json
 
 
 class PauseMode(StrEnum):
@@ -225,3 +228,64 @@ def _compare(path: Path, whole: dict[str, torch.Tensor]) -> None:
             digest(bytes_of(tensor.cpu())),
         ):
             raise DigestError(f"{path}: {name!r} is not what was written; look at the disk, and sync again")
+
+
+class SglangServer:
+    """One server. Every method blocks, within a deadline, and raises `TransferError` where it cannot be reached or says no."""
+
+    def __init__(self, url: str, *, api_key: str = "") -> None:
+        """Speak to the server at `url`, say "http://127.0.0.1:30000", with the admin key where it has one."""
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"`url` must begin with http:// or https://, got {url!r}")
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def model_info(self, timeout_s: float) -> tuple[str, str]:
+        """Return the weight version that the server says it serves, and the folder it says they came from."""
+        try:
+            info = self._call("GET", "/model_info", None, timeout_s)
+        except _NotThere:
+            info = self._call("GET", "/get_model_info", None, timeout_s)  # its name before 0.5.6
+        return str(info.get("weight_version", "")), str(info.get("model_path", ""))
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """Stop generating; `mode` is SGLang's: "retract", "in_place" or "abort"."""
+        self._call("POST", "/pause_generation", {"mode": mode}, timeout_s)
+
+    def resume(self, timeout_s: float) -> None:
+        """Go on generating."""
+        self._call("POST", "/continue_generation", {}, timeout_s)
+
+    def load(self, folder: str, version: str, *, flush_cache: bool, timeout_s: float) -> None:
+        """Load the safetensors files in `folder` in place, as weight version `version`."""
+        body: Json = {"model_path": folder, "weight_version": version, "flush_cache": flush_cache}
+        answer = self._call("POST", "/update_weights_from_disk", body, timeout_s)
+        if answer.get("success") is not True:
+            raise TransferError(f"{self.url}/update_weights_from_disk: {answer.get('message', answer)}")
+
+    def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        data = None if body is None else json.dumps(body).encode()
+        # The scheme was checked: no file: or ftp: here.
+        request = urllib.request.Request(self.url + path, data, self._headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                found: object = json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            said = error.read(_SHOWN_BYTES).decode(errors="replace")
+            kind = _NotThere if error.code == _NOT_FOUND else TransferError
+            raise kind(f"{self.url}{path} answered {error.code}: {said}") from error
+        except (OSError, ValueError) as error:
+            raise TransferError(f"{self.url}{path} gave no answer within {timeout_s:g} s: {error}") from error
+        if not isinstance(found, dict):
+            raise TransferError(f"{self.url}{path} answered {found!r}; expected an object")
+        return cast("Json", found)
+
+
+class _NotThere(TransferError):
+    pass
+
+
+_NOT_FOUND = 404
+_SHOWN_BYTES = 500
