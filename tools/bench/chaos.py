@@ -85,7 +85,7 @@ class Chaos:
             "trainer.validation_prompts": 1,
             "trainer.step_timeout_s": self.options.deadline_s,
             "report.console": "false",
-            "report.tensorboard": "false",
+            "report.trackers": "[]",
             "resume": "auto",
         }
         command = [sys.executable, "-m", "offbeat_recipes.cli.train"]

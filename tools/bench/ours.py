@@ -118,7 +118,7 @@ def _settings(given: Input, adapter: str, layout: Layout, folder: Path) -> list[
         "rollout.cpu_threads": layout.threads_per_replica,
         "rollout.max_model_len": work.prompt_tokens + work.completion_tokens,
         "report.console": "false",
-        "report.tensorboard": "false",
+        "report.trackers": "[]",
     }
     return [f"{key}={value}" for key, value in settings.items()]
 

@@ -26,9 +26,9 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("report", "kinds"),
     [
-        ({"console": False, "tensorboard": False}, [JsonlReporter]),
-        ({"console": True, "tensorboard": False}, [JsonlReporter, ConsoleReporter]),
-        ({"console": False, "tensorboard": True}, [JsonlReporter, TensorBoardReporter]),
+        ({"console": False, "trackers": []}, [JsonlReporter]),
+        ({"console": True, "trackers": []}, [JsonlReporter, ConsoleReporter]),
+        ({"console": False, "trackers": ["tensorboard"]}, [JsonlReporter, TensorBoardReporter]),
     ],
 )
 def test_a_run_reports_where_the_settings_say_and_always_to_its_folder(folder, report, kinds):
@@ -37,14 +37,14 @@ def test_a_run_reports_where_the_settings_say_and_always_to_its_folder(folder, r
     assert isinstance(reporter, FanOut)
     assert [type(one) for one in reporter._reporters] == kinds
     assert reporter._reporters[0] is jsonl
-    assert (folder.path / "tensorboard").exists() == report["tensorboard"]
+    assert (folder.path / "tensorboard").exists() == bool(report["trackers"])
     reporter.close()
 
 
 @pytest.mark.parametrize(("console", "kind"), [(True, ConsoleReporter), (False, Silent)])
 def test_looking_at_a_run_writes_nothing_into_its_folder(folder, console, kind):
     before = sorted(folder.path.rglob("*"))
-    reporter = make_reporter(parse({"report": {"console": console, "tensorboard": True}}), None, folder)
+    reporter = make_reporter(parse({"report": {"console": console}}), None, folder)
     assert type(reporter) is kind
     reporter.close()
     assert sorted(folder.path.rglob("*")) == before
@@ -58,18 +58,18 @@ def test_a_tracker_of_anybodys_is_told_where_who_and_with_which_settings(folder,
         "    made.told = folder, name, settings\n"
         "    return made\n"
     )
-    config = parse(
-        {"report": {"console": False, "tensorboard": False, "others": [f"{tmp_path}/mine.py:tracker"]}}
-    )
+    config = parse({"report": {"console": False, "trackers": [f"{tmp_path}/mine.py:tracker"]}})
     jsonl = JsonlReporter(folder.path)
     reporter = make_reporter(config, jsonl, folder)
     path, name, settings = reporter._reporters[-1].told
     assert (path, name, settings["seed"]) == (folder.path, config.name, config.seed)
     reporter.close()
-    trackio = parse({"report": {"console": False, "tensorboard": False, "others": ["trackio"]}})
+    trackio = parse({"report": {"console": False, "trackers": ["trackio"]}})
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(TrainerError, match=r"offbeat-trainer\[trackio\]"):
         make_reporter(trackio, jsonl, folder)
-    unknown = parse({"report": {"console": False, "others": ["mlflow"]}})
-    with pytest.raises(SettingError, match=r"report\.others: no tracker named 'mlflow' .*offbeat\.reporters"):
+    unknown = parse({"report": {"console": False, "trackers": ["mlflow"]}})
+    with pytest.raises(
+        SettingError, match=r"report\.trackers: no tracker named 'mlflow' .*offbeat\.reporters"
+    ):
         make_reporter(unknown, jsonl, folder)

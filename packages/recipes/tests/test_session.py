@@ -155,7 +155,7 @@ def test_steps_that_a_full_disk_kept_out_of_the_metrics_are_told_once_and_counte
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         session.reporter.metrics(4, [])
 
-    config = parse({"run_dir": str(folder), "report": {"console": False, "tensorboard": False}})
+    config = parse({"run_dir": str(folder), "report": {"console": False, "trackers": []}})
     assert drive(config, work, 0.0) == 0
     assert json.loads((folder / "summary.json").read_text())["reports_lost"] == {"JsonlReporter": 2}
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

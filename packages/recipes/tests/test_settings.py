@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
-from typing import Any, get_type_hints
+from dataclasses import replace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from offbeat_ckptsync.config import SyncConfig
 from offbeat_engine.config import Dtype, OptimizerConfig
 from offbeat_engine.fsdp2.config import Fsdp2Config
+from offbeat_engine.registry import engine_names
 from offbeat_recipes.errors import SettingError
+from offbeat_recipes.settings.modes import ModeConfig
 from offbeat_recipes.settings.reading import all_settings, known_paths, parse, suggestion, to_dict
-from offbeat_recipes.settings.tree import EngineSection, ModelSection, RolloutSection, RunConfig
+from offbeat_recipes.settings.tree import (
+    EngineSection,
+    EnvironmentChoice,
+    ModelSection,
+    RolloutSection,
+    RunConfig,
+)
+from offbeat_recipes.tasks.config import TaskConfig
+from offbeat_rollout.registry import adapter_names
 from offbeat_rollout.vllm.config import VllmConfig
+from offbeat_trainer.algorithms.registry import algorithm_names
+from offbeat_trainer.config import OnFailure
 
 
 def _problems(raw: dict[str, Any]) -> str:
@@ -30,12 +45,36 @@ def test_defaults_validate_and_come_back_the_same():
     assert parse(to_dict(config)) == config
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "file", "gsm8k"])
-@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
-@pytest.mark.parametrize("rollout", ["vllm", "hf"])
-def test_a_run_has_fewer_than_150_settings(task, mode, rollout):
-    chosen = {"task": task, "mode": mode, "engine": "fsdp2", "rollout": rollout}
-    assert 60 < len(known_paths(chosen)) < 150
+def names(union: object) -> list[str]:
+    """Return the names of the variants of a section."""
+    return [str(get_args(get_type_hints(one)["name"])[0]) for one in get_args(get_args(union)[0])]
+
+
+@pytest.mark.parametrize("mode", names(ModeConfig))
+@pytest.mark.parametrize("environment", names(EnvironmentChoice))
+@pytest.mark.parametrize("algorithm", algorithm_names())
+def test_every_run_has_fewer_than_150_settings(mode, environment, algorithm):
+    assert len(names(TaskConfig)) >= 6
+    for task, rollout, engine in itertools.product(names(TaskConfig), adapter_names(), engine_names()):
+        chosen = {"task": task, "rollout": rollout, "engine": engine}
+        known = known_paths({**chosen, "mode": mode, "environment": environment, "algorithm": algorithm})
+        assert 60 < len(known) < 150, chosen
+
+
+def test_what_belongs_together_follows_from_one_setting():
+    config = parse({"sync": {"transfer_timeout_s": 100.0}, "cluster": {"start_timeout_s": 7.0}})
+    sync = config.sync_config()
+    assert (sync.begin_timeout_s, sync.verify_timeout_s, sync.commit_timeout_s) == (10.0, 10.0, 10.0)
+    assert (sync.transfer_timeout_s, sync.flip_timeout_s) == (100.0, 20.0)
+    assert parse({}).sync_config() == replace(
+        SyncConfig(transport="auto"), disk_path=parse({}).sync_config().disk_path
+    )
+    assert config.rollout_config("/m").start_timeout_s == 7.0
+    engines = [parse({"engine": given}).engine_config("/m") for given in ({}, {"collective_timeout_s": 10.0})]
+    assert [engine.checkpoint_timeout_s for engine in engines] == [3600.0, 60.0]
+    reward = {"timeout_s": 5.0, "max_attempts": 4, "on_failure": "stop"}
+    turns = parse({"reward": reward, "environment": {"path": "a.py:B"}}).turns
+    assert (turns.timeout_s, turns.max_attempts, turns.on_failure) == (5.0, 4, OnFailure.STOP)
 
 
 @pytest.mark.parametrize(

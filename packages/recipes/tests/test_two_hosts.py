@@ -37,7 +37,7 @@ SMALL = (
     "trainer.prompts_per_step=4",
     "trainer.group_size=4",
     "trainer.validate_every=0",
-    "report.tensorboard=false",
+    "report.trackers=[]",
     "cluster.health_period_s=1",
 )
 

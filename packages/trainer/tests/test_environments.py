@@ -120,7 +120,7 @@ async def test_instances_keep_their_state_and_share_processes(processes, tmp_pat
 @pytest.mark.parametrize(
     ("how", "counted", "words"),
     [
-        ("hangs", "timed out", r"it took longer than 3 s \(environment.timeout_s\)"),
+        ("hangs", "timed out", r"it took longer than 3 s \(reward.timeout_s\)"),
         ("exits", "died", "the process that calls environments: it ended"),
         ("raises", "raised", "OSError: no such place"),
         ("leaves", "raised", "SystemExit: 0"),

@@ -1,6 +1,6 @@
 """Where a run reports to, as the settings say.
 
-`report.others` names "trackio", or trackers of other packages, by entry points of the group `offbeat.reporters`, or functions,
+`report.trackers` names ours, those of other packages by entry points of the group `offbeat.reporters`, or functions,
 "package.module:function" or "file.py:function": called with the run folder, the run's name and its settings, each returns a `Reporter`.
 """
 
@@ -54,23 +54,15 @@ def _asked_for(config: RunConfig, folder: RunFolder, steps: int) -> Iterator[Cal
     told, settings = config.report, to_dict(config)
     if told.console:
         yield lambda: ConsoleReporter(title=config.name, steps=steps)
-    if told.tensorboard:
-        yield lambda: TensorBoardReporter(folder.path / "tensorboard", config=settings)
-    if told.wandb:
-        yield lambda: WandbReporter(
-            folder.path,
-            project=told.wandb_project,
-            name=config.name,
-            config=settings,
-            offline=not told.wandb_online,
-        )
-    for name in told.others:
-        if name == "trackio":
-            yield lambda: TrackioReporter(
-                folder.path, project=told.wandb_project, name=config.name, config=settings
-            )
-        else:
-            yield lambda name=name: _other_reporter(name)(folder.path, config.name, settings)
+    named: dict[str, Any] = {"project": told.project, "name": config.name, "config": settings}
+    ours: dict[str, Callable[[], Reporter]] = {
+        "tensorboard": lambda: TensorBoardReporter(folder.path / "tensorboard", config=settings),
+        "wandb": lambda: WandbReporter(folder.path, **named),
+        "wandb_online": lambda: WandbReporter(folder.path, **named, offline=False),
+        "trackio": lambda: TrackioReporter(folder.path, **named),
+    }
+    for name in told.trackers:
+        yield ours.get(name) or (lambda name=name: _other_reporter(name)(folder.path, config.name, settings))
 
 
 def _other_reporter(name: str) -> Callable[[Path, str, Mapping[str, object]], Reporter]:
@@ -78,13 +70,13 @@ def _other_reporter(name: str) -> Callable[[Path, str, Mapping[str, object]], Re
         try:
             return cast("Any", load_object(name))
         except LoadError as error:
-            raise SettingError([f"report.others: {error}"]) from error
+            raise SettingError([f"report.trackers: {error}"]) from error
     points = {point.name: point for point in entry_points(group=REPORTERS)}
     if name not in points:
         raise SettingError(
             [
-                f"report.others: no tracker named {name!r} is installed; found: {', '.join(sorted(points)) or 'none'}. A package "
-                f"adds one through the entry-point group {REPORTERS!r}"
+                f"report.trackers: no tracker named {name!r} is installed; there are tensorboard, wandb, wandb_online, trackio, and "
+                f"of other packages: {', '.join(sorted(points)) or 'none'}. A package adds one through the entry-point group {REPORTERS!r}"
             ]
         )
     return points[name].load()

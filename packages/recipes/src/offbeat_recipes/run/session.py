@@ -227,10 +227,15 @@ def _where_next(session: Session, code: int) -> dict[str, object]:
             ),
             "metrics": str(folder / "metrics.jsonl"),
             "samples": str(folder / "samples.jsonl"),
-            "curves": _command("tensorboard", "--logdir", str(folder / "tensorboard")),
+            **_curves(session),
             **_judged(session),
         }
     }
+
+
+def _curves(session: Session) -> dict[str, str]:
+    folder = session.folder.path / "tensorboard"
+    return {"curves": _command("tensorboard", "--logdir", str(folder))} if folder.exists() else {}
 
 
 def _judged(session: Session) -> dict[str, str]:

@@ -38,12 +38,11 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
     ),
     "0": (
         "trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
-        "warmup.lr_warmup_steps",
         "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
         "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
         "engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
-        "rollout.cpu_threads sync.canary_tolerance sync.delta_max_fraction",
+        "rollout.cpu_threads",
     ),
     "-1": ("evaluation.step",),
 }
@@ -53,7 +52,7 @@ _MORE_THAN_ZERO = (
 )  # and everything that ends in `_timeout_s`
 _AT_MOST_ONE = (
     *["task.forget_carry", "task.carry_share", "task.held_out_fraction"],
-    *["rollout.gpu_memory_fraction", "engine.lora.dropout", "sync.delta_max_fraction"],
+    *["rollout.gpu_memory_fraction", "engine.lora.dropout"],
 )
 
 

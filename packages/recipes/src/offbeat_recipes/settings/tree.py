@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig, bounded
 from offbeat_engine.registry import engine_config_class
+from offbeat_recipes.settings.modes import FullyAsyncMode, ModeConfig, SyncMode
 from offbeat_recipes.tasks.config import ArithmeticConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
 from offbeat_rollout.registry import rollout_config_class
@@ -24,7 +25,7 @@ from offbeat_trainer.config import (
     ClusterConfig,
     EnvironmentConfig,
     LoopConfig,
-    OnStall,
+    OnFailure,
     Placement,
     RewardConfig,
     SamplingConfig,
@@ -32,34 +33,6 @@ from offbeat_trainer.config import (
 )
 
 Device: TypeAlias = Literal["cpu", "cuda"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncMode:
-    """Generate and train in turns, on fresh weights. What `AsyncConfig` has else is its nature."""
-
-    name: Literal["sync"] = "sync"
-    max_attempts: int = 3
-    on_stall: OnStall = OnStall.STOP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneStepOffMode:
-    """Generate the next step's groups while this one trains. What `AsyncConfig` has else is its nature."""
-
-    name: Literal["one_step_off"] = "one_step_off"
-    max_attempts: int = 3
-    on_stall: OnStall = OnStall.STOP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullyAsyncMode(AsyncConfig):
-    """Generate as far ahead as `max_staleness` allows."""
-
-    name: Literal["fully_async"] = "fully_async"
-
-
-ModeConfig: TypeAlias = Annotated[SyncMode | OneStepOffMode | FullyAsyncMode, Field(discriminator="name")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +49,8 @@ class ModelSection(ModelConfig):
 class EngineSection(EngineConfig):
     """The training engine and how many ranks it has. `threads_per_rank` 0 shares the cores among the ranks.
 
+    A checkpoint may take six times `collective_timeout_s`.
+
     The rest are settings of the engine itself: `offbeat_recipes.settings.sections` adds those that `name` has of its own.
     """
 
@@ -89,6 +64,7 @@ class EngineSection(EngineConfig):
     device: Device = field(default="cpu", metadata={"derived": "device"})
     max_sequence_tokens: int = field(default=0, metadata={"derived": "rollout.max_model_len"})
     inference_only: bool = field(default=False, metadata={"derived": "the role"})
+    checkpoint_timeout_s: float = field(default=3600.0, metadata={"derived": "engine.collective_timeout_s"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +82,7 @@ class RolloutSection(RolloutConfig):
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
     lora: LoraConfig = field(default_factory=LoraConfig, metadata={"derived": "engine.lora"})
+    start_timeout_s: float = field(default=300.0, metadata={"derived": "cluster.start_timeout_s"})
     stop_strings: bool = field(default=False, metadata={"derived": "sampling.stop"})
 
 
@@ -125,9 +102,12 @@ class NoEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection(EnvironmentConfig):
-    """Several turns, in the environment that `path` names."""
+    """Several turns, in the environment that `path` names. How long a call of it may take and what follows a failure, the section `reward` says."""
 
     name: Literal["own"] = field(default="own", metadata={"derived": "environment.path"})
+    timeout_s: float = field(default=60.0, metadata={"derived": "reward.timeout_s"})
+    max_attempts: int = field(default=2, metadata={"derived": "reward.max_attempts"})
+    on_failure: OnFailure = field(default=OnFailure.DROP, metadata={"derived": "reward.on_failure"})
 
 
 EnvironmentChoice: TypeAlias = Annotated[NoEnvironment | EnvironmentSection, Field(discriminator="name")]
@@ -135,28 +115,42 @@ EnvironmentChoice: TypeAlias = Annotated[NoEnvironment | EnvironmentSection, Fie
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSection(SyncConfig):
-    """How new weights reach the replicas: by where the processes are, unless a `transport` is named."""
+    """How new weights reach the replicas: by where the processes are, unless a `transport` is named.
+
+    Of the deadlines of its phases `transfer_timeout_s` is one; a flip may take a fifth of it, the others a tenth.
+    """
 
     transport: str = "auto"
     host: str = field(default="127.0.0.1", metadata={"derived": "cluster.rendezvous_host"})
     secret: str = field(default="", repr=False, metadata={"derived": "the run, which makes one"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
+    begin_timeout_s: float = field(default=30.0, metadata={"derived": "sync.transfer_timeout_s"})
+    verify_timeout_s: float = field(default=30.0, metadata={"derived": "sync.transfer_timeout_s"})
+    flip_timeout_s: float = field(default=60.0, metadata={"derived": "sync.transfer_timeout_s"})
+    commit_timeout_s: float = field(default=30.0, metadata={"derived": "sync.transfer_timeout_s"})
+    allow_cast: bool = field(default=False, metadata={"derived": "model.dtype, which all have"})
+    canary_tolerance: float = field(default=0.05, metadata={"derived": "sync.canary"})
+    delta_max_fraction: float = field(default=0.25, metadata={"derived": "sync.delta"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupSection(WarmupConfig):
+    """Supervised training, before reinforcement learning or alone. Its rate rises for 20 steps, or half of few."""
+
+    lr_warmup_steps: int = field(default=20, metadata={"derived": "warmup.steps"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportConfig:
-    """Where a run tells what is going on, besides its JSONL files; see `reporting` for `others`.
+    """Where a run tells what is going on, besides its JSONL files.
 
-    W&B is sent with `wandb sync` unless online. `others` may name "trackio", which stays on this machine; `wandb_project` is its
-    project, too.
+    `trackers` are any of "tensorboard", "wandb" (sent later, with `wandb sync`), "wandb_online", "trackio", which stays on this machine,
+    and those of others, see `offbeat_recipes.run.reporting`. `project` is that of W&B and Trackio.
     """
 
     console: bool = True
-    tensorboard: bool = True
-    wandb: bool = False
-    wandb_project: str = "offbeat"
-    wandb_online: bool = False
-    others: tuple[str, ...] = ()
+    trackers: tuple[str, ...] = ("tensorboard",)
+    project: str = "offbeat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +186,7 @@ class RunConfig:
     task: TaskConfig = field(default_factory=ArithmeticConfig)
     model: ModelSection = field(default_factory=ModelSection)
     trainer: LoopConfig = field(default_factory=LoopConfig)
-    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    warmup: WarmupSection = field(default_factory=WarmupSection)
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentChoice = field(default_factory=NoEnvironment)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
@@ -229,7 +223,15 @@ class RunConfig:
     @property
     def turns(self) -> EnvironmentConfig | None:
         """The environment that is acted in; None where a prompt has one turn."""
-        return self.environment if isinstance(self.environment, EnvironmentSection) else None
+        if not isinstance(self.environment, EnvironmentSection):
+            return None
+        told = self.reward
+        return replace(
+            self.environment,
+            timeout_s=told.timeout_s,
+            max_attempts=told.max_attempts,
+            on_failure=told.on_failure,
+        )
 
     @property
     def num_updates(self) -> int:
@@ -247,6 +249,7 @@ class RunConfig:
             "dtype": self.model.dtype,
             "device": self.device,
             "max_sequence_tokens": self.rollout.max_model_len,
+            "checkpoint_timeout_s": 6 * self.engine.collective_timeout_s,
             "optimizer": replace(optimizer, total_steps=optimizer.total_steps or self.num_updates),
         }
         cls = engine_config_class(self.engine.name)
@@ -293,6 +296,7 @@ class RunConfig:
             "device": self.device,
             "cpu_threads": self.replica_threads(num_cores),
             "lora": self._lora,
+            "start_timeout_s": self.cluster.start_timeout_s,
             "stop_strings": bool(self.sampling.stop),
         }
         cls = rollout_config_class(self.rollout.name)
@@ -312,7 +316,10 @@ class RunConfig:
 
     def sync_config(self) -> SyncConfig:
         """Return the settings of the weight sync; without `disk_path`, files go to the run folder."""
+        transfer_s = self.sync.transfer_timeout_s
         derived: dict[str, Any] = {
+            **dict.fromkeys(("begin_timeout_s", "verify_timeout_s", "commit_timeout_s"), transfer_s / 10),
+            "flip_timeout_s": transfer_s / 5,
             "host": self.cluster.rendezvous_host or "127.0.0.1",
             "device": self.device,
             "disk_path": self.sync.disk_path or str((self.folder / "sync").absolute()),
