@@ -1,7 +1,13 @@
-"""An address that is no Ray's is told at once, or after the half minute that Ray's own client takes."""
+"""An address that is no Ray's is told at once, or after the half minute that Ray's own client takes; Ctrl-Z stops no Ray."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +54,60 @@ def test_somebody_who_does_not_speak_as_ray_does(refused, silent):
         said = refused(f"127.0.0.1:{server.getsockname()[1]}")
         server.shutdown(socket.SHUT_RDWR)
     assert "does not answer as Ray does" in said
+
+
+DRIVER = """
+import sys
+import ray
+from offbeat_trainer.cluster.session import start_ray, stop_ray
+from offbeat_trainer.config import ClusterConfig
+
+start_ray(ClusterConfig(object_store_mib=100), num_gpus=0)
+print("started", flush=True)
+sys.stdin.readline()
+print(ray.get(ray.remote(lambda: "answered").remote()), flush=True)
+stop_ray()
+"""
+
+
+def processes_of(group):
+    """Return the state of each process of a process group, by its id."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state, _, of_group = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:3]
+        except OSError:
+            continue
+        if int(of_group) == group:
+            found[int(pid)] = state
+    return found
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.spawns
+def test_ctrl_z_stops_the_driver_and_not_ray():
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    try:
+        assert driver.stdout.readline() == "started\n"
+        before = processes_of(driver.pid)
+        assert len(before) >= 3, "Ray's servers are of the driver's group"
+        os.killpg(driver.pid, signal.SIGTSTP)  # as a terminal does
+        deadline = time.monotonic() + 600
+        while processes_of(driver.pid).get(driver.pid) != "T":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        stopped = [pid for pid, state in processes_of(driver.pid).items() if state == "T"]
+        assert stopped == [driver.pid]
+        os.killpg(driver.pid, signal.SIGCONT)
+        said, _ = driver.communicate("go on\n", timeout=600)
+        assert (said, driver.returncode) == ("answered\n", 0)
+    finally:
+        driver.kill()
+        driver.wait()

@@ -32,7 +32,7 @@ def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
     """
     try:
         _require_answer(config.ray_address)
-        with _own_sigterm():
+        with _own_signals():
             _connect(config, num_gpus)
     except (
         Exception
@@ -85,16 +85,21 @@ def _connect(config: ClusterConfig, num_gpus: int) -> None:
 
 
 @contextmanager
-def _own_sigterm() -> Generator[None]:
-    """Put back who handles SIGTERM: Ray takes it to end the process at once, and a run ends after its step."""
+def _own_signals() -> Generator[None]:
+    """Put back who handles SIGTERM: Ray takes it to end the process at once, and a run ends after its step.
+
+    What is started here ignores SIGTSTP: Ctrl-Z stops the driver alone. Ray's servers are of its process group, and workers that
+    hear nothing of them for some minutes would end themselves.
+    """
     if threading.current_thread() is not threading.main_thread():  # Ray takes it in the main thread only
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    terminated, stopped = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, terminated)
+        signal.signal(signal.SIGTSTP, stopped)
 
 
 def stop_ray() -> None:
