@@ -39,11 +39,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--deep", action="store_true", help="tests marked deep too, and full counts in all others"
     )
+    parser.addoption(
+        "--chains", action="store_true", help="look only into files that name the marks ray or vllm"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the profile before modules of tests ask for it."""
     settings.load_profile("deep" if config.getoption("--deep") else "usual")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--chains` leave unread what has none of them: reading all costs each worker ten seconds of a core."""
+    if not config.getoption("--chains") or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if "mark.ray" in text or "mark.vllm" in text else True
 
 
 @pytest.fixture(scope="session")

@@ -60,13 +60,13 @@ class Pass:
 PARALLEL = ("-n", "4", "--dist", "worksteal")
 # What a file has started serves all of its tests. A worker that is taken down is not started again: it would be taken down
 # by the same test.
-BY_FILE = ("-n", "3", "--dist", "loadfile", "--max-worker-restart", "0")
-ORDINARY = "not (vllm or ray or gpu)"
+BY_FILE = ("-n", "3", "--dist", "loadfile", "--max-worker-restart", "0", "--chains")
+CHAINED = "vllm or ray or gpu" if GPU_DRIVER.exists() else "vllm or ray"  # without a GPU, its tests are skips
 FULL = (
-    Pass(name="parallel", markers=ORDINARY, options=PARALLEL, niceness=5),
-    Pass(name="chains", markers="vllm or ray or gpu", options=() if GPU_DRIVER.exists() else BY_FILE),
+    Pass(name="parallel", markers=f"not ({CHAINED})", options=PARALLEL, niceness=5),
+    Pass(name="chains", markers=CHAINED, options=() if GPU_DRIVER.exists() else BY_FILE),
 )
-FAST = Pass(name="fast", markers=f"{ORDINARY} and not (slow or spawns)", options=PARALLEL)
+FAST = Pass(name="fast", markers="not (vllm or ray or gpu or slow or spawns)", options=PARALLEL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

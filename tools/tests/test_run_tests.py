@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -174,3 +175,21 @@ def test_a_file_that_cannot_be_collected_is_an_error(small_checkout):
     code, _, closing = run(small_checkout, "--fast")
     assert code == 1
     assert "1 error" in closing
+
+
+@pytest.mark.spawns
+@pytest.mark.deep
+def test_no_chained_test_hides_from_the_pass_that_reads_only_files_which_name_its_marks():
+    look = (sys.executable, "-m", "pytest", "--collect-only", "-q", "--deep", "-m", "vllm or ray")
+    found = [
+        {
+            line
+            for line in subprocess.run(
+                (*look, *more), cwd=ROOT, capture_output=True, text=True, check=True, timeout=600
+            ).stdout.splitlines()
+            if "::" in line
+        }
+        for more in ((), ("--chains",))
+    ]
+    assert len(found[0]) > 100
+    assert found[0] == found[1]
