@@ -15,12 +15,7 @@ from offbeat_trainer.errors import PlanRefused, TrainerError
 
 B, T = 6, 9
 EVERYTHING = GrpoConfig(
-    clip_low=0.2,
-    clip_high=0.28,
-    dual_clip=3.0,
-    kl_coef=0.1,
-    kl_estimator=KlEstimator.K3,
-    entropy_coef=0.02,
+    clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.1, kl_estimator=KlEstimator.K3, entropy_coef=0.02
 )
 
 
