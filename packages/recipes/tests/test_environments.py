@@ -142,6 +142,20 @@ def test_supervised_training_is_measured_in_the_environment(tmp_path: Path, shar
     assert max(len(one.get("turns", ())) for one in after) > 1
 
 
+@pytest.mark.vllm
+@pytest.mark.deep
+def test_several_turns_with_vllm_are_what_the_trainer_computes(tmp_path: Path, shared_ray: str):
+    folder = tmp_path / "run"
+    words = [
+        "task=calculator", "rollout=vllm", f"run_dir={folder}", "trainer.steps=2", "trainer.prompts_per_step=4",
+        "trainer.group_size=4", "trainer.validation_prompts=4", "trainer.validate_every=0", shared_ray,
+    ]  # fmt: skip
+    Command("train", words, tmp_path / "log").succeed(RUN_TIMEOUT_S)
+    steps = lines(folder)
+    assert max(line["trajectory/turns_max"] for line in steps) > 1
+    assert max(line["mismatch/max_abs_logprob_diff"] for line in steps) <= 1e-4
+
+
 @pytest.mark.deep
 def test_the_recipe_learns_to_ask(tmp_path: Path):
     folder = tmp_path / "run"
