@@ -104,6 +104,22 @@ async def build(cluster, model):
     assert await cluster.start(prepare) == "built"
 
 
+def train_spec(folder, num_ranks, max_tokens, sync, own_cores):
+    from offbeat_trainer.cluster.spec import TrainSpec
+
+    return TrainSpec(
+        engine_name="fsdp2",
+        device="cpu",
+        num_ranks=num_ranks,
+        algorithm=Grpo(config=GrpoConfig(), step=StepShape(max_completion_tokens=max_tokens)),
+        checkpoint_dir=str(folder),
+        threads_per_rank=0 if own_cores else 1,
+        keep_checkpoints=2,
+        collective_timeout_s=TIMEOUT_S,
+        sync=sync or SyncConfig(),
+    )
+
+
 @pytest.fixture(scope="session")
 def python():
     """What must be `sys.executable` where a Ray is started; see `ray_forks`."""
@@ -133,20 +149,9 @@ def started(python):
         With `own_cores` they compute with those of their machine, as Ray counts them; else with one thread each.
         """
         from offbeat_trainer.cluster.cluster import Cluster
-        from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
+        from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec
 
         model = make_tiny_model(folder / "tiny")
-        train = TrainSpec(
-            engine_name="fsdp2",
-            device="cpu",
-            num_ranks=num_ranks,
-            algorithm=Grpo(config=GrpoConfig(), step=StepShape(max_completion_tokens=max_tokens)),
-            checkpoint_dir=str(folder),
-            threads_per_rank=0 if own_cores else 1,
-            keep_checkpoints=2,
-            collective_timeout_s=TIMEOUT_S,
-            sync=sync or SyncConfig(),
-        )
         rollout = RolloutSpec(
             adapter_name="hf",
             rollout=RolloutConfig(model_path=model, max_model_len=1024),
@@ -155,7 +160,7 @@ def started(python):
         )
         spec = ClusterSpec(
             cluster=ClusterConfig(object_store_mib=128, **cluster),
-            train=train,
+            train=train_spec(folder, num_ranks, max_tokens, sync, own_cores),
             rollout=rollout,
             log_dir=str(folder / "logs"),
             step_timeout_s=TIMEOUT_S,
