@@ -16,7 +16,7 @@ from offbeat_trainer.stream.journal.events import Finished, Flipped, Issued, Tak
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_trainer.stream.journal.events import Spans
+    from offbeat_trainer.data.types import Spans
 
 
 def record(folder: Path, spans: Spans, num_steps: int = 2) -> Path:

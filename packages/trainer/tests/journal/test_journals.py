@@ -11,7 +11,7 @@ import pytest
 
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.config import AsyncConfig, LoopConfig
-from offbeat_trainer.data.types import Score, Trajectory
+from offbeat_trainer.data.types import Score, Trajectory, spans_of
 from offbeat_trainer.errors import ResumeError, TrainerError
 from offbeat_trainer.loops.outcome import FORGET_EVERY
 from offbeat_trainer.stream.journal.events import (
@@ -23,7 +23,6 @@ from offbeat_trainer.stream.journal.events import (
     MemoryJournal,
     Taken,
     recover,
-    spans_of,
 )
 from offbeat_trainer.stream.journal.segments import SegmentJournal
 from offbeat_trainer.stream.journal.sqlite import _FORGET, SqliteJournal

@@ -15,7 +15,8 @@ from offbeat_trainer.metrics import Mean, Metric
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.stream.parts import Parts, StopRequest, due
+from offbeat_trainer.stream.parts import Parts, StopRequest
+from offbeat_trainer.stream.stream import due
 from offbeat_trainer.testing import Recorder
 from offbeat_trainer.watch.watchdog import PhaseClock
 

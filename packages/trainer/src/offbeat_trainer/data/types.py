@@ -48,6 +48,10 @@ Ending: TypeAlias = Finish | Limit
 """Why a trajectory ended. STOP: of itself, or its environment said so. LENGTH: there was no room for more tokens."""
 
 
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""The versions that made a trajectory's trained tokens, in order: (version, number of tokens)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
     """What the environment said, and what the policy answered. `reward` is what this turn alone earned.
@@ -232,6 +236,16 @@ class Pair:
     prompt_ids: tuple[int, ...]
     chosen_ids: tuple[int, ...]
     rejected_ids: tuple[int, ...]
+
+
+def spans_of(trajectory: Trajectory) -> Spans:
+    """Return the versions that made `trajectory`, as the journal has them."""
+    return tuple([(version, end - start) for version, start, end in trajectory.spans])
+
+
+def oldest_version(trajectories: Iterable[Trajectory]) -> int | None:
+    """Return the version of the oldest trained token in `trajectories`; None if there is none."""
+    return min((span.version for one in trajectories for span in one.spans), default=None)
 
 
 def versions_of(trajectories: Iterable[Trajectory]) -> npt.NDArray[np.int64]:

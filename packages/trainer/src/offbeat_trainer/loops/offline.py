@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
 from offbeat_trainer.run_store import RunState
-from offbeat_trainer.stream.parts import StopRequest, due
+from offbeat_trainer.stream.parts import StopRequest
+from offbeat_trainer.stream.stream import due
 from offbeat_trainer.watch.timeline import Timeline
 from offbeat_trainer.watch.watchdog import PhaseClock, Watchdog
 

@@ -9,8 +9,8 @@ from offbeat_trainer.data.assemble import group_metrics, staleness_metrics
 from offbeat_trainer.metrics import Last, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.run_store import RunState
 from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.parts import due
 from offbeat_trainer.stream.producer import training_params
+from offbeat_trainer.stream.stream import due
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

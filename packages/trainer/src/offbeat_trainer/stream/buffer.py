@@ -13,17 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from offbeat_trainer.config import Order
+from offbeat_trainer.data.types import oldest_version, spans_of
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.journal.events import (
-    Dropped,
-    Finished,
-    Issued,
-    Recovered,
-    Taken,
-    oldest_version,
-    spans_of,
-)
+from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, Recovered, Taken
 from offbeat_trainer.watch.timeline import now_s
 
 if TYPE_CHECKING:

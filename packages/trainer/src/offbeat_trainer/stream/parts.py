@@ -65,8 +65,3 @@ class Parts:
     def clock(self) -> PhaseClock:
         """Return a clock for the phases of one step."""
         return PhaseClock(self.reporter, self.timeline, self.watchdog)
-
-
-def due(step: int, every: int) -> bool:
-    """Say whether something that happens `every` so many steps happens at `step`; 0 = never."""
-    return every > 0 and step % every == 0

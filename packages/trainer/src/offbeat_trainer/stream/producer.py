@@ -7,9 +7,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import NoReplica, RequestError, RolloutError, SamplingParams
+from offbeat_trainer.data.types import oldest_version
 from offbeat_trainer.errors import DeadlineExceeded, GroupFailed, ResumeError, TrainerError, WorkerGone
 from offbeat_trainer.rollouts.single import derive_seed
-from offbeat_trainer.stream.journal.events import Half, oldest_version
+from offbeat_trainer.stream.journal.events import Half
 from offbeat_trainer.watch.timeline import GENERATION
 
 if TYPE_CHECKING:

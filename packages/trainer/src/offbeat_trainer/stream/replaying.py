@@ -14,9 +14,9 @@ from offbeat_trainer.watch.timeline import GENERATION
 
 if TYPE_CHECKING:
     from offbeat_rollout import SamplingParams
-    from offbeat_trainer.data.types import Prompt, Trajectory
+    from offbeat_trainer.data.types import Prompt, Spans, Trajectory
     from offbeat_trainer.stream.buffer import GroupBuffer
-    from offbeat_trainer.stream.journal.events import Recovered, Spans
+    from offbeat_trainer.stream.journal.events import Recovered
     from offbeat_trainer.stream.parts import Parts
     from offbeat_trainer.stream.schedule import Schedule
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.errors import PlanRefused, ResumeError
-from offbeat_trainer.stream.journal.events import Finished, Flipped, Issued, Spans, Taken
+from offbeat_trainer.stream.journal.events import Finished, Flipped, Issued, Taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from offbeat_trainer.data.types import Spans
     from offbeat_trainer.stream.journal.events import Event
 
 

@@ -15,7 +15,6 @@ from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
 from offbeat_trainer.stream.journal.events import Flipped, recover
-from offbeat_trainer.stream.parts import due
 from offbeat_trainer.stream.producer import Producer
 from offbeat_trainer.stream.replaying import Replayer
 from offbeat_trainer.watch.timeline import GENERATION, TAIL_SHARE, now_s
@@ -173,6 +172,11 @@ class GroupStream:
                 f"step {step} was given a token of version {oldest}, {version_of(step) - oldest} versions old; "
                 f"max_staleness is {self._mode.max_staleness}. Nothing was trained on it; this is a defect"
             )
+
+
+def due(step: int, every: int) -> bool:
+    """Say whether something that happens `every` so many steps happens at `step`; 0 = never."""
+    return every > 0 and step % every == 0
 
 
 def _tail_s(entries: list[Entry], started_s: float) -> float:

@@ -12,21 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from offbeat_trainer.data.types import Score, Trajectory
-
-
-Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""The versions that made a trajectory's trained tokens, in order: (version, number of tokens)."""
-
-
-def spans_of(trajectory: Trajectory) -> Spans:
-    """Return the versions that made `trajectory`, as the journal has them."""
-    return tuple([(version, end - start) for version, start, end in trajectory.spans])
-
-
-def oldest_version(trajectories: Iterable[Trajectory]) -> int | None:
-    """Return the version of the oldest trained token in `trajectories`; None if there is none."""
-    return min((span.version for one in trajectories for span in one.spans), default=None)
+    from offbeat_trainer.data.types import Score, Spans, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ SQLite's WAL mode needs memory that all who open the file share, and does not wo
 large.
 
 A segment is a row of frames: length and CRC-32 of the rest, 4 bytes each, little-endian; then a line of JSON (kind,
-number, version, detail) and, where the event has completions, a line feed and what `rows.pack` made of them. A frame
+number, version, detail) and, where the event has completions, a line feed and what `sqlite.pack` made of them. A frame
 that is cut short at the end of a segment is what a kill in the middle of a write leaves; it was never acknowledged.
 
 An append is an ordinary write: it outlives a killed process at once. What survives a power cut is everything up to the
@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
 from offbeat_trainer.errors import ResumeError, TrainerError
-from offbeat_trainer.stream.journal.rows import from_row, to_row
+from offbeat_trainer.stream.journal.sqlite import from_row, to_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from offbeat_trainer.stream.journal.events import Event
-    from offbeat_trainer.stream.journal.rows import Row
+    from offbeat_trainer.stream.journal.sqlite import Row
 
 SEGMENT_BYTES = 8 << 20
 _HEAD = struct.Struct("<II")

@@ -1,24 +1,41 @@
-"""The journal as one SQLite file in WAL mode (sqlite.org/wal.html).
+"""The journal as one SQLite file in WAL mode (sqlite.org/wal.html), and events as rows of plain values, the same in every store.
 
 A commit appends to the log beside the database with an ordinary write: it outlives a killed process at once. What
 survives a power cut is everything up to the last `forget`, which is called with every checkpoint and flushes to disk;
 later events belong to steps whose weights such a cut loses, too.
+
+Trajectories are bytes: exact, small, readable without us. A line of JSON comes first, then plain arrays. The line holds
+`format`, 2, and, for all completions in order: `count`, their numbers of tokens, their request ids, how they ended, and `spans`:
+who made which tokens, rows of (version, start, end). `stop_reason` is there if any has one. Each completion is a trajectory of
+its own, unless there is `turns`: per trajectory a row of (tokens observed, reward), one a completion; then `endings` says how the
+trajectories ended. The arrays follow, int32 token ids and then float32 log-probs, each over all completions, and int32 ids of
+what was observed, little-endian.
+
+Format 1, without `format`, has no turns. In its first journals there are no `spans`: int32 versions lie between the two arrays,
+one a token, and log-probs are float64. Both are read as well.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from typing import TYPE_CHECKING
+from itertools import accumulate, groupby, islice, pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
+import numpy as np
+
+from offbeat_rollout import Completion, Finish, VersionSpan, version_spans
+from offbeat_trainer.data.types import Limit, Score, Trajectory, Turn
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.journal.rows import from_row, to_row
+from offbeat_trainer.stream.journal.events import Dropped, Event, Finished, Flipped, Half, Issued, Taken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from offbeat_trainer.stream.journal.events import Event
+    import numpy.typing as npt
+
+    from offbeat_trainer.data.types import Ending
 
 FORMAT = 2
 _READ = (0, 1, FORMAT)  # 0 is a new file; 1 is the same without turns
@@ -41,6 +58,10 @@ _FORGET = (
     "UPDATE events SET body = NULL WHERE number = ? AND kind IN ('finished', 'half') AND body IS NOT NULL"
 )
 _INSERT = "INSERT INTO events (kind, number, version, detail, body) VALUES (?, ?, ?, ?, ?)"
+# As json.dumps writes it; what is written here is no cycle, and to look for one costs as much as a third of the writing.
+ENCODE = json.JSONEncoder(check_circular=False).encode
+Row: TypeAlias = tuple[str, int, int | None, str | None, bytes | None]
+"""Kind, index of a group or a step, version, what else there is as text, trajectories as bytes."""
 
 
 class SqliteJournal:
@@ -103,3 +124,181 @@ class SqliteJournal:
         if self._open:
             self._open = False
             self._db.close()
+
+
+def to_row(event: Event) -> Row:
+    """Return `event` as a row."""
+    match event:
+        case Issued():
+            return "issued", event.index, event.version, event.uid, None
+        case Half():
+            return "half", event.index, None, None, pack(event.trajectories)
+        case Finished():
+            scores = [(one.reward, one.correct, *([one.parts] if one.parts else [])) for one in event.scores]
+            detail = ENCODE({"scores": scores, "spans": event.spans})
+            return "finished", event.index, event.version, detail, pack(event.trajectories)
+        case Taken():
+            return "taken", event.step, None, json.dumps(event.indices), None
+        case Dropped():
+            return "dropped", event.index, None, event.reason, None
+        case Flipped():
+            return "flipped", event.steps, event.version, None, None
+        case _:
+            assert_never(event)
+
+
+def from_row(row: Row) -> Event:
+    """Return the event that `row` was made of, without its trajectories if they were taken out.
+
+    Raises:
+        ResumeError: it is of a kind that this version does not know, or cannot be read.
+    """
+    kind, number, version, detail, body = row
+    match kind:
+        case "issued":
+            return Issued(index=number, uid=str(detail), version=version or 0)
+        case "half":
+            return Half(index=number, trajectories=() if body is None else unpack(body))
+        case "finished":
+            return _finished(number, version or 0, json.loads(detail or "{}"), body)
+        case "taken":
+            return Taken(step=number, indices=tuple(json.loads(detail or "[]")))
+        case "dropped":
+            return Dropped(index=number, reason=str(detail))
+        case "flipped":
+            return Flipped(steps=number, version=version or 0)
+        case _:
+            raise ResumeError(
+                f"the journal holds an event of kind {kind!r}, which this version does not know"
+            )
+
+
+def _finished(index: int, version: int, detail: dict[str, Any], body: bytes | None) -> Finished:
+    return Finished(
+        index=index,
+        version=version,
+        trajectories=() if body is None else unpack(body),
+        scores=tuple(
+            Score(reward=reward, correct=bool(correct), parts=parts[0] if parts else {})
+            for reward, correct, *parts in detail["scores"]
+        ),
+        spans=tuple(tuple((made_by, count) for made_by, count in one) for one in detail["spans"]),
+    )
+
+
+def pack(trajectories: Sequence[Trajectory]) -> bytes:
+    """Return `trajectories` as bytes."""
+    turns = [turn for one in trajectories for turn in one.turns]
+    completions = [turn.completion for turn in turns]
+    head: dict[str, object] = {
+        "format": FORMAT,
+        "count": [one.num_tokens for one in completions],
+        "request_id": [one.request_id for one in completions],
+        "finish": [one.finish.value for one in completions],
+        "spans": [one.spans for one in completions],
+    }
+    if any(one.stop_reason is not None for one in completions):
+        head["stop_reason"] = [one.stop_reason for one in completions]
+    if not all(one.is_plain for one in trajectories):
+        head["turns"] = [[(len(turn.observed), turn.reward) for turn in one.turns] for one in trajectories]
+        head["endings"] = [one.finish.value for one in trajectories]
+    tokens = [np.asarray(one.token_ids, "<i4").tobytes() for one in completions]
+    logprobs = [np.asarray(one.logprobs, "<f4").tobytes() for one in completions]
+    observed = [np.asarray(turn.observed, "<i4").tobytes() for turn in turns]
+    return b"".join((ENCODE(head).encode(), b"\n", *tokens, *logprobs, *observed))
+
+
+def unpack(body: bytes) -> tuple[Trajectory, ...]:
+    """Return the trajectories in `body`.
+
+    Raises:
+        ResumeError: `body` was not made by `pack`, not whole, or written by a later version.
+    """
+    head, _, rest = body.partition(b"\n")
+    try:
+        fields = json.loads(head)
+        if fields.get("format", 1) > FORMAT:
+            raise ResumeError(
+                f"the journal was written by a later version (format {fields['format']}, this one reads {FORMAT}); "
+                "go on with that version, or start anew"
+            )
+        counts: list[int] = fields["count"]
+        tokens, logprobs, spans = (_read if "spans" in fields else _read_unrolled)(fields, rest, counts)
+        ends = pairwise(accumulate(counts, initial=0))
+        reasons: list[int | str | None] = fields.get("stop_reason", [None] * len(counts))
+        completions = [
+            Completion(
+                request_id=name,
+                token_ids=tokens[a:b],
+                logprobs=logprobs[a:b],
+                spans=made_by,
+                finish=Finish(finish),
+                stop_reason=reason,
+            )
+            for name, finish, made_by, reason, (a, b) in zip(
+                fields["request_id"], fields["finish"], spans, reasons, ends, strict=True
+            )
+        ]
+        if "turns" not in fields:
+            return tuple(map(Trajectory.of, completions))
+        return tuple(_in_turns(fields, completions, rest))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ResumeError(
+            f"the journal holds completions that cannot be read ({error}); without it the run can be started anew"
+        ) from error
+
+
+_Parts = tuple["npt.NDArray[np.int32]", "npt.NDArray[np.float32]", "list[tuple[VersionSpan, ...]]"]
+
+
+def _read(fields: dict[str, Any], rest: bytes, counts: list[int]) -> _Parts:
+    """Return token ids, log-probs and spans; the arrays are copies, so that `rest` need not stay."""
+    total = sum(counts)
+    _check_size(rest, total, 8, _num_observed(fields))
+    tokens = np.frombuffer(rest, "<i4", total).astype(np.int32)
+    logprobs = np.frombuffer(rest, "<f4", total, offset=4 * total).astype(np.float32)
+    return tokens, logprobs, [tuple(VersionSpan(*span) for span in one) for one in fields["spans"]]
+
+
+def _read_unrolled(fields: dict[str, Any], rest: bytes, counts: list[int]) -> _Parts:
+    del fields
+    total = sum(counts)
+    _check_size(rest, total, 16)
+    tokens = np.frombuffer(rest, "<i4", total).astype(np.int32)
+    versions: list[int] = np.frombuffer(rest, "<i4", total, offset=4 * total).tolist()
+    logprobs = np.frombuffer(rest, "<f8", total, offset=8 * total).astype(np.float32)
+    spans = [
+        version_spans((version, len(list(run))) for version, run in groupby(versions[a:b]))
+        for a, b in pairwise(accumulate(counts, initial=0))
+    ]
+    return tokens, logprobs, spans
+
+
+def _in_turns(fields: dict[str, Any], completions: Sequence[Completion], rest: bytes) -> Iterator[Trajectory]:
+    """Yield the trajectories that `completions` are the turns of."""
+    observed = np.frombuffer(rest, "<i4", _num_observed(fields), offset=8 * sum(fields["count"])).astype(
+        np.int32
+    )
+    observed.setflags(write=False)
+    left, begin = iter(completions), 0
+    for rows, ending in zip(fields["turns"], fields["endings"], strict=True):
+        turns: list[Turn] = []
+        for (count, reward), completion in zip(rows, islice(left, len(rows)), strict=True):
+            turns.append(Turn(completion=completion, observed=observed[begin : begin + count], reward=reward))
+            begin += count
+        yield Trajectory(turns=tuple(turns), finish=_ending(ending))
+    if next(left, None) is not None:
+        raise ValueError("completions that are no turn of a trajectory")
+
+
+def _ending(name: str) -> Ending:
+    return Limit(name) if name in set(Limit) else Finish(name)
+
+
+def _num_observed(fields: dict[str, Any]) -> int:
+    return sum(count for one in fields.get("turns", ()) for count, _ in one)
+
+
+def _check_size(rest: bytes, total: int, token_bytes: int, num_observed: int = 0) -> None:
+    if len(rest) != total * token_bytes + 4 * num_observed:
+        raise ValueError(f"{len(rest)} bytes of arrays for {total} tokens, and {num_observed} observed")
