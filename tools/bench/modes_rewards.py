@@ -34,7 +34,10 @@ async def coroutine(completion):
 
 
 async def measure(folder: Path) -> dict[str, object]:
-    """Return the seconds of a step's rewards by kind, with the default settings; the first step, which starts, apart."""
+    """Return the seconds of a step's rewards by kind, with the default settings; the first step apart.
+
+    Processes are there by then, as in a run, where they start while engines load.
+    """
     file = folder / "bench_rewards.py"
     file.write_text(FUNCTIONS)
     answer: dict[str, object] = {}
@@ -42,6 +45,7 @@ async def measure(folder: Path) -> dict[str, object]:
         reward = find_reward(f"{file}:{name}", 1.0, {})
         scorer = FunctionScorer([reward], RewardConfig(), decode=str, correct_at=1.0)
         try:
+            assert not (await scorer.start()).failure
             answer[f"{key}_first_s"] = round(await _step(scorer), 3)
             answer[f"{key}_s"] = round(await _step(scorer), 3)
         finally:

@@ -1,6 +1,8 @@
 """From settings to what the parts are told."""
 
+import asyncio
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +14,14 @@ from offbeat_recipes.run.build import (
     threads_per_rank,
 )
 from offbeat_recipes.run.folder import open_run_folder
+from offbeat_recipes.run.modes import make_rollout
+from offbeat_recipes.run.session import Session
 from offbeat_recipes.settings.reading import parse, to_dict
+from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_trainer import Grpo, GrpoConfig, StepShape
+from offbeat_trainer.watch.reporters.silent import Silent
+from offbeat_trainer.watch.timeline import Timeline
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 CORES = 8
@@ -143,3 +151,33 @@ def test_a_model_folder_holds_the_weights_to_start_from(tmp_path):
     moved = engine_on(config, tmp_path)
     assert (moved.model.path, moved.model.random_init) == (str(tmp_path), False)
     assert (moved.packing, moved.optimizer) == (False, config.engine_config("").optimizer)
+
+
+@pytest.mark.spawns
+async def test_reward_processes_start_with_the_rollout_which_is_made_before_engines_load(folder, tmp_path):
+    rows, rewards = tmp_path / "rows.jsonl", tmp_path / "rewards_of_wiring.py"
+    rows.write_text('{"prompt": "1+1="}\n')
+    rewards.write_text("def score(completion): return 1.0\n")
+    model = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path / "base", 0)
+    files = {
+        "name": "file",
+        "reward": f"{rewards}:score",
+        "train_path": str(rows),
+        "validation_path": str(rows),
+    }
+    config = parse({"task": files, "model": {"path": str(model)}})
+    session = Session(
+        config=config, folder=folder, task=make_task(config.task, str(model), 0), reporter=Silent(), jsonl=None,
+        base_model=model, started=0.0,
+    )  # fmt: skip
+
+    async def complete(requests):
+        raise AssertionError("nothing is generated")
+
+    pool = SimpleNamespace(generate_many=complete, abort=None)
+    rollout = make_rollout(session, SimpleNamespace(rollout=pool, timeline=Timeline()))
+    try:
+        assert "start of the rewards" in {task.get_name() for task in asyncio.all_tasks()}
+        assert not (await rollout.scorer.start()).failure
+    finally:
+        await rollout.close()

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,7 @@ judge = Judge()
 def wrapped(completions): return _all(completions)
 async def _all(completions): return np.array([await later(one) for one in completions])
 def short(completions): return [1.0]
+def process(completion): return os.getpid()
 def where(completion): return threading.current_thread() is threading.main_thread()
 def alarmed(completion):
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("my own alarm")))
@@ -133,6 +135,33 @@ async def test_a_function_runs_in_the_main_thread_where_alarms_work(scorer):
     assert rewards_of(await scorer("where").score(group())) == [1, 1, 1]
     with pytest.raises(RewardFailed, match="raised: TimeoutError: my own alarm"):
         await scorer("alarmed").score(group(texts=("a",)))
+
+
+@pytest.mark.parametrize("name", ["process", "later"])
+async def test_processes_that_are_started_ahead_are_all_there_before_the_first_call(scorer, name):
+    made = scorer(name, concurrency=5)
+    assert not (await made.start()).failure
+    server = made._process._process.pid
+    there = in_group(server)
+    values = rewards_of(await made.score(group()))
+    assert in_group(server) == there
+    if name == "later":
+        assert there == {server}
+    else:
+        assert set(values) <= there - {server}
+        assert len(there) >= 1 + 5
+
+
+async def test_what_cannot_start_is_said_by_the_call_that_meets_it_and_closing_waits_for_no_start(scorer):
+    made = scorer("one")
+    made._process._setup = replace(made._process._setup, paths=("no_such_module:score",))
+    assert (await made.start()).failure == "died"
+    with pytest.raises(RewardFailed, match="the process that calls rewards: it ended"):
+        await made.score(group())
+    other = scorer("one")
+    starting = other.start()
+    await other.close()
+    assert starting.cancelled()
 
 
 @pytest.mark.parametrize(
@@ -236,12 +265,12 @@ def test_a_driver_that_is_killed_leaves_no_process_behind(tmp_path):
 
 
 def in_group(leader):
-    """The processes of a group that are alive."""
+    """The ids of the processes of a group that are alive."""
     listed = subprocess.run(
-        ["ps", "-e", "-o", "pgid=,stat="], capture_output=True, text=True, timeout=600, check=True
+        ["ps", "-e", "-o", "pid=,pgid=,stat="], capture_output=True, text=True, timeout=600, check=True
     )
     rows = [line.split() for line in listed.stdout.splitlines()]
-    return [stat for pgid, stat in rows if int(pgid) == leader and not stat.startswith("Z")]
+    return {int(pid) for pid, pgid, stat in rows if int(pgid) == leader and not stat.startswith("Z")}
 
 
 async def test_a_task_s_own_score_fails_alike():

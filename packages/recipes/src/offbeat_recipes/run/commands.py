@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from offbeat_recipes.plan.algorithm import algorithm_of, engines_of
 from offbeat_recipes.run.build import cluster_spec, engine_on
 from offbeat_recipes.run.evaluate import evaluate_run
 from offbeat_recipes.run.going_on import first_step
-from offbeat_recipes.run.modes import loop_of, make_parts
+from offbeat_recipes.run.modes import loop_of, make_parts, make_rollout, make_watchdog
 from offbeat_recipes.run.offline import learn, offline_parts, rows_of, supervise
 from offbeat_recipes.run.session import SFT, SFT_BY_LOSS, Session, drive
 from offbeat_trainer import OfflineAlgorithm
@@ -55,24 +56,22 @@ async def _reinforce(session: Session) -> None:
     config = session.config
     spec = cluster_spec(config, session.folder, str(await _replicas_model(session)))
     cluster = Cluster(spec, Timeline(session.folder.trace))
-    try:
+    async with AsyncExitStack() as opened:
+        opened.push_async_callback(cluster.stop)
+        watchdog = make_watchdog(config)
+        rollout = make_rollout(session, cluster, watchdog)  # before engines load: rewards start meanwhile
+        opened.push_async_callback(rollout.close)
         store = RunStore(session.folder.checkpoints / "state", keep=config.trainer.keep_checkpoints)
         session.reporter.phase(
             "start", f"{config.engine.num_ranks} training rank(s), {config.rollout.num_replicas} replica(s)"
         )
         start = await cluster.start(lambda: _prepare_training(session, cluster.train, store))
         session.startup_s = time.perf_counter() - session.started
-        parts = make_parts(session, cluster, store)
-        try:
+        parts = make_parts(session, cluster, store, rollout, watchdog)
+        with closing(parts.journal), closing(parts.timeline):
             await cluster.train.watched(loop_of(config)(parts, session.outcome, start))
-        finally:
-            await parts.rollout.close()
-            parts.journal.close()
-            parts.timeline.close()
         if not session.outcome.interrupted:
             await cluster.train.export(str(session.folder.final.absolute()))
-    finally:
-        await cluster.stop()
 
 
 async def _learn_from_rows(session: Session) -> None:

@@ -16,17 +16,17 @@ from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.rollouts.multi import MultiTurn, Scene
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
+from offbeat_trainer.scoring.scorer import FunctionScorer
 from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from offbeat_recipes.run.session import Session
     from offbeat_recipes.settings.tree import RunConfig
-    from offbeat_trainer import Rollout
+    from offbeat_trainer import Rollout, Scorer
     from offbeat_trainer.cluster.cluster import Cluster
     from offbeat_trainer.loops.outcome import Outcome
     from offbeat_trainer.run_store import RunStore
-    from offbeat_trainer.watch.timeline import Timeline
 
 
 class Loop(Protocol):
@@ -37,14 +37,20 @@ class Loop(Protocol):
         ...
 
 
-def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
+def make_watchdog(config: RunConfig) -> Watchdog:
+    """Return what ends the waits of this run."""
+    return Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall)
+
+
+def make_parts(
+    session: Session, cluster: Cluster, store: RunStore, rollout: Rollout, watchdog: Watchdog
+) -> Parts:
     """Return what the loop of this run works with. The caller closes rollout, journal and timeline."""
     config = session.config
-    watchdog = Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall)
     return Parts(
         task=session.task,
         policy=cluster.train,
-        rollout=make_rollout(session, cluster, cluster.timeline, watchdog),
+        rollout=rollout,
         publisher=cluster.publisher(),
         reporter=session.reporter,
         store=store,
@@ -61,14 +67,12 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore) -> Parts:
     )
 
 
-def make_rollout(
-    session: Session, cluster: Cluster, timeline: Timeline | None = None, watchdog: Watchdog | None = None
-) -> Rollout:
-    """Return the way from prompts to scored groups. The caller closes it."""
+def make_rollout(session: Session, cluster: Cluster, watchdog: Watchdog | None = None) -> Rollout:
+    """Return the way from prompts to scored groups, whose rewards start at once. The caller closes it."""
     config, task, logs = session.config, session.task, session.folder.logs
     generator = GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort)
     if config.turns is None:
-        return SingleTurn(generator, make_scorer(task, config.reward, logs / "rewards.log"), timeline)
+        return SingleTurn(generator, _started_scorer(session), cluster.timeline)
     scored = config.turns.reward_from is RewardFrom.ENVIRONMENT
     processes = EnvironmentProcesses(config.turns, logs / "environments.log")
     return MultiTurn(
@@ -80,10 +84,18 @@ def make_rollout(
             close=processes.close,
         ),
         config.turns,
-        scorer=None if scored else make_scorer(task, config.reward, logs / "rewards.log"),
-        timeline=timeline,
+        scorer=None if scored else _started_scorer(session),
+        timeline=cluster.timeline,
         watchdog=watchdog,
     )
+
+
+def _started_scorer(session: Session) -> Scorer:
+    """Return what scores completions; the processes that call reward functions start beside whatever else does."""
+    scorer = make_scorer(session.task, session.config.reward, session.folder.logs / "rewards.log")
+    if isinstance(scorer, FunctionScorer):
+        scorer.start()
+    return scorer
 
 
 def loop_of(config: RunConfig) -> Loop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -49,17 +50,19 @@ async def supervise(session: Session) -> None:
     engine = warm_up_engine(engine_on(config, session.base_model), told)
     session.reporter.phase("start", f"supervised training, at most at a learning rate of {told.lr:g}")
     cluster = Cluster(spec)
-    rollout = _rollout(session, cluster)
 
     async def prepare() -> int:
         await cluster.train.build({POLICY: engine})
         return await first_step(session, cluster.train, store, steps=told.steps, setting="warmup.steps")
 
-    try:
+    async with AsyncExitStack() as opened:
+        opened.push_async_callback(cluster.stop)
+        rollout = _rollout(session, cluster)
         if rollout is None:
             await cluster.train.start()
             start = await prepare()
         else:
+            opened.push_async_callback(rollout.close)
             start = await cluster.start(prepare)
         parts = offline_parts(
             session,
@@ -77,10 +80,6 @@ async def supervise(session: Session) -> None:
         )
         if not session.outcome.interrupted:
             await cluster.train.export(str(folder.model.absolute()))
-    finally:
-        if rollout is not None:
-            await rollout.close()
-        await cluster.stop()
 
 
 def offline_parts(

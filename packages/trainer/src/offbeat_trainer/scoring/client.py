@@ -1,4 +1,4 @@
-"""The driver's end of a process that calls what users wrote: started when needed, started again when it dies."""
+"""The driver's end of a process that calls what users wrote: started with the first call, started again when it dies."""
 
 from __future__ import annotations
 

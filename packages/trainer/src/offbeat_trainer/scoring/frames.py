@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<q")
 RAISED, TIMED_OUT, DIED, NO_NUMBER, LOST = "raised", "timed out", "died", "not a number", "lost"
+READY = ""
+"""In place of a path: nothing is called, and the answer says that functions can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Call function `path` with `arguments`."""
+    """Call function `path`, or none (`READY`), with `arguments`."""
 
     number: int
     path: str

@@ -17,13 +17,14 @@ from offbeat_trainer.config import OnFailure, RewardConfig
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import RewardFailed, TrainerError
 from offbeat_trainer.scoring.client import CallProcess
-from offbeat_trainer.scoring.frames import NO_NUMBER, RAISED, TIMED_OUT, Setup
+from offbeat_trainer.scoring.frames import NO_NUMBER, RAISED, READY, TIMED_OUT, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from offbeat_trainer.data.types import Group, Prompt, Trajectory
+    from offbeat_trainer.scoring.frames import Answer
     from offbeat_trainer.scoring.functions import Reward
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,16 @@ class FunctionScorer:
             timeout_s=config.timeout_s,
         )
         self._process = CallProcess(setup, log)
+        self._starting: asyncio.Task[Answer] | None = None
+
+    def start(self) -> asyncio.Task[Answer]:
+        """Start the processes, which the first call would wait for; what this returns is done once they take calls.
+
+        What keeps them from starting is said by every call that meets it.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._process.call(READY, {}), name="start of the rewards")
+        return self._starting
 
     async def score(self, group: Group) -> Group:
         """See `Scorer.score`."""
@@ -75,6 +86,9 @@ class FunctionScorer:
 
     async def close(self) -> None:
         """End the processes."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         await self._process.close()
 
     def _sum(self, values: Sequence[float | None]) -> Score:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pebble import ProcessExpired, ProcessPool
 
 from offbeat_trainer.loading import load_object
-from offbeat_trainer.scoring.frames import DIED, RAISED, TIMED_OUT, Answer, frame, read_frame
+from offbeat_trainer.scoring.frames import DIED, RAISED, READY, TIMED_OUT, Answer, frame, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -32,6 +32,8 @@ FILES = (
 
 def call_here(path: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever the function returns
     """Call the function at `path` in this process, which keeps what it has imported."""
+    if path == READY:
+        return None
     function: Any = load_object(path)
     value = function(**arguments)
     if inspect.isawaitable(
@@ -63,7 +65,7 @@ class Server:
     """Takes calls in turn and answers each once."""
 
     def __init__(self, setup: Setup, answer: Callable[[Answer], None]) -> None:
-        """Import the functions; workers start with the first call that needs one."""
+        """Import the functions; workers start, all at once, with the first call that needs one, `READY` included."""
         self._setup = setup
         self._answer = answer
         sys.path += [folder for folder in setup.search if folder not in sys.path]
@@ -77,6 +79,9 @@ class Server:
         """Begin `call`; its answer comes when it comes."""
         if call.path in self._coroutines:
             asyncio.run_coroutine_threadsafe(self._await(call), self._events())
+            return
+        if call.path == READY and self._coroutines.keys() >= set(self._setup.paths):
+            self._answer(Answer(number=call.number))
             return
         future = self._workers().schedule(
             call_here, args=[call.path, call.arguments], timeout=self._setup.timeout_s
