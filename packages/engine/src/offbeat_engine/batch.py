@@ -24,8 +24,8 @@ class Field:
 
     key: str
     dims: Literal["B", "BT", "BTK"]
-    dtype: torch.dtype
-    required: bool
+    dtype: torch.dtype = torch.float32
+    required: bool = False
     meaning: str
 
 

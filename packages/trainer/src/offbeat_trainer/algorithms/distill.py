@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from offbeat_engine import Field, LossOutput, Refusal, register_field
 from offbeat_trainer.algorithm_configs import DistillConfig
 from offbeat_trainer.algorithms.grpo import REFERENCE
@@ -24,6 +22,8 @@ from offbeat_trainer.roles.role import POLICY, RoleSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
+
     from offbeat_engine import LossScale, Predictions, TrainBatch
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.metrics import Metric
@@ -31,13 +31,7 @@ if TYPE_CHECKING:
 
 TEACHER = "teacher"
 TAUGHT = register_field(
-    Field(
-        key="distill/teacher_logprobs",
-        dims="BT",
-        dtype=torch.float32,
-        required=False,
-        meaning="log-probabilities under the teacher",
-    )
+    Field(key="distill/teacher_logprobs", dims="BT", meaning="log-probabilities under the teacher")
 )
 
 

@@ -35,7 +35,6 @@ CHOSEN = register_field(
         key="dpo/chosen",
         dims="B",
         dtype=torch.bool,
-        required=False,
         meaning="the preferred completion of its pair; the pair is its `unit`",
     )
 )

@@ -28,15 +28,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.roles.role import Role
 
 CRITIC = "critic"
-REWARDS = register_field(
-    Field(
-        key="ppo/rewards",
-        dims="BT",
-        dtype=torch.float32,
-        required=False,
-        meaning="what each token was rewarded with",
-    )
-)
+REWARDS = register_field(Field(key="ppo/rewards", dims="BT", meaning="what each token was rewarded with"))
 
 
 class Ppo(Algorithm[PpoConfig]):

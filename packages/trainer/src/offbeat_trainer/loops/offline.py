@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from offbeat_trainer.loops.outcome import save
 from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
-from offbeat_trainer.run_store import RunState
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.stream import due
 from offbeat_trainer.watch.timeline import Timeline
@@ -88,7 +88,7 @@ async def _close_step(
     ends = parts.stop.due
     if due(done, parts.loop.save_every) or ends or (last and parts.loop.save_every):
         with clock.phase("save"):
-            await _save(parts, outcome, block=ends or last)
+            await save(parts.store, parts.policy, outcome, block=ends or last)
     outcome.take_seconds(clock.seconds)
     outcome.interrupted = ends and not last
     return ends
@@ -103,16 +103,3 @@ async def _validate(parts: OfflineParts, clock: PhaseClock, step: int, title: st
         accuracy = await parts.accuracy(clock, step, title)
         metrics += [] if accuracy is None else [Metric(ACCURACY, Mean(accuracy))]
     return metrics
-
-
-async def _save(parts: OfflineParts, outcome: Outcome, *, block: bool) -> None:
-    """Write what `resume=auto` continues from; see `outcome.save`."""
-    parts.store.save(
-        RunState(
-            step=outcome.steps,
-            accuracy_before=outcome.accuracy_before,
-            loss_before=outcome.loss_before,
-            warmup_s=outcome.warmup_s,
-        )
-    )
-    await parts.policy.save(outcome.steps, block=block)

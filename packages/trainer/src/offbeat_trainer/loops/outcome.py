@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync import SyncReport
     from offbeat_trainer.data.types import Group
+    from offbeat_trainer.interface import OfflinePolicy, Policy
+    from offbeat_trainer.run_store import RunStore
     from offbeat_trainer.stream.parts import Parts
     from offbeat_trainer.watch.watchdog import PhaseClock
 
@@ -146,28 +148,30 @@ async def close_step(
     ends = parts.stop.due
     if due(done, parts.loop.save_every) or ends or (last and parts.loop.save_every):
         with clock.phase("save"):
-            await save(parts, outcome, block=ends or last)  # nothing follows that would wait for it
+            # Blocked at the end: nothing follows that would wait for it.
+            await save(parts.store, parts.policy, outcome, block=ends or last)
+            parts.journal.forget(parts.store.oldest())
     elif not parts.loop.save_every and due(done, FORGET_EVERY):
         parts.journal.forget(done)  # without checkpoints these tokens would never be trained again
     outcome.interrupted = ends and not last
     return ends
 
 
-async def save(parts: Parts, outcome: Outcome, *, block: bool) -> None:
+async def save(store: RunStore, policy: Policy | OfflinePolicy, outcome: Outcome, *, block: bool) -> None:
     """Write what `resume=auto` continues from. The state goes first: only a whole checkpoint makes it count.
 
     Without `block` the checkpoint becomes whole beside the next steps; until then a run goes on from the one before.
     """
-    parts.store.save(
+    store.save(
         RunState(
             step=outcome.steps,
             accuracy_before=outcome.accuracy_before,
             reward_first=outcome.reward_first,
+            loss_before=outcome.loss_before,
             warmup_s=outcome.warmup_s,
         )
     )
-    await parts.policy.save(outcome.steps, block=block)
-    parts.journal.forget(parts.store.oldest())
+    await policy.save(outcome.steps, block=block)
 
 
 async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float | None:

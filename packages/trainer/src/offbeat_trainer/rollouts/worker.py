@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_trainer.loading import load_object
 from offbeat_trainer.rollouts.environment import check_instance, is_coroutine
-from offbeat_trainer.scoring.frames import LOST, RAISED, TIMED_OUT, Answer, frame, read_frame
+from offbeat_trainer.scoring.frames import LOST, RAISED, TIMED_OUT, Answer, over_there, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,21 +79,7 @@ class Instances:
 
 def main() -> None:
     """Serve until the other end is gone. What environments print goes where errors go."""
-    incoming = sys.stdin.buffer
-    outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    one_at_a_time = threading.Lock()
-
-    def answer(one: Answer) -> None:
-        try:
-            framed = frame(one)
-        except Exception as error:  # noqa: BLE001 - whatever a user's value does when it is pickled
-            detail = f"what was returned cannot be sent: {type(error).__name__}: {error}"
-            framed = frame(Answer(number=one.number, failure=RAISED, detail=detail))
-        with one_at_a_time:
-            outgoing.write(framed)
-            outgoing.flush()
-
+    incoming, answer = over_there()
     setup: Setup | None = read_frame(incoming)
     if setup is None:
         return

@@ -6,10 +6,16 @@ that nobody else has. In goes a `Setup`, then `Call`s; out comes one `Answer` a 
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
+import sys
+import threading
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LENGTH = struct.Struct("<q")
 RAISED, TIMED_OUT, DIED, NO_NUMBER, LOST = "raised", "timed out", "died", "not a number", "lost"
@@ -67,3 +73,22 @@ def frame(value: object) -> bytes:
     """Return `value` as it goes over a pipe."""
     body = pickle.dumps(value)
     return LENGTH.pack(len(body)) + body
+
+
+def over_there() -> tuple[BinaryIO, Callable[[Answer], None]]:
+    """Return where calls come from and what sends answers, from any thread; what is printed goes where errors go from now on."""
+    outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    one_at_a_time = threading.Lock()
+
+    def answer(one: Answer) -> None:
+        try:
+            framed = frame(one)
+        except Exception as error:  # noqa: BLE001 - whatever a user's value does when it is pickled
+            detail = f"what was returned cannot be sent: {type(error).__name__}: {error}"
+            framed = frame(Answer(number=one.number, failure=RAISED, detail=detail))
+        with one_at_a_time:
+            outgoing.write(framed)
+            outgoing.flush()
+
+    return sys.stdin.buffer, answer

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pebble import ProcessExpired, ProcessPool
 
 from offbeat_trainer.loading import load_object
-from offbeat_trainer.scoring.frames import DIED, RAISED, READY, TIMED_OUT, Answer, frame, read_frame
+from offbeat_trainer.scoring.frames import DIED, RAISED, READY, TIMED_OUT, Answer, over_there, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -136,16 +136,7 @@ class Server:
 
 def main() -> None:
     """Serve until the other end is gone. What functions print goes where errors go."""
-    incoming = sys.stdin.buffer
-    outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    one_at_a_time = threading.Lock()
-
-    def answer(one: Answer) -> None:
-        with one_at_a_time:
-            outgoing.write(frame(one))
-            outgoing.flush()
-
+    incoming, answer = over_there()
     setup = read_frame(incoming)
     if setup is None:
         return
