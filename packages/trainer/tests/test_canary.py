@@ -92,3 +92,11 @@ async def test_one_of_three_that_differs_is_fenced_off_alone(house):
     assert sorted(report.members) == ["replica 0", "replica 2"]
     assert "canary" in report.fenced["replica 1"]
     assert house.manager.members == ["replica 0", "replica 2"]
+
+
+@pytest.mark.parametrize("house", [0], indirect=True)
+async def test_only_ranks_that_send_are_given_weights(house):
+    source = EngineWeights(house.engine)
+    whole = dict(source.tensors())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in source.tensors_on({0, 1}))
+    assert [*source.tensors_on({1})] == [(name, None) for name in whole]

@@ -60,11 +60,12 @@ SOURCE_OPS = {
 """Methods of `Source`."""
 
 SENDER_OPS = {
-    **{name: SOURCE_OPS[name] for name in ("offer", "send", "abort_send")},
+    **{name: SOURCE_OPS[name] for name in ("offer", "abort_send")},
     "open": Op(
         takes={"sync_id": str, "members": list[str]}, gives=("endpoint", dict[str, str | int | float])
     ),
-    "walk": Op(),
+    "send": Op(takes={"offer": SyncOffer, "senders": list[int]}, gives=("sent", Sent)),
+    "walk": Op(takes={"senders": list[int]}),
 }
 """Methods of `Sender`: what each rank of a source does."""
 

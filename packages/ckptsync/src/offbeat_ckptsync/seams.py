@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     import torch
 
@@ -46,6 +46,14 @@ class WeightSource(ABC):
 
         Each is read until the next one is asked for, and not afterwards (but see `tensors_stay`).
         """
+
+    def tensors_on(self, senders: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """As `tensors`, for those ranks of the source alone that send: the others take part, and get None for each.
+
+        Every rank is given the same `senders`. A source that holds shards spares the others the full tensors; here,
+        for those that know no better, they come to every rank.
+        """
+        return self.tensors()
 
 
 class WeightSink(ABC):

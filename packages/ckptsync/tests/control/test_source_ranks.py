@@ -31,21 +31,24 @@ PARTS = {"odd_bytes": [Cut(dim=0, start=0, length=500), Cut(dim=0, start=500, le
 
 
 class GatheringSource(DictSource):
-    """Yields a tensor when all ranks ask for it, as gathering does; a rank that dies breaks the others' waits."""
+    """Gives those that send a tensor when all ranks ask for it, as gathering does; a rank that dies breaks the others' waits."""
 
-    def __init__(self, weights, together):
+    def __init__(self, weights, together, rank):
         super().__init__(weights)
         self.together = together
+        self.rank = rank
         self.dies_at = None
+        self.given = 0
 
-    def tensors(self):
+    def tensors_on(self, senders):
         for number, (name, tensor) in enumerate(self.weights.items()):
             if number == self.dies_at:
                 self.dies_at = None
                 self.together.abort()
                 raise ConnectionError("planted: this rank is lost")
             self.together.wait(TIMEOUT_S)
-            yield name, tensor
+            self.given += self.rank in senders
+            yield name, tensor if self.rank in senders else None
         self.walks += 1
 
 
@@ -69,7 +72,7 @@ class Ranks:
         )
         self.met = {}
         self.together = threading.Barrier(4)
-        self.sources = [GatheringSource(awkward_weights(1), self.together) for _ in range(4)]
+        self.sources = [GatheringSource(awkward_weights(1), self.together, rank) for rank in range(4)]
         self.senders = [
             Sender(source, config, transport=self._noting(rank, make_transport(transport, config)))
             for rank, source in enumerate(self.sources)
@@ -151,6 +154,10 @@ async def test_each_rank_sends_to_those_beside_it_alone_and_all_agree(ranks):
         assert report.why.endswith("rank 0 to alone/0; rank 1 to pair/0; rank 2 to pair/1")
         ranks.require_serving(version)
     assert [source.walks for source in ranks.sources] == [3] * 4
+    each = 3 * len(ranks.sources[0].weights)
+    assert [source.given for source in ranks.sources] == [each, each, each, 0], (
+        "nothing comes to who sends nothing"
+    )
     assert report.rank_bytes["pair/0"] < report.rank_bytes["alone/0"] == report.num_bytes
     assert (report.num_deltas, report.delta_why) == (
         0,

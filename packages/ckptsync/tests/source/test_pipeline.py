@@ -255,6 +255,21 @@ def test_the_storage_of_what_was_sent_can_still_be_resized(kind):
     assert source.weights["weight"].untyped_storage().resizable(), "an engine that moves its weights has to"
 
 
+class SecondRank(DictSource):
+    """Rank 1 of a source that gives tensors to those that send, and to nobody else."""
+
+    def tensors_on(self, senders):
+        return ((name, tensor if 1 in senders else None) for name, tensor in self.tensors())
+
+
+def test_a_rank_that_sends_and_is_given_nothing_is_told_so_after_the_walk():
+    source = SecondRank(awkward_weights(1))
+    with pytest.raises(ManifestError, match=r"gives this rank nothing of .* none of those that send, \[0\]"):
+        send_weights(source, offer_of(source), Collector)
+    assert source.walks == 1
+    assert send_weights(source, offer_of(source), Collector, senders=[0, 1]).num_bytes > 0
+
+
 def test_other_ranks_walk_along():
     source = DictSource(awkward_weights(1))
     assert walk(source) == len(source.weights)

@@ -1,6 +1,6 @@
 """The ranks of a source as one: rank 0 sends to all, or each rank to the receiving ranks beside it, on its own GPU say.
 
-Gathering is a collective, after which every rank holds whole tensors. Where one sends, the others take part and drop them. Where
+Gathering is a collective, after which every rank that sends holds whole tensors. Where one sends, the others take part. Where
 each sends, nothing crosses from GPU to GPU: all pack and digest the same bytes, and a rank whose digests differ fails the
 sync before anybody changes over.
 """
@@ -79,8 +79,9 @@ class SourceRanks(Source):
             DigestError: the ranks sent different bytes; names the first bucket.
         """
         shares = self._open.get(offer.sync_id, {0: []})
-        send: Json = {"op": "send", "request": request_of(SENDER_OPS, "send", (offer,))}
-        walk: Json = {"op": "walk", "request": {}}
+        senders = list(shares)
+        send: Json = {"op": "send", "request": request_of(SENDER_OPS, "send", (offer, senders))}
+        walk: Json = {"op": "walk", "request": request_of(SENDER_OPS, "walk", (senders,))}
         outcomes = await self._ask(
             PASS, {rank: send if rank in shares else walk for rank in range(self._num_ranks)}
         )

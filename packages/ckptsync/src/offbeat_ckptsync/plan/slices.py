@@ -21,7 +21,7 @@ from offbeat_ckptsync.seams import WeightSource
 from offbeat_ckptsync.values import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from offbeat_ckptsync.values import Bucket, Cell, Cut, Layout, Manifest, SyncOffer, TensorSpec
 
@@ -140,11 +140,20 @@ class CutSource(WeightSource):
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the tensors; one that was not offered is yielded as it is, for the packer to find out."""
+        return ((name, tensor) for name, tensor in self._cells(self._source.tensors()) if tensor is not None)
+
+    def tensors_on(self, senders: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """As `tensors`; on other ranks None for each tensor of the source."""
+        return self._cells(self._source.tensors_on(senders))
+
+    def _cells(
+        self, tensors: Iterable[tuple[str, torch.Tensor | None]]
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
         cutting, specs = self._offer.cutting, self._offer.manifest.specs
         assert cutting is not None
-        for index, (name, tensor) in enumerate(self._source.tensors()):
+        for index, (name, tensor) in enumerate(tensors):
             spec = specs[index] if index < len(specs) else None
-            if spec is None or (name, tuple(tensor.shape)) != (spec.name, spec.shape):
+            if tensor is None or spec is None or (name, tuple(tensor.shape)) != (spec.name, spec.shape):
                 yield name, tensor
                 continue
             for cell in cells_of(cutting, index):

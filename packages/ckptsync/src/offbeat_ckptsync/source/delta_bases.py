@@ -13,6 +13,7 @@ from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.deltas import find_delta, runs_of
 from offbeat_ckptsync.plan.digest import label_of
+from offbeat_ckptsync.source.pipeline import SendSession
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
@@ -80,25 +81,44 @@ class Bases:
                 each.digest = ""
 
 
-class DeltaSession:
+class WholeSession(SendSession):
+    """One sync of a source without deltas, into the transport's own memory where it lends some."""
+
+    def __init__(self, transport: Transport, offer: SyncOffer, why: str) -> None:
+        """Report `why` there are none."""
+        self._transport = transport
+        self._offer = offer
+        self._why = why
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        """Return the transport's memory."""
+        return self._transport.lend(self._offer, num_bytes)
+
+    def end(self, sent: Sent | None) -> None:
+        """Keep what was sent, or forget it where sending failed (None)."""
+
+    def explained(self, sent: Sent) -> Sent:
+        """Return `sent` with what was measured, and why there were no deltas."""
+        return dataclasses.replace(sent, delta_why=self._why)
+
+
+class DeltaSession(WholeSession):
     """One sync of a source with deltas switched on: lends the memory to pack into, finds what changed, counts."""
 
     def __init__(self, bases: Bases, transport: Transport, offer: SyncOffer, config: SyncConfig) -> None:
         """Compare what `offer` sends with its `base`; `bases` keeps it for the next sync."""
+        super().__init__(transport, offer, why="")
         self._bases = bases
-        self._transport = transport
-        self._offer = offer
         self._max_fraction = config.delta_max_fraction
         self._starts, _ = bucket_starts(buckets_of(offer))
         self._base: torch.Tensor | None = None
         self._keeps = False
-        self._why = ""
         self._lock = threading.Lock()
         self._num_changed = self._num_words = self._num_deltas = 0
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         """Return memory to pack into: the transport's own where it lends some, else that of the next content."""
-        lent = self._transport.lend(self._offer, num_bytes)
+        lent = super().lend(num_bytes)
         if lent is None and self._offer.cutting is not None:
             self._why = "ranks get slices, which are sent without deltas"
             return None
@@ -131,7 +151,7 @@ class DeltaSession:
         return found.payload
 
     def end(self, sent: Sent | None) -> None:
-        """Keep what was sent, or forget it where sending failed."""
+        """See `WholeSession`."""
         if not self._keeps:
             return
         if sent is None:
@@ -140,7 +160,7 @@ class DeltaSession:
             self._bases.is_whole(label_of(sent, self._offer.bucket_bytes).content_digest)
 
     def explained(self, sent: Sent) -> Sent:
-        """Return `sent` with what was measured."""
+        """See `WholeSession`."""
         fraction = None if self._base is None else self._num_changed / max(self._num_words, 1)
         return dataclasses.replace(
             sent, num_deltas=self._num_deltas, delta_fraction=fraction, delta_why=self._why

@@ -16,22 +16,35 @@ from offbeat_ckptsync.threads import BusyClock
 from offbeat_ckptsync.values import Bucket, Piece, Sent, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     import torch
 
     from offbeat_ckptsync.seams import BucketSender, WeightSource
 
-    Lend = Callable[[int], "torch.Tensor | None"]
-    FindDelta = Callable[[Bucket, torch.Tensor], "torch.Tensor | None"]
+
+class SendSession:
+    """What one sync of a source packs into, and what it sends in place of a bucket. As it is: its own buffers, nothing."""
+
+    def lend(self, num_bytes: int) -> torch.Tensor | None:
+        """Return memory for all buckets, uint8 [num_bytes], or None."""
+        return None
+
+    def delta(self, bucket: Bucket, payload: torch.Tensor) -> torch.Tensor | None:
+        """Return what is sent in place of the full bucket, or None where it goes whole. Called in any thread."""
+        return None
 
 
-def walk(source: WeightSource) -> int:
+FIRST = (0,)
+"""The ranks that send where nothing else is said."""
+
+
+def walk(source: WeightSource, senders: Collection[int] = FIRST) -> int:
     """Iterate `source` to its end and drop the tensors; return their number.
 
-    What every rank but rank 0 of a sharded source calls while rank 0 runs `send_weights`: gathering is collective.
+    What every rank of a sharded source but `senders` calls while these run `send_weights`: gathering is collective.
     """
-    return sum(1 for _ in source.tensors())
+    return sum(1 for _ in source.tensors_on(senders))
 
 
 def send_weights(
@@ -40,37 +53,40 @@ def send_weights(
     open_sender: Callable[[], BucketSender],
     *,
     buffers: Callable[[], Buffers] = Buffers,
-    lend: Lend | None = None,
-    delta: FindDelta | None = None,
+    session: SendSession | None = None,
+    senders: Collection[int] = FIRST,
 ) -> Sent:
     """Send what `source` yields as `offer` says it, and return what was sent.
 
-    The caller's thread iterates and packs, into the memory that `lend(num_bytes)` gives, else into those of `buffers()`, which
+    The caller's thread iterates and packs, into the memory that the `session` lends, else into those of `buffers()`, which
     is asked after it (fresh ones in host memory where none are given); other threads open the sender (so that meeting the receivers overlaps with
-    gathering), digest and send. Where `delta` returns one for a full bucket, that is sent in the bucket's place. Whatever
+    gathering), digest and send. Whatever
     fails, `source` is iterated to its end first: the other ranks of a collective source are never left waiting half-way.
+    This rank of it is one of `senders`.
 
     Raises:
-        ManifestError: the source yields other tensors than it offered.
+        ManifestError: the source yields other tensors than it offered, or none on this rank.
         TransferError: the transport failed or took longer than the offer's `timeout_s`; names the bucket.
     """
     started = time.perf_counter()
     try:
         _, num_bytes = bucket_starts(buckets_of(offer))
-        lent = None if lend is None else lend(num_bytes)
-        stays = source.tensors_stay
-        stream = BucketStream(offer, open_sender, buffers=buffers(), lent=lent, stays=stays, delta=delta)
+        session = SendSession() if session is None else session
+        lent, stays = session.lend(num_bytes), source.tensors_stay
+        stream = BucketStream(
+            offer, open_sender, buffers=buffers(), lent=lent, stays=stays, find_delta=session.delta
+        )
     except Exception:
-        walk(source)
+        walk(source, senders)
         raise
     failure: Exception | None = None
     try:
         mark = time.perf_counter()
-        for name, tensor in source.tensors():
+        for name, tensor in source.tensors_on(senders):
             stream.gather_s += time.perf_counter() - mark
             if failure is None:
                 try:
-                    stream.add(name, tensor)
+                    stream.add(name, _required(tensor, name, senders))
                 except Exception as error:  # noqa: BLE001 -- raised below; memory may have run out
                     failure = error
                     stream.cancel()
@@ -92,9 +108,9 @@ class BucketStream:
         open_sender: Callable[[], BucketSender],
         *,
         buffers: Buffers,
-        lent: torch.Tensor | None = None,
-        stays: bool = False,
-        delta: FindDelta | None = None,
+        lent: torch.Tensor | None,
+        stays: bool,
+        find_delta: Callable[[Bucket, torch.Tensor], torch.Tensor | None],
     ) -> None:
         """Ship what `offer` says, packed into `lent` or `buffers`; `stays`: tensors do also after `add` has returned."""
         self.gather_s = 0.0
@@ -111,7 +127,7 @@ class BucketStream:
                 self._places.setdefault(piece.spec_index, []).append((bucket, piece))
         self._open: dict[int, _Open] = {}  # one of each part at most
         self._last: BucketBuilder | None = None  # that was begun
-        self._delta = delta
+        self._find_delta = find_delta
         self._shipper = Shipper(
             offer, open_sender, self._buckets, buffers=buffers, lent=lent, parallel=self._later
         )
@@ -184,8 +200,7 @@ class BucketStream:
             for piece, data in opened.waiting:
                 filling.add(piece, data)
             filling.settle()
-            if self._delta is not None:
-                filling.delta = self._delta(bucket, filling.payload)
+            filling.delta = self._find_delta(bucket, filling.payload)
             return filling.digest()
 
 
@@ -193,6 +208,14 @@ class BucketStream:
 class _Open:
     filling: BucketBuilder
     waiting: list[tuple[Piece, torch.Tensor]] = field(default_factory=list["tuple[Piece, torch.Tensor]"])
+
+
+def _required(tensor: torch.Tensor | None, name: str, senders: Collection[int]) -> torch.Tensor:
+    if tensor is None:
+        raise ManifestError(
+            f"the source gives this rank nothing of {name!r}: it is none of those that send, {sorted(senders)}"
+        )
+    return tensor
 
 
 def _check_is(spec: TensorSpec, name: str, tensor: torch.Tensor) -> None:

@@ -12,22 +12,23 @@ from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.plan.slices import CutSource, met_at
 from offbeat_ckptsync.seams import Source
 from offbeat_ckptsync.source.buffers import Buffers
-from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession
-from offbeat_ckptsync.source.pipeline import send_weights, walk
+from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession, WholeSession
+from offbeat_ckptsync.source.pipeline import FIRST, send_weights, walk
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Sent, SyncOffer
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Transport, WeightSource
-    from offbeat_ckptsync.source.pipeline import FindDelta, Lend
 
 
 class Sender:
     """A sending rank of a source, without an event loop: plain blocking calls, for an actor or a training process.
 
     Mostly rank 0 alone sends. `send` runs the source's collective iteration in the calling thread; ranks that do not send
-    call `walk` at the same time. `abort` may come from any thread while `send` runs.
+    call `walk` at the same time, and all with the same `senders`. `abort` may come from any thread while `send` runs.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class Sender:
             "rendezvous_s": min(self._config.begin_timeout_s, self._config.transfer_timeout_s),
         }
 
-    def walk(self) -> None:
-        """Take part in gathering what other ranks send."""
-        walk(self._source)
+    def walk(self, senders: Collection[int] = FIRST) -> None:
+        """Take part in gathering what other ranks, `senders`, send."""
+        walk(self._source, senders)
 
-    def send(self, offer: SyncOffer) -> Sent:
+    def send(self, offer: SyncOffer, senders: Collection[int] = FIRST) -> Sent:
         """Send every bucket to every member; see `send_weights` for what it raises.
 
         Raises:
@@ -92,47 +93,43 @@ class Sender:
         try:
             members = self._members.get(offer.sync_id)
             if members is None:
-                self.walk()  # the other ranks do, they know nothing of an abort
+                self.walk(senders)  # the other ranks do, they know nothing of an abort
                 raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
-            return _explained(self._send(offer, members), self._transport)
+            return _explained(self._send(offer, members, senders), self._transport)
         except BaseException:
             self._transport.abort(offer.sync_id)
             raise
         finally:
             self._sending.release()
 
-    def _send(self, offer: SyncOffer, members: list[str]) -> Sent:
+    def _send(self, offer: SyncOffer, members: list[str], senders: Collection[int]) -> Sent:
         to_neighbours = bool(offer.endpoints)
         if to_neighbours:
             offer = met_at(offer, offer.endpoints[members[0]])
         source = self._source if offer.cutting is None else CutSource(self._source, offer)
-
-        def send(lend: Lend, delta: FindDelta | None = None) -> Sent:
-            return send_weights(
+        session = self._session(offer, to_neighbours=to_neighbours)
+        try:
+            sent = send_weights(
                 source,
                 offer,
                 lambda: self._transport.sender(offer, members),
                 buffers=self._own_buffers,
-                lend=lend,
-                delta=delta,
+                session=session,
+                senders=senders,
             )
-
-        if self._config.delta == "off" or to_neighbours:
-            sent = send(lambda num_bytes: self._transport.lend(offer, num_bytes))
-            why = (
-                ""
-                if self._config.delta == "off"
-                else "each rank sends to its neighbours, where all goes whole"
-            )
-            return dataclasses.replace(sent, delta_why=why)
-        session = DeltaSession(self._bases, self._transport, offer, self._config)
-        try:
-            sent = send(session.lend, session.delta)
         except BaseException:
             session.end(None)
             raise
         session.end(sent)
         return session.explained(sent)
+
+    def _session(self, offer: SyncOffer, *, to_neighbours: bool) -> WholeSession:
+        if self._config.delta == "off":
+            return WholeSession(self._transport, offer, why="")
+        if to_neighbours:
+            why = "each rank sends to its neighbours, where all goes whole"
+            return WholeSession(self._transport, offer, why)
+        return DeltaSession(self._bases, self._transport, offer, self._config)
 
     def abort(self, sync_id: str) -> None:
         """Give up a sync; a running `send` of it ends with an error after the source is iterated to its end."""

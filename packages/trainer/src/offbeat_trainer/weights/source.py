@@ -8,7 +8,7 @@ from offbeat_ckptsync.member.sinks import specs_of
 from offbeat_ckptsync.seams import WeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     import torch
 
@@ -33,3 +33,7 @@ class EngineWeights(WeightSource):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the engine's weights. A collective."""
         return self._engine.named_weights()
+
+    def tensors_on(self, senders: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield the engine's weights to those ranks alone. A collective."""
+        return self._engine.named_weights_on(senders)
