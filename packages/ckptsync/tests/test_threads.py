@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
-from offbeat_ckptsync.threads import BusyClock, num_movers
+from offbeat_ckptsync.threads import BusyClock, num_movers, short_turns
 
 
 def test_a_clock_counts_time_in_which_anybody_works_once(monkeypatch):
@@ -23,3 +24,12 @@ def test_movers_are_as_many_as_the_threads_cores_and_no_more_than_four(monkeypat
     for cores, movers in [(1, 1), (2, 2), (64, 4)]:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, n=cores: set(range(n)))
         assert num_movers() == movers
+
+
+def test_turns_are_short_while_anybody_asks_and_as_before_afterwards():
+    before = sys.getswitchinterval()
+    with short_turns:
+        with short_turns:
+            assert sys.getswitchinterval() == pytest.approx(0.001)
+        assert sys.getswitchinterval() == pytest.approx(0.001), "somebody is still in there"
+    assert sys.getswitchinterval() == before

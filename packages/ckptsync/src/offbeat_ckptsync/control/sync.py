@@ -18,7 +18,7 @@ from offbeat_ckptsync.plan.cutting import cut_offer, prepared
 from offbeat_ckptsync.plan.deltas import common_base
 from offbeat_ckptsync.plan.digest import check_echo, label_of, require_every_rank, told
 from offbeat_ckptsync.plan.slices import own_buckets
-from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.threads import in_thread, short_turns
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Seat, Sent, SyncOffer
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class Run:
 
     async def begin(self) -> SyncOffer:
         """Get the source's offer, then every member's yes."""
+        with short_turns:  # of tens of thousands of tensors in threads, beside the loop
+            return await self._begin()
+
+    async def _begin(self) -> SyncOffer:
         self._marks[Phase.BEGIN] = time.perf_counter()
         limit_s = self._config.begin_timeout_s
         offers = await self._all(

@@ -60,9 +60,8 @@ def send_weights(
 
     The caller's thread iterates and packs, into the memory that the `session` lends, else into those of `buffers()`, which
     is asked after it (fresh ones in host memory where none are given); other threads open the sender (so that meeting the receivers overlaps with
-    gathering), digest and send. Whatever
+    gathering), digest and send. This rank of `source` is one of `senders`. Whatever
     fails, `source` is iterated to its end first: the other ranks of a collective source are never left waiting half-way.
-    This rank of it is one of `senders`.
 
     Raises:
         ManifestError: the source yields other tensors than it offered, or none on this rank.
