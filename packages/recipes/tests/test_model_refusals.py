@@ -66,6 +66,7 @@ def planned(folder: Path, family: str, shape: dict[str, Any], settings: tuple[st
         ("t5", {}, (), "model.path", "T5Config"),
         ("qwen2", {"hidden_act": "nonsense"}, (), "model.path", "KeyError: 'nonsense'"),
         ("qwen2", {"num_attention_heads": 0}, (), "model.path", "ZeroDivisionError"),
+        ("qwen2", {"num_key_value_heads": 3}, (), "model.path", "4 attention heads that cannot share 3 key-value heads"),
         ("phi3", {"pad_token_id": 99}, (), "model.path", "AssertionError"),
     ],
 )  # fmt: skip

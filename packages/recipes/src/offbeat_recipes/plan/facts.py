@@ -156,12 +156,17 @@ def model_facts(shape: PretrainedConfig) -> ModelFacts:
         raise ValueError(f"model.path: transformers makes no model of its config.json ({said})") from error
     text = shape.get_text_config()
     heads = int(getattr(text, "num_attention_heads", 0) or 0)  # a family without attention has none
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    if kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"model.path: its config.json has {heads} attention heads that cannot share {kv_heads} key-value heads equally"
+        )
     return ModelFacts(
         num_params=sum(parameter.numel() for parameter in model.parameters()),
         num_layers=int(text.num_hidden_layers),
         hidden_size=int(text.hidden_size),
         vocab_size=int(text.vocab_size),
-        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        num_kv_heads=kv_heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)),
         max_positions=int(getattr(text, "max_position_embeddings", 0)),
     )
