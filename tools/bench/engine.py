@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the entrypoints do; read when torch is imported
 
 import torch
+from engine_checkpoint import checkpointing
 from engine_load import loading
 from engine_loops import BareShards, Plain, Size, Turns, batch_of, engine_on, make_model, take_turns
 
@@ -41,6 +42,8 @@ AIMS = {
     "packing_speedup": (2.5, "at least"),
     "logprob_peak_ratio": (0.4, "at most"),
     "load_peak_ratio": (1.5, "at most"),
+    "save_peak_ratio": (1.5, "at most"),
+    "resume_peak_ratio": (1.5, "at most"),
 }
 
 
@@ -136,12 +139,19 @@ def load(_size: Size, _model: str) -> dict[str, Any]:
         return loading(Path(folder))
 
 
+def checkpoint(_size: Size, _model: str) -> dict[str, Any]:
+    """Two ranks that save and load the training state of that model, 6.9 GB: peaks of host memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        return checkpointing(Path(folder))
+
+
 PARTS: dict[str, Callable[[Size, str], dict[str, Any]]] = {
     "overhead": overhead,
     "fsdp": sharded,
     "packing": packing,
     "peaks": peaks,
     "load": load,
+    "checkpoint": checkpoint,
 }
 
 

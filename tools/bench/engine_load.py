@@ -69,7 +69,7 @@ def make_large_model(folder: Path) -> tuple[str, list[int]]:
     return str(folder), [shape.numel() for shape in shapes.values()]
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Let glibc return freed tensors at once, as `offbeat_trainer` tells a rank on a CPU to for as long as it loads.
 
     It keeps blocks of up to 32 MiB for later, and now and then as much again as the model.
@@ -78,11 +78,11 @@ def _give_back() -> None:
 
 
 def _load(world: World, small: str, model: str) -> dict[str, float]:
-    _give_back()
-    _engine(world, small)  # libraries and process groups are there before we look
+    give_back()
+    engine_of(world, small)  # libraries and process groups are there before we look
     peak = Peak("cpu")
     started = time.perf_counter()
-    engine = _engine(world, model)
+    engine = engine_of(world, model)
     figures = {"peak_mib": peak.mib(), "seconds": time.perf_counter() - started}
     engine.close()
     return figures
@@ -91,7 +91,7 @@ def _load(world: World, small: str, model: str) -> dict[str, float]:
 def _load_whole(world: World, small: str, model: str) -> dict[str, float]:
     from transformers import AutoModelForCausalLM
 
-    _give_back()
+    give_back()
     AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
     peak = Peak(world.device)
     started = time.perf_counter()
@@ -100,7 +100,8 @@ def _load_whole(world: World, small: str, model: str) -> dict[str, float]:
     return {"peak_mib": peak.mib(), "seconds": time.perf_counter() - started}
 
 
-def _engine(world: World, model: str) -> Any:  # noqa: ANN401
+def engine_of(world: World, model: str) -> Any:  # noqa: ANN401
+    """Return FSDP2's engine with its defaults on `model`."""
     engine = engine_class("fsdp2")(Fsdp2Config(model=ModelConfig(path=model)), world)
     engine.init_model()
     return engine

@@ -106,7 +106,7 @@ def fail_on_one_rank(world, path, root):
     if world.rank == 1:
         engine._parts.updater.params["unheard.weight"] = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(
-        CheckpointError, match=r"rank 1: .*`model.unheard.weight` should be \[3\], got nothing"
+        CheckpointError, match=r"rank 1: .*`weight/unheard.weight` should be \[3\], got nothing"
     ):
         engine.load_checkpoint(root)
     return True
@@ -157,7 +157,7 @@ def test_another_shape_is_refused_before_anything_changes(tiny, tmp_path):
     make_engine(wide, World()).save_checkpoint(str(tmp_path / "saved"), global_step=1)
     engine = make_engine(tiny, World())
     before = weights_of(engine)
-    with pytest.raises(CheckpointError, match=r"`model\..*` should be \[.*32.*\], got \[.*64.*\]"):
+    with pytest.raises(CheckpointError, match=r"`weight/.*` should be \[.*32.*\], got \[.*64.*\]"):
         engine.load_checkpoint(str(tmp_path / "saved"))
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.named_weights())
 

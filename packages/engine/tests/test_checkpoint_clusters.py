@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from offbeat_engine import CheckpointError, Dtype, ModelConfig, SftLoss, World
-from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine, checkpoint
+from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from offbeat_engine.testing import RankPool, RanksError, random_batch
 from offbeat_engine.testing.reference import load_reference
-from offbeat_engine.toolkit import remote_folders, saves
+from offbeat_engine.toolkit import remote_folders, saves, training_state
 from offbeat_engine.toolkit.checkpoint_folders import whole_steps
 
 WAIT_S = 600.0
@@ -75,7 +75,7 @@ def test_folders_that_are_not_shared_are_refused_before_a_checkpoint_counts(tiny
     for said, _ in answers:
         for text in said:
             assert "`local_path` must be a folder that all ranks share" in text
-            assert "what rank 1 wrote there: __1_0.distcp (" in text
+            assert "what rank 1 wrote there: rank_1_0.safetensors (" in text
     for rank in range(2):
         assert whole_steps(tmp_path / f"host{rank}" / "ck") == []
     assert not (tmp_path / "remote").exists()
@@ -91,14 +91,18 @@ def sees_late(world, path, root):
 
     def late(path):
         asked.append(path.name)
-        return None if asked.count("__1_0.distcp") in (1, 2) and path.name == "__1_0.distcp" else real(path)
+        return (
+            None
+            if asked.count("rank_1_0.safetensors") in (1, 2) and path.name == "rank_1_0.safetensors"
+            else real(path)
+        )
 
     saves._size = late
     try:
         engine.save_checkpoint(root, global_step=1)
     finally:
         saves._size = real
-    return whole_steps(root), asked.count("__1_0.distcp")
+    return whole_steps(root), asked.count("rank_1_0.safetensors")
 
 
 def test_a_file_system_may_show_files_of_other_hosts_late(tiny, tmp_path, two_ranks):
@@ -246,7 +250,7 @@ def dies_while_it_saves(world, path, root):
     engine = make_engine(path, world)
     engine.save_checkpoint(root, global_step=1)
     if world.rank:
-        checkpoint.entries_of = lambda *_: os._exit(7)
+        training_state.entries_of = lambda *_: os._exit(7)
     handle = engine.save_checkpoint(root, global_step=2, block=False)
     with pytest.raises(CheckpointError, match="rank 0 of 2 waited for a message of the others"):
         handle.wait()

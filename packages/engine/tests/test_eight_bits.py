@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, OptimizerName, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, checks
@@ -79,15 +80,23 @@ def load(world, path, folder, **changes):
 
 def states_of(engine):
     """Return the whole of every moment."""
-    from offbeat_engine.fsdp2.checkpoint import _like
-
     updater = engine._parts.updater
     return {
-        f"{name} {key}": (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+        f"{name} {key}": tensor.clone() if key == "step" else whole_of(tensor, updater.params[name])
         for name, state in updater.moments().items()
         for key, tensor in state.items()
-        for whole in [tensor if key == "step" else _like(tensor, updater.params[name])]
     }
+
+
+def whole_of(shard, param):
+    """Return the whole of a moment, which has the rows of its parameter."""
+    if not isinstance(param, DTensor):
+        return shard.clone()
+    shape = torch.Size((param.shape[0], *shard.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        shard, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
+    ).full_tensor()
 
 
 def same(left, right):

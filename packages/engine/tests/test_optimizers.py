@@ -166,7 +166,9 @@ def test_a_checkpoint_resumes_bit_for_bit_and_on_another_number_of_ranks(tiny, t
 
 def test_another_optimizers_checkpoint_is_refused(tiny, tmp_path):
     save(World(), tiny, str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"`optimizer\..*exp_avg` should be .*, got nothing"):
+    with pytest.raises(
+        CheckpointError, match=r"the optimizer `adafactor` has gathered, and this engine has `adamw`"
+    ):
         make_engine(tiny, World(), optimizer=OptimizerConfig()).load_checkpoint(str(tmp_path))
 
 

@@ -1,39 +1,39 @@
-"""Checkpoints of the whole training state through torch.distributed.checkpoint, for any number of ranks."""
+"""Checkpoints of the whole training state: what this engine holds, as pieces of tensors that any layout of ranks reads."""
 
-# torch.distributed.checkpoint is typed in part.
+# FSDP's and transformers' modules are typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Generator  # noqa: TC003
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2 import lora
+from offbeat_engine.fsdp2.filling import my_rows, speaks
+from offbeat_engine.fsdp2.optimizers import local
+from offbeat_engine.fsdp2.state_names import Held, StateNames
 from offbeat_engine.fsdp2.weights import held
-from offbeat_engine.toolkit import checkpoint_folders, random_state, remote_folders
-from offbeat_engine.toolkit.dcp_reader import METADATA, CheckedReader
-from offbeat_engine.toolkit.file_entries import check_entries, entries_of, read_entries
-from offbeat_engine.toolkit.saves import finish, on_rank_zero, together
+from offbeat_engine.toolkit import random_state, training_state
+from offbeat_engine.toolkit.slices import check_fit
+from offbeat_engine.toolkit.training_state import WEIGHT, Saved
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    import torch
 
     from offbeat_engine.fsdp2.optimizers import Moments
     from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.fsdp2.updater import Updater
     from offbeat_engine.saving import SaveHandle
-    from offbeat_engine.toolkit.file_entries import Entry
     from offbeat_engine.toolkit.saves import Destination, Saves
+    from offbeat_engine.toolkit.training_state import Loaded
+    from offbeat_engine.values import WeightShard
     from offbeat_engine.world import World
-
-FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class Target:
     """
 
     world: World
+    names: StateNames
     updater: Updater
     untrained: dict[str, torch.Tensor]
     base: dict[str, int]
@@ -60,6 +61,7 @@ def target_of(world: World, scorer: Scorer, updater: Updater) -> Target:
     }
     return Target(
         world=world,
+        names=StateNames(scorer.hf),
         updater=updater,
         untrained=untrained,
         base=scorer.base,
@@ -68,184 +70,127 @@ def target_of(world: World, scorer: Scorer, updater: Updater) -> Target:
 
 
 def save(saves: Saves, target: Target, where: Destination, block: bool) -> SaveHandle:
-    """Write a checkpoint, whole or not at all; a collective. Raises `CheckpointError` on all ranks together.
-
-    Without `block` it returns as soon as this rank's part is copied to host memory; all else is done in a thread.
-    """
-    saves.settle()
-    world, meta = saves.world, _meta(target, where.global_step)
-    state = _state(target) if block else _copied(_state(target))
-    # Live tensors are written before this returns: a wait that ends at its deadline leaves nobody reading them.
-    written = _write(world, state, where.folder) if block else None
-
-    def job() -> None:
-        files = _write(world, state, where.folder) if written is None else written
-        partial = checkpoint_folders.partial_path(where.folder)
-        named = CheckedReader(partial, None).file_names() if world.rank == 0 else ()
-        finish(world, where, meta, files, named)
-
-    handle = saves.start(where.folder, job)
-    if block:
-        handle.wait()
-    return handle
-
-
-def _meta(target: Target, step: int) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "step": step,
+    """See `training_state.save`."""
+    moments = target.updater.moments()
+    meta = {
+        "step": where.global_step,
         "scheduled_steps": target.updater.num_steps,
-        "num_ranks": target.world.size,
-        "has_moments": bool(target.updater.moments()),
+        "optimizer": str(target.updater.rule_name),
         "base": target.base,
         "adapters": target.adapters,
     }
+    saved = Saved(pieces=lambda: _pieces(target, moments), steps=_steps(target, moments), meta=meta)
+    return training_state.save(saves, saved, where, block)
 
 
-def _write(world: World, state: dict[str, torch.Tensor], folder: Path) -> dict[str, Entry]:
-    """Write tensors below the partial path of `folder`; return the entries of the files this rank has written."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import FileSystemWriter
-
-    partial = checkpoint_folders.partial_path(folder)
-    on_rank_zero(world, lambda: str(checkpoint_folders.start_folder(folder)), f"could not start {partial}")
-
-    def write() -> dict[str, Entry]:
-        writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
-        with _quiet():
-            dcp.save(state, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
-        mine = [path.name for path in partial.glob(f"__{world.rank}_*.distcp")]
-        return entries_of(partial, [*mine, METADATA] if world.rank == 0 else mine)
-
-    return together(world, write, f"could not write {partial}")
+def _pieces(target: Target, moments: Moments) -> Iterator[WeightShard]:
+    """Yield what this rank writes: of copies one rank does, of what is whole on every rank the first."""
+    first, cut = target.world.rank == 0, target.updater.sharded_moments
+    for name, tensor in _weights(target):
+        if speaks(tensor) if isinstance(tensor, DTensor) else first:
+            yield from target.names.pieces(_held_weight(name, tensor))
+    for one in _held_moments(target, moments):
+        param = target.updater.params[one.name]
+        if speaks(param) if cut and isinstance(param, DTensor) else first:
+            yield from target.names.pieces(one)
+    yield from random_state.pieces(target.world)
 
 
-def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a copy of this rank's part in host memory: training may go on while that is written."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+def _steps(target: Target, moments: Moments) -> dict[str, float]:
+    """Return the updates that each trained weight has seen; none at all before the first step of any."""
+    if not moments or target.world.rank:  # a rank without rows of a weight may not have counted
+        return {}
+    return {
+        called: float(moments[name]["step"]) if name in moments else 0.0
+        for name in target.updater.params
+        for called in target.names.names(name)
+    }
+
+
+def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from target.updater.params.items()
+    yield from target.untrained.items()
+
+
+def _held_weight(name: str, tensor: torch.Tensor) -> Held:
+    tensor = tensor.detach()
+    rows, shape = my_rows(tensor), tuple(tensor.shape)
+    return Held(kind=WEIGHT, name=name, rows=local(tensor), first_row=rows.start, shape=shape)
+
+
+def _held_moments(target: Target, moments: Moments) -> Iterator[Held]:
+    for name, state in moments.items():
+        param = target.updater.params[name]
+        cut = target.updater.sharded_moments and isinstance(param, DTensor)
+        first_row = my_rows(param).start if cut else 0
+        for key, tensor in state.items():
+            if key != "step":
+                shape = (param.shape[0], *tensor.shape[1:]) if cut else tuple(tensor.shape)
+                yield Held(kind=f"{key}/", name=name, rows=tensor, first_row=first_row, shape=shape)
 
 
 def load(saves: Saves, target: Target, folder: Path, verified: bool) -> None:
-    """Load `folder` in place, resharding if it was written by another number of ranks; a collective.
+    """Load `folder` in place, whatever layout of ranks has written it; see `training_state.load`."""
+    updater, names = target.updater, target.names
+    moments: Moments = {}
 
-    Its files are compared with their digests first, each by one rank, unless that was done (`verified`).
-    """
-    import torch.distributed.checkpoint as dcp
-
-    world, updater = saves.world, target.updater
-
-    def verify() -> tuple[dict[str, Any], CheckedReader]:
-        meta = checkpoint_folders.read_meta(folder)
-        if meta.get("format") not in (1, FORMAT):
-            raise CheckpointError(
-                f"{folder} has format {meta.get('format')}, this version reads 1 to {FORMAT}"
-            )
-        if meta["format"] == 1:  # from before there were digests
-            return meta, CheckedReader(folder, None)
-        entries = read_entries(meta["files"], str(folder))
-        names = sorted(entries)[world.rank :: world.size]
-        check_entries(folder, {} if verified else {name: entries[name] for name in names}, str(folder))
-        return meta, CheckedReader(folder, entries.keys())
-
-    # All ranks must agree before anything is unpickled: each has compared a part of the files.
-    meta, reader = together(world, verify, f"could not load {folder}")
-
-    def prepare() -> tuple[Moments, dict[str, torch.Tensor]]:
+    def check(loaded: Loaded) -> None:
         # First: an adapted weight of the base has another name than one that is not, which says less.
-        _check_adapters(target.adapters, meta.get("adapters", {}), folder)
-        _check_base(target.base, meta.get("base", {}), folder)
-        moments = updater.empty_moments() if meta["has_moments"] else {}
-        state = _tensors(target, moments)
-        written = reader.read_metadata().state_dict_metadata
-        _check_fit(state, written, folder)
-        return moments, state | random_state.empty(world, written, meta["num_ranks"])
-
-    # All ranks must agree before the first collective inside DCP: one that fails before would leave them waiting.
-    moments, state = together(world, prepare, f"could not load {folder}")
-
-    def read() -> None:
-        with _quiet():
-            dcp.load(state, storage_reader=reader, process_group=world.group, no_dist=world.size == 1)
-        updater.set_moments(moments)
-        updater.set_num_steps(meta["scheduled_steps"])
-        random_state.restore(world, state)
-
-    together(world, read, f"could not load {folder}")
-
-
-def find(world: World, local_root: str, remote_root: str | None, step: int | None) -> tuple[int | None, bool]:
-    """Make sure the wanted checkpoint lies under `local_root`; a collective.
-
-    Returns:
-        Its step (None when there is no checkpoint), and whether it was downloaded, and so compared with its digests.
-
-    Raises:
-        CheckpointError: `step` was asked for and is neither local nor remote.
-    """
-
-    def look() -> tuple[int | None, bool]:
-        local = checkpoint_folders.whole_steps(local_root)
-        remote = [] if remote_root is None else remote_folders.remote_steps(remote_root)
-        wanted = max([*local, *remote], default=None) if step is None else step
-        if wanted is None or wanted in local:
-            return wanted, False
-        if wanted in remote and remote_root is not None:
-            remote_folders.download(remote_root, wanted, local_root)
-            return wanted, True
-        raise CheckpointError(f"no whole checkpoint of step {wanted}; found {sorted({*local, *remote})}")
-
-    found, downloaded = on_rank_zero(world, look, f"could not find a checkpoint in {local_root}")
-    return found, downloaded
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without the remark that one process saves for one process, which is what we asked for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
-
-
-def _state(target: Target) -> dict[str, torch.Tensor]:
-    state = _tensors(target, target.updater.moments())
-    return state | random_state.taken(target.world)
-
-
-def _tensors(target: Target, moments: Moments) -> dict[str, torch.Tensor]:
-    """Flatten to name and tensor, DTensors where the parameters are: DCP cuts and joins them as needed."""
-    params, cut = target.updater.params, target.updater.sharded_moments
-    state = {f"model.{name}": param.detach() for name, param in params.items()}
-    state |= {f"model.{name}": tensor.detach() for name, tensor in target.untrained.items()}
-    for name, entry in moments.items():
-        for key, tensor in entry.items():
-            state[f"optimizer.{name}.{key}"] = (
-                _like(tensor, params[name]) if cut and key != "step" else tensor
-            )
-    return state
-
-
-def _like(shard: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Wrap this rank's shard of a moment, which has the rows of its parameter, as that is sharded, sharing memory."""
-    if not isinstance(param, DTensor):
-        return shard
-    shape = torch.Size((param.shape[0], *shard.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        shard, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def _check_fit(state: dict[str, torch.Tensor], written: dict[str, Any], folder: Path) -> None:
-    for name, tensor in state.items():
-        size = getattr(written.get(name), "size", None)
-        if size is None or tuple(size) != tuple(tensor.shape):
+        _check_adapters(target.adapters, loaded.meta.get("adapters", {}), folder)
+        _check_base(target.base, loaded.meta.get("base", {}), folder)
+        _check_optimizer(str(updater.rule_name), loaded, folder)
+        wanted: dict[str, Any] = {}
+        for name, tensor in _weights(target):
+            wanted |= names.wanted(_held_weight(name, tensor))
+        check_fit(loaded.index, wanted, str(folder))
+        extra = [name for name in loaded.index if name.startswith(WEIGHT) and name not in wanted]
+        if extra:
             raise CheckpointError(
-                f"{folder} does not fit the model: `{name}` should be {list(tensor.shape)}, "
-                f"got {'nothing' if size is None else list(size)}"
+                f"{folder} does not fit the model: it has `{extra[0]}`, which the model has not"
             )
-    extra = [name for name in written if name.startswith("model.") and name not in state]
-    if extra:
-        raise CheckpointError(f"{folder} does not fit the model: it has {extra[0]}, which the model has not")
+        moments.update(_empty_moments(target, loaded.steps, folder))
+        for one in _held_moments(target, moments):
+            check_fit(loaded.index, names.wanted(one), str(folder))
+
+    def read(loaded: Loaded) -> None:
+        for name, tensor in _weights(target):
+            names.fill(_held_weight(name, tensor), loaded.reader)
+        for one in _held_moments(target, moments):
+            names.fill(one, loaded.reader)
+        states = random_state.read(saves.world, loaded)
+        updater.set_moments(moments)
+        updater.set_num_steps(loaded.meta["scheduled_steps"])
+        random_state.restore(saves.world, states)
+
+    training_state.load(saves, folder, verified, check, read)
+
+
+def _empty_moments(target: Target, steps: Mapping[str, float], folder: Path) -> Moments:
+    """Return memory for the moments of what has been stepped, which says how often."""
+    if not steps:
+        return {}
+    moments: Moments = {}
+    for name, state in target.updater.empty_moments().items():
+        seen = {steps.get(called) for called in target.names.names(name)}
+        step = next(iter(seen))
+        if len(seen) != 1 or step is None:
+            raise CheckpointError(
+                f"{folder} should say how many updates `{name}` has seen, got {sorted(map(str, seen))}; "
+                "it was frozen there, or its parts were not stepped together"
+            )
+        if step:
+            state["step"].fill_(step)
+            moments[name] = state
+    return moments
+
+
+def _check_optimizer(here: str, loaded: Loaded, folder: Path) -> None:
+    there = loaded.meta.get("optimizer")
+    if loaded.steps and there != here:
+        raise CheckpointError(
+            f"{folder} holds what the optimizer `{there}` has gathered, and this engine has `{here}`; set `optimizer.name` back, "
+            "or train on from the exported weights"
+        )
 
 
 def _check_base(here: dict[str, int], there: dict[str, int], folder: Path) -> None:

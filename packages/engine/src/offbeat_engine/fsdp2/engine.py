@@ -22,7 +22,7 @@ from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.self_check import find_difference, find_non_finite
 from offbeat_engine.fsdp2.stepping import names_of, run_step, step_of
 from offbeat_engine.interface import Engine
-from offbeat_engine.toolkit import checkpoint_folders
+from offbeat_engine.toolkit import checkpoint_folders, training_state
 from offbeat_engine.toolkit.accumulation import Accumulation
 from offbeat_engine.toolkit.collectives import gather
 from offbeat_engine.toolkit.micro_batches import Asked
@@ -253,7 +253,7 @@ class Fsdp2Engine(Engine):
         self, local_path: str, remote_path: str | None = None, global_step: int | None = None
     ) -> int | None:
         self._saves.settle()
-        step, verified = checkpoint.find(self._saves.world, local_path, remote_path, global_step)
+        step, verified = training_state.find(self._saves.world, local_path, remote_path, global_step)
         if step is not None:
             with self._all_held():
                 folder = checkpoint_folders.step_path(local_path, step)

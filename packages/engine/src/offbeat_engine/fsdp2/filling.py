@@ -38,7 +38,7 @@ def fill(scorer: Scorer, unfilled: Unfilled, world: World) -> None:
     error: Exception | None = None
     try:
         for name, whole in unfilled.drawn.items():
-            rows = _my_rows(places[lora.plain_name(name)][1])
+            rows = my_rows(places[lora.plain_name(name)][1])
             _write(places[lora.plain_name(name)][1], whole[rows] if whole.dim() else whole)
         for group in unfilled.plan.groups:
             _fill_group(scorer, unfilled, group, places, sums)
@@ -86,7 +86,7 @@ def _fill_group(
             made = convert(group, parts, scorer.hf)
         for target in group.targets:
             full_name, place = places[target]
-            rows = _my_rows(place)
+            rows = my_rows(place)
             if rows.start == rows.stop and place.dim():
                 continue
             if target in made:
@@ -100,7 +100,7 @@ def _fill_group(
                 }
                 values = convert(group, parts, scorer.hf)[target]
             _write(place, values)
-            if full_name in scorer.base and _speaks(place):
+            if full_name in scorer.base and speaks(place):
                 sums[full_name] = lora.fingerprint(values.float(), rows.start)
 
 
@@ -109,7 +109,7 @@ def _write(place: torch.Tensor, values: torch.Tensor) -> None:
         local(place.detach()).copy_(values)
 
 
-def _my_rows(place: torch.Tensor) -> slice:
+def my_rows(place: torch.Tensor) -> slice:
     """Return which rows of the whole tensor this rank holds."""
     if not isinstance(place, DTensor):
         return slice(0, place.shape[0] if place.dim() else 0)
@@ -124,7 +124,7 @@ def _my_rows(place: torch.Tensor) -> slice:
     return slice(start, stop)
 
 
-def _speaks(place: torch.Tensor) -> bool:
+def speaks(place: torch.Tensor) -> bool:
     """Return whether this rank's rows count, where several ranks hold copies of them."""
     if not isinstance(place, DTensor) or place.device_mesh.ndim == 1:
         return True

@@ -54,6 +54,11 @@ class Updater:
         self._rule = _make_rule(self._config, self.params)
 
     @property
+    def rule_name(self) -> OptimizerName:
+        """Which rule's moments these are."""
+        return self._config.name
+
+    @property
     def sharded_moments(self) -> bool:
         """Whether moments other than `step` are cut like their parameters; else they are whole on every rank."""
         return self._rule.sharded

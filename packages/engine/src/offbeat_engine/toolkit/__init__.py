@@ -2,5 +2,5 @@
 
 `micro_batches` runs a call but for the model: global counts, hooks, losses, order, statistics, failures that all ranks agree
 on. Besides it: collectives that are plain functions on one rank, shares of a batch, plans by budget, log-probabilities in
-chunks, and checkpoint folders that are whole or absent.
+chunks, checkpoint folders that are whole or absent, and `training_state`: checkpoints that move between layouts and engines.
 """

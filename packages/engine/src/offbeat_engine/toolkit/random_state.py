@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from offbeat_engine.values import WeightShard
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from offbeat_engine.toolkit.training_state import Loaded
     from offbeat_engine.world import World
 
 
@@ -20,43 +23,34 @@ def taken(world: World) -> dict[str, torch.Tensor]:
     return state
 
 
-def empty(world: World, written: Mapping[str, Any], num_ranks: int) -> dict[str, torch.Tensor]:
-    """Return memory for what this rank can use of a checkpoint of `num_ranks` ranks that has `written`, by name.
+def pieces(world: World) -> Iterator[WeightShard]:
+    """Yield this rank's random states as a checkpoint takes them."""
+    for name, state in taken(world).items():
+        yield WeightShard(name=name, shape=tuple(state.shape), offsets=(0,), tensor=state)
+
+
+def read(world: World, loaded: Loaded) -> dict[str, torch.Tensor]:
+    """Return what this rank can use of a checkpoint's random states, by name.
 
     With another number of ranks that is nothing: whose states they were means nothing to these.
     """
-    if num_ranks != world.size:
+    if loaded.meta["num_ranks"] != world.size:
         return {}
-    usable = [_cpu(world), _joined(world), *([_cuda(world)] if torch.cuda.is_available() else [])]
-    return {
-        name: torch.empty(tuple(written[name].size), dtype=torch.uint8) for name in usable if name in written
-    }
+    usable = [_cpu(world), *([_cuda(world)] if torch.cuda.is_available() else [])]
+    return {name: loaded.reader.read(name) for name in usable if name in loaded.index}
 
 
 def restore(world: World, state: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's generators to what there is of them in `state`; another one goes on as it is."""
-    cpu, cuda = state.get(_cpu(world)), state.get(_cuda(world))
-    if _joined(world) in state:
-        cpu, cuda = state[_joined(world)].split_with_sizes(_sizes(state[_joined(world)]))
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    if cuda is not None and cuda.numel() and torch.cuda.is_available():
-        torch.cuda.set_rng_state(cuda)
-
-
-def _sizes(joined: torch.Tensor) -> list[int]:
-    num_cpu = torch.get_rng_state().numel()
-    return [num_cpu, joined.numel() - num_cpu]
+    if _cpu(world) in state:
+        torch.set_rng_state(state[_cpu(world)])
+    if _cuda(world) in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[_cuda(world)])
 
 
 def _cpu(world: World) -> str:
-    return f"random.cpu.rank_{world.rank}"
+    return f"random/cpu.rank_{world.rank}"
 
 
 def _cuda(world: World) -> str:
-    return f"random.cuda.rank_{world.rank}"
-
-
-def _joined(world: World) -> str:
-    """Return the key of format 1: the CPU's state, followed by CUDA's where there was one."""
-    return f"random.rank_{world.rank}"
+    return f"random/cuda.rank_{world.rank}"

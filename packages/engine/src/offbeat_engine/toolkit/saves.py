@@ -17,7 +17,7 @@ from offbeat_engine.toolkit import checkpoint_folders, remote_folders
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, from_rank_zero, gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
     from pathlib import Path
 
     from offbeat_engine.toolkit.file_entries import Entry
@@ -138,13 +138,10 @@ class Saves:
 
 def together(world: World, act: Callable[[], Any], failed: str) -> Any:  # noqa: ANN401
     """Run `act` on every rank and return its result; if it fails on any, all raise `CheckpointError`."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     result, error = None, None
     try:
         result = act()
-    # Whatever failed on one rank must be raised on all of them. DCP's own exception is not an `Exception`.
-    except (Exception, CheckpointException) as caught:  # noqa: BLE001
+    except Exception as caught:  # noqa: BLE001 whatever failed on one rank must be raised on all of them
         error = caught
     failure = first_failure(world, error)
     if failure is not None:
@@ -163,7 +160,6 @@ def finish(
     where: Destination,
     meta: dict[str, Any],
     files: dict[str, Entry],
-    named: Collection[str] = (),
 ) -> None:
     """Make a written checkpoint whole, copy it, and prune; a collective, in which rank 0 works.
 
@@ -172,7 +168,6 @@ def finish(
         where: where it goes; every rank has written its files below the folder's partial path.
         meta: what the engine has to say of it; goes to `engine.json` with the order of writing and all files' entries.
         files: size and digest of each file that this rank has written, by name.
-        named: the files that the checkpoint's own table of contents names (rank 0).
 
     Raises:
         CheckpointError: on all ranks together; before the folder has its name if `local_path` is not shared.
@@ -183,8 +178,6 @@ def finish(
         partial = checkpoint_folders.partial_path(folder)
         _check_visible(partial, reports)
         entries = {name: entry for report in reports for name, entry in report.items()}
-        if unheard := sorted({*named} - entries.keys()):
-            raise CheckpointError(f"{partial} should hold {unheard[0]}, which no rank has written")
         order = checkpoint_folders.next_order(where.local_path)
         (partial / checkpoint_folders.META).write_text(
             json.dumps({**meta, "order": order, "files": entries}, indent=2)

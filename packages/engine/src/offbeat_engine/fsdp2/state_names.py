@@ -1,0 +1,128 @@
+"""Training state under the names and shapes of the Hugging Face checkpoint, cut as this rank holds it.
+
+Where transformers puts experts upon one another (row i of one tensor in memory is made of the tensors of expert i in the files) a
+rank's rows leave as those experts' own tensors, and come back so; Adam's moments go the same way, since nothing is done to numbers but
+moving them. What transformers makes otherwise of a family's tensors stays under the name that it has in memory: that moves between
+numbers of ranks, and no other engine finds it.
+"""
+
+# transformers' models and DTensor's parts are untyped here.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offbeat_engine.errors import CheckpointError
+from offbeat_engine.fsdp2 import hf_names, lora, weights
+from offbeat_engine.fsdp2.load_plan import Group, convert, make_plan
+from offbeat_engine.toolkit.slices import Region
+from offbeat_engine.toolkit.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT
+from offbeat_engine.values import WeightShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_engine.toolkit.slice_files import SliceReader
+    from offbeat_engine.toolkit.slices import Shape
+
+_LIKE_WEIGHTS = frozenset({WEIGHT, EXP_AVG, EXP_AVG_SQ})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Rows of one tensor of the training state: `rows`, from `first_row` on, of a whole of `shape`.
+
+    `kind` is what comes before the name of the weight, `name`, that it belongs to.
+    """
+
+    kind: str
+    name: str
+    rows: torch.Tensor
+    first_row: int
+    shape: Shape
+
+
+class StateNames:
+    """Between what a model holds and what a checkpoint of its training holds."""
+
+    def __init__(self, hf: Any) -> None:  # noqa: ANN401
+        self._hf = hf
+        self._shapes: dict[str, Shape] = {}
+        self._groups: dict[str, Group] = {}
+        if hf_names.converts(hf):
+            self._shapes = {name: shape for source in weights.exported(hf) for name, shape in source.parts}
+            for group in make_plan(hf, self._shapes).groups:
+                self._groups |= dict.fromkeys(group.targets, group)
+
+    def names(self, name: str) -> list[str]:
+        """Return what the weight held as `name` is called in files: of experts, the names of each."""
+        if lora.is_adapter(name):
+            return [lora.peft_name(name)]
+        plain = lora.plain_name(name)
+        group = self._groups.get(plain)
+        if group is None or not (group.converter is None or group.by_rows):
+            return [plain]
+        return group.names
+
+    def wanted(self, held: Held) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Return names, whole shapes and dtypes of what `held` and the rows of other ranks are made of."""
+        names = self.names(held.name) if held.kind in _LIKE_WEIGHTS else [held.name]
+        shapes = self._shapes if self._group(held) else dict.fromkeys(names, held.shape)
+        return {held.kind + name: (shapes[name], held.rows.dtype) for name in names}
+
+    def pieces(self, held: Held) -> Iterator[WeightShard]:
+        """Yield what a checkpoint keeps of `held`."""
+        group = self._group(held)
+        if group is None:
+            (name,) = self.wanted(held)
+            yield WeightShard(name=name, shape=held.shape, offsets=_region(held).offsets, tensor=held.rows)
+            return
+        if not len(held.rows):
+            return
+        made = hf_names.original(self._hf, lora.plain_name(held.name), held.rows.detach())
+        for names in group.sources.values():
+            # Made of a part of the experts, they are numbered from the first one.
+            for called, name in zip(names, self._mine(held, names), strict=False):
+                if called not in made:
+                    raise CheckpointError(
+                        f"`{held.name}` of {type(self._hf).__name__} should leave as `{name}`, and does not; "
+                        f"it leaves as {', '.join(sorted(made)[:3])}"
+                    )
+                shape = self._shapes[name]
+                tensor = made[called].reshape(shape)
+                yield WeightShard(
+                    name=held.kind + name, shape=shape, offsets=(0,) * len(shape), tensor=tensor
+                )
+
+    def fill(self, held: Held, reader: SliceReader) -> None:
+        """Read `held.rows`."""
+        group = self._group(held)
+        if group is None:
+            (name,) = self.wanted(held)
+            reader.fill(name, _region(held), held.rows)
+        elif len(held.rows):
+            parts = {
+                pattern: [reader.read(held.kind + name) for name in self._mine(held, names)]
+                for pattern, names in group.sources.items()
+            }
+            made = convert(group, parts, self._hf)[lora.plain_name(held.name)]
+            with torch.no_grad():
+                held.rows.copy_(made)
+
+    def _group(self, held: Held) -> Group | None:
+        """Return what `held` is taken apart by, None where it stays in one piece."""
+        group = self._groups.get(lora.plain_name(held.name)) if held.kind in _LIKE_WEIGHTS else None
+        return group if group is not None and group.by_rows else None
+
+    @staticmethod
+    def _mine(held: Held, names: tuple[str, ...]) -> tuple[str, ...]:
+        return names[held.first_row : held.first_row + len(held.rows)]
+
+
+def _region(held: Held) -> Region:
+    whole = Region.whole(held.shape)
+    return Region((held.first_row, *whole.offsets[1:]), tuple(held.rows.shape)) if held.shape else whole
