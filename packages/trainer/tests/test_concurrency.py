@@ -42,6 +42,22 @@ async def test_the_first_error_comes_plain_and_the_others_were_cancelled_and_awa
     assert trail == ["tidied up"]
 
 
+@pytest.mark.parametrize("explicit", [True, False])
+async def test_an_error_keeps_what_it_came_of(explicit):
+    async def failing():
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            if explicit:
+                raise RuntimeError("a replica died") from error
+            raise RuntimeError("a replica died")  # noqa: B904 - as libraries do
+
+    with pytest.raises(RuntimeError) as failed:
+        await together({"failing": failing()})
+    assert isinstance(failed.value.__cause__ if explicit else failed.value.__context__, OSError)
+    assert explicit or failed.value.__cause__ is None
+
+
 async def test_cancelling_the_caller_cancels_the_work():
     started, ended = asyncio.Event(), []
 

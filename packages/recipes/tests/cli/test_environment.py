@@ -64,6 +64,8 @@ def test_a_temporary_folder_with_a_long_name_is_not_rays(tmp_path):
     assert seen_by(PREPARE + ours, TMPDIR=str(long)) == "/tmp"
     assert seen_by(PREPARE + ours, TMPDIR=str(long), RAY_TMPDIR="/scratch") == "/scratch"
     assert seen_by(PREPARE + ours, TMPDIR="/tmp") is None
+    # Python passes over a folder that is not there; Ray makes it.
+    assert seen_by(PREPARE + ours, TMPDIR=str(tmp_path / ("y" * 40))) == "/tmp"
 
 
 def test_where_ray_could_write_no_token_it_is_given_one():

@@ -65,6 +65,17 @@ async def test_a_dead_process_is_named(waits):
         await waits.answer(fails(died()), owner="rank 1", **ASK)
 
 
+async def test_a_process_that_could_not_begin_is_told_with_what_it_raised(waits):
+    from ray import exceptions
+
+    full = OSError(28, "No space left on device", "/full/logs/replica0.log")
+    raised = exceptions.RayTaskError("ReplicaWorker.__init__", f"a page of traceback\n{full}", full)
+    with pytest.raises(
+        WorkerGone, match=r"\(\[Errno 28\] No space left on device: '/full/logs/replica0\.log'\)$"
+    ):
+        await waits.answer(fails(exceptions.ActorDiedError(raised)), owner="replica 0", **ASK)
+
+
 async def test_a_death_comes_before_what_its_peers_saw_of_it(waits):
     broken = over_there(RuntimeError("Connection closed by peer"))
     calls = [fails(broken), fails(died(), 0.05), says("fine")]

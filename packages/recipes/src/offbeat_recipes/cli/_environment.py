@@ -39,8 +39,10 @@ _RAY_ROOM_BYTES = 39
 def prepare_environment() -> None:
     """Set what is not set yet, before Ray or a model library is imported; child processes inherit it."""
     _allow_open_files()
-    # Ray's sockets lie in folders of its own, with names that leave little of what a socket's name may have.
-    if len(os.fsencode(tempfile.gettempdir())) > _RAY_ROOM_BYTES and os.access("/tmp", os.W_OK):
+    # Ray's sockets lie in folders of its own, with names that leave little of what a socket's name may have. Where TMPDIR is not
+    # there, Python takes another folder, and Ray makes it.
+    temporary = os.environ.get("TMPDIR") or tempfile.gettempdir()
+    if len(os.fsencode(temporary)) > _RAY_ROOM_BYTES and os.access("/tmp", os.W_OK):
         os.environ.setdefault("RAY_TMPDIR", "/tmp")
     for name, value in _WANTED.items():
         os.environ.setdefault(name, value)

@@ -45,11 +45,15 @@ async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: floa
             "was doing. If it was only slow, raise trainer.step_timeout_s"
         ) from error
     except RayActorError as error:
-        reason = str(error).strip().splitlines()
         raise WorkerGone(
-            f"{owner} died while it should {what}; its log in the run folder says why "
-            f"({reason[0] if reason else type(error).__name__})"
+            f"{owner} died while it should {what}; its log in the run folder says why ({_reason(error)})"
         ) from error
+
+
+def _reason(error: RayActorError) -> str:
+    """Return the line that says most: of what a process raised as it began the last one, which may be all there is of it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if error.actor_init_failed else lines[0]
 
 
 async def answers(
