@@ -1,4 +1,4 @@
-"""uv.lock names no address, agrees with the pyproject files, and still pins every artifact by hash.
+"""uv.lock and tools/sglang.lock name no address and pin every artifact by hash; uv.lock agrees with the pyproject files.
 
 A lock that names the index it was made from works only where that index can be reached. Three sentences are
 held: nothing in the file looks like an address, so stripping it once more changes nothing; uv accepts it for
@@ -33,6 +33,19 @@ def form_complaints(text: str) -> list[str]:
     if not found and strip_addresses(text) != text:
         found.append("uv.lock: strip_lock_addresses.py would still change it; run tools/lock")
     return found
+
+
+def sglang_complaints(folder: Path) -> list[str]:
+    """Return what is wrong with the pins of SGLang's environment in `folder`: an address, no hash, or another version."""
+    text = (folder / "sglang.lock").read_text()
+    complaints = [
+        f"sglang.lock: names an address: {line}" for line in text.splitlines() if ADDRESS.search(line)
+    ]
+    pinned = {match.group().split()[0]: match.group() for match in REQUIREMENT.finditer(text)}
+    wanted = {line for line in (folder / "sglang.in").read_text().splitlines() if "==" in line}
+    complaints += [f"sglang.lock: not what sglang.in says: {name}" for name in sorted(wanted ^ pinned.keys())]
+    bare = [f"sglang.lock: no hash for {name}" for name, lines in pinned.items() if "--hash=" not in lines]
+    return complaints + bare
 
 
 def uv(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -72,6 +85,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     root: Path = parser.parse_args().root
     complaints = form_complaints((root / "uv.lock").read_text())
+    complaints += sglang_complaints(Path(__file__).resolve().parent)
     complaints += agreement_complaints(root)
     for group in GROUPS:
         complaints += export_complaints(root, group)
