@@ -116,7 +116,8 @@ def test_an_engine_that_nobody_has_is_refused_with_those_that_are_there():
     ):
         compose_run(["engine.name=unheard"])
     with pytest.raises(
-        SettingError, match=r"`rollout\.name`: no rollout adapter named 'unheard'; installed: hf, vllm"
+        SettingError,
+        match=r"`rollout\.name`: no rollout adapter named 'unheard'; installed: hf, sglang, vllm",
     ):
         compose_run(["rollout.name=unheard"])
 

@@ -9,7 +9,7 @@ from offbeat_rollout import ConfigError, RolloutConfig, adapter_class, adapter_e
 
 
 def test_names_and_classes():
-    assert {"hf", "vllm"} <= set(adapter_names())
+    assert {"hf", "sglang", "vllm"} <= set(adapter_names())
     assert adapter_class("hf").capabilities().adapter == "hf"
     assert adapter_class("vllm").capabilities().adapter == "vllm"
     with pytest.raises(ConfigError, match=r"no rollout adapter named 'tgi'; installed: .*hf.*vllm"):
@@ -25,8 +25,8 @@ def test_environments_are_values():
 def test_looking_an_adapter_up_imports_no_heavy_library():
     program = (
         "import sys; from offbeat_rollout import *; from offbeat_rollout import adapter_class, ReplicaPool\n"
-        "[adapter_class(n).capabilities() for n in ('hf', 'vllm')]\n"
-        "print([m for m in ('torch', 'transformers', 'vllm', 'ray') if m in sys.modules])"
+        "[adapter_class(n).capabilities() for n in ('hf', 'sglang', 'vllm')]\n"
+        "print([m for m in ('torch', 'transformers', 'vllm', 'aiohttp', 'ray') if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True

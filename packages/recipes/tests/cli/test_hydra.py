@@ -33,7 +33,7 @@ def test_every_choice_of_every_group_loads(group: str, choice: str):
 
 def test_there_are_the_groups_one_expects():
     assert set(groups()) == {"algorithm", "engine", "mode", "rollout", "sync", "task"}
-    assert groups()["rollout"] == ["hf", "vllm"]
+    assert groups()["rollout"] == ["hf", "sglang", "vllm"]
 
 
 def test_a_task_brings_settings_and_the_command_line_wins():
@@ -203,4 +203,4 @@ def test_help_names_the_groups(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
         train.main(["--help"])
     assert caught.value.code == 0
-    assert "rollout=hf|vllm" in capsys.readouterr().out
+    assert "rollout=hf|sglang|vllm" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Generation adapters for RL: vLLM and a plain Transformers reference."""
+"""Generation adapters for RL: vLLM, SGLang, and a plain Transformers reference."""
 
 from __future__ import annotations
 

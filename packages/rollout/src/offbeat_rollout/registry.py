@@ -22,10 +22,12 @@ CONFIG_GROUP = "offbeat.rollout_configs"
 # Those of this package need no installed metadata; an entry point of the same name goes first.
 _BUILT_IN = {
     "hf": ("offbeat_rollout.hf", "HfEngine"),
+    "sglang": ("offbeat_rollout.sglang", "SglangEngine"),
     "vllm": ("offbeat_rollout.vllm", "VllmEngine"),
 }
 _BUILT_IN_CONFIGS = {
     "hf": ("offbeat_rollout.config", "RolloutConfig"),
+    "sglang": ("offbeat_rollout.sglang.config", "SglangConfig"),
     "vllm": ("offbeat_rollout.vllm.config", "VllmConfig"),
 }
 

@@ -143,6 +143,8 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
     # The Transformers adapter merges: it starts from the base again at every update.
     merges = config.sends_adapter_alone and config.rollout.name == "hf" and config.device == "cpu"
     base = [("base weights under the adapter, at most", weights)] if merges else []
+    # SGLang loads from a file in memory, which is written from copies of tensors that lie in one buffer.
+    file = ("the file new weights are loaded from, and what it is written of", 2 * staged)
     copy = [("what is served, as it was sent, for deltas, at most", staged)] if _sends_deltas(config) else []
     return Memory(
         process="replica",
@@ -156,6 +158,7 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
                 if stages_in_host_memory(config, model, gpu_gib)
                 else (("new weights, staged until verified", staged),)
             ),
+            *([file] if config.rollout.name == "sglang" else []),
             *copy,
         ),
         certain=weights + cache,

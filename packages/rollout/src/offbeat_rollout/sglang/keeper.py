@@ -1,0 +1,68 @@
+"""Runs a server and ends it, with all that it started, when whoever asked for it is gone: `python keeper.py FOLDER WORDS..`.
+
+Whoever asks holds the other end of the standard input; when that closes, by a call or by a SIGKILL, the server's process group is
+killed and FOLDER, where the server keeps temporary files, is removed. A server that ends by itself takes its group with
+it, too. When this process has ended, so have they. Nothing but the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36  # who is left by its parent is ours
+_LEAVE_S = 30.0
+
+
+def _end_with_parent() -> None:
+    """In the server's first process: end if this keeper is killed. It is single-threaded while it forks."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):  # nothing was left
+        os.killpg(group, signal.SIGKILL)
+
+
+def _wait_for_all() -> None:
+    """Wait until none is left, for so long as it may take a killed process to give its memory back."""
+    end = time.monotonic() + _LEAVE_S
+    with suppress(ChildProcessError):
+        while time.monotonic() < end:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
+
+
+def keep(folder: str, words: list[str]) -> int:
+    """Run `words` until they end or nobody is there for them any more; return their exit code."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    server = subprocess.Popen(
+        ["env", f"TMPDIR={folder}", *words],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+    )
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        _kill(server.pid)
+
+    threading.Thread(target=watch, name="watch", daemon=True).start()
+    code = server.wait()
+    _kill(server.pid)  # what it started
+    _wait_for_all()
+    shutil.rmtree(folder, ignore_errors=True)
+    return code
+
+
+if __name__ == "__main__":
+    ended = keep(sys.argv[1], sys.argv[2:])
+    os._exit(ended if ended >= 0 else 128 - ended)  # the thread that reads would be waited for

@@ -1,0 +1,86 @@
+"""The server's processes: started, waited for, and ended with all that they started."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_rollout.errors import EngineStateError
+from offbeat_rollout.sglang import keeper
+from offbeat_rollout.sglang.arguments import server_command
+
+if TYPE_CHECKING:
+    from offbeat_rollout.sglang.client import Client
+    from offbeat_rollout.sglang.config import SglangConfig
+
+_LOOK_S = 0.2
+_STOP_TIMEOUT_S = 60.0  # more than a keeper waits
+
+
+class Server:
+    """One server behind a keeper, which see. Its output goes where this process's goes."""
+
+    def __init__(self, config: SglangConfig) -> None:
+        """Start the processes, which take their time to come up."""
+        self.port = _free_port()
+        # Unix sockets lie there, whose paths must be short.
+        self._folder = tempfile.mkdtemp(prefix="offbeat-sglang-")
+        self._keeper = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                str(Path(keeper.__file__)),
+                self._folder,
+                *server_command(config, self.port),
+            ],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is there no more."""
+        return self._keeper.poll() is not None
+
+    async def ready(self, client: Client) -> None:
+        """Wait until it answers; the caller sets the limit.
+
+        Raises:
+            EngineStateError: it ended.
+        """
+        while not await client.answers(_LOOK_S):
+            if self.ended:
+                raise EngineStateError(
+                    f"SGLang's server ended with exit code {self._keeper.returncode} while it came up; its log says why"
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    def end(self) -> None:
+        """End it and all that it started; safe to call twice. Blocks."""
+        stdin = self._keeper.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):
+            stdin.close()
+        try:
+            self._keeper.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()  # the server's first process goes with it
+            self._keeper.wait(_STOP_TIMEOUT_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

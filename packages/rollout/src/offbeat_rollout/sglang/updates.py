@@ -1,0 +1,177 @@
+"""New weights for SGLang: checked here, written to shared memory, loaded by the server while it rests, and proven before it goes on.
+
+The server loads in place, from a safetensors file, by `/update_weights_from_disk`, which takes any names and says success;
+`proof` says what is to be held against its word. Until the server is asked to load, everything that is wrong is `UpdateRefused`
+and nothing has changed; from then on the weights may be torn, and an engine whose update failed serves no more.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# safetensors is typed in part.
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from offbeat_rollout.errors import EngineStateError, UpdateRefused
+from offbeat_rollout.interface import TensorUpdates
+from offbeat_rollout.sglang.arguments import model_settings
+from offbeat_rollout.sglang.proof import checksums, differing, sources_of
+from offbeat_rollout.weight_files import folder_files, folder_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+    from contextlib import AbstractAsyncContextManager
+
+    import torch
+
+    from offbeat_rollout.sglang.client import Client
+    from offbeat_rollout.sglang.config import SglangConfig
+    from offbeat_rollout.types import WeightSpec
+
+_MEMORY = Path("/dev/shm")
+_FILE = "model.safetensors"
+
+
+class SglangUpdates(TensorUpdates):
+    """The updates of one `SglangEngine`."""
+
+    def __init__(
+        self,
+        config: SglangConfig,
+        client: Callable[[], Client],
+        resting: Callable[[int, bool], AbstractAsyncContextManager[None]],
+    ) -> None:
+        """Speak to `client()`; within `resting(version, recompute_kv)` the server rests, and after it serves `version`."""
+        self._config = config
+        self._client = client
+        self._resting = resting
+        self._specs: list[WeightSpec] = []
+        self._sources: dict[str, tuple[str, ...]] = {}
+
+    async def specs(self) -> list[WeightSpec]:
+        """Return what the model folder holds, in the dtype served; no engine has to run for it."""
+        if not self._specs:
+            self._specs = await asyncio.to_thread(
+                lambda: folder_specs(self._config.model_path, self._config.dtype)
+            )
+        return list(self._specs)
+
+    async def prove_folder(self) -> None:
+        """Hold what the server loaded at its start against the model folder, and so the rules of the proof.
+
+        Raises:
+            ConfigError: what SGLang holds of this model cannot be told.
+            EngineStateError: it is not what is in the folder.
+        """
+        given, held = [name for name, *_ in await self.specs()], await self._held()
+        tied = bool(model_settings(self._config.model_path).get("tie_word_embeddings"))
+        self._sources = sources_of(held, given, tied=tied)
+        await self._require(await asyncio.to_thread(self._of_folder), held)
+
+    async def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, recompute_kv: bool = False
+    ) -> None:
+        """See `TensorUpdates`; the server rests while it loads and hashes what it has loaded."""
+        whole = dict(tensors)
+        specs = await self.specs()
+        refuse_unless(specs, whole)
+        expected = await asyncio.to_thread(lambda: checksums(self._sources, whole.__getitem__))
+        with folder_in_memory() as folder:
+            await asyncio.to_thread(self._write, folder, whole)
+            async with self._resting(version, recompute_kv):
+                body = {
+                    "model_path": str(folder),
+                    "weight_version": str(version),
+                    # Requests that keep their keys and values hold the cache: SGLang cannot flush it then. What it has
+                    # of older weights is found under their salt alone.
+                    "flush_cache": recompute_kv,
+                }
+                said = await self._client().post("/update_weights_from_disk", body)
+                if said.get("success") is not True:
+                    raise EngineStateError(f"SGLang failed to load weights: {said.get('message', said)}")
+                await self._require(expected, await self._held())
+
+    def _write(self, folder: Path, whole: dict[str, torch.Tensor]) -> None:
+        """Write `whole` and look at what is there now."""
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        # Tied or strided tensors are no files of their own: what they share is written as often as it is named.
+        save_file(
+            {name: one.detach().cpu().clone().contiguous() for name, one in whole.items()}, folder / _FILE
+        )
+        found = load_file(folder / _FILE)
+        wrong = [name for name, one in whole.items() if not torch.equal(_bytes(found[name]), _bytes(one))]
+        if wrong:
+            raise UpdateRefused(
+                f"{folder}: {wrong[:5]} are not what was written; look at the machine's memory"
+            )
+
+    async def _held(self) -> dict[str, str]:
+        said = await self._client().post("/weights_checker", {"action": "checksum"})
+        ranks = said.get("ranks")
+        if said.get("success") is not True or not isinstance(ranks, list) or len(ranks) != 1:
+            raise EngineStateError(f"SGLang's /weights_checker gave no checksums of one rank: {said}")
+        return ranks[0]["checksums"]
+
+    async def _require(self, expected: dict[str, str], held: dict[str, str]) -> None:
+        wrong = differing(expected, held)
+        if wrong:
+            raise EngineStateError(
+                f"SGLang does not hold what it was given: {len(wrong)} of {len(expected)} parameters differ, "
+                f"among them {wrong[:5]} (/weights_checker)"
+            )
+
+    def _of_folder(self) -> dict[str, str]:
+        import torch
+        from safetensors import safe_open
+
+        places, dtype = folder_files(self._config.model_path), getattr(torch, self._config.dtype)
+
+        def tensor(name: str) -> torch.Tensor:
+            with cast("Any", safe_open)(places[name], framework="pt") as file:
+                found = file.get_tensor(name)
+            return found.to(dtype) if found.is_floating_point() else found
+
+        return checksums(self._sources, tensor)
+
+
+def refuse_unless(specs: list[WeightSpec], whole: dict[str, torch.Tensor]) -> None:
+    """Refuse a set that is not what `specs` say: a tensor of another shape would end SGLang's server.
+
+    Raises:
+        UpdateRefused: naming what does not fit.
+    """
+    wanted = {name: (shape, dtype) for name, shape, dtype in specs}
+    other = sorted(wanted.keys() ^ whole.keys())
+    if other:
+        raise UpdateRefused(
+            f"unknown or missing tensors: {other[:5]} of {len(other)}; the old weights go on serving"
+        )
+    for name, tensor in whole.items():
+        found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if found != wanted[name]:
+            raise UpdateRefused(
+                f"{name!r} has shape and dtype {found}, expected {wanted[name]}; the old weights go on serving"
+            )
+
+
+@contextmanager
+def folder_in_memory() -> Generator[Path]:
+    """Give an empty folder, in memory where there is such a place, which goes after."""
+    folder = Path(tempfile.mkdtemp(prefix="offbeat-sglang-", dir=_MEMORY if _MEMORY.is_dir() else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,147 @@
+"""The server's arguments: ours, those that pass through, and those that do not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from offbeat_rollout import ConfigError
+from offbeat_rollout.sglang import SglangConfig, SglangEngine
+from offbeat_rollout.sglang.arguments import (
+    MARGIN,
+    OURS,
+    argument_names,
+    cache_tokens,
+    check_arguments,
+    check_model,
+    environment_of,
+    server_command,
+)
+from offbeat_rollout.testing import make_tiny_model
+
+FIELDS = """
+class ServingFields:
+    model_path: A[str, "..."]
+    stream_interval: A[int, "..."] = 1
+    schedule_policy: A[str, "..."] = "fcfs"
+    cuda_graph_bs: A[list, "..."] = None
+    hicache_size: A[int, "..."] = 0
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """An environment with what is read of SGLang."""
+    root = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    fields = root / "sglang" / "srt" / "arg_groups" / "fields"
+    fields.mkdir(parents=True)
+    (fields / "serving.py").write_text(FIELDS)
+    (root / "sglang" / "version.py").write_text("")
+    (root / "sglang-0.5.23.dist-info").mkdir()
+    (tmp_path / "env" / "bin").mkdir()
+    (tmp_path / "env" / "bin" / "python").symlink_to(sys.executable)
+    return tmp_path / "env"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def config(environment, model):
+    return SglangConfig(model_path=model, environment=str(environment), max_model_len=100)
+
+
+def test_an_environment_without_sglang_is_refused_with_what_to_do(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no SGLang in .*nowhere.; `tools/setup sglang`"):
+        check_arguments(replace(config, environment=str(tmp_path / "nowhere")))
+
+
+def test_an_old_sglang_is_refused(config, environment):
+    next(environment.glob("lib/*/site-packages/*.dist-info")).rename(
+        environment / "lib" / "python3.11" / "site-packages" / "sglang-0.5.20.post1.dist-info"
+    )
+    with pytest.raises(
+        ConfigError, match=r"holds SGLang 0\.5\.20; this adapter speaks to 0\.5\.21 and later"
+    ):
+        check_arguments(config)
+
+
+def test_other_arguments_of_sglang_pass_through(config):
+    more = {"schedule_policy": "lpm", "cuda_graph_bs": [1, 2], "hicache_size": 0}
+    config = replace(config, server_args=more)
+    SglangEngine.check(config)
+    words = server_command(config, 31000)
+    for flag, *values in (
+        ["--schedule-policy", "lpm"],
+        ["--cuda-graph-bs", "1", "2"],
+        ["--hicache-size", "0"],
+    ):
+        at = words.index(flag)
+        assert words[at + 1 : at + 1 + len(values)] == values
+    assert words[words.index("--context-length") + 1] == str(100 + MARGIN)
+    assert "--enable-deterministic-inference" in words
+    assert "--enable-deterministic-inference" not in server_command(
+        replace(config, deterministic=False), 31000
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("model_path", "`model_path` is not taken there: set `model_path`"),
+        ("weight_version", "weight updates rest on it"),
+        ("schedule_polcy", "SGLang has no `schedule_polcy`; did you mean `schedule_policy`?"),
+    ],
+)
+def test_what_is_not_taken_is_named(config, name, named):
+    with pytest.raises(ConfigError) as refused:
+        check_arguments(replace(config, server_args={name: 1}))
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"device": "cuda"}, "never run there; use vllm"),
+        ({"stop_strings": True}, "the server reads no tokenizer"),
+        ({"tensor_parallel_size": 2}, "`tensor_parallel_size` is 2"),
+        ({"dtype": "bfloat16"}, "dtype 'bfloat16'"),
+    ],
+)
+def test_settings_it_cannot_honour_are_refused(config, change, named):
+    with pytest.raises(ConfigError, match=named):
+        SglangEngine.check(replace(config, **change))
+
+
+def test_a_model_shorter_than_the_context_is_refused(config):
+    with pytest.raises(
+        ConfigError, match=r"`max_model_len` is 513, and the model .* was made for 512 tokens"
+    ):
+        check_model(replace(config, max_model_len=513))
+
+
+def test_two_ends_of_a_sequence_that_disagree_are_refused(config, tmp_path):
+    folder = make_tiny_model(tmp_path / "model", eos_token_id=7)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
+    with pytest.raises(ConfigError, match=r"ends sequences at \[7\], its generation_config.json at \[8\]"):
+        check_model(replace(config, model_path=folder))
+
+
+def test_the_cache_is_what_was_given_and_at_least_two_sequences(config):
+    token_bytes = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, width, float32
+    assert cache_tokens(replace(config, kv_cache_gib=2**-10)) == 2**20 // token_bytes
+    assert cache_tokens(replace(config, kv_cache_gib=1e-9)) == 2 * (100 + MARGIN)
+
+
+def test_ours_are_arguments_of_the_installed_sglang():
+    roots = list(environment_of(SglangConfig(model_path="")).glob("lib/python3.*/site-packages"))
+    if not any((root / "sglang").is_dir() for root in roots):
+        pytest.skip("there is no SGLang beside this environment: tools/setup sglang")
+    known = argument_names(roots[0])
+    assert len(known) > 200
+    assert not OURS.keys() - known

@@ -1,0 +1,268 @@
+"""One real SGLang server on CPU, through the contract and weight updates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from offbeat_rollout import (
+    ConfigError,
+    EngineStateError,
+    Finish,
+    GenerateRequest,
+    PauseMode,
+    RequestError,
+    SamplingParams,
+    UpdateRefused,
+)
+from offbeat_rollout.sglang import SglangConfig, SglangEngine
+from offbeat_rollout.sglang.arguments import check_arguments
+from offbeat_rollout.sglang.updates import SglangUpdates
+from offbeat_rollout.testing import (
+    Subject,
+    make_tiny_model,
+    reference_logprobs,
+    rollout_contract,
+    wait_for_tokens,
+)
+
+
+def why_not() -> str:
+    try:
+        check_arguments(SglangConfig(model_path=""))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(why_not()), reason=why_not() or "SGLang is there")]
+
+VOCAB = 96
+# Each check once for all engines; what only SGLang does in its own way runs here in every tier, the rest under --deep.
+USUAL = (
+    "logprobs",
+    "top_logprobs",
+    "stop_tokens",
+    "seeds",
+    "refusals",
+    "context_end",
+    "pause_keep",
+    "pause_abort",
+)
+CHECKS = [pytest.param(one, marks=() if one in USUAL else pytest.mark.deep) for one in rollout_contract]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return [
+        make_tiny_model(tmp_path_factory.mktemp("model") / str(seed), seed=seed, tie_word_embeddings=False)
+        for seed in (0, 1)
+    ]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine(paths):
+    engine = SglangEngine(
+        SglangConfig(
+            model_path=paths[0], max_model_len=512, max_num_seqs=64, kv_cache_gib=0.25, start_timeout_s=600
+        )
+    )
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@pytest.fixture(scope="module")
+def subject(engine, paths):
+    model = AutoModelForCausalLM.from_pretrained(paths[0]).eval()
+    return Subject(
+        engine=engine,
+        vocab_size=VOCAB,
+        logprobs=lambda prompt, tokens, sampling: reference_logprobs(model, prompt, tokens, sampling),
+    )
+
+
+def request(name, max_tokens=8, prompt=(3, 4, 5), **sampling):
+    return GenerateRequest(
+        request_id=name, prompt_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens, **sampling)
+    )
+
+
+@pytest.mark.parametrize("check", CHECKS)
+async def test_contract(check, subject):
+    await rollout_contract[check](subject)
+
+
+async def test_what_sglang_would_not_do_as_it_is_asked_is_refused(engine):
+    with pytest.raises(RequestError, match=r"'p': `top_p` is 0\.9, and SGLang's log-probs leave it out"):
+        await engine.generate(request("p", top_p=0.9))
+    with pytest.raises(RequestError, match="request id 'twice' came twice"):
+        await engine.generate_many([request("twice"), request("twice")])
+
+
+async def test_ids_that_begin_alike_are_aborted_apart(engine):
+    """SGLang ends every request whose name begins with the one it is given."""
+    one, ten = (asyncio.create_task(engine.generate(request(name, 400, seed=1))) for name in ("q1", "q10"))
+    await wait_for_tokens(engine, 40)
+    await engine.abort(["q1"])
+    assert (await one).finish is Finish.ABORT
+    assert ((await ten).finish, (await ten).num_tokens) == (Finish.LENGTH, 400)
+
+
+def gaps(path, done):
+    """Return how far each log-prob is from that of the model in `path` on everything before it."""
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    expected = reference_logprobs(model, (3, 4, 5), done.token_ids.tolist(), SamplingParams(max_tokens=400))
+    return [abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)]
+
+
+async def load(engine, path, version, **more):
+    await engine.weight_updates().load(load_file(f"{path}/model.safetensors").items(), version, **more)
+
+
+@pytest.mark.parametrize(("version", "recompute"), [(1, False), (2, True)])
+async def test_new_weights_in_the_middle_of_a_completion(engine, paths, version, recompute):
+    """After the first round the server holds the second model, after the second round the first again."""
+    target, served = paths[version % 2], engine.version
+    long = asyncio.create_task(engine.generate(request(f"long{version}", 300, seed=1)))
+    await wait_for_tokens(engine, 20)
+    await load(engine, target, version, recompute_kv=recompute)
+    done = await long
+    assert (done.finish, done.num_tokens) == (Finish.LENGTH, 300)
+    flip = done.policy_versions.tolist().index(version)
+    assert list(done.policy_versions) == [served] * flip + [version] * (300 - flip)
+    assert 0 < flip < 300
+    assert max(gaps(paths[served % 2], done)[:flip]) <= 1e-4
+    # After the flip: the new weights' on the whole prefix if keys and values are computed anew, else on older ones.
+    after = max(gaps(target, done)[flip:])
+    assert after <= 1e-4 if recompute else after > 1e-2
+    fresh = await engine.generate(request("fresh", 40, seed=2))
+    assert max(gaps(target, fresh)) <= 1e-4
+    assert set(fresh.policy_versions) == {version} == {engine.version}
+
+
+async def test_what_comes_in_a_pause_begins_with_the_weights_that_are_there_then(engine, paths):
+    await engine.pause(PauseMode.KEEP)
+    waiting, doomed = (asyncio.create_task(engine.generate(request(name, 20, seed=3))) for name in ("w", "d"))
+    await asyncio.sleep(0.05)
+    await engine.abort(["d"])
+    assert ((await doomed).finish, (await doomed).num_tokens) == (Finish.ABORT, 0)
+    await load(engine, paths[1], 3)
+    assert (await engine.health()).paused, "an update in a pause does not end it"
+    assert not waiting.done()
+    await engine.resume()
+    assert set((await waiting).policy_versions) == {3}
+    assert max(gaps(paths[1], await waiting)) <= 1e-4
+
+
+async def test_in_a_pause_a_request_is_ended_at_once_with_what_it_has(engine):
+    task = asyncio.create_task(engine.generate(request("kept", 400, seed=4)))
+    await wait_for_tokens(engine, 20)
+    await engine.pause(PauseMode.KEEP)
+    await engine.abort(["kept"])
+    done = await asyncio.wait_for(task, 600)
+    assert done.finish is Finish.ABORT
+    assert 20 <= done.num_tokens < 400
+    await engine.resume()
+    again = await engine.generate(request("again", 400, seed=4))
+    assert done.token_ids.tolist() == again.token_ids[: done.num_tokens].tolist()
+
+
+@pytest.mark.parametrize("how", ["shape", "name", "missing"])
+async def test_a_set_that_does_not_fit_is_refused_before_the_server_hears_of_it(engine, paths, how):
+    before = await engine.generate(request("before", 20, seed=5))
+    weights = load_file(f"{paths[0]}/model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    if how != "missing":
+        weights["model.norm.weights" if how == "name" else "model.norm.weight"] = norm[:-1]
+    with pytest.raises(UpdateRefused, match=r"'model\.norm\.weight"):
+        await engine.weight_updates().load(weights.items(), 9)
+    after = await engine.generate(request("after", 20, seed=5))
+    assert (after.token_ids.tolist(), after.logprobs.tolist()) == (
+        before.token_ids.tolist(),
+        before.logprobs.tolist(),
+    )
+    assert engine.version == 3
+
+
+@pytest.mark.parametrize("how", ["another name", "a flipped bit"])
+async def test_what_the_server_did_not_load_ends_the_engine_though_the_server_says_success(
+    engine, paths, monkeypatch, how
+):
+    """What is planted: between our look at the file and the server's, it changes."""
+    update = SglangUpdates._write
+
+    def change(self, folder, whole):
+        update(self, folder, whole)
+        weights = load_file(folder / "model.safetensors")
+        norm = weights.pop("model.norm.weight")
+        if how == "a flipped bit":
+            norm.view(torch.int32)[7] ^= 1
+        save_file(
+            {**weights, "model.norm.weight" + "s" * (how == "another name"): norm},
+            folder / "model.safetensors",
+        )
+
+    weights = load_file(f"{paths[0]}/model.safetensors")
+    weights["model.norm.weight"] += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(SglangUpdates, "_write", change)
+        with pytest.raises(EngineStateError, match=r"1 of 17 .* \['model\.norm\.weight'\]"):
+            await engine.weight_updates().load(weights.items(), 4)
+    health = await engine.health()
+    assert (health.ok, health.paused) == (False, True)
+    with pytest.raises(EngineStateError, match="an update to version 4 failed while SGLang loaded it"):
+        await engine.generate(request("torn"))
+    engine._failure = ""  # for the next tests: nobody else can make it whole
+    await load(engine, paths[0], 3)
+    await engine.resume()
+    assert max(gaps(paths[0], await engine.generate(request("whole", 20)))) <= 1e-4
+
+
+async def test_a_killed_server_is_known_at_once_and_nothing_of_it_is_left(engine):
+    """The last test of this file."""
+    task = asyncio.create_task(engine.generate(request("lost", 400)))
+    await wait_for_tokens(engine)
+    keeper = engine._server._keeper.pid
+    (main,) = children(keeper)
+    group = [main, *children(main)]
+    assert len(group) >= 2, "the server has a scheduler"
+    os.kill(main, signal.SIGKILL)
+    with pytest.raises(EngineStateError, match="SGLang"):
+        await asyncio.wait_for(task, 600)
+    async with asyncio.timeout(600):
+        while (await engine.health()).ok:  # noqa: ASYNC110 processes are looked at
+            await asyncio.sleep(0.05)
+    with pytest.raises(EngineStateError, match="the server ended"):
+        await engine.generate(request("none"))
+    folder = engine._server._folder
+    await engine.stop()
+    assert not any(alive(pid) for pid in group)
+    assert not there(folder)
+
+
+def children(pid):
+    said = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    return [int(word) for word in said.stdout.split()]
+
+
+def there(folder):
+    return Path(folder).exists()
+
+
+def alive(pid):
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False

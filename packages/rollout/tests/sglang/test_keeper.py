@@ -1,0 +1,80 @@
+"""The keeper ends what it keeps, whoever goes first."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from offbeat_rollout.sglang import keeper
+
+pytestmark = pytest.mark.spawns
+
+# A server with a process of its own, both of which say where they are and wait.
+SERVER = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+print(os.getpid(), child.pid, os.environ["TMPDIR"], flush=True)
+child.wait()
+"""
+DEADLINE_S = 300
+
+
+@pytest.fixture
+def kept(tmp_path):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", keeper.__file__, str(folder), sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    server, child, where = process.stdout.readline().split()
+    assert where == str(folder)
+    yield process, (int(server), int(child)), folder
+    process.stdin.close()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def alive(pid):
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def wait_for(condition):
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)
+
+
+def test_when_nobody_holds_the_other_end_all_are_ended_and_the_folder_goes(kept):
+    process, pids, folder = kept
+    assert all(alive(pid) for pid in pids)
+    process.stdin.close()  # what the kernel does when the holder is killed
+    assert process.wait(DEADLINE_S) == 128 + signal.SIGKILL
+    assert not any(alive(pid) for pid in pids)
+    assert not folder.exists()
+
+
+def test_a_server_that_ends_takes_what_it_started_along(kept):
+    process, (server, child), folder = kept
+    subprocess.run(["kill", "-TERM", str(server)], check=True)
+    assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert not alive(child)
+    assert not folder.exists()
+
+
+def test_a_killed_keeper_takes_the_server_along(kept):
+    process, (server, _), _ = kept
+    process.kill()
+    wait_for(lambda: not alive(server))
