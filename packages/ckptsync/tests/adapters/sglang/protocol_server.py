@@ -3,12 +3,16 @@
 It loads safetensors files in place, tensor by tensor, as SGLang does; generates only while it is not paused; and keeps a
 record of what it was asked, in order. `python protocol_server.py MODEL_FOLDER` prints its port.
 
+`/weights_checker` hashes what it holds as SGLang 0.5.23 does on CPU.
+
 Beside the documented calls: GET /record; POST /misbehave {"how": ..} for the next load: "torn" fails half-way, "silent"
-answers after the caller has given up, "liar" keeps its old weight version; and POST /reset, to be as when it was started.
+answers after the caller has given up, "liar" keeps its old weight version, "stranger" takes a tensor for one of a name that it does not know;
+and POST /reset, to be as when it was started.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import threading
@@ -41,13 +45,20 @@ class Model:
         hidden = self.weights["embed.weight"][ids].mean(0)
         return (self.weights["head.weight"] @ hidden).log_softmax(-1).tolist()
 
+    def checksums(self):
+        return {
+            name: hashlib.sha256(tensor.numpy().tobytes()).digest()[:8].hex()
+            for name, tensor in self.weights.items()
+        }
+
     def load(self, folder, version):
         how, self.how = self.how, ""
         with safe_open(Path(folder) / "model.safetensors", framework="pt") as file:
             for number, name in enumerate(file.keys()):
                 if how == "torn" and number == 1:
                     return False, "Failed to update weights: planted half-way."
-                self.weights[name].copy_(file.get_tensor(name))
+                if how != "stranger" or number:
+                    self.weights[name].copy_(file.get_tensor(name))
         if how == "silent":
             time.sleep(3)
         if how != "liar":
@@ -89,6 +100,9 @@ class Handler(BaseHTTPRequestHandler):
                 model.record.append((self.path, body))
                 model.paused = self.path == "/pause_generation"
                 self.reply(200, {"message": "done", "status": "ok"})
+            case "/weights_checker":
+                ranks = [{"checksums": model.checksums()}]
+                self.reply(200, {"success": True, "message": "Success.", "ranks": ranks})
             case "/update_weights_from_disk":
                 model.record.append((self.path, body))
                 with model.lock:

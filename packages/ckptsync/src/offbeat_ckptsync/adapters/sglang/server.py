@@ -1,0 +1,98 @@
+"""The few calls of a server over HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, cast
+
+from offbeat_ckptsync.errors import TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from offbeat_ckptsync.wire import Json
+
+
+class SglangServer:
+    """One server. Every method blocks, within a deadline, and raises `TransferError` where it cannot be reached or says no."""
+
+    def __init__(self, url: str, *, api_key: str = "") -> None:
+        """Speak to the server at `url`, say "http://127.0.0.1:30000", with the admin key where it has one."""
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"`url` must begin with http:// or https://, got {url!r}")
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def model_info(self, timeout_s: float) -> tuple[str, str]:
+        """Return the weight version that the server says it serves, and the folder it says they came from."""
+        try:
+            info = self._call("GET", "/model_info", None, timeout_s)
+        except _NotThere:
+            info = self._call("GET", "/get_model_info", None, timeout_s)  # its name before 0.5.6
+        return str(info.get("weight_version", "")), str(info.get("model_path", ""))
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """Stop generating; `mode` is SGLang's: "retract", "in_place" or "abort"."""
+        self._call("POST", "/pause_generation", {"mode": mode}, timeout_s)
+
+    def resume(self, timeout_s: float) -> None:
+        """Go on generating."""
+        self._call("POST", "/continue_generation", {}, timeout_s)
+
+    def load(self, folder: str, version: str, *, flush_cache: bool, timeout_s: float) -> None:
+        """Load the safetensors files in `folder` in place, as weight version `version`."""
+        body: Json = {"model_path": folder, "weight_version": version, "flush_cache": flush_cache}
+        self._do("/update_weights_from_disk", body, timeout_s)
+
+    def take(self, parts: Iterable[str], version: str, *, flush_cache: bool, timeout_s: float) -> None:
+        """Load tensors in a session of SGLang's (0.5.21 and later); each of `parts` is as SGLang reads them, in base64."""
+        self._do("/begin_weight_update", {}, timeout_s)
+        for part in parts:
+            body: Json = {"serialized_named_tensors": [part], "flush_cache": False, "weight_version": version}
+            self._do("/update_weights_from_tensor", body, timeout_s)
+        self._do("/end_weight_update", {}, timeout_s)
+        if flush_cache:
+            self._call("POST", "/flush_cache", {}, timeout_s)
+
+    def checksums(self, timeout_s: float) -> dict[str, str]:
+        """Return the checksum of every parameter that the server holds, by the server's names for them."""
+        answer = self._do("/weights_checker", {"action": "checksum"}, timeout_s)
+        ranks = cast("list[Json]", answer.get("ranks") or [])
+        if len(ranks) != 1:
+            raise TransferError(f"{self.url}/weights_checker: expected checksums of one rank, got {ranks!r}")
+        return cast("dict[str, str]", ranks[0]["checksums"])
+
+    def _do(self, path: str, body: Json, timeout_s: float) -> Json:
+        answer = self._call("POST", path, body, timeout_s)
+        if answer.get("success") is not True:
+            raise TransferError(f"{self.url}{path}: {answer.get('message', answer)}")
+        return answer
+
+    def _call(self, method: str, path: str, body: Json | None, timeout_s: float) -> Json:
+        data = None if body is None else json.dumps(body).encode()
+        # The scheme was checked: no file: or ftp: here.
+        request = urllib.request.Request(self.url + path, data, self._headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                found: object = json.loads(answer.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            said = error.read(_SHOWN_BYTES).decode(errors="replace")
+            kind = _NotThere if error.code == _NOT_FOUND else TransferError
+            raise kind(f"{self.url}{path} answered {error.code}: {said}") from error
+        except (OSError, ValueError) as error:
+            raise TransferError(f"{self.url}{path} gave no answer within {timeout_s:g} s: {error}") from error
+        if not isinstance(found, dict):
+            raise TransferError(f"{self.url}{path} answered {found!r}; expected an object")
+        return cast("Json", found)
+
+
+class _NotThere(TransferError):
+    pass
+
+
+_NOT_FOUND = 404
+_SHOWN_BYTES = 500
