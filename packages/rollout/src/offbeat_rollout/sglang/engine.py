@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout.checks import check_request, eos_token_ids
@@ -102,7 +103,10 @@ class SglangEngine(RolloutEngine):
         if config.device == "cuda":
             raise ConfigError(f"sglang: device 'cuda': {cls.capabilities().missing['cuda']}")
         super().check(config)
-        check_arguments(require_config(config, SglangConfig))
+        own = require_config(config, SglangConfig)
+        check_arguments(own)
+        if (Path(config.model_path) / "config.json").is_file():  # else not made yet; `start` looks again
+            check_model(own)
 
     @property
     def version(self) -> int:
