@@ -22,6 +22,7 @@ from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_trainer import Grpo, GrpoConfig, StepShape
 from offbeat_trainer.watch.reporters.silent import Silent
 from offbeat_trainer.watch.timeline import Timeline
+from offbeat_trainer.watch.watchdog import Watchdog
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 CORES = 8
@@ -175,7 +176,7 @@ async def test_reward_processes_start_with_the_rollout_which_is_made_before_engi
         raise AssertionError("nothing is generated")
 
     pool = SimpleNamespace(generate_many=complete, abort=None)
-    rollout = make_rollout(session, SimpleNamespace(rollout=pool, timeline=Timeline()))
+    rollout = make_rollout(session, SimpleNamespace(rollout=pool, timeline=Timeline(), watchdog=Watchdog()))
     try:
         assert "start of the rewards" in {task.get_name() for task in asyncio.all_tasks()}
         assert not (await rollout.scorer.start()).failure

@@ -145,6 +145,26 @@ async def test_one_that_makes_none_is_lost_and_its_requests_move(house, watched,
     assert "a: out (made no token in" in pool.describe()
 
 
+@pytest.mark.parametrize("tells", [True, False])
+async def test_who_makes_tokens_is_told_of_by_its_health_and_with_each_completion(house, watched, tells):
+    seen = []
+    (replica,) = await house("a")
+    pool = open_pool([replica], stall_timeout_s=1.0, on_progress=seen.append)
+    watched(pool, period_s=0.02)
+    if not tells:
+        replica.tell = lambda health: replace(health, tokens_made=None)
+    many = [request(f"q{i}", 20 * (i + 1)) for i in range(60)]  # one ends every few hundredths of a second
+    work = asyncio.create_task(pool.generate_many(many))
+    await until(lambda: seen)
+    assert work.done() is False
+    await work
+    assert {*seen} == {"a"}
+    assert len(seen) > 60 if tells else len(seen) == 60
+    seen.clear()
+    await asyncio.sleep(1.0)  # it has nothing to do
+    assert not seen
+
+
 async def test_a_pause_is_no_death(house, watched):
     (replica,) = await house("a")
     pool = open_pool([replica], stall_timeout_s=0.2)

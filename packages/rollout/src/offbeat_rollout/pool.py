@@ -38,20 +38,22 @@ class ReplicaPool:
         stall_timeout_s: float = 600.0,
         max_attempts: int = 3,
         max_running: int | None = None,
-        slack: float = 0.05,
         on_lost: Callable[[str, str], None] | None = None,
+        on_progress: Callable[[str], None] = lambda name: None,
     ) -> None:
         """Hold `replicas`, none admitted. A request is tried on at most `max_attempts` replicas, one after another.
 
         With `max_running` the pool has so many requests under way per admitted replica, and the rest wait in it: they go
         to whoever has room first, be it one that joins later. Give more than a replica works on at once.
-        `on_lost` is called with the name and the reason whenever a replica is given up.
+        `on_lost` is called with the name and the reason whenever a replica is given up, `on_progress` with the name of one
+        that was seen to make tokens.
         """
         self._seats: dict[str, Seat] = {}
-        self._router = Router(slack=slack)
+        self._router = Router()
         self._stall_timeout_s = stall_timeout_s
         self._max_attempts = max_attempts
         self._on_lost = on_lost
+        self._on_progress = on_progress
         self._gate = Gate(lambda: None if max_running is None else max_running * len(self.versions))
         for replica in replicas:
             self.add(replica)
@@ -69,9 +71,7 @@ class ReplicaPool:
     def add(self, replica: Replica) -> None:
         """Take `replica` in; it gets traffic once it is admitted."""
         if replica.name in self._seats:
-            raise ValueError(
-                f"replica names must be unique, and {replica.name!r} is here; `remove` it, or take another name"
-            )
+            raise ValueError(f"replica {replica.name!r} is here; `remove` it, or take another name")
         self._seats[replica.name] = Seat(replica)
         self._router.add(replica.name)
 
@@ -246,6 +246,7 @@ class ReplicaPool:
             if request is not None:  # else it was taken back, and is made elsewhere
                 answers[completion.request_id] = completion
                 seat.moved()
+                self._on_progress(seat.replica.name)
                 self._release(seat, request)
 
         try:
@@ -329,10 +330,12 @@ class ReplicaPool:
             return  # slow; whether it is dead, its progress decides
 
     async def _check(self, seat: Seat, timeout_s: float) -> None:
-        """Lose the replica of `seat` if it is dead."""
+        """Lose the replica of `seat` if it is dead, and tell if it makes tokens."""
         why = await seat.why_dead(timeout_s, self._stall_timeout_s)
         if why:
             self._lose(seat, why)
+        elif seat.rose:
+            self._on_progress(seat.replica.name)
 
 
 async def _first_error(work: Awaitable[None]) -> None:

@@ -94,6 +94,7 @@ class Seat:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _shares: list[dict[str, GenerateRequest]] = field(default_factory=list[dict[str, "GenerateRequest"]])
     silent_s: float = 0.0  # since it was last seen to make progress, or had nothing to do
+    rose: bool = False  # the last health told of tokens made since the one before
     moved_s: float = field(default_factory=time.monotonic)
     _looked_s: float = field(default_factory=time.monotonic)
     _tokens_made: int | None = None
@@ -149,8 +150,8 @@ class Seat:
         """
         gap_s, self._looked_s = time.monotonic() - self._looked_s, time.monotonic()
         last, self._tokens_made = self._tokens_made, health.tokens_made
-        rose = health.tokens_made is not None and (last is None or health.tokens_made > last)
-        if rose or health.paused or not self._shares:
+        self.rose = health.tokens_made is not None and (last is None or health.tokens_made > last)
+        if self.rose or health.paused or not self._shares:
             self.moved()
         else:
             self.silent_s += min(gap_s, most_s)

@@ -12,7 +12,7 @@ from offbeat_recipes.plan.algorithm import algorithm_of, engines_of
 from offbeat_recipes.run.build import cluster_spec, engine_on
 from offbeat_recipes.run.evaluate import evaluate_run
 from offbeat_recipes.run.going_on import first_step
-from offbeat_recipes.run.modes import loop_of, make_parts, make_rollout, make_watchdog
+from offbeat_recipes.run.modes import loop_of, make_parts, make_rollout
 from offbeat_recipes.run.offline import learn, offline_parts, rows_of, supervise
 from offbeat_recipes.run.session import SFT, SFT_BY_LOSS, Session, drive
 from offbeat_trainer import OfflineAlgorithm
@@ -21,6 +21,7 @@ from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.warmup import run_warm_up, warm_up_engine
 from offbeat_trainer.watch.timeline import Timeline
+from offbeat_trainer.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,11 +56,11 @@ def evaluate(config: RunConfig, started: float) -> int:
 async def _reinforce(session: Session) -> None:
     config = session.config
     spec = cluster_spec(config, session.folder, str(await _replicas_model(session)))
-    cluster = Cluster(spec, Timeline(session.folder.trace))
+    watchdog = Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall)
+    cluster = Cluster(spec, Timeline(session.folder.trace), watchdog)
     async with AsyncExitStack() as opened:
         opened.push_async_callback(cluster.stop)
-        watchdog = make_watchdog(config)
-        rollout = make_rollout(session, cluster, watchdog)  # before engines load: rewards start meanwhile
+        rollout = make_rollout(session, cluster)  # before engines load: rewards start meanwhile
         opened.push_async_callback(rollout.close)
         store = RunStore(session.folder.checkpoints / "state", keep=config.trainer.keep_checkpoints)
         session.reporter.phase(
@@ -67,7 +68,7 @@ async def _reinforce(session: Session) -> None:
         )
         start = await cluster.start(lambda: _prepare_training(session, cluster.train, store))
         session.startup_s = time.perf_counter() - session.started
-        parts = make_parts(session, cluster, store, rollout, watchdog)
+        parts = make_parts(session, cluster, store, rollout)
         with closing(parts.journal), closing(parts.timeline):
             await cluster.train.watched(loop_of(config)(parts, session.outcome, start))
         if not session.outcome.interrupted:

@@ -18,7 +18,6 @@ from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.scoring.scorer import FunctionScorer
 from offbeat_trainer.stream.parts import Parts
-from offbeat_trainer.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from offbeat_recipes.run.session import Session
@@ -37,14 +36,7 @@ class Loop(Protocol):
         ...
 
 
-def make_watchdog(config: RunConfig) -> Watchdog:
-    """Return what ends the waits of this run."""
-    return Watchdog(timeout_s=config.trainer.step_timeout_s, on_stall=config.asynchrony.on_stall)
-
-
-def make_parts(
-    session: Session, cluster: Cluster, store: RunStore, rollout: Rollout, watchdog: Watchdog
-) -> Parts:
+def make_parts(session: Session, cluster: Cluster, store: RunStore, rollout: Rollout) -> Parts:
     """Return what the loop of this run works with. The caller closes rollout, journal and timeline."""
     config = session.config
     return Parts(
@@ -63,11 +55,11 @@ def make_parts(
         journal=open_journal(session.folder.path),
         replay=recorded_schedule(config),
         timeline=cluster.timeline,
-        watchdog=watchdog,
+        watchdog=cluster.watchdog,
     )
 
 
-def make_rollout(session: Session, cluster: Cluster, watchdog: Watchdog | None = None) -> Rollout:
+def make_rollout(session: Session, cluster: Cluster) -> Rollout:
     """Return the way from prompts to scored groups, whose rewards start at once. The caller closes it."""
     config, task, logs = session.config, session.task, session.folder.logs
     generator = GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort)
@@ -86,7 +78,7 @@ def make_rollout(session: Session, cluster: Cluster, watchdog: Watchdog | None =
         config.turns,
         scorer=None if scored else _started_scorer(session),
         timeline=cluster.timeline,
-        watchdog=watchdog,
+        watchdog=cluster.watchdog,
     )
 
 

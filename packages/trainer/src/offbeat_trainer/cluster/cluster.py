@@ -11,7 +11,8 @@ from offbeat_trainer.cluster.rollout_group import RolloutGroup
 from offbeat_trainer.cluster.session import start_ray, stop_ray
 from offbeat_trainer.cluster.train_group import TrainGroup
 from offbeat_trainer.concurrency import together
-from offbeat_trainer.watch.timeline import Timeline
+from offbeat_trainer.watch.timeline import GENERATION, Timeline
+from offbeat_trainer.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -29,14 +30,25 @@ class Cluster:
     them, and a replacement is started while nothing trains.
     """
 
-    def __init__(self, spec: ClusterSpec, timeline: Timeline | None = None) -> None:
-        """Start Ray; the pools are started by `start`, or each by its own. What replicas do is drawn on `timeline`."""
+    def __init__(
+        self, spec: ClusterSpec, timeline: Timeline | None = None, watchdog: Watchdog | None = None
+    ) -> None:
+        """Start Ray; the pools are started by `start`, or each by its own.
+
+        What replicas do is drawn on `timeline`, and to `watchdog` every token is progress.
+        """
         self._spec = spec
         self._rooms = Rooms(spec)
         standing, shared = asyncio.Lock(), self._rooms.shared
         self.timeline = Timeline() if timeline is None else timeline
+        self.watchdog = Watchdog() if watchdog is None else watchdog
         self.rollout = RolloutGroup(
-            spec, self._rooms, self, self.timeline, devices_free=standing if shared else None
+            spec,
+            self._rooms,
+            self,
+            self.timeline,
+            devices_free=standing if shared else None,
+            on_progress=lambda name: self.watchdog.progress(GENERATION, f"{name} made tokens"),
         )
         self._publisher: ClusterPublisher | None = None
         self.train = TrainGroup(

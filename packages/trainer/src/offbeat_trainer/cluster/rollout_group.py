@@ -66,8 +66,9 @@ class RolloutGroup:
         timeline: Timeline,
         *,
         devices_free: asyncio.Lock | None = None,
+        on_progress: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """Generate in `rooms`; nothing is started yet. Each replica has a track of `timeline`.
+        """Generate in `rooms`; nothing is started yet. Each replica has a track of `timeline`; `on_progress` is a pool's.
 
         `joiner` brings replacements to the version that is served. Where devices are shared, `devices_free` is held while a
         replica starts.
@@ -89,6 +90,7 @@ class RolloutGroup:
         self._changed = asyncio.Event()
         self._started_with: int | None = None
         self._timeline = timeline
+        self._on_progress = on_progress
 
     async def start(self) -> None:
         """Reserve devices and bring up all replicas; they serve nothing until their first sync."""
@@ -120,6 +122,7 @@ class RolloutGroup:
             stall_timeout_s=spec.step_timeout_s,
             max_running=FULL_HOUSES * spec.rollout.rollout.max_num_seqs,
             on_lost=self._on_lost,
+            on_progress=self._on_progress,
         )
         self._spawn("watch replicas", self._watch(self._pool))
 

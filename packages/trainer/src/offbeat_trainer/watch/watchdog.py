@@ -110,6 +110,11 @@ class Watchdog:
         ]
         return "; ".join(lines)
 
+    def slow(self, wait: Wait) -> str:
+        """Say how long `wait` has lasted if its owner has moved since it began; nothing where it has not."""
+        last = self.last.get(wait.owner)
+        return "" if last is None or last.at_s < wait.since_s else f"slow: {self._sentence(wait)}"
+
     def _sentence(self, wait: Wait) -> str:
         last = self.last.get(wait.owner)
         came = "nothing so far" if last is None else f"{last.what}, {now_s() - last.at_s:.1f} s ago"
@@ -163,7 +168,10 @@ class PhaseClock:
     def __init__(
         self, reporter: Reporter, timeline: Timeline | None = None, watchdog: Watchdog | None = None
     ) -> None:
-        """Announce every phase to `reporter`, draw it on `timeline`, and let `watchdog` know where the loop is."""
+        """Announce every phase to `reporter`, draw it on `timeline`, and let `watchdog` know where the loop is.
+
+        One that lasts longer than the watchdog's `timeout_s`, while whom it waits for moves, is announced as slow.
+        """
         self._reporter = reporter
         self._timeline = Timeline() if timeline is None else timeline
         self._watchdog = Watchdog() if watchdog is None else watchdog
@@ -179,11 +187,34 @@ class PhaseClock:
             # Bounded: each call of a phase has a deadline of its own, which names the process.
             with (
                 self._timeline.phase(name, detail),
-                self._watchdog.waiting("the loop", owner, what, bounded=True),
+                self._watchdog.waiting("the loop", owner, what, bounded=True) as wait,
+                self._told_when_slow(name, wait),
             ):
                 yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + now_s() - started_s
+
+    @contextmanager
+    def _told_when_slow(self, name: str, wait: Wait) -> Generator[None]:
+        """Announce `name` again, with what `wait` is for, whenever another `timeout_s` have passed in the block."""
+
+        def look() -> None:
+            nonlocal timer
+            if said := self._watchdog.slow(wait):
+                log.warning("%s", said)
+                self._reporter.phase(name, said)
+            timer = loop.call_later(self._watchdog.timeout_s, look)
+
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # nothing moves beside a phase that is no coroutine's
+            yield
+            return
+        timer = loop.call_later(self._watchdog.timeout_s, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @property
     def seconds(self) -> dict[str, float]:
