@@ -17,6 +17,7 @@ from offbeat_rollout import NoReplica, RequestTimeout
 from offbeat_rollout.clock import RequestClock
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
 from offbeat_trainer.metrics import reduce_metrics
+from offbeat_trainer.watch.timeline import GENERATION
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -105,6 +106,7 @@ async def test_a_request_that_is_too_slow_fails_and_nobody_is_lost(cluster, requ
     assert (rollout.lost, rollout.serving) == ({}, {"replica 0": 4, "replica 1": 4})
     assert [await pid_of(handle) for handle in rollout.handles.values()] == pids
     assert len(await rollout.generate_many(requests(8))) == 8
+    assert cluster.watchdog.last[GENERATION].what in {"replica 0 made tokens", "replica 1 made tokens"}
 
 
 async def test_an_error_over_there_comes_back_as_itself_and_says_where(cluster):

@@ -1,5 +1,6 @@
 """The three loops, whole runs on a virtual clock: what each promises about what it trains."""
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
 from offbeat_trainer.data.assemble import assembled
+from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
 from offbeat_trainer.stream.gate import version_of
@@ -110,12 +112,12 @@ def test_one_step_off_and_a_deterministic_stream_do_not_depend_on_timing(tmp_pat
         assert len(ends) == 1
 
 
-def seconds(folder, mode, *, train_s, token_s, **settings):
+def seconds(folder, mode, *, train_s, token_s, scorer=None, **settings):
     loop = replace(LOOP, steps=20, validate_every=0, save_every=0)
     pool = ScriptedPool(pace=token_s if callable(token_s) else lambda request: token_s)
     run = ScriptedRun(
         folder=folder / mode, mode=mode, loop=loop, pool=pool, train_s=lambda step: train_s,
-        asynchrony=AsyncConfig(**settings),
+        asynchrony=AsyncConfig(**settings), scorer=scorer,
     ).go()  # fmt: skip
     return run.publisher.flips[-1][0]
 
@@ -126,6 +128,23 @@ def test_running_ahead_overlaps_generation_with_training(tmp_path):
         m: seconds(tmp_path, m, train_s=1.1, token_s=0.1) for m in ("sync", "one_step_off", "fully_async")
     }
     assert times["one_step_off"] < 0.65 * times["sync"]
+    assert times["fully_async"] < 0.65 * times["sync"]
+
+
+def test_rewards_are_scored_while_a_step_trains(tmp_path):
+    """Rewards take 0.8 s and training 1 s a step: in turns the sum, off the beat the longer one."""
+
+    class Judge:
+        async def score(self, group):
+            await asyncio.sleep(0.8)
+            return replace(group, scores=tuple(Score(reward=1.0, correct=True) for _ in group.trajectories))
+
+        async def close(self):
+            pass
+
+    times = {
+        m: seconds(tmp_path, m, train_s=1.0, token_s=0.001, scorer=Judge()) for m in ("sync", "fully_async")
+    }
     assert times["fully_async"] < 0.65 * times["sync"]
 
 
