@@ -82,17 +82,6 @@ def folder_specs(folder: Path) -> tuple[TensorSpec, ...]:
     )
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each weight that `folder_specs` names; it raises the same."""
-    names = {spec.name for spec in folder_specs(folder)}
-    return {
-        spec.name: folder / file
-        for file, listed in _files(folder).items()
-        for spec in _file_specs(folder / file, listed)
-        if spec.name in names
-    }
-
-
 def _left_out(folder: Path) -> tuple[str, ...]:
     """Return how the names of layers begin that only predict further tokens."""
     about = folder / "config.json"

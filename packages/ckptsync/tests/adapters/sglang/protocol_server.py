@@ -39,6 +39,7 @@ class Model:
             self.version = "default"
             self.paused = False
             self.how = ""
+            self.device = "cpu"
             self.record = []
 
     def answer(self, ids):
@@ -74,6 +75,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply(
                     200, {"model_path": model.path, "weight_version": model.version, "is_generation": True}
                 )
+            case "/server_info":
+                self.reply(200, {"device": model.device})
             case "/record":
                 self.reply(200, {"record": model.record, "paused": model.paused})
             case _:
@@ -95,6 +98,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply(200, {})
             case "/misbehave":
                 model.how = body["how"]
+                model.device = body.get("device", "cpu")
                 self.reply(200, {})
             case "/pause_generation" | "/continue_generation":
                 model.record.append((self.path, body))

@@ -87,14 +87,13 @@ class LocalSync:
         self.manager = CheckpointEngineManager(
             LocalSource(Sender(self.source, CONFIG, transport=transport)), CONFIG
         )
-        self.member = SglangMember(
-            "sglang-0",
-            SglangServer(server.url),
-            make_transport("loopback", CONFIG),
-            CONFIG,
-            Loading(folder=self.folder, pause_mode=pause_mode),
-        )
+        self.member = self.make_member(pause_mode=pause_mode)
         self.manager.add(self.member)
+
+    def make_member(self, **loading):
+        transport = make_transport("loopback", CONFIG)
+        loading = Loading(folder=self.folder, **loading)
+        return SglangMember("sglang-0", SglangServer(self.server.url), transport, CONFIG, loading)
 
     def ask(self, path, body=None):
         data = None if body is None else json.dumps(body).encode()
@@ -266,6 +265,18 @@ async def test_fencing_stops_it_until_the_next_flip(local):
     local.train()
     await local.manager.sync(2)
     assert local.answer()["weight_version"] == "2"
+
+
+async def test_what_cannot_be_proven_is_refused_before_the_server_is_asked_or_goes_unproven_when_told_to(
+    local,
+):
+    local.train()
+    local.ask("/misbehave", {"how": "", "device": "cuda"})
+    await refused(local, r"cannot be proven; `Loading\(prove=False\)` .* on 'cuda' SGLang hashes in a way")
+    local.manager.remove("sglang-0")
+    local.manager.add(local.make_member(prove=False))
+    await local.manager.sync(10)
+    assert local.answer()["weight_version"] == "10"
 
 
 def test_the_url_must_be_one_of_http():

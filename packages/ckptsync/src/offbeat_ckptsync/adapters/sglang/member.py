@@ -149,7 +149,8 @@ class _ServerSink(WeightSink):
             if self._expected is None and specs:
                 self._expected = make_manifest(specs)
             if self._loading.prove:
-                self._proof = Proof.of_folder(place, self._server.checksums(limit_s))
+                names = [] if self._expected is None else [spec.name for spec in self._expected.specs]
+                self._proof = Proof(self._server.checksums(limit_s), names, self._server.device(limit_s))
             self._looked = True
         return self._expected
 

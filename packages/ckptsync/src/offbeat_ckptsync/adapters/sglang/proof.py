@@ -3,21 +3,19 @@
 SGLang answers an update with success whatever names were in it. Its checker hashes each parameter where it lies: SHA-256 of the
 bytes, the first eight of them (`weight_checker.py`, 0.5.23, on CPU; on GPUs another hash, which is not known here). A parameter is
 a tensor of the checkpoint, several of them one after the other (`_FUSED`), or one with rows of zeros up to a multiple of
-64 (embeddings). Whether that holds of a server is seen before the first sync: it must hold what is in its model folder.
+64 (embeddings). A server with parameters, or on a device, of which that is not so is refused before the first sync.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.buckets import bytes_of
-from offbeat_ckptsync.transports.weight_files import weight_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-    from pathlib import Path
+    from collections.abc import Collection, Mapping
 
     import torch
 
@@ -33,12 +31,20 @@ _HEAD = "lm_head.weight"  # left out by a server that ties it to the embedding
 class Proof:
     """The tensors that each parameter of one server is made of."""
 
-    def __init__(self, held: Collection[str], given: Collection[str]) -> None:
-        """Find them among `given`.
+    def __init__(self, held: Collection[str], given: Collection[str], device: str) -> None:
+        """Find what `held` parameters of a server on `device` are made of, among the names of tensors that are `given` it.
 
         Raises:
-            TransferError: there is a parameter, or a tensor, that belongs to nothing.
+            TransferError: there is a parameter, or a tensor, that belongs to nothing, or hashes are not known there.
         """
+        if device != "cpu":
+            raise TransferError(
+                f"{_NOT_PROVABLE}: on {device!r} SGLang hashes in a way that is not known here"
+            )
+        if not given:
+            raise TransferError(
+                f"{_NOT_PROVABLE}: its model folder cannot be read here, and `expected` was not given"
+            )
         self._sources = {name: _source(name, given) for name in held}
         used = {one for made_of in self._sources.values() for one in made_of}
         unknown = [name for name, made_of in self._sources.items() if not made_of]
@@ -48,30 +54,10 @@ class Proof:
                 f"{_NOT_PROVABLE}: parameters {unknown[:5]} and tensors {left[:5]} belong to nothing"
             )
 
-    @classmethod
-    def of_folder(cls, folder: Path, held: Mapping[str, str]) -> Proof:
-        """Return the proof for a server that says it loaded `folder` and holds `held`.
-
-        Raises:
-            TransferError: the folder cannot be read here, or does not explain what the server holds.
-        """
-        places = weight_files(folder) if folder.is_dir() else {}
-        if not places:
-            raise TransferError(f"{_NOT_PROVABLE}: {str(folder)!r}, its model folder, cannot be read here")
-        proof = cls(held, places)
-        found = proof._checksums(lambda name: _read(places[name], name))
-        wrong = sorted(name for name in held if found[name] != held[name])
-        if wrong:
-            raise TransferError(f"{_NOT_PROVABLE}: it does not hold what is in {str(folder)!r}: {wrong[:5]}")
-        return proof
-
     def expected(self, whole: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Return what the server must say once it holds `whole`."""
-        return self._checksums(whole.__getitem__)
-
-    def _checksums(self, tensor: Callable[[str], torch.Tensor]) -> dict[str, str]:
         return {
-            name: _checksum(name, [tensor(one) for one in made_of]) for name, made_of in self._sources.items()
+            name: _checksum(name, [whole[one] for one in made_of]) for name, made_of in self._sources.items()
         }
 
 
@@ -93,13 +79,6 @@ def _checksum(name: str, tensors: list[torch.Tensor]) -> str:
         (only,) = tensors
         hasher.update(bytes(-len(only) % _ROWS * only[0].nbytes))
     return hasher.digest()[:8].hex()
-
-
-def _read(path: Path, name: str) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with cast("Any", safe_open)(path, framework="pt") as file:
-        return file.get_tensor(name)
 
 
 _NOT_PROVABLE = "what the server holds cannot be proven; `Loading(prove=False)` goes on without: then the version it says is all there is"

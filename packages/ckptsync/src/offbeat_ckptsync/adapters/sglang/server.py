@@ -35,6 +35,10 @@ class SglangServer:
             info = self._call("GET", "/get_model_info", None, timeout_s)  # its name before 0.5.6
         return str(info.get("weight_version", "")), str(info.get("model_path", ""))
 
+    def device(self, timeout_s: float) -> str:
+        """Return the kind of device that the server computes on."""
+        return str(self._call("GET", "/server_info", None, timeout_s).get("device", ""))
+
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop generating; `mode` is SGLang's: "retract", "in_place" or "abort"."""
         self._call("POST", "/pause_generation", {"mode": mode}, timeout_s)
