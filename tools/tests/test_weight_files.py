@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from offbeat_ckptsync.transports import weight_files as of_ckptsync
-from offbeat_engine.fsdp2.weight_files import WeightFiles
 from offbeat_engine.testing import make_tiny_model
+from offbeat_engine.toolkit.weight_files import WeightFiles
 from offbeat_rollout import weight_files as of_rollout
 
 READERS = {

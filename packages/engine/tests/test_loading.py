@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, World
-from offbeat_engine.fsdp2 import Fsdp2Engine, load_plan, sharding, weight_files
+from offbeat_engine.fsdp2 import Fsdp2Engine, load_plan, sharding
 from offbeat_engine.testing import make_tiny_model
+from offbeat_engine.toolkit import weight_files
 
 pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 loads whole")
 
@@ -106,8 +107,8 @@ def count_read(world, path):
                 def __enter__(self):
                     read = context.__enter__()
 
-                    def counting(*args):
-                        rows = read(*args)
+                    def counting(*args, **named):
+                        rows = read(*args, **named)
                         read_so_far[0] += rows.numel()
                         return rows
 

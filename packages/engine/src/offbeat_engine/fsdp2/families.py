@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.capabilities import Refusal
+from offbeat_engine.toolkit.rotary import sequence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,8 +30,6 @@ _LOGIT_SETTINGS: dict[str, tuple[object, ...]] = {
 }
 # Layers that see no token but through attention with a plain causal mask, perhaps of a window.
 _PACKABLE = frozenset({"full_attention", "sliding_attention", "attention"})
-# Rotary frequencies that follow the longest position of a forward pass.
-_GROWING_ROPES = frozenset({"dynamic", "longrope", "su"})
 _RANDOM = re.compile(r"drop|jitter")
 
 
@@ -142,28 +141,6 @@ def head_of(hf: Any) -> torch.nn.Linear | None:  # noqa: ANN401
 def takes_positions(hf: Any) -> bool:  # noqa: ANN401
     """Return whether positions can be handed to the model."""
     return "position_ids" in inspect.signature(hf.forward).parameters
-
-
-def sequence_limit(config: Any) -> int | None:  # noqa: ANN401
-    """Return the tokens up to which rotary frequencies stay as they are, or None where they always do.
-
-    Dynamic scaling and longrope (arXiv 2402.13753) choose frequencies by the longest position of a forward pass, so beyond
-    this a log-probability would depend on the sequences that happen to share its micro-batch.
-    """
-    ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    each = (
-        [ropes]
-        if "rope_type" in ropes or "type" in ropes
-        else [rope for rope in ropes.values() if isinstance(rope, dict)]
-    )
-    limits = [
-        rope.get("original_max_position_embeddings")
-        or getattr(config, "original_max_position_embeddings", None)
-        or config.max_position_embeddings
-        for rope in each
-        if rope.get("rope_type", rope.get("type")) in _GROWING_ROPES
-    ]
-    return min(map(int, limits), default=None)
 
 
 class Noise:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2.load_plan import Plan, make_plan
-from offbeat_engine.fsdp2.weight_files import WeightFiles
+from offbeat_engine.toolkit.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from collections.abc import Generator

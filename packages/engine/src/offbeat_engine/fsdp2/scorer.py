@@ -11,10 +11,11 @@ import torch
 
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.toolkit.logprobs import token_logprobs
+from offbeat_engine.toolkit.rotary import sequence_limit
 
 if TYPE_CHECKING:
     from offbeat_engine.fsdp2.loading import Unfilled
-    from offbeat_engine.fsdp2.packing import Layout
+    from offbeat_engine.toolkit.layouts import Layout
 
 
 class Scorer(torch.nn.Module):
@@ -34,7 +35,7 @@ class Scorer(torch.nn.Module):
         self.hf = hf
         self.head = head
         # In a tuple, so that they stay children of `hf` alone.
-        self.sequence_limit = families.sequence_limit(hf.config.get_text_config())
+        self.sequence_limit = sequence_limit(hf.config.get_text_config())
         self._ends = (families.decoder_of(hf), families.head_of(hf))
         self.base = {} if base is None else base  # fingerprints of what checkpoints leave out
         self.unfilled = unfilled  # where the weights are, while `hf` does not hold them

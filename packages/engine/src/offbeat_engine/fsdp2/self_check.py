@@ -22,6 +22,7 @@ from offbeat_engine.errors import RankLostError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.fsdp2.packing import lay_out, padded_inputs
+from offbeat_engine.toolkit.rotary import sequence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -196,7 +197,7 @@ def _probe(hf: Any, budget: int) -> TrainBatch:  # noqa: ANN401
     They fit into one micro-batch of `budget` tokens: in two of them nothing would be packed.
     """
     config = hf.config.get_text_config()
-    limit = families.sequence_limit(config) or getattr(config, "max_position_embeddings", None) or _LONGEST
+    limit = sequence_limit(config) or getattr(config, "max_position_embeddings", None) or _LONGEST
     longer = max(2, min(_LONGEST, max(_LEAST, budget // 2), int(limit)))
     lengths = [longer, max(2, int(_SHORTER * longer))]
     special = {
@@ -262,7 +263,7 @@ def _stays(engine: Engine, scorer: Scorer, batch: TrainBatch, device: torch.devi
     """Return whether a sequence keeps its log-probabilities beside one at the far end of the model's positions."""
     length = int(batch["lengths"][0])
     config = scorer.hf.config.get_text_config()
-    limit = families.sequence_limit(config) or getattr(config, "max_position_embeddings", None)
+    limit = sequence_limit(config) or getattr(config, "max_position_embeddings", None)
     if limit is None or limit <= length or not families.takes_positions(scorer.hf):
         return True
     ids_BT = batch["input_ids"][:1, :length].to(device).repeat(2, 1)

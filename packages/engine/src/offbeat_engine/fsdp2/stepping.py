@@ -9,25 +9,26 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from offbeat_engine.batch import units_of
 from offbeat_engine.errors import BatchError
 from offbeat_engine.fsdp2.activations import HostActivations
 from offbeat_engine.fsdp2.kernels import inputs_maker
 from offbeat_engine.fsdp2.model import compute_dtype
-from offbeat_engine.fsdp2.packing import RowInputs, fed_lengths, lay_out
+from offbeat_engine.fsdp2.packing import RowInputs, lay_out
 from offbeat_engine.fsdp2.ulysses import gather_answers
+from offbeat_engine.toolkit.layouts import fed_lengths, place
 from offbeat_engine.toolkit.micro_batches import MicroBatches
 from offbeat_engine.toolkit.planning import plan_micro_batches
 from offbeat_engine.toolkit.throughput import peak_flops
 
 if TYPE_CHECKING:
+    import torch
+
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.fsdp2.build import Parts
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.fsdp2.packing import Layout, MakeInputs
     from offbeat_engine.fsdp2.scorer import Scorer
+    from offbeat_engine.toolkit.layouts import MakeInputs
     from offbeat_engine.toolkit.micro_batches import Asked
     from offbeat_engine.values import Predictions, StepContext
     from offbeat_engine.world import SubGroup
@@ -164,10 +165,5 @@ def _forward(step: Step, run: MicroBatches, number: int) -> tuple[dict[str, torc
         outputs = gather_answers(outputs, layout.counts_P, step.peers)
     if micro is None:
         return {}, outputs[0]
-    placed = [_placed(output_M, layout, micro["input_ids"].shape) for output_M in outputs]
+    placed = [place(output_M, layout, micro["input_ids"].shape) for output_M in outputs]
     return dict(zip(names_of(step.scorer), placed, strict=True)), outputs[0]
-
-
-def _placed(output_M: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
-    flat = torch.zeros(shape.numel(), device=output_M.device)
-    return (flat if layout.dummy else flat.index_put((layout.place_M,), output_M)).view(shape)

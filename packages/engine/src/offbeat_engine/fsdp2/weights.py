@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from offbeat_engine.fsdp2 import families, hf_names, lora
 from offbeat_engine.fsdp2.gathering import whole_on
 from offbeat_engine.toolkit import checkpoint_folders
 from offbeat_engine.toolkit.saves import on_rank_zero, together
+from offbeat_engine.toolkit.weight_folders import copy_beside, named_files, write_files
 from offbeat_engine.values import WeightKind, WeightShard, WeightSpec
 
 if TYPE_CHECKING:
@@ -32,13 +32,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 W = TypeVar("W", torch.Tensor, torch.Tensor | None)
-
-MAX_FILE_BYTES = 4 << 30
-# Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
-_BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,33 +203,6 @@ def _compute(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def plan_files(weights: tuple[WeightSpec, ...], max_bytes: int = MAX_FILE_BYTES) -> list[list[str]]:
-    """Fill safetensors files in order, each with at most `max_bytes` (or a single larger tensor)."""
-    files: list[list[str]] = []
-    used = 0
-    for spec in weights:
-        num_bytes = _num_bytes(spec)
-        if not files or used + num_bytes > max_bytes:
-            files.append([])
-            used = 0
-        files[-1].append(spec.name)
-        used += num_bytes
-    return files
-
-
-def _named_files(planned: tuple[WeightSpec, ...]) -> dict[str, list[str]]:
-    files = plan_files(planned)
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {
-        f"model-{number:05}-of-{len(files):05}.safetensors": names for number, names in enumerate(files, 1)
-    }
-
-
-def _num_bytes(spec: WeightSpec) -> int:
-    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
-
-
 def export_folder(
     world: World,
     final: Path,
@@ -267,45 +233,20 @@ def _write_folder(
     dtype: torch.dtype,
     origin: str,
 ) -> None:
-    """Write `named`, of `sources`, as a Hugging Face folder; a collective, in which only the rank with a `folder` writes.
-
-    It holds at most one file's tensors in memory at a time. An adapter is one file, as peft wants it. A file that cannot
-    be written is raised when all weights have passed: until then the other ranks wait for this one.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    """Write `named`, of `sources`, as a Hugging Face folder (see `write_files`). An adapter is one file, as peft wants it."""
     adapter = any(source.kind is WeightKind.ADAPTER for source in sources)
     planned = specs(sources, dtype)
     files = (
-        {"adapter_model.safetensors": [spec.name for spec in planned]} if adapter else _named_files(planned)
+        {"adapter_model.safetensors": [spec.name for spec in planned]} if adapter else named_files(planned)
     )
-    failed: Exception | None = None
-    for file_name, names in files.items():
-        held: dict[str, torch.Tensor] = {}
-        for _ in names:
-            name, tensor = next(named)
-            if tensor is not None and failed is None:
-                held[name] = tensor.contiguous().cpu()
-        if folder is not None and failed is None:
-            try:
-                save_file(held, folder / file_name, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as error:
-                failed = error
-    if failed is not None:
-        raise failed
+    write_files(folder, files, planned, named)
     if folder is None:
         return
-    if len(files) > 1:
-        index = {name: file_name for file_name, names in files.items() for name in names}
-        total = sum(map(_num_bytes, planned))
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(text)
     if adapter:
         lora.write_config(folder, hf)
     else:
         _write_config(folder, hf, dtype, Path(origin))
-    _copy_beside(folder, Path(origin))
+    copy_beside(folder, Path(origin))
 
 
 def _write_config(folder: Path, hf: Any, dtype: torch.dtype, origin: Path) -> None:  # noqa: ANN401
@@ -319,11 +260,3 @@ def _write_config(folder: Path, hf: Any, dtype: torch.dtype, origin: Path) -> No
     written, source = json.loads(path.read_text()), json.loads((origin / "config.json").read_text())
     if families.restore(written, source):
         path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
-
-
-def _copy_beside(folder: Path, source: Path) -> None:
-    for name in _BESIDE:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    for code in source.glob("*.py"):  # a model with code of its own
-        shutil.copyfile(code, folder / code.name)

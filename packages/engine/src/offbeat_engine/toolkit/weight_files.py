@@ -8,18 +8,26 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Generator, Iterable
     from pathlib import Path
 
     import torch
 
-    Read = Callable[[str, int, int | None], torch.Tensor]
-
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+
+class Read(Protocol):
+    """What `WeightFiles.opened` gives."""
+
+    def __call__(
+        self, name: str, start: int = 0, stop: int | None = None, columns: slice | None = None
+    ) -> torch.Tensor:
+        """Return rows `start` to `stop` (None: the end) of the weight `name`, of them `columns` (None: all)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class WeightFiles:
 
     @contextmanager
     def opened(self, names: Iterable[str]) -> Generator[Read]:
-        """Give a function of name, first row and row to stop before (None: the end) that returns those rows.
+        """Give a function that reads rows, or some columns of them.
 
         What it returns is a view of the file, valid inside only. Files are opened for a few tensors at a time because
         pages that were read stay in a process's memory until their file is closed.
@@ -74,10 +82,13 @@ class WeightFiles:
                 path: stack.enter_context(safe_open(path, framework="pt")) for path in paths
             }
 
-            def read(name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+            def read(
+                name: str, start: int = 0, stop: int | None = None, columns: slice | None = None
+            ) -> torch.Tensor:
                 reader = readers[self.files[name]]
                 if not self.shapes[name]:
                     return reader.get_tensor(name)
-                return reader.get_slice(name)[start:stop]
+                part = reader.get_slice(name)
+                return part[start:stop] if columns is None else part[start:stop, columns]
 
             yield read

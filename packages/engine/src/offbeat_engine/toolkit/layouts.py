@@ -1,0 +1,121 @@
+"""From a micro-batch to what the model is fed: only tokens that some asked-for log-probability depends on.
+
+The log-probability of token t comes from the hidden state at t - 1. So of each sequence the tokens before its
+last position under `loss_mask` are fed, and of the hidden states only those under the mask reach the head:
+prompts cost no logits, and what follows the last trained token costs nothing. Causal models cannot tell.
+"""
+
+# ruff: noqa: N815 shapes ride in names, of fields too
+
+# torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat_engine.batch import TrainBatch
+
+# b = sequences of the micro-batch, T = tokens of its longest, N = tokens fed, M = tokens asked for.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One micro-batch in the form the model takes.
+
+    `model_inputs` are what the model takes; `select_M` indexes its flattened hidden
+    states; `targets_M` are the tokens predicted there; `place_M` is where each answer goes in a flattened [b, T].
+    A `dummy` layout asks for one answer that belongs to nobody: it keeps the ranks' collectives paired.
+
+    Under sequence parallelism this is one rank's slice of the row: it feeds its tokens and answers what is asked
+    for there. `counts_P` says how many answers each peer gives; `place_M` is still the place of all of them.
+    """
+
+    model_inputs: dict[str, object]
+    select_M: torch.Tensor
+    targets_M: torch.Tensor
+    temperature_M: torch.Tensor | None
+    place_M: torch.Tensor
+    dummy: bool
+    counts_P: tuple[int, ...] = ()
+
+
+class MakeInputs(Protocol):
+    """Arrange the fed tokens `ids_bT[fed_bT]`; return model inputs and where each token of [b, T] went."""
+
+    def __call__(
+        self, ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+    ) -> tuple[dict[str, object], torch.Tensor]:
+        """Return what the model takes and int64 [b, T] indices into its flattened states."""
+        ...
+
+
+def fed_lengths(loss_mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens of each sequence must be fed, int64 [B]: those before the last one asked for."""
+    position_T = torch.arange(loss_mask_BT.shape[1], device=loss_mask_BT.device)
+    if loss_mask_BT.numel() == 0:
+        return torch.zeros(loss_mask_BT.shape[0], dtype=torch.int64, device=loss_mask_BT.device)
+    return (loss_mask_BT * position_T).amax(1)
+
+
+def lay_out(
+    batch: TrainBatch | None,
+    make_inputs: MakeInputs,
+    device: torch.device,
+    cut: Callable[[Layout], Layout] | None = None,
+) -> Layout:
+    """Lay out one micro-batch; None, or one that asks for nothing, gives a dummy. `cut` takes this rank's part of it.
+
+    All is planned where the batch is, and moved once: nothing is read back from `device`.
+    """
+    asked = None if batch is None or not bool(batch["loss_mask"].any()) else batch
+    layout = _dummy(make_inputs, device) if asked is None else _whole(asked, make_inputs, device)
+    if cut is not None:
+        layout = cut(layout)
+    temperature_M = layout.temperature_M
+    return replace(
+        layout,
+        select_M=layout.select_M.to(device),
+        targets_M=layout.targets_M.to(device),
+        temperature_M=None if temperature_M is None else temperature_M.to(device),
+        place_M=layout.place_M.to(device),
+    )
+
+
+def _whole(batch: TrainBatch, make_inputs: MakeInputs, device: torch.device) -> Layout:
+    ids_bT, mask_bT = batch["input_ids"], batch["loss_mask"]
+    position_T = torch.arange(ids_bT.shape[1], device=ids_bT.device)
+    fed_bT = position_T[None] < fed_lengths(mask_bT)[:, None]
+    inputs, where_bT = make_inputs(ids_bT, fed_bT, device)
+    row_M, position_M = mask_bT.nonzero(as_tuple=True)
+    # At temperature 1 everywhere the division, and the pass over the logits it costs, is left out: x / 1 is x.
+    cool = "temperature" not in batch or bool((batch["temperature"] == 1.0).all())
+    return Layout(
+        model_inputs=inputs,
+        select_M=where_bT[row_M, position_M - 1],
+        targets_M=ids_bT[row_M, position_M],
+        temperature_M=None if cool else batch["temperature"][row_M],
+        place_M=row_M * ids_bT.shape[1] + position_M,
+        dummy=False,
+    )
+
+
+def _dummy(make_inputs: MakeInputs, device: torch.device) -> Layout:
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    inputs, _ = make_inputs(one, torch.ones(1, 1, dtype=torch.bool), device)
+    first = torch.zeros(1, dtype=torch.int64)
+    return Layout(
+        model_inputs=inputs, select_M=first, targets_M=first, temperature_M=None, place_M=first, dummy=True
+    )
+
+
+def place(output_M: torch.Tensor, layout: Layout, shape: torch.Size) -> torch.Tensor:
+    """Return the answers of `layout` where they belong, [b, T] as `shape` says, zero elsewhere; of a dummy, zeros."""
+    flat = torch.zeros(shape.numel(), device=output_M.device)
+    return (flat if layout.dummy else flat.index_put((layout.place_M,), output_M)).view(shape)

@@ -1,0 +1,97 @@
+"""Weights written as the safetensors of a Hugging Face folder, and what lies beside them."""
+
+# safetensors' writer is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from offbeat_engine.values import WeightSpec
+
+MAX_FILE_BYTES = 4 << 30
+# Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
+_BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def plan_files(weights: tuple[WeightSpec, ...], max_bytes: int = MAX_FILE_BYTES) -> list[list[str]]:
+    """Fill safetensors files in order, each with at most `max_bytes` (or a single larger tensor)."""
+    files: list[list[str]] = []
+    used = 0
+    for spec in weights:
+        num_bytes = _num_bytes(spec)
+        if not files or used + num_bytes > max_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(spec.name)
+        used += num_bytes
+    return files
+
+
+def named_files(planned: tuple[WeightSpec, ...]) -> dict[str, list[str]]:
+    """Return what `plan_files` says by the names that transformers gives its files."""
+    files = plan_files(planned)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {
+        f"model-{number:05}-of-{len(files):05}.safetensors": names for number, names in enumerate(files, 1)
+    }
+
+
+def _num_bytes(spec: WeightSpec) -> int:
+    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
+
+
+def write_files(
+    folder: Path | None,
+    files: dict[str, list[str]],
+    specs: tuple[WeightSpec, ...],
+    named: Iterator[tuple[str, torch.Tensor | None]],
+) -> None:
+    """Write `named`, described by `specs`, as `files` (file to names); a collective, in which only the rank with a `folder` writes.
+
+    It holds at most one file's tensors in memory at a time. A file that cannot be written is raised when all weights have
+    passed: until then the other ranks wait for this one.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    failed: Exception | None = None
+    for file_name, names in files.items():
+        held: dict[str, torch.Tensor] = {}
+        for _ in names:
+            name, tensor = next(named)
+            if tensor is not None and failed is None:
+                held[name] = tensor.contiguous().cpu()
+        if folder is not None and failed is None:
+            try:
+                save_file(held, folder / file_name, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                failed = error
+    if failed is not None:
+        raise failed
+    if folder is not None and len(files) > 1:
+        index = {name: file_name for file_name, names in files.items() for name in names}
+        total = sum(map(_num_bytes, specs))
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text)
+
+
+def copy_beside(folder: Path, source: Path) -> None:
+    """Copy the tokenizer, how to generate, and code of its own, where `source` has them."""
+    for name in _BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    for code in source.glob("*.py"):  # a model with code of its own
+        shutil.copyfile(code, folder / code.name)
