@@ -63,7 +63,9 @@ def page(declared: list[Capabilities], all_cases: list[Case]) -> str:
     ]
     for feature in Feature:
         marks = " | ".join("yes" if feature in said.features else "no" for said in declared)
-        proof = ", ".join(f"`{name}`" for name in _proof(feature, all_cases)) or "none yet"
+        declares = any(feature in said.features for said in declared)
+        of_its_own = "the engine's own variants" if declares else "none yet"
+        proof = ", ".join(f"`{name}`" for name in _proof(feature, all_cases)) or of_its_own
         lines.append(f"| **{feature}**: {MEANINGS[feature]} | {marks} | {proof} |")
     for said in declared:
         most = "any number of ranks" if said.max_ranks is None else f"at most {said.max_ranks} rank(s)"

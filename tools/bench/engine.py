@@ -2,6 +2,7 @@
 """What the training engine costs and saves: beside a plain PyTorch loop, a bare `fully_shard` loop, padding, whole logits.
 
     uv run tools/bench/engine.py --json
+    uv run tools/bench/engine.py --engine megatron --json
 
 Two sides of a comparison take turns in one process (or one set of ranks), step by step, in changing
 order: what else the machine does falls on both. The answer is the ratio of their median speeds; `*_of_neighbours` is
@@ -145,6 +146,24 @@ def checkpoint(_size: Size, _model: str) -> dict[str, Any]:
         return checkpointing(Path(folder))
 
 
+def megatron(size: Size, model: str) -> dict[str, Any]:
+    """Equal lengths, one rank: the Megatron engine beside a bare loop of megatron-core."""
+    from engine_megatron import BareMegatron, megatron_on
+
+    turns = take_turns(
+        megatron_on(model, size),
+        BareMegatron(model, size),
+        batch_of(size, [size.tokens] * size.sequences),
+        size.rounds,
+    )
+    return {
+        "overhead_ratio": turns.ratio,
+        "overhead_of_neighbours": turns.of_neighbours,
+        "engine_tokens_per_s": turns.ours,
+        "bare_tokens_per_s": turns.theirs,
+    }
+
+
 PARTS: dict[str, Callable[[Size, str], dict[str, Any]]] = {
     "overhead": overhead,
     "fsdp": sharded,
@@ -154,6 +173,8 @@ PARTS: dict[str, Callable[[Size, str], dict[str, Any]]] = {
     "checkpoint": checkpoint,
 }
 
+OF_MEGATRON: dict[str, Callable[[Size, str], dict[str, Any]]] = {"overhead": megatron}
+
 
 def main() -> int:
     """Measure what was asked for and print it."""
@@ -161,6 +182,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("--engine", choices=("fsdp2", "megatron"), default="fsdp2")
     parser.add_argument("--only", choices=sorted(PARTS), action="append", help="one part, may be repeated")
     parser.add_argument("--rounds", type=int, default=Size().rounds, help="pairs of steps that count")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -171,9 +193,10 @@ def main() -> int:
     answer: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", size)
-        for name in options.only or PARTS:
+        parts = PARTS if options.engine == "fsdp2" else OF_MEGATRON
+        for name in options.only or parts:
             started = time.perf_counter()
-            part = PARTS[name](size, model)
+            part = parts[name](size, model)
             print(f"{name}: {part} ({time.perf_counter() - started:.0f} s)", file=sys.stderr, flush=True)
             answer |= part
     answer["missed"] = [

@@ -52,16 +52,7 @@ def cases(options: Options) -> Iterator[Case]:
             num_ranks=max(written, read),
             slow=slow,
         )
-    for variant in (*_VARIANTS, *options.extra_variants):
-        written = variant.num_ranks if variant.exact else options.fit(variant.num_ranks)
-        read = written if variant.exact else 1
-        moved = {Feature.RESHARDING} if written != read else set[Feature]()
-        yield Case(
-            name=f"checkpoint_{variant.name}",
-            check=partial(_checkpoint, family=first, written=written, read=read, variant=variant),
-            features=variant.features | moved,
-            num_ranks=written,
-        )
+    yield from _of_variants(options)
     yield Case(
         name="checkpoint_lora",
         check=partial(_lora_checkpoint, family=first, num_ranks=options.fit(2)),
@@ -82,6 +73,25 @@ def cases(options: Options) -> Iterator[Case]:
             check=partial(_move, family=first, num_ranks=num_ranks),
             features=frozenset({Feature.OFFLOAD}),
             num_ranks=num_ranks,
+        )
+
+
+def _of_variants(options: Options) -> Iterator[Case]:
+    """Yield a checkpoint in each way to train, of the first family that it is for."""
+    for variant in (*_VARIANTS, *options.extra_variants):
+        family = next(
+            (name for name in options.families if name in (variant.families or options.families)), None
+        )
+        if family is None:
+            continue
+        written = variant.num_ranks if variant.exact else options.fit(variant.num_ranks)
+        read = written if variant.exact else 1
+        moved = {Feature.RESHARDING} if written != read else set[Feature]()
+        yield Case(
+            name=f"checkpoint_{variant.name}",
+            check=partial(_checkpoint, family=family, written=written, read=read, variant=variant),
+            features=variant.features | moved,
+            num_ranks=written,
         )
 
 

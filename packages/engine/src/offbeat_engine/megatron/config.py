@@ -1,0 +1,44 @@
+"""The settings that the Megatron engine has of its own."""
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time. No torch either: settings
+# are read long before anything is trained.
+from dataclasses import dataclass, field
+from typing import Literal
+
+from offbeat_engine.config import SPEED, EngineConfig, bounded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronConfig(EngineConfig):
+    """Everything the Megatron engine is told.
+
+    `tensor_parallel_size` ranks share every matrix, `pipeline_parallel_size` of these groups share the layers, of which each
+    has `virtual_pipeline_size` runs of neighbours (interleaved 1F1B, arXiv 2104.04473); the ranks that are left over hold
+    copies. With `sequence_parallel` the ranks of a tensor share what lies between the matrices, too (arXiv 2205.05198).
+    `expert_parallel_size` of the copies share the experts of a mixture; `dispatcher` says how tokens reach them.
+    `context_parallel_size` ranks would share the tokens of a sequence.
+
+    `packing` feeds the sequences of a micro-batch as one row without padding. `distributed_optimizer` shares moments and
+    master weights among copies. With `activation_checkpointing`, `recompute` says what backward computes again: whole
+    layers, or attention alone.
+    """
+
+    packing: bool = field(default=True, metadata=SPEED)
+    tensor_parallel_size: int = bounded(1, at_least=1, speed=True)
+    pipeline_parallel_size: int = bounded(1, at_least=1, speed=True)
+    virtual_pipeline_size: int = bounded(1, at_least=1, speed=True)
+    sequence_parallel: bool = field(default=False, metadata=SPEED)
+    expert_parallel_size: int = bounded(1, at_least=1, speed=True)
+    context_parallel_size: int = bounded(1, at_least=1, speed=True)
+    dispatcher: Literal["allgather", "alltoall"] = field(default="alltoall", metadata=SPEED)
+    distributed_optimizer: bool = field(default=True, metadata=SPEED)
+    recompute: Literal["layers", "attention"] = field(default="layers", metadata=SPEED)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """How many ranks work on the same sequences; other than in `EngineConfig` they are not neighbours with a pipeline."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    def shard_ranks(self, num_ranks: int) -> int:
+        """As in `EngineConfig`; experts, which may lie on more ranks, are not counted."""
+        return min(num_ranks, self.model_parallel_size)

@@ -1,0 +1,239 @@
+"""The parts of the model that one rank holds, of megatron-core's local spec: built without values."""
+
+# megatron-core and transformers' configs are untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false, reportUnknownParameterType=false, reportUntypedBaseClass=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from offbeat_engine.config import Dtype
+from offbeat_engine.megatron.blocks import padded_vocab, vocab_rows
+from offbeat_engine.megatron.modules import Attention, RmsNorm, Rotary
+from offbeat_engine.toolkit.logprobs import token_logprobs
+from offbeat_engine.toolkit.vocab_shards import VocabShard
+
+if TYPE_CHECKING:
+    from offbeat_engine.megatron.config import MegatronConfig
+    from offbeat_engine.megatron.families import Shape
+    from offbeat_engine.megatron.groups import Groups
+    from offbeat_engine.toolkit.layouts import Layout
+
+
+def compute_dtype(config: MegatronConfig) -> torch.dtype:
+    """Return the dtype in which the model computes and its weights leave."""
+    return torch.bfloat16 if config.dtype == Dtype.BFLOAT16 else torch.float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A run of neighbouring layers on this rank, `model`, with what stands before and after them on the ends.
+
+    `wrapped` is what the schedule runs: `model`, in megatron-core's data-parallel wrapper where it is trained.
+    """
+
+    model: Any
+    wrapped: Any
+
+    def state(self) -> dict[str, torch.nn.Parameter]:
+        """Return parameters by megatron-core's names."""
+        return dict(self.model.named_parameters())
+
+
+def transformer_config(config: MegatronConfig, shape: Shape) -> Any:  # noqa: ANN401
+    """Return megatron-core's own settings for a model of `shape`."""
+    from megatron.core.transformer import TransformerConfig
+
+    dtype = compute_dtype(config)
+    made: Any = TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        layernorm_epsilon=shape.norm_eps,
+        add_qkv_bias=shape.family.qkv_bias,
+        qk_layernorm=shape.family.qk_norm,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=config.device == "cpu",
+        # The schedule divides by nothing: losses are divided by a global count already.
+        calculate_per_token_loss=True,
+        **_EVERY_MODEL,
+        **_layout(config),
+        **_recomputing(config),
+        **(_mixture(config, shape) if shape.num_experts else {}),
+    )
+    made.offbeat_windows = shape.windows
+    return made
+
+
+_EVERY_MODEL: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "perform_initialization": False,  # values come from files
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
+
+
+def _layout(config: MegatronConfig) -> dict[str, Any]:
+    virtual = config.virtual_pipeline_size
+    return {
+        "tensor_model_parallel_size": config.tensor_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "sequence_parallel": config.sequence_parallel,
+        "context_parallel_size": config.context_parallel_size,
+        # With the default, interleaved stages on gloo take one another's messages where they are two, and say nothing.
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": virtual > 1,
+        "deallocate_pipeline_outputs": False,
+    }
+
+
+def _mixture(config: MegatronConfig, shape: Shape) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        "expert_model_parallel_size": config.expert_parallel_size,
+        "moe_ffn_hidden_size": shape.ffn,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_pre_softmax": not shape.normalized_router,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": config.dispatcher,
+        "moe_permute_fusion": False,
+        "moe_grouped_gemm": False,
+    }
+
+
+def _recomputing(config: MegatronConfig) -> dict[str, Any]:
+    if not config.activation_checkpointing:
+        return {}
+    if config.recompute == "attention":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def build(config: MegatronConfig, shape: Shape, hf_config: Any, groups: Groups) -> list[Any]:  # noqa: ANN401
+    """Return this rank's chunks of the model, with memory for weights and no values yet."""
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    ours = transformer_config(config, shape)
+    norm: Any = RmsNorm
+    chunks: list[Any] = []
+    for number in range(config.virtual_pipeline_size):
+        stage = number if config.virtual_pipeline_size > 1 else None
+        num_layers = get_num_layers_to_build(ours, vp_stage=stage, pp_rank=groups.stage)
+        block = TransformerBlockSubmodules(layer_specs=[_layer(shape)] * num_layers, layer_norm=norm)
+        chunk = _model_class()(
+            config=ours,
+            transformer_layer_spec=block,
+            vocab_size=padded_vocab(shape.vocab, config.tensor_parallel_size),
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=groups.stage == 0 and number == 0,
+            post_process=groups.stage == groups.num_stages - 1 and number == config.virtual_pipeline_size - 1,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            vp_stage=stage,
+        )
+        chunk.rotary_pos_emb = Rotary(hf_config)
+        if chunk.post_process and config.model.head == "value":
+            chunk.output_layer = None
+            chunk.score = torch.nn.Linear(shape.hidden, 1, dtype=ours.params_dtype, device=_device(config))
+        chunks.append(chunk)
+    return chunks
+
+
+def _device(config: MegatronConfig) -> torch.device:
+    return (
+        torch.device("cpu") if config.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    )
+
+
+def _layer(shape: Shape) -> Any:  # noqa: ANN401
+    """Return the spec of a layer: megatron-core's own matrices and mixtures, with norms and attention of this package."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=shape.family.qk_norm,
+        normalization="RMSNorm",
+    )
+    parts: Any = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = Attention
+    if shape.family.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return spec
+
+
+def _model_class() -> Any:  # noqa: ANN401
+    from megatron.core.models.gpt import GPTModel
+
+    class Decoder(GPTModel):
+        """A GPT model that ends with hidden states: what is asked of them, the head answers in chunks."""
+
+        def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return hidden_states
+
+    return Decoder
+
+
+def predict(
+    chunk: Any,  # noqa: ANN401
+    states: torch.Tensor,
+    layout: Layout,
+    shape: Shape,
+    groups: Groups,
+    entropy_gradient: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head, of the last stage's hidden states; float32.
+
+    All ranks of the tensor get the same. Their gradients of the states are parts with a language model's head, which they
+    share, and each the whole with a value head.
+    """
+    from megatron.core import tensor_parallel
+
+    score = getattr(chunk, "score", None)
+    if chunk.config.sequence_parallel:
+        states = tensor_parallel.gather_from_sequence_parallel_region(
+            states, tensor_parallel_output_grad=score is None
+        )
+    elif score is None:
+        states = tensor_parallel.copy_to_tensor_model_parallel_region(states)
+    hidden_MH = states.flatten(0, 1).index_select(0, layout.select_M)
+    if score is not None:
+        return (score(hidden_MH).float().squeeze(-1),)
+    first, num_rows = vocab_rows(shape.vocab, groups.tensor)
+    weight = chunk.shared_embedding_or_output_weight() if shape.tied else chunk.output_layer.weight
+    head = SimpleNamespace(weight=weight[:num_rows], bias=None)
+    shard = None if groups.tensor.size == 1 else VocabShard(first, _tensor_group())
+    return token_logprobs(
+        hidden_MH, cast("Any", head), layout.targets_M, layout.temperature_M, entropy_gradient, shard
+    )
+
+
+def _tensor_group() -> Any:  # noqa: ANN401
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()

@@ -1,0 +1,221 @@
+"""One forward-backward step: megatron-core's schedules over the micro-batches that the toolkit cuts, counts and scores."""
+
+# megatron-core is untyped; torch and tensordict are typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+
+# ruff: noqa: N815 shapes ride in names, of fields too
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from offbeat_engine.batch import units_of
+from offbeat_engine.errors import BatchError
+from offbeat_engine.megatron.model import Chunk, predict
+from offbeat_engine.toolkit.collectives import gather_ints
+from offbeat_engine.toolkit.layouts import fed_lengths, lay_out, place
+from offbeat_engine.toolkit.micro_batches import MicroBatches
+from offbeat_engine.toolkit.planning import plan_micro_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.megatron.config import MegatronConfig
+    from offbeat_engine.megatron.families import Shape
+    from offbeat_engine.megatron.groups import Groups
+    from offbeat_engine.toolkit.layouts import Layout
+    from offbeat_engine.toolkit.micro_batches import Asked
+    from offbeat_engine.values import Predictions, StepContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """How this engine answers one call; `asked` is the call."""
+
+    asked: Asked
+    config: MegatronConfig
+    chunks: Sequence[Chunk]
+    shape: Shape
+    groups: Groups
+    sequence_limit: int | None
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.asked.loss_fn is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A `MakeInputs` of one row of all fed tokens; each sequence filled up to the longest one where they are not `packed`."""
+
+    packed: bool
+
+    def __call__(
+        self, ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
+    ) -> tuple[dict[str, object], torch.Tensor]:
+        if not self.packed:
+            fed_bT = _widened(fed_bT)
+        row_S, position_S = fed_bT.nonzero(as_tuple=True)
+        where_bT = torch.zeros_like(ids_bT)
+        where_bT[row_S, position_S] = torch.arange(len(row_S), device=ids_bT.device)
+        lengths_b = fed_bT.sum(1)
+        inputs: dict[str, object] = {
+            "ids_S": ids_bT[row_S, position_S],
+            "positions_S": position_S,
+            "lengths": lengths_b[lengths_b > 0].cpu(),
+        }
+        return inputs, where_bT
+
+
+def _widened(fed_bT: torch.Tensor) -> torch.Tensor:
+    position_T = torch.arange(fed_bT.shape[1], device=fed_bT.device)
+    return (position_T < fed_bT.sum(1).max()).expand_as(fed_bT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fed:
+    """What the model takes of one micro-batch, with its layout: a row of S tokens, those that fill it up a sequence of their own."""
+
+    ids_1S: torch.Tensor
+    positions_S: torch.Tensor
+    lengths_N: torch.Tensor
+    layout: Layout
+
+
+def names_of(config: MegatronConfig) -> tuple[str, ...]:
+    """Return what the model predicts, in the order in which the head answers."""
+    return ("values",) if config.model.head == "value" else ("logprobs", "entropy")
+
+
+def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
+    """Run every micro-batch of `batch`, fill `ctx`, and return detached predictions in the batch's order."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    run = MicroBatches(step.asked, batch, ctx, partial(_plan, step))
+    if not run.num_micro:
+        return run.finish()
+    num_micro = _rounded(run.num_micro, step.config)
+    layouts = [
+        lay_out(run.rows(number), _Row(step.config.packing), step.asked.device) for number in range(num_micro)
+    ]
+    num_tokens = _row_length(step, layouts)
+    fed = [_feed(layout, num_tokens or _of_row(step, layout), step.asked.device) for layout in layouts]
+    forward_backward = get_forward_backward_func()
+    numbers: list[Iterator[int]] = [iter(range(num_micro)) for _ in step.chunks]
+    forward_backward(
+        forward_step_func=partial(_forward, step, run, fed),
+        data_iterator=numbers if len(numbers) > 1 else numbers[0],
+        model=[chunk.wrapped for chunk in step.chunks],
+        num_microbatches=num_micro,
+        seq_length=num_tokens or 1,
+        micro_batch_size=1,
+        forward_only=not step.trains,
+    )
+    return run.finish()
+
+
+def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
+    longest = int(batch["lengths"].max()) if len(batch["lengths"]) else 0
+    if step.sequence_limit is not None and longest > step.sequence_limit:
+        raise BatchError(
+            f"a sequence has {longest} tokens, and beyond {step.sequence_limit} this model changes its rotary frequencies "
+            "with the longest sequence of a micro-batch; give shorter ones, or use a rope whose frequencies are fixed"
+        )
+    lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
+    return plan_micro_batches(
+        lengths,
+        max_tokens=step.config.micro_batch_tokens * step.config.model_parallel_size,
+        padded=not step.config.packing,
+        units=units_of(batch),
+    )
+
+
+def _rounded(num_micro: int, config: MegatronConfig) -> int:
+    """Return as many micro-batches as the schedule takes: interleaved, a multiple of its stages. Those beyond are dummies."""
+    stages = config.pipeline_parallel_size if config.virtual_pipeline_size > 1 else 1
+    return -(-num_micro // stages) * stages
+
+
+def _of_row(step: Step, layout: Layout) -> int:
+    """Return how long the row of a micro-batch is, filled up so that the ranks of a tensor can share it."""
+    share = step.config.tensor_parallel_size if step.config.sequence_parallel else 1
+    return -(-len(_tensor(layout, "ids_S")) // share) * share
+
+
+def _row_length(step: Step, layouts: Sequence[Layout]) -> int:
+    """Return the one length of all rows where stages, or ranks that share experts, must know it beforehand; else 0."""
+    longest = max(_of_row(step, layout) for layout in layouts)
+    if step.config.expert_parallel_size > 1:
+        return max(length for (length,) in gather_ints(step.asked.world, longest))
+    return longest if step.config.pipeline_parallel_size > 1 else 0
+
+
+def _tensor(layout: Layout, name: str) -> torch.Tensor:
+    value = layout.model_inputs[name]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _feed(layout: Layout, num_tokens: int, device: torch.device) -> _Fed:
+    ids_S, positions_S = _tensor(layout, "ids_S"), _tensor(layout, "positions_S")
+    missing = num_tokens - len(ids_S)
+    lengths_N = _tensor(layout, "lengths")
+    if missing:
+        lengths_N = functional.pad(lengths_N, (0, 1), value=missing)
+        ids_S = functional.pad(ids_S, (0, missing))
+        positions_S = torch.cat((positions_S, torch.arange(missing, device=positions_S.device)))
+    return _Fed(
+        ids_1S=ids_S[None].to(device),
+        positions_S=positions_S.to(device),
+        lengths_N=lengths_N,
+        layout=layout,
+    )
+
+
+def _forward(
+    step: Step,
+    run: MicroBatches,
+    fed: Sequence[_Fed],
+    numbers: Iterator[int],
+    wrapped: Any,  # noqa: ANN401
+) -> tuple[torch.Tensor, Any]:
+    """Run one micro-batch through one chunk: what megatron-core's schedules call."""
+    number = next(numbers)
+    one = fed[number]
+    chunk = next(chunk.model for chunk in step.chunks if chunk.wrapped is wrapped)
+    chunk.rotary_pos_emb.positions_S = one.positions_S
+    run.on_device(number)
+    states = wrapped(one.ids_1S, one.positions_S[None], one.lengths_N)
+    return states, partial(_end, step, run, number, one.layout, chunk)
+
+
+def _end(
+    step: Step,
+    run: MicroBatches,
+    number: int,
+    layout: Layout,
+    chunk: Any,  # noqa: ANN401
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss of a micro-batch on the last stage, in the form that is divided by nothing."""
+    wants_entropy_gradient = bool(getattr(step.asked.loss_fn, "entropy_gradient", False))
+    outputs = predict(chunk, states, layout, step.shape, step.groups, wants_entropy_gradient)
+    micro = run.rows(number)
+    predictions: dict[str, torch.Tensor] = {}
+    if micro is not None:
+        placed = [place(output_M, layout, micro["input_ids"].shape) for output_M in outputs]
+        predictions = dict(zip(names_of(step.config), placed, strict=True))
+    if step.trains:
+        loss = run.loss(number, predictions, outputs[0])
+    else:
+        run.take(number, predictions)
+        loss = outputs[0].sum() * 0.0
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}

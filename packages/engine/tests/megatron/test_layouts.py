@@ -1,0 +1,248 @@
+"""Layouts that the suite's models are too small or too even for, and several engines in one process."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offbeat_engine import Fsdp2Config, ModelConfig, engine_class
+from offbeat_engine.megatron import MegatronConfig, MegatronEngine, model
+from offbeat_engine.testing import make_tiny_model, probes
+from offbeat_engine.testing.cases_training import check_agreement, check_training
+from offbeat_engine.testing.probes import Job
+from offbeat_engine.testing.runner import BATCHES, KEPT, STEPS, Options, Runner
+
+pytestmark = pytest.mark.spawns
+TWO_LAYOUTS = [
+    {"tensor_parallel_size": 2},
+    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.deep),
+]
+INTERLEAVED = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
+
+
+@contextmanager
+def patched(module, name, value):
+    kept = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, kept)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    made = Runner(Options(engine=MegatronEngine, families=("qwen2",), num_ranks=2))
+    yield made
+    made.close()
+
+
+def job_on(runner, path, engine=MegatronEngine, **changes):
+    job = runner.job("qwen2")
+    return replace(
+        job, engine=engine, config=replace(job.config, model=ModelConfig(path=str(path)), **changes)
+    )
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "deep", layers=4)
+
+
+def test_interleaved_stages_train_as_the_plain_reference(runner, four_layers):
+    job = job_on(runner, four_layers, micro_batch_tokens=8, **INTERLEAVED)
+    records = runner.run(probes.train, 2, job, BATCHES, KEPT)
+    check_training(runner, records[0], runner.reference(job))
+    check_agreement(records)
+
+
+class DefaultMessages(MegatronEngine):
+    """Leaves megatron-core its default way to send between stages."""
+
+    def init_model(self):
+        made = model.transformer_config
+
+        def with_default(*arguments):
+            config = made(*arguments)
+            config.batch_p2p_comm, config.overlap_p2p_comm = True, False
+            return config
+
+        with patched(model, "transformer_config", with_default):
+            super().init_model()
+
+
+def test_with_the_default_messages_interleaved_stages_are_silently_wrong_on_gloo(runner, four_layers):
+    """If this fails, gloo or megatron-core was mended: then `transformer_config` need not set it."""
+    job = job_on(runner, four_layers, DefaultMessages, micro_batch_tokens=8, **INTERLEAVED)
+    record = runner.run(probes.train, 2, job, BATCHES[:1])[0]
+    expected = runner.reference(job).predictions["logprobs"]
+    assert (record.predictions["logprobs"] - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.deep),
+        pytest.param({}, marks=pytest.mark.deep),
+    ],
+    ids=["tensor_2", "tensor_2_sequence", "copies_2"],
+)
+def test_a_vocabulary_that_ranks_cannot_share_evenly_is_filled_up(runner, tmp_path, changes):
+    path = make_tiny_model(tmp_path / "odd", vocab_size=65, tie_word_embeddings=False)
+    job = job_on(runner, path, **changes)
+    records = runner.run(probes.train, 2, job, BATCHES, KEPT)
+    check_training(runner, records[0], runner.reference(job))
+
+
+def both(world, fsdp2, megatron, batch):
+    """Train a step with one engine, score with another of another layout, and again the other way round."""
+    torch.set_num_threads(1)
+    answers = []
+    with probes.running(world, fsdp2) as plain, probes.running(world, megatron) as second:
+        third = MegatronEngine(replace(megatron.config, tensor_parallel_size=1), world)
+        third.init_model()
+        for engine in (second, third, plain, second):
+            with engine.eval_mode():
+                share = engine.shard_data(batch)
+                predictions, _ = engine.forward_backward_step(share, forward_only=True)
+            answers.append(engine.unshard_data(predictions)["logprobs"])
+        third.close()
+    return answers
+
+
+def test_engines_of_several_layouts_live_in_one_process(runner, tiny):
+    job = job_on(runner, tiny, tensor_parallel_size=2)
+    plain = Job(
+        engine=engine_class("fsdp2"), config=Fsdp2Config(model=ModelConfig(path=tiny)), loss_fn=job.loss_fn
+    )
+    for answers in runner.run(both, 2, plain, job, BATCHES[0]):
+        for logprobs in answers:
+            torch.testing.assert_close(logprobs, answers[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("changes", TWO_LAYOUTS, ids=str)
+def test_five_steps_of_fsdp2_and_of_megatron_are_the_same(runner, tiny, changes):
+    job = job_on(runner, tiny, **changes)
+    config = Fsdp2Config(model=job.config.model, optimizer=job.config.optimizer, micro_batch_tokens=60)
+    plain = Job(engine=engine_class("fsdp2"), config=config, loss_fn=job.loss_fn)
+    ours = runner.run(probes.train, 2, job, BATCHES, (STEPS,))[0]
+    theirs = runner.run(probes.train, 2, plain, BATCHES, (STEPS,))[0]
+    for mine, other in zip(ours.losses, theirs.losses, strict=True):
+        assert mine == pytest.approx(other, rel=1e-6)
+    for name, weight in theirs.weights_after[STEPS].items():
+        torch.testing.assert_close(ours.weights_after[STEPS][name], weight, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("changes", TWO_LAYOUTS, ids=str)
+def test_a_run_of_fsdp2_goes_on_with_megatron_and_the_reverse_with_its_moments(runner, tiny, changes):
+    job = job_on(runner, tiny, **changes)
+    config = Fsdp2Config(model=job.config.model, optimizer=job.config.optimizer, micro_batch_tokens=60)
+    plain = Job(engine=engine_class("fsdp2"), config=config, loss_fn=job.loss_fn)
+    whole = runner.run(probes.train, 2, plain, BATCHES, (STEPS,))[0]
+    for first, second in ((plain, job), (job, plain)):
+        folder = runner.folder()
+        saved = runner.run(probes.save, 2, first, BATCHES[:2], folder)[0]
+        found, loaded, record = runner.run(probes.resume, 2, second, [], BATCHES[2:], folder)[0]
+        assert found == 2
+        for name, weight in saved.items():
+            assert torch.equal(loaded[name], weight), name
+        for mine, other in zip(record.losses, whole.losses[2:], strict=True):
+            assert mine == pytest.approx(other, rel=1e-6)
+        for name, weight in whole.weights_after[STEPS].items():
+            torch.testing.assert_close(record.weights_after[3][name], weight, atol=1e-6, rtol=0)
+
+
+def reloaded(world, job, folder):
+    """Export, load what was exported, and return both engines' weights."""
+    with probes.running(world, job) as first:
+        before = probes.weights_of(first)
+        first.export_huggingface(folder)
+    again = replace(job, config=replace(job.config, model=replace(job.config.model, path=folder)))
+    with probes.running(world, again) as second:
+        return (
+            before,
+            probes.weights_of(second),
+            {
+                name: [
+                    (shard.offsets, shard.tensor.clone())
+                    for shard in second.named_shards()
+                    if shard.name == name
+                ]
+                for name in before
+            },
+        )
+
+
+TENSORS = {"tensor_parallel_size": 2, "sequence_parallel": True, "dispatcher": "allgather"}
+LAYOUTS = [
+    TENSORS,
+    {"expert_parallel_size": 2},
+    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.deep),
+    pytest.param({}, marks=pytest.mark.deep),
+]
+
+
+@pytest.mark.parametrize("changes", LAYOUTS, ids=str)
+def test_load_export_load_is_the_same_to_the_bit_and_shards_are_every_element_once(runner, tmp_path, changes):
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    path = make_tiny_model(tmp_path / "moe", family="qwen3_moe", **mixture)
+    job = job_on(runner, path, **changes)
+    answers = runner.run(reloaded, 2, job, str(tmp_path / "exported"))
+    before, after, _ = answers[0]
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]), name
+        seen = torch.zeros(weight.shape, dtype=torch.int64)
+        for _, _, shards in answers:
+            for offsets, tensor in shards[name]:
+                place = tuple(slice(at, at + size) for at, size in zip(offsets, tensor.shape, strict=True))
+                assert torch.equal(weight[place], tensor), name
+                seen[place] += 1
+        assert bool((seen == 1).all()), name
+
+
+def test_what_cannot_be_done_here_is_refused_with_a_sentence(tiny):
+    config = MegatronConfig(
+        model=ModelConfig(path=tiny), context_parallel_size=2, dtype="bfloat16", virtual_pipeline_size=3
+    )
+    said = {refusal.setting: str(refusal) for refusal in MegatronEngine.check(config, 2)}
+    assert "Transformer Engine" in said["context_parallel_size"]
+    assert said.keys() >= {"context_parallel_size", "dtype", "virtual_pipeline_size"}
+
+
+def test_what_megatron_core_cannot_train_a_mixture_with_is_refused_before_it_starts(tmp_path):
+    path = make_tiny_model(tmp_path / "moe", family="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    config = MegatronConfig(model=ModelConfig(path=path), tensor_parallel_size=2)
+    assert {refusal.setting for refusal in MegatronEngine.check(config, 2)} == {
+        "dispatcher",
+        "sequence_parallel",
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("gemma", {}, "of the families it knows"),
+        ("llama", {"attention_bias": True}, "`attention_bias` False"),
+        ("qwen2", {"hidden_act": "gelu"}, "`hidden_act` 'silu'"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "`mlp_only_layers` []"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "got yarn"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_a_model_is_exact_or_refused(tmp_path, family, changes, says):
+    path = make_tiny_model(tmp_path / "odd", family=family, **changes)
+    refused = MegatronEngine.check(MegatronConfig(model=ModelConfig(path=path)), 1)
+    assert [refusal.setting for refusal in refused] == ["model.path"]
+    assert says in refused[0].reason
+
+
+def test_weights_that_the_table_does_not_expect_are_refused_by_name(tmp_path):
+    path = make_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    weights = load_file(f"{path}/model.safetensors")
+    del weights["model.layers.1.self_attn.o_proj.weight"]
+    save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
+    [refused] = MegatronEngine.check(MegatronConfig(model=ModelConfig(path=path)), 1)
+    assert "lack 1 weights, such as `model.layers.1.self_attn.o_proj.weight`" in refused.reason

@@ -1,0 +1,122 @@
+"""Defects that only an engine of this make can have, one at a time: the suite must see each."""
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from offbeat_engine.capabilities import Feature
+from offbeat_engine.megatron import MegatronEngine, blocks, held, model
+from offbeat_engine.megatron.blocks import Block
+from offbeat_engine.megatron.families import Cut
+from offbeat_engine.testing.runner import Options, Ranks, Runner
+from offbeat_engine.testing.suite import cases
+from offbeat_engine.testing.variants import Variant
+
+pytestmark = pytest.mark.spawns
+
+
+@contextmanager
+def patched(module, name, value):
+    kept = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, kept)
+
+
+class QueriesThenKeys(MegatronEngine):
+    """Lays all queries before all keys and values, instead of by groups: in and out, so that weights look right."""
+
+    def init_model(self):
+        def plain(called, shape, tensor):
+            place, found = 0, []
+            for name, whole in called:
+                share = whole[0] // tensor.size
+                rest, zeros = whole[1:], (0,) * (len(whole) - 1)
+                found.append(
+                    Block(name, whole, (tensor.rank * share, *zeros), (share, *rest), (place, *zeros))
+                )
+                place += share
+            return found
+
+        with patched(blocks, "_qkv", plain):
+            super().init_model()
+
+
+class HalvesOnRanks(MegatronEngine):
+    """Cuts gate over up into runs of rows, so that one rank has the gate and the other what it gates."""
+
+    def init_model(self):
+        right = blocks.blocks_of
+
+        def swapped(entry, layer, expert, shape, tensor):
+            if entry.cut is not Cut.GLU:
+                return right(entry, layer, expert, shape, tensor)
+            name = blocks.names(entry, layer, expert)[tensor.rank]
+            whole = (shape.ffn, shape.hidden)
+            return [Block(name, whole, (0, 0), whole, (0, 0))]
+
+        with patched(held, "blocks_of", swapped):
+            super().init_model()
+
+
+class DividedAgain(MegatronEngine):
+    """Lets the schedule divide the loss by the number of micro-batches, which the loss's own count is for."""
+
+    def init_model(self):
+        made = model.transformer_config
+
+        def dividing(*arguments):
+            config = made(*arguments)
+            config.calculate_per_token_loss = False
+            return config
+
+        with patched(model, "transformer_config", dividing):
+            super().init_model()
+
+
+class TiedApart(MegatronEngine):
+    """Does not bring the two stages' gradients of a tied embedding together."""
+
+    def named_gradients(self):
+        module = sys.modules["megatron.core.distributed.finalize_model_grads"]
+        with patched(module, "_allreduce_word_embedding_grads", lambda *_: None):
+            yield from super().named_gradients()
+
+
+TENSOR = r": `[\w.]+` at \[\d+(, \d+)?\]: expected -?\d.*, got -?\d"
+TOKEN = r"`logprobs` of sequence \d+, token \d+ \(id \d+, length \d+\): expected -\d.*, got -?\d"
+PLANTED = [
+    (QueriesThenKeys, "training_qwen2_one_rank", "first step: " + TOKEN),
+    (HalvesOnRanks, "training_qwen2_tensor_2", "first step: " + TOKEN),
+    (DividedAgain, "training_qwen2_one_at_a_time", "gradient of step 1" + TENSOR),
+    (TiedApart, "training_qwen2_pipeline_2", r"gradient of step 1: `model\.embed_tokens\.weight`"),
+]
+VARIANTS = [
+    Variant(name=f"{name}_2", changes={f"{name}_parallel_size": 2}, features=frozenset({feature}), exact=True)
+    for name, feature in (("tensor", Feature.TENSOR_PARALLEL), ("pipeline", Feature.PIPELINE_PARALLEL))
+]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    started = Ranks()
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "case", "says"), [pytest.param(*row, id=row[0].__name__) for row in PLANTED]
+)
+def test_the_suite_names_what_is_wrong(ranks, engine, case, says):
+    runner = Runner(
+        Options(engine=engine, families=("qwen2",), num_ranks=2, extra_variants=tuple(VARIANTS)), ranks
+    )
+    try:
+        by_name = {each.name: each for each in cases(runner.options)}
+        with pytest.raises(AssertionError, match=says):
+            by_name[case].check(runner)
+    finally:
+        runner.close()
