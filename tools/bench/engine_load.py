@@ -45,13 +45,13 @@ def loading(folder: Path) -> dict[str, Any]:
     }
 
 
-def make_large_model(folder: Path) -> tuple[str, list[int]]:
+def make_large_model(folder: Path, layers: int = LAYERS) -> tuple[str, list[int]]:
     """Write random bfloat16 weights in several files; return the folder and how many numbers each tensor has."""
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        num_hidden_layers=LAYERS, vocab_size=VOCAB, tie_word_embeddings=False, dtype="bfloat16", **SHAPE
+        num_hidden_layers=layers, vocab_size=VOCAB, tie_word_embeddings=False, dtype="bfloat16", **SHAPE
     )
     with torch.device("meta"):
         shapes = {name: param.shape for name, param in Qwen2ForCausalLM(config).named_parameters()}
