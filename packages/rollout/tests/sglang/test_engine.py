@@ -215,6 +215,11 @@ async def test_what_the_server_did_not_load_ends_the_engine_though_the_server_sa
 
     weights = load_file(f"{paths[0]}/model.safetensors")
     weights["model.norm.weight"] += 1
+    under_way = asyncio.create_task(engine.generate(request("under way", 400)))
+    await wait_for_tokens(engine)
+    await engine.pause(PauseMode.KEEP)
+    waiting = asyncio.create_task(engine.generate(request("waiting")))
+    await asyncio.sleep(0.05)
     with monkeypatch.context() as patch:
         patch.setattr(SglangUpdates, "_write", change)
         with pytest.raises(EngineStateError, match=r"1 of 17 .* \['model\.norm\.weight'\]"):
@@ -223,7 +228,10 @@ async def test_what_the_server_did_not_load_ends_the_engine_though_the_server_sa
     assert (health.ok, health.paused) == (False, True)
     with pytest.raises(EngineStateError, match="an update to version 4 failed while SGLang loaded it"):
         await engine.generate(request("torn"))
-    engine._failure = ""  # for the next tests: nobody else can make it whole
+    for task in (under_way, waiting):
+        with pytest.raises(EngineStateError, match="an update to version 4 failed while SGLang loaded it"):
+            await asyncio.wait_for(task, 600)
+    engine._requests.failure = ""  # for the next tests: nobody else can make it whole
     await load(engine, paths[0], 3)
     await engine.resume()
     assert max(gaps(paths[0], await engine.generate(request("whole", 20)))) <= 1e-4

@@ -56,7 +56,6 @@ class SglangEngine(RolloutEngine):
         super().__init__(config)
         self._server: Server | None = None
         self._open_client: Client | None = None
-        self._failure = ""
         self._asleep: set[str] = set()
         self._updates = SglangUpdates(self.config, self._client, self._resting)
         self._requests = Requests(self._client, self._body)
@@ -121,7 +120,7 @@ class SglangEngine(RolloutEngine):
         check_model(self.config)
         self._eos = eos_token_ids(self.config.model_path)
         self._vocab_size = int(model_settings(self.config.model_path)["vocab_size"])
-        self._version, self._num_flips, self._failure = 0, 0, ""
+        self._version, self._num_flips, self._requests.failure = 0, 0, ""
         timeout_s = self.config.start_timeout_s
         self._server = server = await asyncio.to_thread(Server, self.config)
         self._open_client = client = Client(server.url, self.config.request_timeout_s)
@@ -242,7 +241,7 @@ class SglangEngine(RolloutEngine):
             return "not started"
         if self._server.ended:
             return "the server ended; its log says why"
-        return self._failure
+        return self._requests.failure
 
     def _client(self) -> Client:
         if self._open_client is None:
@@ -299,7 +298,7 @@ class SglangEngine(RolloutEngine):
         try:
             yield
         except BaseException as error:
-            self._failure = f"an update to version {version} failed while SGLang loaded it: {error}"
+            requests.fail(f"an update to version {version} failed while SGLang loaded it: {error}")
             raise
         before, self._version = self._version, version
         self._num_flips += 1

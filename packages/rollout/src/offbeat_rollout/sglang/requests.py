@@ -40,6 +40,7 @@ class Requests:
         self.open = asyncio.Event()  # requests may be sent
         self.open.set()
         self.server_rests = False
+        self.failure = ""  # why no request can be served any more
 
     def work(self) -> Work:
         """Return what is being done now."""
@@ -61,6 +62,8 @@ class Requests:
                 await asyncio.wait((call,))  # the clock of requests and the pool have their eyes on it
             if not call.cancelled():
                 call.result()
+            elif self.failure:
+                raise EngineStateError(self.failure)
         finally:
             del self.under_way[name]
             self._tokens_ended += running.num_tokens
@@ -102,6 +105,14 @@ class Requests:
                 one.flipped(before)
             elif one.rid and one.call is not None:
                 one.begin_anew = True
+                one.call.cancel()
+
+    def fail(self, why: str) -> None:
+        """End everything that is under way, as failed: the server may never say another word of it."""
+        self.failure = why
+        for one in self.under_way.values():
+            one.begin_anew = False
+            if one.call is not None:
                 one.call.cancel()
 
     async def leave(self) -> None:
