@@ -56,11 +56,13 @@ class SglangServer:
         """Load tensors in a session of SGLang's (0.5.21 and later); each of `parts` is as SGLang reads them, in base64."""
         self._do("/begin_weight_update", {}, timeout_s)
         for part in parts:
-            body: Json = {"serialized_named_tensors": [part], "flush_cache": False, "weight_version": version}
+            body: Json = {
+                "serialized_named_tensors": [part],
+                "flush_cache": flush_cache,
+                "weight_version": version,
+            }
             self._do("/update_weights_from_tensor", body, timeout_s)
         self._do("/end_weight_update", {}, timeout_s)
-        if flush_cache:
-            self._call("POST", "/flush_cache", {}, timeout_s)
 
     def checksums(self, timeout_s: float) -> dict[str, str]:
         """Return the checksum of every parameter that the server holds, by the server's names for them."""
