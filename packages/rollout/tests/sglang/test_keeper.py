@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -42,6 +43,8 @@ def kept(tmp_path):
     process.kill()
     process.wait()
     process.stdout.close()
+    with suppress(ProcessLookupError):  # a killed keeper leaves what a server of SGLang would end itself
+        os.kill(int(child), signal.SIGKILL)
 
 
 def alive(pid):
