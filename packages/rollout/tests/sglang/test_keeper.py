@@ -28,17 +28,19 @@ DEADLINE_S = 300
 
 @pytest.fixture
 def kept(tmp_path):
-    folder = tmp_path / "temporary"
+    folder, memory = tmp_path / "temporary", tmp_path / "memory"
     folder.mkdir()
+    memory.mkdir()
+    (memory / "model.safetensors").write_text("weights that the holder was about to load")
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", keeper.__file__, str(folder), sys.executable, "-c", SERVER],
+        [sys.executable, "-I", "-S", keeper.__file__, str(folder), str(memory), sys.executable, "-c", SERVER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     server, child, where = process.stdout.readline().split()
     assert where == str(folder)
-    yield process, (int(server), int(child)), folder
+    yield process, (int(server), int(child)), (folder, memory)
     process.stdin.close()
     process.kill()
     process.wait()
@@ -60,21 +62,21 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_when_nobody_holds_the_other_end_all_are_ended_and_the_folder_goes(kept):
-    process, pids, folder = kept
+def test_when_nobody_holds_the_other_end_all_are_ended_and_the_folders_go(kept):
+    process, pids, folders = kept
     assert all(alive(pid) for pid in pids)
     process.stdin.close()  # what the kernel does when the holder is killed
     assert process.wait(DEADLINE_S) == 128 + signal.SIGKILL
     assert not any(alive(pid) for pid in pids)
-    assert not folder.exists()
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_server_that_ends_takes_what_it_started_along(kept):
-    process, (server, child), folder = kept
+    process, (server, child), folders = kept
     subprocess.run(["kill", "-TERM", str(server)], check=True)
     assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
     assert not alive(child)
-    assert not folder.exists()
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_killed_keeper_takes_the_server_along(kept):

@@ -57,7 +57,7 @@ class SglangEngine(RolloutEngine):
         self._server: Server | None = None
         self._open_client: Client | None = None
         self._asleep: set[str] = set()
-        self._updates = SglangUpdates(self.config, self._client, self._resting)
+        self._updates = SglangUpdates(self.config, self._client, self._memory, self._resting)
         self._requests = Requests(self._client, self._body)
         self._version = 0
         self._num_flips = 0
@@ -250,6 +250,11 @@ class SglangEngine(RolloutEngine):
         if why:
             raise EngineStateError(f"{why}. `stop` the engine and start another")
         return self._open_client
+
+    def _memory(self) -> Path:
+        self._client()
+        assert self._server is not None
+        return self._server.memory
 
     def _check(self, request: GenerateRequest) -> None:
         check_request(request, self.config, self._vocab_size)

@@ -1,8 +1,8 @@
-"""Runs a server and ends it, with all that it started, when whoever asked for it is gone: `python keeper.py FOLDER WORDS..`.
+"""Runs a server and ends it, with all that it started, when whoever asked for it is gone: `python keeper.py FOLDER MEMORY WORDS..`.
 
 Whoever asks holds the other end of the standard input; when that closes, by a call or by a SIGKILL, the server's process group is
-killed and FOLDER, where the server keeps temporary files, is removed. A server that ends by itself takes its group with
-it, too. When this process has ended, so have they. Nothing but the standard library is imported.
+killed, and removed are FOLDER, where the server keeps temporary files, and MEMORY, where it reads new weights. A server that ends
+by itself takes its group with it, too. When this process has ended, so have they. Nothing but the standard library is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _wait_for_all() -> None:
                 time.sleep(0.01)
 
 
-def keep(folder: str, words: list[str]) -> int:
+def keep(folder: str, memory: str, words: list[str]) -> int:
     """Run `words` until they end or nobody is there for them any more; return their exit code."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     server = subprocess.Popen(
@@ -59,10 +59,11 @@ def keep(folder: str, words: list[str]) -> int:
     code = server.wait()
     _kill(server.pid)  # what it started
     _wait_for_all()
-    shutil.rmtree(folder, ignore_errors=True)
+    for each in (folder, memory):
+        shutil.rmtree(each, ignore_errors=True)
     return code
 
 
 if __name__ == "__main__":
-    ended = keep(sys.argv[1], sys.argv[2:])
+    ended = keep(sys.argv[1], sys.argv[2], sys.argv[3:])
     os._exit(ended if ended >= 0 else 128 - ended)  # the thread that reads would be waited for

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from offbeat_rollout.sglang.config import SglangConfig
 
 _LOOK_S = 0.2
+_PREFIX = "offbeat-sglang-"
+_MEMORY = Path("/dev/shm")
 _STOP_TIMEOUT_S = 60.0  # more than a keeper waits
 
 
@@ -30,7 +32,9 @@ class Server:
         """Start the processes, which take their time to come up."""
         self.port = _free_port()
         # Unix sockets lie there, whose paths must be short.
-        self._folder = tempfile.mkdtemp(prefix="offbeat-sglang-")
+        self._folder = tempfile.mkdtemp(prefix=_PREFIX)
+        # New weights wait there; in memory where there is such a place. The keeper removes it: this process may be killed.
+        self.memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if _MEMORY.is_dir() else None))
         self._keeper = subprocess.Popen(
             [
                 sys.executable,
@@ -38,6 +42,7 @@ class Server:
                 "-S",
                 str(Path(keeper.__file__)),
                 self._folder,
+                str(self.memory),
                 *server_command(config, self.port),
             ],
             stdin=subprocess.PIPE,

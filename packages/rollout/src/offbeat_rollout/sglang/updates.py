@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from offbeat_rollout.sglang.config import SglangConfig
     from offbeat_rollout.types import WeightSpec
 
-_MEMORY = Path("/dev/shm")
 _FILE = "model.safetensors"
 
 
@@ -44,11 +43,16 @@ class SglangUpdates(TensorUpdates):
         self,
         config: SglangConfig,
         client: Callable[[], Client],
+        memory: Callable[[], Path],
         resting: Callable[[int, bool], AbstractAsyncContextManager[None]],
     ) -> None:
-        """Speak to `client()`; within `resting(version, recompute_kv)` the server rests, and after it serves `version`."""
+        """Speak to `client()`, which reads in the folder `memory()`.
+
+        Within `resting(version, recompute_kv)` the server rests, and after it serves `version`.
+        """
         self._config = config
         self._client = client
+        self._memory = memory
         self._resting = resting
         self._specs: list[WeightSpec] = []
         self._sources: dict[str, tuple[str, ...]] = {}
@@ -81,7 +85,7 @@ class SglangUpdates(TensorUpdates):
         specs = await self.specs()
         refuse_unless(specs, whole)
         expected = await asyncio.to_thread(lambda: checksums(self._sources, whole.__getitem__))
-        with folder_in_memory() as folder:
+        with _folder_in(self._memory()) as folder:
             await asyncio.to_thread(self._write, folder, whole)
             async with self._resting(version, recompute_kv):
                 body = {
@@ -162,9 +166,9 @@ def refuse_unless(specs: list[WeightSpec], whole: dict[str, torch.Tensor]) -> No
 
 
 @contextmanager
-def folder_in_memory() -> Generator[Path]:
-    """Give an empty folder, in memory where there is such a place, which goes after."""
-    folder = Path(tempfile.mkdtemp(prefix="offbeat-sglang-", dir=_MEMORY if _MEMORY.is_dir() else None))
+def _folder_in(memory: Path) -> Generator[Path]:
+    """Give an empty folder, which goes after."""
+    folder = Path(tempfile.mkdtemp(dir=memory))
     try:
         yield folder
     finally:
