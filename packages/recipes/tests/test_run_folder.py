@@ -1,5 +1,6 @@
 """Run folders: nothing is lost, two processes never share one, and a run goes on only as the same run."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -168,6 +169,34 @@ def test_a_run_goes_on_with_other_settings_of_speed_and_placement(tmp_path):
     folder.close()
     assert folder.resumed
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["engine"]["num_ranks"] == 2
+
+
+ENGINES = (
+    {"name": "fsdp2", "num_ranks": 2, "shard_size": 1},
+    {"name": "megatron", "num_ranks": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    {"name": "megatron", "num_ranks": 2, "expert_parallel_size": 2, "sequence_parallel": False},
+)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(ENGINES, 2)))
+def test_a_run_goes_on_with_another_engine_and_its_layout(tmp_path, first, second):
+    now = parse({"engine": second})
+    open_and_close(tmp_path, to_dict(parse({"engine": first})), resume=False)
+    open_run_folder(tmp_path, to_dict(now), resume=True, may_change=speed_settings(now)).close()
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())["engine"]
+    assert second.items() <= written.items()
+
+
+@pytest.mark.parametrize("changed", [{"optimizer": {"lr": 1e-3}}, {"freeze": ["model.embed*"]}])
+def test_and_another_engine_hides_nothing_that_both_have(tmp_path, changed):
+    now = parse({"engine": {"name": "megatron", **changed}})
+    open_and_close(tmp_path, to_dict(parse({})), resume=False)
+    with pytest.raises(RunFolderError) as caught:
+        open_run_folder(tmp_path, to_dict(now), resume=True, may_change=speed_settings(now))
+    named = str(caught.value).splitlines()[1:-1]
+    assert [line.partition(":")[0].strip() for line in named] == [
+        "engine.optimizer.lr" if "optimizer" in changed else "engine.freeze"
+    ]
 
 
 @pytest.mark.parametrize(

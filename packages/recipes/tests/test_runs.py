@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from offbeat_recipes.testing import Command
 from offbeat_trainer.stream.journal.events import Dropped, Issued, Taken
@@ -122,6 +124,10 @@ SYNC = (
     "engine.threads_per_rank=1",
 )
 
+FOUR_HEADS = ("task.hidden_size=128", "task.num_heads=4")  # those of the default model are three
+FSDP2 = ("engine=fsdp2",)
+MEGATRON = ("engine=megatron", "engine.tensor_parallel_size=2")
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_ray: str) -> Path:
@@ -141,6 +147,24 @@ def test_a_killed_run_resumes_bit_for_bit_on_two_ranks_and_two_replicas(
     kill_after(folder, 3, *SYNC, shared_ray)
     assert "from the checkpoint of step" in run(folder, *SYNC, shared_ray, "resume=auto")
     check_same(folder, undisturbed)
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+@pytest.mark.parametrize(("first", "second"), [(FSDP2, MEGATRON), (MEGATRON, FSDP2)])
+def test_a_killed_run_goes_on_with_another_engine(
+    tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...], shared_ray: str
+):
+    """The steps to come are those of the run that was left alone, and so are its weights: Adam's moments moved, too."""
+    settings = (*SYNC, *FOUR_HEADS, shared_ray)
+    run(tmp_path / "whole", *settings, *first)
+    kill_after(tmp_path / "moved", 3, *settings, *first)
+    assert "from the checkpoint of step" in run(tmp_path / "moved", *settings, *second, "resume=auto")
+    whole, moved = history(tmp_path / "whole"), history(tmp_path / "moved")
+    for key in ("step", "train/loss", "train/grad_norm", "reward/mean"):
+        assert [line[key] for line in moved] == pytest.approx([line[key] for line in whole], abs=1e-6), key
+    one, other = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "moved"))
+    torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
 
 
 @pytest.mark.ray

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
+_ENGINE = "engine.name"
 # Settings that may differ when a run goes on, besides those whose fields have the metadata `SPEED`: they change neither the
-# data nor the arithmetic of a step.
+# data nor, but for its rounding, the arithmetic of a step.
 MAY_CHANGE = (
     "resume",
     "run_dir",
@@ -32,6 +33,7 @@ MAY_CHANGE = (
     "evaluation.",
     "reward.",
     "environment.concurrency",
+    _ENGINE,
     "trainer.steps",
     "trainer.validate_every",
     "trainer.validation_prompts",
@@ -194,10 +196,11 @@ def _check_same(path: Path, settings: Mapping[str, object], may_change: frozense
         )
     before = _flatten(cast("dict[str, object]", written))
     now = _flatten(cast("dict[str, object]", yaml.safe_load(yaml.safe_dump(dict(settings)))))
+    allowed = may_change | _gone_with_the_engine(before, now)
     changed = [
         f"{name}: was {before.get(name)!r}, is {now.get(name)!r}"
         for name in sorted({*before, *now})
-        if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE) and name not in may_change
+        if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE) and name not in allowed
     ]
     if _bends_the_schedule(before, now):
         changed.append(
@@ -217,6 +220,13 @@ def _check_same(path: Path, settings: Mapping[str, object], may_change: frozense
             + "\n  ".join(changed)
             + "\nset them back, or start a new run with resume=never"
         )
+
+
+def _gone_with_the_engine(before: Mapping[str, object], now: Mapping[str, object]) -> frozenset[str]:
+    """Return the settings that one of two engines alone has: checkpoints are by Hugging Face names, which any engine goes on from."""
+    if before.get(_ENGINE) == now.get(_ENGINE):
+        return frozenset()
+    return frozenset(name for name in before.keys() ^ now.keys() if name.startswith("engine."))
 
 
 def _bends_the_schedule(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
