@@ -123,6 +123,29 @@ def test_what_the_parts_refuse(setting: str, refused: str):
     assert refused in _refused(gather_facts(compose_run([setting])))
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "refused", "says"),
+    [
+        (2, ["engine.tensor_parallel_size=2"], "engine.tensor_parallel_size", "3 attention heads, which 2 do not divide"),
+        (8, ["engine.tensor_parallel_size=3"], "engine.num_ranks", "8 ranks are no multiple of the 3"),
+        (8, ["engine.pipeline_parallel_size=4"], "engine.pipeline_parallel_size", "2 layers, which 4 do not divide"),
+        (8, ["engine.expert_parallel_size=3"], "engine.expert_parallel_size", "3 copies are to share the experts, and there are 8"),
+        (8, ["engine.expert_parallel_size=2"], "engine.expert_parallel_size", "0 experts, which 2 do not divide"),
+        (8, ["engine.virtual_pipeline_size=2"], "engine.virtual_pipeline_size", "no pipeline to interleave"),
+        (8, ["engine.sequence_parallel=true"], "engine.sequence_parallel", "only the ranks of a tensor"),
+        (8, ["engine.context_parallel_size=2"], "engine.context_parallel_size", "Transformer Engine"),
+        (8, ["model.dtype=bfloat16"], "model.dtype", "not written for this engine"),
+        (8, ["engine.lora.rank=4"], "engine.lora", "not written for this engine"),
+        (8, ["engine.optimizer.name=adafactor"], "engine.optimizer", "Adam's"),
+    ],
+)  # fmt: skip
+def test_layouts_of_megatron_that_cannot_be(num_ranks: int, layout: list[str], refused: str, says: str):
+    """Also those that the model decides, where the task makes it on the spot."""
+    settings = ["engine=megatron", f"engine.num_ranks={num_ranks}", *layout]
+    found = gather_facts(compose_run(settings)).refusals
+    assert any(item.setting == refused and says in item.reason for item in found), found
+
+
 def test_folders_of_roles_are_looked_at_and_weights_that_are_loaded_whole(tmp_path: Path):
     from transformers import AutoConfig, AutoModelForCausalLM
 

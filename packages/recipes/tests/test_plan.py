@@ -233,6 +233,48 @@ def test_moments_of_eight_bits_take_two_bytes_and_their_scales():
     assert "Adam's two moments, eight bits, sharded" in names
 
 
+MIXTURE = replace(MODEL, num_params=1_000_000, num_expert_params=800_000)
+EIGHT = replace(CPU, num_gpus=8, gpu_gib=80)
+
+
+@pytest.mark.parametrize(
+    ("layout", "facts", "weights", "moments"),
+    [
+        ((), MODEL, 1_000_000, 125_000),
+        (("engine.distributed_optimizer=false",), MODEL, 1_000_000, 1_000_000),
+        (("engine.tensor_parallel_size=2", "engine.pipeline_parallel_size=2"), MODEL, 250_000, 125_000),
+        (("engine.tensor_parallel_size=4", "engine.pipeline_parallel_size=2"), MODEL, 125_000, 125_000),
+        # What is no expert lies on tensor x pipeline ranks, an expert on those times the ranks that share experts.
+        (("engine.expert_parallel_size=4",), MIXTURE, 200_000 + 200_000, 125_000),
+        (("engine.tensor_parallel_size=2", "engine.expert_parallel_size=2"), MIXTURE, 100_000 + 200_000, 125_000),
+        (
+            ("engine.expert_parallel_size=4", "engine.distributed_optimizer=false"),
+            MIXTURE,
+            200_000 + 200_000,
+            200_000 + 200_000,
+        ),
+    ],
+)  # fmt: skip
+def test_memory_by_tensors_pipelines_and_experts(
+    layout: tuple[str, ...], facts: ModelFacts, weights: int, moments: int
+):
+    config = compose_run(["engine=megatron", "engine.num_ranks=8", "device=cuda", *layout])
+    items = dict(rank_memory(config, replace(EIGHT, model=facts), 30, 8).items)
+    assert items["master weights, float32, sharded"] == 4 * weights
+    assert items["gradients, float32, sharded"] == 4 * weights
+    assert items["Adam's two moments, float32, sharded"] == 8 * moments
+
+
+def test_ranks_of_tensors_and_pipelines_share_their_rows():
+    plan = _plan(
+        "engine=megatron", "engine.num_ranks=8", "device=cuda", "cluster.placement=colocated",
+        "engine.tensor_parallel_size=2", "engine.pipeline_parallel_size=2",
+        "trainer.prompts_per_step=4", "trainer.group_size=4", "trainer.updates_per_step=1", facts=EIGHT,
+    )  # fmt: skip
+    assert plan.batch.sequences_per_rank == 8  # sixteen on two copies
+    assert plan.refusals == ()
+
+
 def test_a_policy_with_adapters_needs_no_memory_for_its_reference():
     held = states_of(["engine.lora.rank=4", "algorithm.kl_coef=0.1"])
     assert held == states_of(["engine.lora.rank=4"])

@@ -146,6 +146,14 @@ class EngineConfig:
         """Return among how many of `num_ranks` ranks one copy of the weights is spread."""
         return num_ranks
 
+    def expert_ranks(self, num_ranks: int) -> int:
+        """Return the same of the experts of a mixture."""
+        return self.shard_ranks(num_ranks)
+
+    def moment_ranks(self, num_ranks: int) -> int:
+        """Return the same of what the optimizer keeps."""
+        return self.shard_ranks(num_ranks)
+
 
 def bounded(
     default: float,

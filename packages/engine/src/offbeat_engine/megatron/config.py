@@ -40,5 +40,14 @@ class MegatronConfig(EngineConfig):
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     def shard_ranks(self, num_ranks: int) -> int:
-        """As in `EngineConfig`; experts, which may lie on more ranks, are not counted."""
+        """As in `EngineConfig`."""
         return min(num_ranks, self.model_parallel_size)
+
+    def expert_ranks(self, num_ranks: int) -> int:
+        """As in `EngineConfig`."""
+        held = self.tensor_parallel_size * self.pipeline_parallel_size * self.expert_parallel_size
+        return min(num_ranks, held)
+
+    def moment_ranks(self, num_ranks: int) -> int:
+        """As in `EngineConfig`; experts, which may lie on more ranks, are not counted without `distributed_optimizer`."""
+        return num_ranks if self.distributed_optimizer else self.shard_ranks(num_ranks)

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
@@ -49,7 +50,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The shape of the model. Tied weights count once; `max_positions` 0 means: not said."""
+    """The shape of the model. Tied weights count once, experts in both numbers; `max_positions` 0 means: not said."""
 
     num_params: int
     num_layers: int
@@ -58,6 +59,7 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     max_positions: int
+    num_expert_params: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +171,28 @@ def model_facts(shape: PretrainedConfig) -> ModelFacts:
         num_kv_heads=kv_heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)),
         max_positions=int(getattr(text, "max_position_embeddings", 0)),
+        num_expert_params=sum(
+            parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
+        ),
     )
 
 
 def _engine(config: RunConfig) -> list[Refusal]:
     engine = engine_class(config.engine.name)
-    found = engine.check(config.engine_config(config.model.path), config.engine.num_ranks)
+    with TemporaryDirectory() as scratch:
+        path = config.model.path or _made(config, Path(scratch))
+        found = engine.check(config.engine_config(path), config.engine.num_ranks)
     return [Refusal(_our_name(item.setting), item.reason, item.remedy) for item in found]
+
+
+def _made(config: RunConfig, folder: Path) -> str:
+    """Return the model that the task makes, tiny as it is, for the engine to look at; "" where none can be made, as is said elsewhere."""
+    if not isinstance(config.task, CharTaskConfig):
+        return ""
+    try:
+        return str(make_task(config.task, "", config.seed).model_folder(folder, config.seed))
+    except (TaskError, OSError, ValueError):
+        return ""
 
 
 def _our_name(setting: str) -> str:

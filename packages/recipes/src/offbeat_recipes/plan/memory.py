@@ -53,8 +53,9 @@ def rank_memory(config: RunConfig, facts: Facts, longest_tokens: int, sequences:
     assert model is not None
     ranks, params = config.engine.num_ranks, model.num_params
     width = bytes_of(config.model.dtype)
-    shard = -(-params // config.engine.shard_ranks(ranks))
-    states, trained = _states(config.engine_config(""), model, shard)
+    engine = config.engine_config("")
+    shard = _share(engine, model, ranks)
+    states, trained = _states(engine, model, ranks)
     others, trained_too = _other_roles(config, facts)
     largest = max([params, *(other.num_params for other in facts.role_models.values())])
     loading = []
@@ -97,19 +98,30 @@ def _other_roles(config: RunConfig, facts: Facts) -> tuple[Items, Items]:
         if name == "policy" or engine is None:
             continue
         model = facts.role_models.get(name, facts.model)
-        shard = -(-model.num_params // config.engine.shard_ranks(config.engine.num_ranks))
+        ranks = config.engine.num_ranks
         if specs[name].trained:
-            states, trained = _states(engine, model, shard)
+            states, trained = _states(engine, model, ranks)
             certain += [(f"{name}: {item}", num_bytes) for item, num_bytes in states]
             about += [(f"{name}: {item}", num_bytes) for item, num_bytes in trained]
         else:
             dtype = engine.dtype if engine.inference_only else Dtype.FLOAT32
-            certain.append((f"{name} weights, {dtype.value}, sharded", shard * bytes_of(dtype)))
+            certain.append(
+                (f"{name} weights, {dtype.value}, sharded", _share(engine, model, ranks) * bytes_of(dtype))
+            )
     return tuple(certain), tuple(about)
 
 
-def _states(engine: EngineConfig, model: ModelFacts, shard: int) -> tuple[Items, Items]:
+def _share(engine: EngineConfig, model: ModelFacts, ranks: int) -> int:
+    """Return how many parameters a rank of `ranks` holds, on average."""
+    experts = model.num_expert_params
+    rest = model.num_params - experts
+    return -(-rest // engine.shard_ranks(ranks)) + -(-experts // engine.expert_ranks(ranks))
+
+
+def _states(engine: EngineConfig, model: ModelFacts, ranks: int) -> tuple[Items, Items]:
     """Return what a rank keeps of the weights it trains: what is arithmetic, and what depends on which are trained."""
+    shard = _share(engine, model, ranks)
+    mine = min(shard, -(-model.num_params // engine.moment_ranks(ranks)))
     if engine.lora.rank:
         base, width = ("base weights, frozen, sharded", shard * bytes_of(engine.dtype)), 4 * _FP32
         adapter = engine.lora.rank * model.num_layers * _ADAPTED_WIDTHS * model.hidden_size * width
@@ -117,9 +129,9 @@ def _states(engine: EngineConfig, model: ModelFacts, shard: int) -> tuple[Items,
     weights = ("master weights, float32, sharded", shard * _FP32)
     match engine.optimizer.name:
         case OptimizerName.ADAMW:
-            moments = (("Adam's two moments, float32, sharded", shard * 2 * _FP32),)
+            moments = (("Adam's two moments, float32, sharded", mine * 2 * _FP32),)
         case OptimizerName.ADAMW_8BIT:  # and a scale for each block of 256
-            moments = (("Adam's two moments, eight bits, sharded", shard * 2 + shard * 2 * _FP32 // 256),)
+            moments = (("Adam's two moments, eight bits, sharded", mine * 2 + mine * 2 * _FP32 // 256),)
         case OptimizerName.ADAFACTOR:  # a row and a column of each matrix
             moments = ()
     rest = (("gradients, float32, sharded", shard * _FP32), *moments)
