@@ -151,8 +151,8 @@ def test_a_killed_run_resumes_bit_for_bit_on_two_ranks_and_two_replicas(
 
 @pytest.mark.ray
 @pytest.mark.deep
-@pytest.mark.parametrize(("first", "second"), [(FSDP2, MEGATRON), (MEGATRON, FSDP2)])
-def test_a_killed_run_goes_on_with_another_engine(
+@pytest.mark.parametrize(("first", "second"), [(FSDP2, MEGATRON), (MEGATRON, FSDP2), (MEGATRON, MEGATRON)])
+def test_a_killed_run_goes_on_with_the_same_or_another_engine(
     tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...], shared_ray: str
 ):
     """The steps to come are those of the run that was left alone, and so are its weights: Adam's moments moved, too."""
