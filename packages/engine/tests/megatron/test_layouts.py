@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offbeat_engine import Fsdp2Config, ModelConfig, engine_class
+from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, SftLoss, engine_class
 from offbeat_engine.megatron import MegatronConfig, MegatronEngine, model
 from offbeat_engine.testing import make_tiny_model, probes
 from offbeat_engine.testing.cases_training import check_agreement, check_training
+from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.probes import Job
 from offbeat_engine.testing.runner import BATCHES, KEPT, STEPS, Options, Runner
 
@@ -71,6 +72,9 @@ class DefaultMessages(MegatronEngine):
 
         with patched(model, "transformer_config", with_default):
             super().init_model()
+
+    def _difference(self, parts):
+        return None  # it would see this
 
 
 def test_with_the_default_messages_interleaved_stages_are_silently_wrong_on_gloo(runner, four_layers):
@@ -237,6 +241,50 @@ def test_a_model_is_exact_or_refused(tmp_path, family, changes, says):
     refused = MegatronEngine.check(MegatronConfig(model=ModelConfig(path=path)), 1)
     assert [refusal.setting for refusal in refused] == ["model.path"]
     assert says in refused[0].reason
+
+
+@pytest.mark.parametrize(("ranks", "what"), [(4, "2 key-value heads"), (8, "4 attention heads")])
+def test_heads_that_ranks_cannot_share_are_refused_from_config_json_alone(tmp_path, ranks, what):
+    path = make_tiny_model(tmp_path / "model")
+    config = MegatronConfig(model=ModelConfig(path=path), tensor_parallel_size=ranks)
+    refused = [each for each in MegatronEngine.check(config, ranks) if each.setting == "tensor_parallel_size"]
+    assert any(f"the model has {what}, which {ranks} do not divide" in each.reason for each in refused)
+
+
+def costs(world, job, plain):
+    torch.set_num_threads(1)
+    engines = [one.engine(one.config, world) for one in (job, plain)]
+    for engine in engines:
+        engine.init_model()
+    return [engine._parts.cost for engine in engines]
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_untied", "qwen3_moe"])
+def test_the_cost_of_a_model_by_its_table_is_that_by_its_parameters(runner, tmp_path, family, head):
+    known = FAMILIES[family]
+    path = make_tiny_model(tmp_path / "model", family=known.model_type, head=head, **known.settings)
+    settings = {"model": ModelConfig(path=path, head=head), "freeze": ("*.self_attn.*",)}
+    job = Job(engine=MegatronEngine, config=MegatronConfig(**settings), loss_fn=SftLoss())
+    plain = Job(engine=engine_class("fsdp2"), config=Fsdp2Config(**settings), loss_fn=SftLoss())
+    ours, expected = runner.run(costs, 2, job, plain)[0]
+    assert ours == expected
+    assert 0 < ours.num_trained < ours.num_params
+
+
+def what_init_says(world, job):
+    with pytest.raises(ConfigError) as raised:
+        job.engine(job.config, world).init_model()
+    return str(raised.value)
+
+
+def test_weights_that_are_no_numbers_are_refused_by_name_on_all_ranks(runner, tmp_path):
+    path = make_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    weights = load_file(f"{path}/model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"][3, 3] = float("nan")
+    save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
+    for said in runner.run(what_init_says, 2, job_on(runner, path, tensor_parallel_size=2)):
+        assert "NaN or infinity, such as `model.layers.1.self_attn.k_proj.weight`" in said
 
 
 def test_weights_that_the_table_does_not_expect_are_refused_by_name(tmp_path):

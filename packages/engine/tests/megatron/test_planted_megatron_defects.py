@@ -1,14 +1,17 @@
 """Defects that only an engine of this make can have, one at a time: the suite must see each."""
 
+import re
 import sys
 from contextlib import contextmanager
 
 import pytest
 
+from offbeat_engine import ConfigError, ModelConfig
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.megatron import MegatronEngine, blocks, held, model
+from offbeat_engine.megatron import MegatronConfig, MegatronEngine, blocks, held, model
 from offbeat_engine.megatron.blocks import Block
 from offbeat_engine.megatron.families import Cut
+from offbeat_engine.testing import make_tiny_model
 from offbeat_engine.testing.runner import Options, Ranks, Runner
 from offbeat_engine.testing.suite import cases
 from offbeat_engine.testing.variants import Variant
@@ -26,7 +29,14 @@ def patched(module, name, value):
         setattr(module, name, kept)
 
 
-class QueriesThenKeys(MegatronEngine):
+class Unchecked(MegatronEngine):
+    """Does not look for itself, so that it is the suite that must see what is wrong."""
+
+    def _difference(self, parts):
+        return None
+
+
+class QueriesThenKeys(Unchecked):
     """Lays all queries before all keys and values, instead of by groups: in and out, so that weights look right."""
 
     def init_model(self):
@@ -45,7 +55,7 @@ class QueriesThenKeys(MegatronEngine):
             super().init_model()
 
 
-class HalvesOnRanks(MegatronEngine):
+class HalvesOnRanks(Unchecked):
     """Cuts gate over up into runs of rows, so that one rank has the gate and the other what it gates."""
 
     def init_model(self):
@@ -86,6 +96,14 @@ class TiedApart(MegatronEngine):
             yield from super().named_gradients()
 
 
+class ChecksQueriesThenKeys(QueriesThenKeys):
+    _difference = MegatronEngine._difference
+
+
+class ChecksHalvesOnRanks(HalvesOnRanks):
+    _difference = MegatronEngine._difference
+
+
 TENSOR = r": `[\w.]+` at \[\d+(, \d+)?\]: expected -?\d.*, got -?\d"
 TOKEN = r"`logprobs` of sequence \d+, token \d+ \(id \d+, length \d+\): expected -\d.*, got -?\d"
 PLANTED = [
@@ -120,3 +138,23 @@ def test_the_suite_names_what_is_wrong(ranks, engine, case, says):
             by_name[case].check(runner)
     finally:
         runner.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_ranks"), [(ChecksQueriesThenKeys, 1), (ChecksHalvesOnRanks, 2)], ids=["queries", "halves"]
+)
+def test_the_engine_itself_refuses_with_both_figures(ranks, tmp_path, engine, num_ranks):
+    path = make_tiny_model(tmp_path / "model")
+    config = MegatronConfig(model=ModelConfig(path=path), tensor_parallel_size=num_ranks)
+    says = (
+        r"qwen2: a probe token has -\d\S* by Hugging Face's forward and -\d\S* by this engine \(.*"
+        r"rounding explains .*\); no setting of this engine makes them agree"
+    )
+    for said in ranks.pool(num_ranks).run(what_init_says, engine, config):
+        assert re.match(says, said), said
+
+
+def what_init_says(world, engine, config):
+    with pytest.raises(ConfigError) as raised:
+        engine(config, world).init_model()
+    return str(raised.value)

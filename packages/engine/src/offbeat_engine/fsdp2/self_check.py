@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from offbeat_engine.batch import train_batch
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import RankLostError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.fsdp2.packing import lay_out, padded_inputs
+from offbeat_engine.toolkit import probing
+from offbeat_engine.toolkit.probing import SHARED, Judge, probe
 from offbeat_engine.toolkit.rotary import sequence_limit
 
 if TYPE_CHECKING:
@@ -32,43 +33,13 @@ if TYPE_CHECKING:
     from offbeat_engine.interface import Engine
 
 _log = logging.getLogger(__name__)
-# Tokens of the longer of the two sequences at most and at least, the part of them that the shorter has, and the beginning
-# that they share: with `share_prefixes` it is computed once. The longer one is what lies between the shorter and the row's
-# first token, so whatever reaches back no further than that, or works in blocks of less, shows in the shorter one.
-_LONGEST, _LEAST = 200, 20
-_SHORTER = 0.7
-_SHARED = 6
-_MAX_NAMED = 5
-# What rounding explains, of the largest and of the mean difference: so much, and so much of the mean magnitude. In float32
-# right paths came to 1e-6 here; in bfloat16 to 0.014 and 0.004, and to 0.98 and 0.012 where a router chose other experts for
-# single tokens. So there the mean judges; what leaks is looked for between equal shapes (`_mixing`), strictly.
-_LARGEST = {Dtype.FLOAT32: (1e-3, 1e-4), Dtype.BFLOAT16: (2.0, 0.03)}
-_LARGEST_STRICT = {Dtype.FLOAT32: (1e-4, 1e-5), Dtype.BFLOAT16: (0.05, 0.003)}
-_MEAN = {Dtype.FLOAT32: (2e-4, 2e-5), Dtype.BFLOAT16: (0.03, 0.005)}
 _UNPACKED = "its layers mix tokens of packed sequences: set `packing: false`, which is exact"
 _NOTHING_HELPS = "no setting of this engine makes them agree: use another model or another engine"
 
 
 def find_non_finite(hf: Any) -> str | None:  # noqa: ANN401
-    """Return which weights of this rank's part of a model are no numbers, or None.
-
-    A sum is not finite if one of its numbers is not: one pass, and no memory. What a large sum alone made infinite is looked at
-    again.
-    """
-    with torch.no_grad():
-        odd = [
-            name
-            for name, weight in hf.named_parameters()
-            if weight.is_floating_point()
-            and not local(weight).sum(dtype=torch.float32).isfinite()
-            and not local(weight).isfinite().all()
-        ]
-    if not odd:
-        return None
-    return (
-        f"{len(odd)} weights of the model hold NaN or infinity, such as {', '.join(f'`{name}`' for name in odd[:_MAX_NAMED])}: "
-        "its files are damaged, or come of a run that had gone astray; use others"
-    )
+    """Return which weights of this rank's part of a model are no numbers, or None."""
+    return probing.find_non_finite((name, local(weight)) for name, weight in hf.named_parameters())
 
 
 def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bool) -> str | None:
@@ -80,10 +51,10 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
         packed: whether packing is on, so that turning it off may help.
         dropout: whether training may differ from evaluation, because dropout was asked for or nothing is trained.
     """
-    hf, batch = scorer.hf, _probe(scorer.hf, engine.config.micro_batch_tokens)
+    hf, batch = scorer.hf, probe(scorer.hf.config.get_text_config(), engine.config.micro_batch_tokens)
     name = "values" if scorer.head == "value" else "logprobs"
     device = next(scorer.parameters()).device
-    judge = _Judge(engine.config.dtype, batch["loss_mask"])
+    judge = Judge(engine.config.dtype, batch["loss_mask"])
     with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
         try:
             with engine.eval_mode():
@@ -106,7 +77,7 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
             if not dropout:
                 with engine.train_mode():
                     trained = _own(engine, batch, name)
-                judge = _Judge(
+                judge = Judge(
                     Dtype.FLOAT32 if repeats else engine.config.dtype, batch["loss_mask"], strict=True
                 )
                 found = judge.compare(own, trained, "evaluation", "training")
@@ -135,37 +106,6 @@ def _failure(hf: Any, error: Exception, batch: TrainBatch, dtype: Dtype, *, pack
     return what + ("`packing: false` may help, or use another model" if packed else "use another model")
 
 
-class _Judge:
-    """Compares answers under a mask with what rounding in `dtype` explains; `strict` where the shapes are the same."""
-
-    def __init__(self, dtype: Dtype, mask_BT: torch.Tensor, *, strict: bool = False) -> None:
-        self._dtype = dtype
-        self._mask_BT = mask_BT
-        self._largest = (_LARGEST_STRICT if strict else _LARGEST)[dtype]
-        self._factor = 0.1 if strict else 1.0
-
-    def compare(
-        self,
-        plain_BT: torch.Tensor,
-        own_BT: torch.Tensor,
-        left: str = "Hugging Face's forward",
-        right: str = "this engine",
-    ) -> str | None:
-        """Return both figures of the worst token in words, or None where they agree."""
-        plain_M, own_M = plain_BT[self._mask_BT], own_BT[self._mask_BT]
-        gap_M = (plain_M - own_M).abs().nan_to_num(nan=torch.inf)
-        scale = float(plain_M.abs().mean())
-        largest = self._largest[0] + self._largest[1] * scale
-        mean = self._factor * (_MEAN[self._dtype][0] + _MEAN[self._dtype][1] * scale)
-        if float(gap_M.max()) <= largest and float(gap_M.mean()) <= mean:
-            return None
-        worst = int(gap_M.argmax())
-        return (
-            f"a probe token has {float(plain_M[worst]):.6g} by {left} and {float(own_M[worst]):.6g} by {right} "
-            f"({float(gap_M[worst]):.2g} apart, {float(gap_M.mean()):.2g} on average; rounding explains {largest:.2g} and {mean:.2g})"
-        )
-
-
 def _quieten(
     engine: Engine, scorer: Scorer, plain_BT: torch.Tensor, batch: TrainBatch, device: torch.device
 ) -> str | None:
@@ -176,7 +116,7 @@ def _quieten(
     noise, family = families.Noise(scorer.hf), type(scorer.hf).__name__
     if not noise:
         return None
-    said, judge = str(noise), _Judge(engine.config.dtype, batch["loss_mask"], strict=True)
+    said, judge = str(noise), Judge(engine.config.dtype, batch["loss_mask"], strict=True)
     for value in (0.5, 0.0):  # the first is large enough that evaluation shows it wherever it looks at it
         noise.set(value)
         if judge.compare(plain_BT, _plain(scorer, batch, device)) is not None:
@@ -191,33 +131,6 @@ def _quieten(
     return None
 
 
-def _probe(hf: Any, budget: int) -> TrainBatch:  # noqa: ANN401
-    """Return two sequences that begin alike, of ordinary tokens, all asked for but the first.
-
-    They fit into one micro-batch of `budget` tokens: in two of them nothing would be packed.
-    """
-    config = hf.config.get_text_config()
-    limit = sequence_limit(config) or getattr(config, "max_position_embeddings", None) or _LONGEST
-    longer = max(2, min(_LONGEST, max(_LEAST, budget // 2), int(limit)))
-    lengths = [longer, max(2, int(_SHORTER * longer))]
-    special = {
-        value for key, value in vars(config).items() if key.endswith("token_id") and isinstance(value, int)
-    }
-    ordinary = [token for token in range(min(config.vocab_size, 4096)) if token not in special]
-    draw = torch.Generator().manual_seed(0)
-    picked_BT = torch.randint(len(ordinary), (2, lengths[0]), generator=draw)
-    picked_BT[1, :_SHARED] = picked_BT[0, :_SHARED]
-    lengths_B = torch.tensor(lengths)
-    position_T = torch.arange(lengths[0])
-    real_BT = position_T[None] < lengths_B[:, None]
-    ids_BT = torch.tensor(ordinary)[picked_BT]
-    return train_batch(
-        input_ids=torch.where(real_BT, ids_BT, 0),
-        lengths=lengths_B,
-        loss_mask=real_BT & (position_T[None] > 0),
-    )
-
-
 def _own(engine: Engine, batch: TrainBatch, name: str) -> torch.Tensor:
     predictions, _ = engine.forward_backward_step(batch, forward_only=True)
     return predictions[name].cpu()
@@ -229,8 +142,8 @@ def _mixing(engine: Engine, batch: TrainBatch, name: str) -> str | None:
     Both calls have the same shapes, so hardly anything is left to rounding, in bfloat16 either.
     """
     own, other = _own(engine, batch, name)[1:], batch.clone()
-    other["input_ids"][0, _SHARED:] = other["input_ids"][0, _SHARED:].flip(0)
-    judge = _Judge(engine.config.dtype, batch["loss_mask"][1:], strict=True)
+    other["input_ids"][0, SHARED:] = other["input_ids"][0, SHARED:].flip(0)
+    judge = Judge(engine.config.dtype, batch["loss_mask"][1:], strict=True)
     return judge.compare(own, _own(engine, other, name)[1:], "itself", "itself beside another sequence")
 
 
@@ -276,7 +189,7 @@ def _stays(engine: Engine, scorer: Scorer, batch: TrainBatch, device: torch.devi
             )
             for positions in ((near_T, near_T), (near_T, far_T))
         )
-    judge = _Judge(engine.config.dtype, torch.ones(length - 1, dtype=torch.bool), strict=True)
+    judge = Judge(engine.config.dtype, torch.ones(length - 1, dtype=torch.bool), strict=True)
     return judge.compare(alone, beside) is None
 
 

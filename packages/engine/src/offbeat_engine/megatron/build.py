@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from offbeat_engine.megatron.loading import check_files, fill, hf_config
 from offbeat_engine.megatron.updater import Updater, wrapped
 from offbeat_engine.toolkit.collectives import compute_device, first_failure
 from offbeat_engine.toolkit.rotary import sequence_limit
+from offbeat_engine.toolkit.throughput import ModelCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +44,7 @@ class Parts:
     updater: Updater | None
     trained: frozenset[str]
     sequence_limit: int | None
+    cost: ModelCost
 
 
 def build_parts(config: MegatronConfig, world: World) -> Parts:
@@ -72,6 +75,28 @@ def build_parts(config: MegatronConfig, world: World) -> Parts:
         updater=updater,
         trained=trained,
         sequence_limit=sequence_limit(found),
+        cost=cost_of(shape, config.model.head, frozenset() if config.inference_only else trained),
+    )
+
+
+def cost_of(shape: Shape, head: str, trained: frozenset[str]) -> ModelCost:
+    """Return what arithmetic counts of the whole model; `trained` are the names of what is trained."""
+    visited = shape.experts_per_token / shape.num_experts if shape.num_experts else 1.0
+    num_params = num_trained = 0.0
+    for entry, layer, expert in families.entries(shape, head):
+        if entry is families.EMBEDDING and not shape.tied:
+            continue  # looked up
+        for name, whole in zip(
+            families.names(entry, layer, expert), families.whole_shapes(entry, shape), strict=True
+        ):
+            counted = math.prod(whole) * (1.0 if expert is None else visited)
+            num_params += counted
+            num_trained += counted if name in trained else 0.0
+    return ModelCost(
+        num_params=round(num_params),
+        num_trained=round(num_trained),
+        num_layers=shape.num_layers,
+        attention_width=shape.num_heads * shape.head_dim,
     )
 
 

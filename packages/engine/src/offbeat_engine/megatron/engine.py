@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -19,6 +20,7 @@ from offbeat_engine.megatron import checkpoint, checks, export
 from offbeat_engine.megatron.build import Parts, build_parts
 from offbeat_engine.megatron.config import MegatronConfig
 from offbeat_engine.megatron.model import compute_dtype
+from offbeat_engine.megatron.self_check import find_difference
 from offbeat_engine.megatron.stepping import Step, names_of, run_step
 from offbeat_engine.megatron.updater import Updater, gradient
 from offbeat_engine.toolkit import checkpoint_folders, training_state
@@ -26,12 +28,13 @@ from offbeat_engine.toolkit.accumulation import Accumulation
 from offbeat_engine.toolkit.collectives import first_failure
 from offbeat_engine.toolkit.micro_batches import Asked
 from offbeat_engine.toolkit.saves import Destination, Saves
+from offbeat_engine.toolkit.throughput import peak_flops
 from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator
     from contextlib import AbstractContextManager
-    from typing import Literal
+    from typing import Any, Literal
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
@@ -111,6 +114,16 @@ class MegatronEngine(Engine):
         if failure is not None:
             raise error or ConfigError(f"another rank refuses the settings: {failure}")
         self._parts = build_parts(self._config, self.world)
+        difference = self._difference(self._parts)
+        if difference is not None:
+            self.close()
+            raise ConfigError(difference)
+
+    def _difference(self, parts: Parts) -> str | None:
+        """Return why this model must not be used here (see `self_check`), the same on all ranks, or None."""
+        with self._entered(_Mode.EVAL):
+            # Reading a large model layer by layer may outlast the deadline of other calls.
+            return find_difference(self._step(parts, self._asked(None)), parts, self._saves.world)
 
     def train_mode(self) -> AbstractContextManager[None]:  # noqa: D102
         self._updater()
@@ -171,22 +184,13 @@ class MegatronEngine(Engine):
         parts = self._ready()
         ctx = StepContext() if ctx is None else ctx
         self._check_mode(forward_only)
-        asked = Asked.of(
-            self,
-            names=names_of(self._config),
-            loss_fn=None if forward_only else self._loss_fn,
+        asked = self._asked(
+            None if forward_only else self._loss_fn,
             preprocess_fn=preprocess_fn,
             postprocess_fn=postprocess_fn,
             predict=predict,
         )
-        step = Step(
-            asked=asked,
-            config=self._config,
-            chunks=parts.chunks,
-            shape=parts.shape,
-            groups=parts.groups,
-            sequence_limit=parts.sequence_limit,
-        )
+        step = self._step(parts, asked)
         try:
             with parts.groups.lent(), torch.set_grad_enabled(not forward_only):
                 predictions = run_step(step, batch, ctx)
@@ -199,6 +203,20 @@ class MegatronEngine(Engine):
         assert ctx.stats is not None
         self._accumulation.add(ctx.stats)
         return predictions, ctx.stats.loss, ctx
+
+    def _asked(self, loss_fn: LossFn | None, **hooks: Any) -> Asked:  # noqa: ANN401 fields of `Asked`
+        return Asked.of(self, names=names_of(self._config), loss_fn=loss_fn, **hooks)
+
+    def _step(self, parts: Parts, asked: Asked) -> Step:
+        peak = peak_flops(asked.device, compute_dtype(self._config))
+        return Step(
+            asked=replace(asked, cost=parts.cost, peak_flops=peak),
+            config=self._config,
+            chunks=parts.chunks,
+            shape=parts.shape,
+            groups=parts.groups,
+            sequence_limit=parts.sequence_limit,
+        )
 
     def optimizer_zero_grad(self) -> None:  # noqa: D102
         with self._ready().groups.lent():

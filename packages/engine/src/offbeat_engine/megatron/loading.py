@@ -93,7 +93,7 @@ def fill(held: Sequence[Held], files: WeightFiles, model: ModelConfig, spread: f
         for one in held:
             named = {block.name for block in one.blocks}
             if not named <= files.shapes.keys():
-                _draw(one, model.seed, spread)
+                one.param.copy_(drawn(tuple(one.param.shape), model.seed, spread))
                 continue
             if one.param.dim():
                 one.param.zero_()  # rows that fill up the vocabulary
@@ -108,9 +108,10 @@ def fill(held: Sequence[Held], files: WeightFiles, model: ModelConfig, spread: f
                     block.of(one.param).copy_(read(block.name, rows.start, rows.stop, columns))
 
 
-def _draw(one: Held, seed: int, spread: float) -> None:
+def drawn(shape: tuple[int, ...], seed: int, spread: float) -> torch.Tensor:
+    """Return a value head's weight as every rank draws it; its bias is zero."""
     draw = torch.Generator().manual_seed(seed)
-    whole = torch.zeros(one.param.shape)
+    whole = torch.zeros(shape)
     if whole.dim() > 1:
         whole.normal_(0.0, spread, generator=draw)
-    one.param.copy_(whole)
+    return whole

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.batch import train_batch
+from offbeat_engine.toolkit.probing import without_bars
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from offbeat_engine.batch import TrainBatch
 
 
@@ -134,20 +132,6 @@ def _exaggerate(weight: torch.Tensor) -> None:
         weight.mul_(5.0)
     else:
         weight.add_(torch.randn_like(weight), alpha=0.1)
-
-
-@contextmanager
-def without_bars() -> Generator[None]:
-    """Without transformers' progress bars, whose lines would fill a test's output."""
-    from transformers.utils import logging
-
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            logging.enable_progress_bar()
 
 
 def random_batch(
