@@ -97,15 +97,15 @@ async def test_a_rank_that_dies_while_it_sends_leaves_all_replicas_on_the_old_ve
 
     def die_in_the_next_pass(worker):
         engine = worker.learner.policy
-        gather = engine.named_weights
+        gather = engine.named_weights_on
 
-        def dying():
-            for number, named in enumerate(gather()):
+        def dying(ranks):
+            for number, named in enumerate(gather(ranks)):
                 if number == 3:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield named
 
-        engine.named_weights = dying
+        engine.named_weights_on = dying
 
     await cluster.train._workers[1].__ray_call__.remote(die_in_the_next_pass)
     with pytest.raises((SyncFailed, WorkerGone), match=r"training rank 1 died|source"):

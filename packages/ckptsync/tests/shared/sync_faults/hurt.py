@@ -17,11 +17,12 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import WeightSink
+from offbeat_ckptsync.source.pipeline import FIRST
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Transport
@@ -182,10 +183,10 @@ class HurtSender(Sender):
         offer = super().offer(version, members)
         return _bent_offer(offer) if spoil else offer
 
-    def send(self, offer: SyncOffer) -> Sent:
+    def send(self, offer: SyncOffer, senders: Collection[int] = FIRST) -> Sent:
         """Spoilt after the transfer: a wrong digest, or weights that the trainer has changed meanwhile."""
         self.answer = canary_of(self._weights.weights)
-        sent = super().send(offer)
+        sent = super().send(offer, senders)
         if self._arms.hit("verify"):
             sent = _bent_sent(sent)
         if self._arms.hit("flip") or self._arms.hit("commit"):

@@ -192,7 +192,12 @@ async def _pause_abort(subject: Subject) -> None:
 
 
 async def _pause_wait(subject: Subject) -> None:
+    before = (await subject.engine.health()).tokens_made
     tasks = [await _start(subject, subject.request(max_tokens=30, seed=i)) for i in range(3)]
+    async with asyncio.timeout(DEADLINE_S):
+        # Two have no more than 60 tokens: of each there is one by then. What has none yet may wait for the end of the pause.
+        while before is not None and ((await subject.engine.health()).tokens_made or 0) <= before + 60:  # noqa: ASYNC110 an engine is asked
+            await asyncio.sleep(0.001)
     await subject.engine.pause(PauseMode.WAIT)
     done = await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
     assert [completion.finish for completion in done] == [Finish.LENGTH] * 3

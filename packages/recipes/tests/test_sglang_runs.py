@@ -1,0 +1,106 @@
+"""Whole runs whose replica is an SGLang server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from offbeat_recipes.testing import Command
+from offbeat_rollout import ConfigError
+from offbeat_rollout.sglang import SglangConfig
+from offbeat_rollout.sglang.arguments import check_arguments
+
+
+def why_not() -> str:
+    """Say what keeps SGLang from running here."""
+    try:
+        check_arguments(SglangConfig(model_path=""))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.vllm,
+    pytest.mark.deep,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "SGLang is there"),
+]
+
+SETTINGS = (
+    "task=arithmetic",
+    "rollout=sglang",
+    "warmup.steps=8",
+    "trainer.prompts_per_step=4",
+    "trainer.group_size=4",
+    "trainer.validation_prompts=8",
+    "cluster.start_timeout_s=800",
+)
+RUN_TIMEOUT_S = 880.0
+# What depends on the clock and the machine, and, in the sixth digit, on who else was in the batch: the kernels that leave a
+# row alone are a GPU's. Tokens, losses and gradients are the same to the bit, since the trainer computes log-probs itself.
+UNEQUAL = ("memory/", "time", "idle/", "buffer/", "sync/", "mismatch/", "offpolicy/")
+
+
+def begin(folder: Path, *settings: str) -> Command:
+    """Start a run in `folder` without waiting for it."""
+    return Command(
+        "train",
+        [*SETTINGS, f"run_dir={folder}", *settings],
+        folder.with_name(f"{folder.name}-said") / "train",
+    )
+
+
+def history(folder: Path) -> list[dict[str, float]]:
+    """Return the metrics of each step without what is not equal in two runs."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(UNEQUAL)} for line in lines]
+
+
+def servers_of(folder: Path) -> list[int]:
+    """Return the first processes of the SGLang servers of the run in `folder`."""
+    found: list[int] = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        # The keeper has the same words, behind its own; so has nobody else.
+        at = words.index(b"--model-path") + 1 if b"--model-path" in words else 0
+        if at and words[at].startswith(f"{folder}/".encode()) and b"-S" not in words:
+            found.append(int(pid))
+    return found
+
+
+@pytest.mark.timeout(2000)
+def test_the_same_seed_is_the_same_run_and_the_sampler_is_the_trainer(tmp_path: Path, shared_ray: str):
+    for name in ("one", "other"):
+        begin(tmp_path / name, shared_ray, "trainer.steps=4").succeed(RUN_TIMEOUT_S)
+    assert history(tmp_path / "one") == history(tmp_path / "other")
+    assert [line["step"] for line in history(tmp_path / "one")] == [1, 2, 3, 4]
+    for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["mismatch/max_abs_logprob_diff"] <= 1e-4
+    assert not servers_of(tmp_path / "one")
+
+
+@pytest.mark.timeout(2000)
+def test_a_killed_server_is_replaced_and_nothing_is_lost(tmp_path: Path, shared_ray: str):
+    folder = tmp_path / "run"
+    command = begin(folder, shared_ray, "mode=fully_async", "trainer.steps=30")
+    command.wait_for_steps(folder / "metrics.jsonl", 2, RUN_TIMEOUT_S)
+    doomed = servers_of(folder)
+    assert len(doomed) == 1
+    os.kill(doomed[0], signal.SIGKILL)
+    command.succeed(RUN_TIMEOUT_S)
+    assert [line["step"] for line in history(folder)] == list(range(1, 31))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["buffer/consumed_groups"] == 30 * 4
+    assert not [key for key in lines[-1] if key.startswith("buffer/dropped")]
+    drawn = {str(event.get("name")) for event in json.loads((folder / "trace.json").read_text())}
+    assert any(name.startswith("lost: ") for name in drawn), "the run was over before the server was missed"
+    assert "start anew" in drawn
+    assert not servers_of(folder)
