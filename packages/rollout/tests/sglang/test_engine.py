@@ -253,10 +253,10 @@ async def test_a_killed_server_is_known_at_once_and_nothing_of_it_is_left(engine
             await asyncio.sleep(0.05)
     with pytest.raises(EngineStateError, match="the server ended"):
         await engine.generate(request("none"))
-    folder = engine._server._folder
+    folders = [each.path for each in engine._server._folders]
     await engine.stop()
     assert not any(alive(pid) for pid in group)
-    assert not there(folder)
+    assert not any(there(folder) for folder in folders)
 
 
 def children(pid):

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from offbeat_rollout.errors import EngineStateError
 from offbeat_rollout.sglang import keeper
 from offbeat_rollout.sglang.arguments import server_command
+from offbeat_rollout.sglang.folders import HeldFolder
 
 if TYPE_CHECKING:
     from offbeat_rollout.sglang.client import Client
     from offbeat_rollout.sglang.config import SglangConfig
 
 _LOOK_S = 0.2
-_PREFIX = "offbeat-sglang-"
 _MEMORY = Path("/dev/shm")
 _STOP_TIMEOUT_S = 60.0  # more than a keeper waits
 
@@ -31,23 +31,25 @@ class Server:
     def __init__(self, config: SglangConfig) -> None:
         """Start the processes, which take their time to come up."""
         self.port = _free_port()
-        # Unix sockets lie there, whose paths must be short.
-        self._folder = tempfile.mkdtemp(prefix=_PREFIX)
-        # New weights wait there; in memory where there is such a place. The keeper removes it: this process may be killed.
-        self.memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_MEMORY if _MEMORY.is_dir() else None))
+        # Unix sockets lie in the one, whose paths must be short; new weights wait in the other.
+        self._folders = [HeldFolder(Path(tempfile.gettempdir())), HeldFolder(_MEMORY)]
         self._keeper = subprocess.Popen(
             [
                 sys.executable,
                 "-I",
                 "-S",
                 str(Path(keeper.__file__)),
-                self._folder,
-                str(self.memory),
+                *(str(each.path) for each in self._folders),
                 *server_command(config, self.port),
             ],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
+
+    @property
+    def memory(self) -> Path:
+        """A folder that the server can read, in memory where there is such a place."""
+        return self._folders[1].path
 
     @property
     def url(self) -> str:
@@ -73,7 +75,7 @@ class Server:
             await asyncio.sleep(_LOOK_S)
 
     def end(self) -> None:
-        """End it and all that it started; safe to call twice. Blocks."""
+        """End it and all that it started. Blocks."""
         stdin = self._keeper.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):
@@ -83,6 +85,8 @@ class Server:
         except subprocess.TimeoutExpired:
             self._keeper.kill()  # the server's first process goes with it
             self._keeper.wait(_STOP_TIMEOUT_S)
+        for folder in self._folders:
+            folder.close()
 
 
 def _free_port() -> int:
