@@ -52,6 +52,7 @@ def four_layers(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("models") / "deep", layers=4)
 
 
+@pytest.mark.deep
 def test_interleaved_stages_train_as_the_plain_reference(runner, four_layers):
     job = job_on(runner, four_layers, micro_batch_tokens=8, **INTERLEAVED)
     records = runner.run(probes.train, 2, job, BATCHES, KEPT)
