@@ -140,7 +140,8 @@ def _with_peak(make: Callable[[], Any], batch: Any) -> tuple[Any, float | None]:
 
 def sync_cuda_ipc(num_bytes: int = 2 * GIB, num_tensors: int = 400, device: str = "cuda") -> dict[str, Any]:
     """Sync changed weights from one process to another on the same GPU, every byte compared at the end."""
-    from offbeat_ckptsync.bench.syncs import Load, measure
+    from timed_syncs import Load, measure
+
     from offbeat_ckptsync.config import SyncConfig
 
     transport = "cuda_ipc" if device == "cuda" else "shm"

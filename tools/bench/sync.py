@@ -21,17 +21,20 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import links
 from failures import BenchError, run_within, tail
 from no_digests import switch_off
+from timed_syncs import Load, measure_apart
 
-from offbeat_ckptsync.bench import links
-from offbeat_ckptsync.bench.cli import BUCKET_MIB, MIB
-from offbeat_ckptsync.bench.syncs import Load, measure_apart
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import SyncError
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.values import SyncReport
+
+MIB = 1 << 20
+BUCKET_MIB = {"shm": 64.0, "broadcast": 32.0, "disk": 32.0}
+"""What each transport does best with here: every bucket of `shm` wakes four threads, and none is copied for its own sake."""
 
 RECEIVERS = {"shm": (1, 2, 4), "shm_adopted": (1, 4), "broadcast": (1,), "disk": (1,)}
 """How many receiving processes; all but `shm_adopted` copy what came into a module's own tensors, as vLLM's loaders do."""

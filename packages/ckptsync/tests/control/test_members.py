@@ -33,7 +33,7 @@ class Replica(GenerationGate):
 
     def __init__(self, num_ranks):
         context = mp.get_context("forkserver")  # which has loaded torch, once for all of them
-        context.set_forkserver_preload(["offbeat_ckptsync.testing.apart"])
+        context.set_forkserver_preload(["offbeat_ckptsync.testing"])
         pairs = [context.Pipe() for _ in range(num_ranks)]
         self.pipes = [near for near, _ in pairs]
         self.processes = [

@@ -14,21 +14,20 @@ from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, check_case, transport_contract
 from offbeat_ckptsync.testing.contract import CASES
+from ranks_apart import contract_apart
 
 test_loopback = transport_contract("loopback")
 test_shm = transport_contract("shm")
 test_broadcast_over_gloo = transport_contract("broadcast")
 test_disk = transport_contract("disk")
 test_auto = transport_contract("auto", num_receivers=(2,))
-test_shm_between_processes = pytest.mark.spawns(transport_contract("shm", num_receivers=(2,), apart=True))
-test_broadcast_between_processes = pytest.mark.spawns(
-    transport_contract("broadcast", num_receivers=(2,), apart=True)
-)
+test_shm_between_processes = pytest.mark.spawns(contract_apart("shm", num_receivers=(2,)))
+test_broadcast_between_processes = pytest.mark.spawns(contract_apart("broadcast", num_receivers=(2,)))
 test_cuda_ipc = pytest.mark.gpu(1)(
-    transport_contract("cuda_ipc", apart=True, device="cuda", gpus=("cuda:0",))
+    contract_apart("cuda_ipc", num_receivers=(1, 3), device="cuda", gpus=("cuda:0",))
 )
 test_broadcast_over_nccl = pytest.mark.gpu(2)(
-    transport_contract("broadcast", num_receivers=(1,), apart=True, device="cuda", gpus=("cuda:1",))
+    contract_apart("broadcast", num_receivers=(1,), device="cuda", gpus=("cuda:1",))
 )
 
 DTYPES = st.sampled_from(["float32", "bfloat16", "uint8", "int64", "bool"])

@@ -9,9 +9,9 @@ from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
-from offbeat_ckptsync.testing.apart import RankApart
 from offbeat_ckptsync.testing.fakes import prints_of
 from offbeat_ckptsync.transports.relay import RelayTransport
+from ranks_apart import RankApart
 
 pytestmark = pytest.mark.spawns
 

@@ -9,23 +9,19 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.config import make_transport
-from offbeat_ckptsync.control.ranks import EngineRanks, LocalRank
+from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.ranks import Control, EngineRanks, LocalRank, Mailbox, Ranks
 from offbeat_ckptsync.errors import LoadError, SyncError
-from offbeat_ckptsync.seams import CACHE, WEIGHTS, GenerationGate, Member, WeightSource
+from offbeat_ckptsync.seams import CACHE, WEIGHTS, GenerationGate, Member, Source, Transport, WeightSource
 from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.values import Flip
+from offbeat_ckptsync.values import Echo, Flip, Label, Layout, Manifest, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
 
-    from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.control.ranks import Control, Mailbox, Ranks
     from offbeat_ckptsync.member.receiver import Receiver
-    from offbeat_ckptsync.seams import Source, Transport
-    from offbeat_ckptsync.values import Echo, Label, Layout, Manifest, Sent, Status, SyncOffer
 
 AskCanary = Callable[[], Awaitable[list[float]]]
 """Asks a replica the fixed question whose answer is to agree between replicas after a flip; see `canary`."""

@@ -16,13 +16,12 @@ from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.digest import check_echo, label_of, told
 from offbeat_ckptsync.plan.manifest import check_digest, require_match
 from offbeat_ckptsync.plan.slices import assemble, check_cut, met_by, own_buckets
-from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
+from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Layout, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.seams import Transport, WeightSink
-    from offbeat_ckptsync.values import Layout
 
     _Copy = tuple[Manifest, list[tuple[str, torch.Tensor]]]
 

@@ -16,12 +16,11 @@ from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest, manifest_of, require_match
 from offbeat_ckptsync.seams import WeightSink, WeightSource
 from offbeat_ckptsync.threads import num_movers
-from offbeat_ckptsync.values import Cut, TensorSpec
+from offbeat_ckptsync.values import Cut, Layout, Manifest, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from offbeat_ckptsync.values import Layout, Manifest
 
 _SPAN_BYTES = 16 << 20  # copied at a time, so that threads finish together
 

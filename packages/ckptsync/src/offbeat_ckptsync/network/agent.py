@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.control.carried import Operations
-from offbeat_ckptsync.control.members import local_member
+from offbeat_ckptsync.control.members import AskCanary, local_member
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.network.channel import Channel, ChannelClosed, answer
 from offbeat_ckptsync.network.membership import register
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.control.members import AskCanary
     from offbeat_ckptsync.member.receiver import Receiver
     from offbeat_ckptsync.seams import GenerationGate, Member, Source
     from offbeat_ckptsync.wire import Json

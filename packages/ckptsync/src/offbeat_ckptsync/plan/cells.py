@@ -18,14 +18,12 @@ import numpy as np
 import xxhash
 
 from offbeat_ckptsync.plan.manifest import dtype_of
-from offbeat_ckptsync.values import Manifest, Piece, TensorSpec
+from offbeat_ckptsync.values import Cell, Cutting, Manifest, Piece, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
-
-    from offbeat_ckptsync.values import Cell, Cutting, SyncOffer
 
     Ints = NDArray[np.int64]
 

@@ -15,13 +15,11 @@ from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.plan.cells import where_of
 from offbeat_ckptsync.plan.slices import key_of, touches
-from offbeat_ckptsync.values import Cell, Cutting
+from offbeat_ckptsync.values import Cell, Cut, Cutting, Layout, Manifest, SyncOffer, TensorSpec
 from offbeat_ckptsync.wire import encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    from offbeat_ckptsync.values import Cut, Layout, Manifest, SyncOffer, TensorSpec
 
     Cuts = tuple[Cut, ...] | None
     """Of one tensor, by one need; None: all of it."""

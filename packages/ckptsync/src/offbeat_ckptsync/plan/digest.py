@@ -13,14 +13,12 @@ import xxhash
 from offbeat_ckptsync.errors import DigestError, VersionError
 from offbeat_ckptsync.plan.buckets import tensors_in
 from offbeat_ckptsync.plan.sum64 import sum64_on_device
-from offbeat_ckptsync.values import Label
+from offbeat_ckptsync.values import Bucket, Echo, Label, Manifest, Sent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-
-    from offbeat_ckptsync.values import Bucket, Echo, Manifest, Sent
 
 
 def digest(payload: torch.Tensor) -> str:

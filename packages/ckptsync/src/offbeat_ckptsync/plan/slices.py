@@ -18,12 +18,10 @@ from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.plan.cells import cell_spec, cells_of, sent_of
 from offbeat_ckptsync.plan.manifest import dtype_of
 from offbeat_ckptsync.seams import WeightSource
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import Bucket, Cell, Cut, Layout, Manifest, Seat, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    from offbeat_ckptsync.values import Bucket, Cell, Cut, Layout, Manifest, SyncOffer, TensorSpec
 
     Region = tuple[tuple[int, ...], tuple[int, ...]]
     """Where a part of a tensor starts along each dimension, and its shape."""

@@ -7,10 +7,10 @@ import threading
 import uuid
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.config import make_transport
+from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.plan.slices import CutSource, met_at
-from offbeat_ckptsync.seams import Source
+from offbeat_ckptsync.seams import Source, Transport, WeightSource
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession, WholeSession
 from offbeat_ckptsync.source.pipeline import FIRST, send_weights, walk
@@ -19,9 +19,6 @@ from offbeat_ckptsync.values import Sent, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-    from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.seams import Transport, WeightSource
 
 
 class Sender:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_ckptsync.seams import Transport
-    from offbeat_ckptsync.testing.apart import SyncApart
 
     Tensors = dict[str, torch.Tensor]
 
@@ -47,21 +46,17 @@ def transport_contract(
     name: str,
     *,
     num_receivers: tuple[int, ...] = (1, 3),
-    apart: bool = False,
-    gpus: tuple[str, ...] = (),
     **settings: Any,  # noqa: ANN401 -- fields of `SyncConfig`, each of its own type
 ) -> Callable[..., None]:
     """Return a pytest test of every case for the transport called `name`, once per number of receivers.
 
-    With `apart` the receivers are in processes of their own, which are on `gpus` in turn: CUDA hands memory to other processes
-    only, and NCCL takes one rank per GPU and process. `settings` are fields of `SyncConfig`. A transport that needs a folder finds a fresh one in `disk_path`.
+    All receivers are in this process. `settings` are fields of `SyncConfig`. A transport that needs a folder finds a fresh one
+    in `disk_path`.
     """
     import pytest
 
-    checks = ["faults"] if apart else [*_CHECKS]
-
     @pytest.mark.parametrize("receivers", num_receivers)
-    @pytest.mark.parametrize("case", [*CASES, *checks], ids=lambda case: getattr(case, "name", case))
+    @pytest.mark.parametrize("case", [*CASES, *_CHECKS], ids=lambda case: getattr(case, "name", case))
     def test_contract(case: Case | str, receivers: int, tmp_path: Path) -> None:
         given: dict[str, Any] = {
             "disk_path": str(tmp_path),
@@ -71,9 +66,7 @@ def transport_contract(
         }
         config = SyncConfig(transport=name, bucket_mib=BUCKET_BYTES / (1 << 20), **given)
         make = lambda: make_transport(name, config)  # noqa: E731
-        if apart:
-            asyncio.run(_check_apart(case, make, config, receivers, gpus))
-        elif isinstance(case, Case):
+        if isinstance(case, Case):
             asyncio.run(check_case(case, make, config, num_receivers=receivers))
         else:
             asyncio.run(_CHECKS[case](make, config, num_receivers=receivers))
@@ -95,51 +88,21 @@ async def check_case(
     sinks = {f"replica-{i}": DictSink(manifest_of(case.make(0).items())) for i in range(num_receivers)}
     local = LocalSync(DictSource(case.make(1)), dict(sinks), config, make)
     try:
-        await _check_case(local, case)
+        await check_three_syncs(local, case)
     finally:
         local.close()
 
 
-async def _check_case(local: LocalSync | SyncApart, case: Case) -> None:
-    await _good(local, 1, case.make(1))
-    await _good(local, 2, case.make(2))
+async def check_three_syncs(local: LocalSync, case: Case) -> None:
+    """Do what `check_case` says with the members of `local`."""
+    await check_good(local, 1, case.make(1))
+    await check_good(local, 2, case.make(2))
     first, *_ = local.source.weights
     local.source.weights = {
         f"{name}-renamed" if name == first else name: tensor for name, tensor in case.make(9).items()
     }
-    await _refused(local, 3, f"{first}-renamed")
-    await _good(local, 3, case.make(3))
-
-
-async def _check_apart(
-    case: Case | str,
-    make: Callable[[], Transport],
-    config: SyncConfig,
-    num_receivers: int,
-    gpus: tuple[str, ...],
-) -> None:
-    from offbeat_ckptsync.testing.apart import SyncApart
-
-    weights = case.make if isinstance(case, Case) else awkward_weights
-    expected = {f"replica-{i}": manifest_of(weights(0).items()) for i in range(num_receivers)}
-    fault = Fault("die", 2, times=0)
-    faulty = lambda: FaultyTransport(make(), on_send=fault)  # noqa: E731
-    local = SyncApart(DictSource(weights(1)), expected, config, faulty, gpus)
-    try:
-        await local.start()
-        if isinstance(case, Case):
-            await _check_case(local, case)
-            return
-        await _good(local, 1, weights(1))
-        await local.ranks["replica-0"].arm("corrupt", 1)
-        local.source.weights = weights(2)
-        await _refused(local, 2, "bucket 1")
-        await _good(local, 2, weights(2))
-        fault.left, local.source.weights = 1, weights(3)
-        await _refused(local, 3, "bucket")
-        await _good(local, 3, weights(3))
-    finally:
-        local.close()
+    await check_refused(local, 3, f"{first}-renamed")
+    await check_good(local, 3, case.make(3))
 
 
 async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, num_receivers: int) -> None:
@@ -162,12 +125,12 @@ async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, 
         ),
     )
     try:
-        await _good(local, 1, awkward_weights(1))
+        await check_good(local, 1, awkward_weights(1))
         for version, fault in enumerate(faults, start=2):
             local.source.weights = awkward_weights(version)
             fault.left = 1
-            await _refused(local, version, "bucket")
-            await _good(local, version, awkward_weights(version))
+            await check_refused(local, version, "bucket")
+            await check_good(local, version, awkward_weights(version))
     finally:
         local.close()
 
@@ -175,7 +138,8 @@ async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, 
 _CHECKS = {"faults": check_transport, "deltas": check_deltas}
 
 
-async def _good(local: LocalSync | SyncApart, version: int, weights: Tensors) -> None:
+async def check_good(local: LocalSync, version: int, weights: Tensors) -> None:
+    """Sync `weights` as `version`; every member then serves them, bit for bit."""
     local.source.weights = weights
     report = await local.manager.sync(version)
     assert report.version == version
@@ -184,7 +148,8 @@ async def _good(local: LocalSync | SyncApart, version: int, weights: Tensors) ->
         assert got == want, f"{name} serves {got}, not {want}"
 
 
-async def _refused(local: LocalSync | SyncApart, version: int, named: str) -> None:
+async def check_refused(local: LocalSync, version: int, named: str) -> None:
+    """Try to sync what the source holds; that fails, says `named`, and every member serves what it served."""
     before = await local.serving()
     told = ""
     try:

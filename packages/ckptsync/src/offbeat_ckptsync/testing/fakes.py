@@ -13,17 +13,15 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport, WeightSource
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport, WeightSink, WeightSource
 from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.values import Manifest, Seat
+from offbeat_ckptsync.values import Bucket, Manifest, Seat, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.member.sinks import DictSink
-    from offbeat_ckptsync.seams import WeightSink
-    from offbeat_ckptsync.values import Bucket, SyncOffer
 
 
 class DictSource(WeightSource):

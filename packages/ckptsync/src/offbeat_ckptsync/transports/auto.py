@@ -15,8 +15,8 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING, Literal, cast
 
-from offbeat_ckptsync.config import make_transport
-from offbeat_ckptsync.seams import Transport
+from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.threads import own_device, use_device
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
 from offbeat_ckptsync.transports.topology import Place, choose, here
@@ -25,8 +25,6 @@ from offbeat_ckptsync.wire import decode, encode
 if TYPE_CHECKING:
     import torch
 
-    from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.seams import BucketReceiver, BucketSender
     from offbeat_ckptsync.values import Seat, SyncOffer
 
 

@@ -31,18 +31,16 @@ import torch
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.slices import parts_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
-from offbeat_ckptsync.store import own_address
+from offbeat_ckptsync.store import Store, own_address
 from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.group import Group, Seats
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.store import Store
-    from offbeat_ckptsync.values import Bucket, SyncOffer
 
 _WHOLE = -1
 """Announced in place of a delta's length: the bucket comes whole."""

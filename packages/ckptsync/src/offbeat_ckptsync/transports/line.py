@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.seams import Transport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import Seat, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.values import SyncOffer
 
 Packet = dict[str, Any]
 

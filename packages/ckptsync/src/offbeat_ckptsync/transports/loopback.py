@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.slices import parts_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.values import Bucket, SyncOffer
 
 _DEPTH = 2  # buckets in flight to one receiver
 

@@ -33,13 +33,12 @@ from offbeat_ckptsync.transports.broadcast import BroadcastTransport
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
 from offbeat_ckptsync.transports.shm import ShmTransport
 from offbeat_ckptsync.transports.topology import here, machine_of
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.values import Bucket, SyncOffer
 
 Node = dict[str, Any]
 """What the source says of one machine; see above."""

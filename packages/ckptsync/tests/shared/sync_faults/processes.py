@@ -32,7 +32,7 @@ class Actor:
 
         context = mp.get_context("forkserver")
         # Not `actors`: a fork server finds what is installed.
-        context.set_forkserver_preload(["offbeat_ckptsync.testing.apart"])
+        context.set_forkserver_preload(["offbeat_ckptsync.testing"])
         self.name = name
         self.pipe: Connection
         self.pipe, far = context.Pipe()

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync.adapters.sglang.files import keep_only, write_verified
 from offbeat_ckptsync.adapters.sglang.proof import Proof
 from offbeat_ckptsync.adapters.sglang.tensors import in_parts
-from offbeat_ckptsync.control.members import LocalMember
+from offbeat_ckptsync.control.members import AskCanary, LocalMember
 from offbeat_ckptsync.errors import TransferError, VersionError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.plan.manifest import make_manifest
-from offbeat_ckptsync.seams import WeightSink
+from offbeat_ckptsync.seams import Transport, WeightSink
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports.weight_files import folder_specs
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync.adapters.sglang.server import SglangServer
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.control.members import AskCanary
-    from offbeat_ckptsync.seams import Transport
-    from offbeat_ckptsync.values import Flip, Label, Manifest, Sent, Status, SyncOffer
 
 
 class PauseMode(StrEnum):

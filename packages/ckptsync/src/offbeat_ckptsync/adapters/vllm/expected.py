@@ -13,12 +13,10 @@ import torch
 from offbeat_ckptsync.member.sinks import distinct_tensors
 from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest, manifest_of
 from offbeat_ckptsync.transports.weight_files import folder_specs
-from offbeat_ckptsync.values import TensorSpec
+from offbeat_ckptsync.values import Manifest, TensorSpec
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-
-    from offbeat_ckptsync.values import Manifest
 
 
 def expected_manifest(model_config: ModelConfig) -> Manifest | None:

@@ -10,30 +10,45 @@ import os
 import signal
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.carried import CarriedMember, Operations
-from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport, prints_of
+from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.testing.contract import (
+    BUCKET_BYTES,
+    CASES,
+    Case,
+    check_good,
+    check_refused,
+    check_three_syncs,
+)
+from offbeat_ckptsync.testing.fakes import (
+    DictSource,
+    Fault,
+    FaultyTransport,
+    LocalSync,
+    awkward_weights,
+    prints_of,
+)
 from offbeat_ckptsync.threads import in_thread, use_device
 from offbeat_ckptsync.transports.relay import RelayTransport
-from offbeat_ckptsync.values import Manifest, Registration, Seat
+from offbeat_ckptsync.values import Bucket, Manifest, Registration, Seat
 from offbeat_ckptsync.wire import Json, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
     from offbeat_ckptsync.seams import Transport
-    from offbeat_ckptsync.values import Bucket
 
 START_S = 600.0
 """For a process to come up; generous, because only a defect uses it up."""
@@ -49,7 +64,7 @@ class RankApart(CarriedMember):
         """Start it and wait until it is there."""
         super().__init__(Registration(name=name, role="member", host="", port=0), self._carry)
         context = mp.get_context("forkserver")  # which has loaded torch, once for all of them
-        context.set_forkserver_preload(["offbeat_ckptsync.testing.apart"])
+        context.set_forkserver_preload(["offbeat_ckptsync.testing"])
         self._pipe, far = context.Pipe()
         settings = json.dumps({"config": encode(config), "name": name, "machine": machine, "gpu": gpu})
         self.process = context.Process(target=_be_a_rank, args=(far, settings), daemon=True)
@@ -102,8 +117,8 @@ class RankApart(CarriedMember):
                     waiting.set_exception(TransferError(f"{self.name} died"))
 
 
-class SyncApart:
-    """A `LocalSync` whose members are in processes of their own, each on its own of `gpus` where there are some."""
+class SyncApart(LocalSync):
+    """Its members are in processes of their own, each on its own of `gpus` where there are some."""
 
     def __init__(
         self,
@@ -114,10 +129,8 @@ class SyncApart:
         gpus: tuple[str, ...] = (),
     ) -> None:
         """Start a rank for each name in `expected`, and a source here."""
-        self.source = source
+        super().__init__(source, {}, config, make)
         self._expected = expected
-        self.sender = Sender(source, config, transport=make())
-        self.manager = CheckpointEngineManager(LocalSource(self.sender), config)
         self.ranks = {
             name: RankApart(name, config, gpu=gpus[number % len(gpus)] if gpus else "")
             for number, name in enumerate(expected)
@@ -138,7 +151,56 @@ class SyncApart:
         """End everything."""
         for rank in self.ranks.values():
             rank.close()
-        self.sender.close()
+        super().close()
+
+
+def contract_apart(
+    name: str,
+    *,
+    num_receivers: tuple[int, ...],
+    gpus: tuple[str, ...] = (),
+    **settings: Any,
+) -> Callable[..., None]:
+    """Return a test of every case of the contract, receivers in processes of their own, which are on `gpus` in turn.
+
+    CUDA hands memory to other processes only, and NCCL takes one rank per GPU and process.
+    """
+
+    @pytest.mark.parametrize("receivers", num_receivers)
+    @pytest.mark.parametrize("case", [*CASES, "faults"], ids=lambda case: getattr(case, "name", case))
+    def test_contract(case: Case | str, receivers: int, tmp_path: Path) -> None:
+        limits: dict[str, Any] = {"begin_timeout_s": 20.0, "transfer_timeout_s": 30.0, **settings}
+        config = SyncConfig(
+            transport=name, bucket_mib=BUCKET_BYTES / (1 << 20), disk_path=str(tmp_path), **limits
+        )
+        asyncio.run(_check_apart(case, config, receivers, gpus))
+
+    return test_contract
+
+
+async def _check_apart(
+    case: Case | str, config: SyncConfig, num_receivers: int, gpus: tuple[str, ...]
+) -> None:
+    weights = case.make if isinstance(case, Case) else awkward_weights
+    expected = {f"replica-{i}": manifest_of(weights(0).items()) for i in range(num_receivers)}
+    fault = Fault("die", 2, times=0)
+    faulty = lambda: FaultyTransport(make_transport(config.transport, config), on_send=fault)  # noqa: E731
+    local = SyncApart(DictSource(weights(1)), expected, config, faulty, gpus)
+    try:
+        await local.start()
+        if isinstance(case, Case):
+            await check_three_syncs(local, case)
+            return
+        await check_good(local, 1, weights(1))
+        await local.ranks["replica-0"].arm("corrupt", 1)
+        local.source.weights = weights(2)
+        await check_refused(local, 2, "bucket 1")
+        await check_good(local, 2, weights(2))
+        fault.left, local.source.weights = 1, weights(3)
+        await check_refused(local, 3, "bucket")
+        await check_good(local, 3, weights(3))
+    finally:
+        local.close()
 
 
 class _Harm(Fault):

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from timed_weights import Replica, Weights
 
-from offbeat_ckptsync.bench.workload import ModuleSourceOf, Replica, Weights
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import DigestError, TransferError
+from offbeat_ckptsync.member.sinks import ModuleSource
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import SyncReport
 from offbeat_ckptsync.wire import decode, encode
@@ -112,7 +113,7 @@ async def _measure(load: Load, config: SyncConfig) -> list[SyncReport]:
         for _ in range(load.num_receivers)
     ]
     weights = Weights(load.num_bytes, load.num_tensors, load.device)
-    sender = Sender(ModuleSourceOf(weights), config)
+    sender = Sender(ModuleSource(weights), config)
     manager = CheckpointEngineManager(LocalSource(sender), config)
     mailbox = Mailbox()
     try:

@@ -13,14 +13,11 @@ from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink
 from offbeat_ckptsync.plan.buckets import bytes_of
-from offbeat_ckptsync.seams import WeightSource
 from offbeat_ckptsync.threads import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
-
-    from offbeat_ckptsync.values import Manifest
 
 _WIDTH = 256  # elements in a row
 _SHARES = (16, 4, 4, 16, 44, 44, 44, 1)
@@ -55,26 +52,6 @@ class Weights(torch.nn.Module):
         for parameter in self.parameters():
             hasher.update(bytes_of(parameter).cpu().numpy().data)
         return hasher.hexdigest()
-
-
-class ModuleSourceOf(WeightSource):
-    """Satisfies `WeightSource` with a `Weights`."""
-
-    tensors_stay = True
-
-    def __init__(self, weights: Weights) -> None:
-        """Send what `weights` holds."""
-        self._weights = weights
-
-    def manifest(self) -> Manifest:
-        """Return what `tensors` will yield."""
-        from offbeat_ckptsync.plan.manifest import manifest_of
-
-        return manifest_of(self.tensors())
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters."""
-        yield from self._weights.named_parameters()
 
 
 class Replica:
