@@ -4,6 +4,7 @@
 
 A manager and two receivers run in processes of their own, reached over two carriers in turn: `sockets`, where they register
 themselves, and `ray`, a run's own cluster with its training rank and two replicas, in processes that generate and train nothing.
+With `--carrier sglang` the receivers have a real SGLang server each, which is the victim; see `sync_chaos_sglang.py`.
 The sender and the receivers are victims in turn. A victim kills itself with SIGKILL after a number of bytes drawn at random, from
 none to all: the sender a moment (up to 4 ms, some 1 MB of packing) after its weights have yielded them, within a tensor, a bucket,
 or a packet; a receiver up to 60 ms after it has received them, so also while others verify, change over or commit. After each
@@ -33,7 +34,7 @@ from offbeat_ckptsync.config import SyncConfig
 SHARED = str(Path(__file__).parents[2] / "packages" / "ckptsync" / "tests" / "shared")
 sys.path.insert(0, SHARED)
 
-from sync_faults.hurt import content_of, weights_of  # noqa: E402
+from sync_faults.hurt import MadeUp  # noqa: E402
 
 PHASES = ("begin", "transfer", "verify", "flip", "commit")
 DEADLINE_S = 60.0
@@ -64,6 +65,11 @@ class Party(Protocol):
 
     version: int
     receivers: tuple[str, ...]
+    num_bytes: int  # of the weights
+
+    def content(self, version: int) -> str:
+        """Return the digest of all bits of the weights of `version`."""
+        ...
 
     def kill_at(self, victim: str, num_bytes: int, delay_s: float) -> None:
         """Let the sender, or a receiver by its name, kill itself in the next sync, `delay_s` after so many bytes."""
@@ -87,7 +93,7 @@ class Party(Protocol):
         """End all processes."""
 
 
-class OverSockets:
+class OverSockets(MadeUp):
     """Everybody registers at a store; see `sync_faults.processes`."""
 
     def __init__(self, transport: str) -> None:
@@ -130,7 +136,6 @@ class Chaos:
 
     def __init__(self, party: Party, seed: int, log: bool) -> None:
         self._party = party
-        self._num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights_of(0).values())
         self._random = random.Random(seed)
         self._log = log
         self.count = Count()
@@ -138,7 +143,7 @@ class Chaos:
     def round(self, number: int) -> None:
         """Kill one process in a sync, look at everybody, and sync well."""
         victim = SENDER if number % 2 == 0 else self._random.choice(self._party.receivers)
-        kill_at = self._random.randint(1, self._num_bytes)
+        kill_at = self._random.randint(1, self._party.num_bytes)
         moment_s = MOMENT_S["sender" if victim == SENDER else "receiver"]
         self._party.kill_at(victim, kill_at, self._random.uniform(0, moment_s))
         told = self._sync()
@@ -177,19 +182,23 @@ class Chaos:
         self.count.lost += len([name for name in others if name not in served])
         for name, held in served.items():
             self.count.checks += 1
-            if held != (version, content_of(weights_of(version)), True):
+            if held != (version, self._party.content(version), True):
                 self.count.corrupt += 1
                 print(f"{name} serves {held}, not {version}", file=sys.stderr)
 
 
-def _config(transport: str) -> SyncConfig:
-    deadlines = {f"{phase}_timeout_s": DEADLINE_S / len(PHASES) for phase in PHASES}
+def _config(transport: str, deadline_s: float = DEADLINE_S) -> SyncConfig:
+    deadlines = {f"{phase}_timeout_s": deadline_s / len(PHASES) for phase in PHASES}
     return SyncConfig(transport=transport, bucket_mib=1 / 64, **deadlines)
 
 
-def _open(carrier: str, transport: str) -> Party:
+def _open(carrier: str, kind: str) -> Party:
     if carrier == "sockets":
-        return OverSockets(transport)
+        return OverSockets(kind)
+    if carrier == "sglang":
+        from sync_chaos_sglang import SYNC_S, OverSglang
+
+        return OverSglang(_config("shm", SYNC_S), kind)
     # Read by Ray when it is imported, and by the processes that it starts.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SHARED, os.environ.get("PYTHONPATH"))))
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -198,17 +207,18 @@ def _open(carrier: str, transport: str) -> Party:
     prepare_environment()
     from sync_chaos_ray import OverRay
 
-    return OverRay(_config(transport), deadline_s=DEADLINE_S)
+    return OverRay(_config(kind), deadline_s=DEADLINE_S)
 
 
-def _run(carrier: str, transports: list[str], arguments: argparse.Namespace) -> Count:
+def _run(carrier: str, arguments: argparse.Namespace) -> Count:
     total = Count()
-    for i, transport in enumerate(transports):
-        party = _open(carrier, transport)
+    kinds = (arguments.ways if carrier == "sglang" else arguments.transport).split(",")
+    for i, kind in enumerate(kinds):
+        party = _open(carrier, kind)
         chaos = Chaos(party, arguments.seed + i, log=not arguments.json)
         try:
             chaos.good()
-            for number in range(len(range(i, arguments.kills, len(transports)))):
+            for number in range(len(range(i, arguments.kills, len(kinds)))):
                 chaos.round(number)
         finally:
             party.close()
@@ -227,19 +237,24 @@ def main() -> int:
     parser.add_argument(
         "--kills", type=int, default=100, help="how many processes to kill, per carrier (100)"
     )
-    parser.add_argument("--carrier", default="sockets,ray", help="carriers of the operations (sockets,ray)")
+    parser.add_argument("--carrier", default="sockets,ray", help="among sockets, ray, sglang (sockets,ray)")
     parser.add_argument("--transport", default="shm,broadcast", help="transports, taken in turn")
+    parser.add_argument(
+        "--ways",
+        default="files,tensors,adapter",
+        help="into SGLang's servers, taken in turn; bytes come by shm",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the offsets (default 0)")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     arguments = parser.parse_args()
     started, total = time.monotonic(), Count()
-    transports, carriers = arguments.transport.split(","), arguments.carrier.split(",")
-    counts = {carrier: _run(carrier, transports, arguments) for carrier in carriers}
+    carriers = arguments.carrier.split(",")
+    counts = {carrier: _run(carrier, arguments) for carrier in carriers}
     for count in counts.values():
         _add(total, count)
     result = {**asdict(total), "carriers": {name: asdict(count) for name, count in counts.items()}}
     seconds = round(time.monotonic() - started, 1)
-    print(json.dumps({**result, "transports": transports, "seconds": seconds}))
+    print(json.dumps({**result, "seconds": seconds}))
     broken = total.lost or total.corrupt or total.stuck or total.kills != arguments.kills * len(carriers)
     return 1 if broken else 0
 

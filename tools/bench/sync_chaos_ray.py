@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from sync_faults.hurt import MadeUp
 from sync_faults.over_ray import Site
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ START_S = 600.0
 """For processes to come up; only a defect uses it up."""
 
 
-class OverRay:
+class OverRay(MadeUp):
     """See `sync_chaos.Party`."""
 
     def __init__(self, config: SyncConfig, *, deadline_s: float) -> None:

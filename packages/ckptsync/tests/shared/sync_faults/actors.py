@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import signal
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +58,8 @@ class AskingManager(CheckpointEngineManager):
 Handlers = dict[str, "Callable[..., Awaitable[object]]"]
 
 
-async def _obey(pipe: Connection, handlers: Handlers) -> None:
+async def obey(pipe: Connection, handlers: Handlers) -> None:
+    """Say that this process is there, and do as it is told until the pipe is closed."""
     pipe.send_bytes(json.dumps(os.getpid()).encode())
     while True:
         try:
@@ -87,7 +89,7 @@ async def receiver(pipe: Connection, store: tuple[str, int], config: SyncConfig,
         return [status.version, content_of(sink.weights), status.committed, status.state]
 
     await agent.join(*store)
-    await _obey(pipe, {"arm": arm, "kill_at": kill_at, "serving": serving, "leave": agent.leave})
+    await obey(pipe, {"arm": arm, "kill_at": kill_at, "serving": serving, "leave": agent.leave})
 
 
 async def sender(pipe: Connection, store: tuple[str, int], config: SyncConfig, name: str) -> None:
@@ -107,7 +109,7 @@ async def sender(pipe: Connection, store: tuple[str, int], config: SyncConfig, n
         arms.kill_at = num_bytes, delay_s
 
     await agent.join(*store)
-    await _obey(pipe, {"arm": arm, "weights": take, "kill_at": kill_at})
+    await obey(pipe, {"arm": arm, "weights": take, "kill_at": kill_at})
 
 
 async def manager(pipe: Connection, store: tuple[str, int], config: SyncConfig, name: str) -> None:
@@ -153,7 +155,7 @@ async def manager(pipe: Connection, store: tuple[str, int], config: SyncConfig, 
     async def state() -> dict[str, object]:
         return {"version": boss.version, "members": boss.members, "refused": membership.refused}
 
-    await _obey(pipe, {"arm": arm, "strike": strike_other, "wait": wait, "sync": sync, "state": state})
+    await obey(pipe, {"arm": arm, "strike": strike_other, "wait": wait, "sync": sync, "state": state})
 
 
 _PHASE_OF = {"offer": "begin", "send": "transfer"}
@@ -196,4 +198,6 @@ def act(pipe: Connection, role: str, store: tuple[str, int], config: dict[str, o
         # The sender the first GPU, receivers the others in turn: each its own where there are as many.
         others = torch.cuda.device_count() - 1
         use_device(f"cuda:{1 + int(name[1:]) % others}" if role == "receiver" and others else "cuda:0")
-    asyncio.run(ROLES[role](pipe, store, made, name))
+    own, _, function = role.partition(":")  # one of another module's: "module:function"
+    be = getattr(import_module(own), function) if function else ROLES[role]
+    asyncio.run(be(pipe, store, made, name))

@@ -112,12 +112,20 @@ class Actor:
 class FaultProcesses:
     """A manager, a sender and receivers in processes of their own; whoever is dead is replaced by `heal`."""
 
-    def __init__(self, config: SyncConfig, *, receivers: tuple[str, ...] = ("r0", "r1")) -> None:
-        """Start all and wait until they have found one another."""
+    def __init__(
+        self,
+        config: SyncConfig,
+        *,
+        receivers: tuple[str, ...] = ("r0", "r1"),
+        store: Store | None = None,
+        sender: str = "sender",
+        receiver: str = "receiver",
+    ) -> None:
+        """Start all and wait until they have found one another at `store`; `sender` and `receiver` are roles, see `act`."""
         self.config = config
-        self.store = Store.serve("127.0.0.1")
+        self.store = Store.serve("127.0.0.1") if store is None else store
         self.receivers = receivers
-        self._roles = {"sender": "sender", "manager": "manager", **dict.fromkeys(receivers, "receiver")}
+        self._roles = {"sender": sender, "manager": "manager", **dict.fromkeys(receivers, receiver)}
         self.actors: dict[str, Actor] = {}
         self.version = 0
         self.heal()
