@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--transport", default="shm,broadcast", help="transports, taken in turn")
     parser.add_argument(
         "--ways",
-        default="files,tensors,adapter",
+        default="files,tensors,group,adapter",
         help="into SGLang's servers, taken in turn; bytes come by shm",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the offsets (default 0)")

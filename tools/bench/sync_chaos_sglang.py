@@ -1,6 +1,6 @@
 """The parties of `sync_chaos.py` over real SGLang servers: a sender, a manager and two replicas, each with a server of its own.
 
-A replica's weights come by offbeat-ckptsync's member (`files`, `tensors`), or as in a run, through the rollout adapter
+A replica's weights come by offbeat-ckptsync's member (`files`, `tensors`, `group`), or as in a run, through the rollout adapter
 (`adapter`). The victims are the sender and, of a server, its first process or its scheduler: a call to the server is drawn from
 those that a sync makes (of the session, before it, and after it), and the kill strikes up to 60 ms after the call was sent. A replica
 whose server was killed is started anew. What a server serves is judged by what it hashes of its own memory and by log-probs
@@ -54,7 +54,7 @@ DEADLINE_S = 120.0
 
 ADAPTER = "adapter"
 WAYS = (*map(str, Way), ADAPTER)
-NUM_CALLS = {Way.FILES: 7, Way.TENSORS: 12, ADAPTER: 7}
+NUM_CALLS = {Way.FILES: 7, Way.TENSORS: 12, Way.GROUP: 14, ADAPTER: 7}
 """Calls to the server in a sync, a few less than there are, so that every kill strikes in one."""
 
 PART_BYTES = 1 << 16

@@ -8,8 +8,9 @@ the same protocol. It was never run on a GPU.
     verify    digests, as everywhere
     flip      by files: the tensors are written to a folder, read back and compared with what was staged; then
               POST /pause_generation, POST /update_weights_from_disk with `weight_version`.
-              By tensors (0.5.21 and later): POST /pause_generation, then SGLang's session: /begin_weight_update,
-              /update_weights_from_tensor, /end_weight_update. Then, both ways,
+              By tensors or a group (0.5.21 and later): POST /pause_generation, then SGLang's session:
+              /begin_weight_update, /update_weights_from_tensor or /update_weights_from_distributed, /end_weight_update. The
+              group, of this process and the server, over gloo, is made before the pause. Then, in all ways,
               GET /model_info: the version must come back; POST /weights_checker: each parameter must be what was sent;
               POST /continue_generation
     commit    GET /model_info once more, then the label stands

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.adapters.sglang.files import keep_only, write_verified
+from offbeat_ckptsync.adapters.sglang.group import met
 from offbeat_ckptsync.adapters.sglang.proof import Proof
 from offbeat_ckptsync.adapters.sglang.tensors import in_parts
 from offbeat_ckptsync.control.members import AskCanary, LocalMember
@@ -23,7 +25,7 @@ from offbeat_ckptsync.transports.weight_files import folder_specs
 from offbeat_ckptsync.values import Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Generator, Iterable
 
     import torch
 
@@ -40,18 +42,19 @@ class PauseMode(StrEnum):
 
 
 class Way(StrEnum):
-    """How tensors get from this process into the server: through a file, or in the bodies of its session's calls."""
+    """How tensors get from this process into the server: through a file, in the bodies of its session's calls, or over gloo."""
 
     FILES = "files"
     TENSORS = "tensors"
+    GROUP = "group"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
     """How the server gets its weights: through files in `folder`, the same path here and there, this member's own.
 
-    Two versions lie there at a time; a folder in memory (/dev/shm) is best. By `TENSORS` nothing is written, and the bytes
-    travel in the pause, a third more of them. Without `expected`, tensors are checked against the model folder that the server
+    Two versions lie there at a time; a folder in memory (/dev/shm) is best. By `TENSORS` and `GROUP` nothing is written, and the
+    bytes travel in the pause, by `TENSORS` a third more of them. Without `expected`, tensors are checked against the model folder that the server
     names, if it can be read here. With `prove` what the server holds after a load is compared with what was sent; see `proof`.
     """
 
@@ -154,10 +157,10 @@ class _ServerSink(WeightSink):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         whole = dict(tensors)
         expected = None if self._proof is None else self._proof.expected(whole)
-        folder = self._loading.folder / f"version-{version}"
-        if self._loading.by is Way.FILES:
-            shutil.rmtree(folder, ignore_errors=True)
-            write_verified(folder, whole.items())
+        with self._ready(whole, str(version)) as load:
+            self._rest_and(load, expected, str(version))
+
+    def _rest_and(self, load: Callable[[], None], expected: dict[str, str] | None, version: str) -> None:
         mark = time.perf_counter()
         try:
             self._server.pause(self._loading.pause_mode, self._config.flip_timeout_s)
@@ -166,25 +169,35 @@ class _ServerSink(WeightSink):
             raise
         self.drain_s = time.perf_counter() - mark
         try:
-            self._load(folder, whole, str(version))
-            self._look(expected, str(version))
+            mark_load = time.perf_counter()
+            load()
+            self.load_s = time.perf_counter() - mark_load
+            self._look(expected, version)
             self._server.resume(self._config.flip_timeout_s)
         except TransferError as error:
             raise RuntimeError(f"after the server was asked to load: {error}") from error
         self.pause_s = time.perf_counter() - mark
-        if self._loading.by is Way.FILES:
-            keep_only(folder, self._loading.folder)
 
-    def _load(self, folder: Path, whole: dict[str, torch.Tensor], version: str) -> None:
-        mark, limit_s = time.perf_counter(), self._config.flip_timeout_s
+    @contextmanager
+    def _ready(self, whole: dict[str, torch.Tensor], version: str) -> Generator[Callable[[], None]]:
+        """Prepare what can be while the server generates, and yield the call that has it load."""
+        limit_s = self._config.flip_timeout_s
         # Requests that keep their keys and values hold the cache: SGLang cannot flush it then.
         flush = self._loading.pause_mode is not PauseMode.IN_PLACE
         match self._loading.by:
             case Way.FILES:
-                self._server.load(str(folder), version, flush_cache=flush, timeout_s=limit_s)
+                folder = self._loading.folder / f"version-{version}"
+                shutil.rmtree(folder, ignore_errors=True)
+                write_verified(folder, whole.items())
+                yield lambda: self._server.load(str(folder), version, flush_cache=flush, timeout_s=limit_s)
+                keep_only(folder, self._loading.folder)
             case Way.TENSORS:
-                self._server.take(in_parts(whole), version, flush_cache=flush, timeout_s=limit_s)
-        self.load_s = time.perf_counter() - mark
+                yield lambda: self._server.take(
+                    in_parts(whole), version, flush_cache=flush, timeout_s=limit_s
+                )
+            case Way.GROUP:
+                with met(self._server, f"version {version}", limit_s) as group:
+                    yield lambda: group.send(whole, version, flush_cache=flush)
 
     def _look(self, expected: dict[str, str] | None, version: str) -> None:
         """Make sure that the server says the version back and, if that can be proven, holds what it was given."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.errors import TransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Generator, Iterable
+
+    import torch
 
     from offbeat_ckptsync.wire import Json
 
@@ -54,15 +57,57 @@ class SglangServer:
 
     def take(self, parts: Iterable[str], version: str, *, flush_cache: bool, timeout_s: float) -> None:
         """Load tensors in a session of SGLang's (0.5.21 and later); each of `parts` is as SGLang reads them, in base64."""
+        with self.session(timeout_s):
+            for part in parts:
+                body: Json = {
+                    "serialized_named_tensors": [part],
+                    "flush_cache": flush_cache,
+                    "weight_version": version,
+                }
+                self._do("/update_weights_from_tensor", body, timeout_s)
+
+    @contextmanager
+    def session(self, timeout_s: float) -> Generator[None]:
+        """Begin an update of SGLang's, and end it where nothing was raised; what is torn stays so."""
         self._do("/begin_weight_update", {}, timeout_s)
-        for part in parts:
-            body: Json = {
-                "serialized_named_tensors": [part],
-                "flush_cache": flush_cache,
-                "weight_version": version,
-            }
-            self._do("/update_weights_from_tensor", body, timeout_s)
+        yield
         self._do("/end_weight_update", {}, timeout_s)
+
+    def join(self, group: str, address: tuple[str, int], timeout_s: float) -> None:
+        """Meet at `address`, as rank 1 of two, in a process group over gloo; returns when it has formed."""
+        body: Json = {
+            "master_address": address[0],
+            "master_port": address[1],
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": group,
+            "backend": "gloo",
+        }
+        self._do("/init_weights_update_group", body, timeout_s)
+
+    def receive(
+        self,
+        part: list[tuple[str, torch.Tensor]],
+        version: str,
+        *,
+        group: str,
+        flush_cache: bool,
+        timeout_s: float,
+    ) -> None:
+        """Load what rank 0 of `group` broadcasts: tensors of these names, shapes and dtypes, in this order."""
+        body: Json = {
+            "names": [name for name, _ in part],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in part],
+            "shapes": [list(tensor.shape) for _, tensor in part],
+            "group_name": group,
+            "flush_cache": flush_cache,
+            "weight_version": version,
+        }
+        self._do("/update_weights_from_distributed", body, timeout_s)
+
+    def leave(self, group: str, timeout_s: float) -> None:
+        """Let go of a process group."""
+        self._do("/destroy_weights_update_group", {"group_name": group}, timeout_s)
 
     def checksums(self, timeout_s: float) -> dict[str, str]:
         """Return the checksum of every parameter that the server holds, by the server's names for them."""

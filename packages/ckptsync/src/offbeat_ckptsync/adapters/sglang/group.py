@@ -1,0 +1,112 @@
+"""Tensors over a process group of this process, its rank 0, and an SGLang server (`init_weights_update_group`)."""
+
+# torch types its distributed bindings in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from offbeat_ckptsync.adapters.sglang.tensors import parts_of
+from offbeat_ckptsync.errors import TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+    from concurrent.futures import Future
+
+    import torch
+
+    from offbeat_ckptsync.adapters.sglang.server import SglangServer
+
+_HOST = "127.0.0.1"  # the member lives on the server's machine
+_LOOK_S = 0.0005
+
+
+class ServerGroup:
+    """A group of two over gloo, which is made by `met`."""
+
+    def __init__(self, server: SglangServer, name: str, made: Any, timeout_s: float) -> None:  # noqa: ANN401 torch's groups have no type in common
+        self._server = server
+        self._name = name
+        self._made = made
+        self._timeout_s = timeout_s
+
+    def send(self, whole: Mapping[str, torch.Tensor], version: str, *, flush_cache: bool) -> None:
+        """Let the server load `whole` as weight `version`, in a session of its own.
+
+        Raises:
+            TransferError: it says no, or is gone, or the deadline is over.
+        """
+        with self._server.session(self._timeout_s), ThreadPoolExecutor(1, "SGLang receives") as threads:
+            for part in parts_of(whole):
+                told = threads.submit(
+                    self._server.receive,
+                    part,
+                    version,
+                    group=self._name,
+                    flush_cache=flush_cache,
+                    timeout_s=self._timeout_s,
+                )
+                self._broadcast([tensor.contiguous() for _, tensor in part], told)
+                told.result()
+
+    def _broadcast(self, tensors: list[torch.Tensor], told: Future[None]) -> None:
+        from torch.distributed.distributed_c10d import BroadcastOptions
+
+        options: Any = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=self._timeout_s)
+        try:
+            works = [self._made.broadcast([tensor], options) for tensor in tensors]
+            _until(lambda: all(work.is_completed() for work in works), told, self._timeout_s)
+            for work in works:
+                work.wait()  # raises what went wrong
+        except RuntimeError as error:
+            raise TransferError(f"{self._server.url}: its process group broke: {error}") from error
+
+
+@contextmanager
+def met(server: SglangServer, name: str, timeout_s: float) -> Generator[ServerGroup]:
+    """Make a group with the server, within `timeout_s`, and leave it in the end.
+
+    Raises:
+        TransferError: it does not form.
+    """
+    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+    limit = timedelta(seconds=timeout_s)
+    with ThreadPoolExecutor(1, "SGLang joins") as threads:
+        try:
+            store = TCPStore(_HOST, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
+            told = threads.submit(server.join, name, (_HOST, store.port), timeout_s)
+            # The prefixes are those that torch gives a group of this name there.
+            own = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+            options: Any = ProcessGroupGloo._Options()  # noqa: SLF001 -- torch gives no public way
+            options._timeout = limit  # noqa: SLF001 -- as above
+            options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]  # noqa: SLF001 -- as above
+            made = ProcessGroupGloo(own, 0, 2, options)
+            told.result()
+        except RuntimeError as error:
+            raise TransferError(f"{server.url}: the group of two did not form: {error}") from error
+    try:
+        yield ServerGroup(server, name, made, timeout_s)
+    finally:
+        made.abort()
+        with suppress(TransferError):  # a server that is gone is found out by who asks what it serves
+            server.leave(name, timeout_s)
+
+
+def _until(done: Callable[[], bool], told: Future[None], timeout_s: float) -> None:
+    """Wait for `done`; raises what the server says where it says no, and `TransferError` when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if told.done():
+            told.result()
+        if time.monotonic() > deadline:
+            raise TransferError(f"the server did not take all tensors within {timeout_s:g} s")
+        time.sleep(_LOOK_S)
