@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 from contextlib import suppress
@@ -117,6 +118,20 @@ async def test_ids_that_begin_alike_are_aborted_apart(engine):
     await engine.abort(["q1"])
     assert (await one).finish is Finish.ABORT
     assert ((await ten).finish, (await ten).num_tokens) == (Finish.LENGTH, 400)
+
+
+@pytest.mark.deep
+async def test_a_connection_that_nobody_used_for_a_while_is_there_for_the_next_request(engine):
+    """By itself SGLang closes it after 5 s, also in the face of a request that comes then."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", engine._server.port)
+    for idle_s in (7, 0):
+        writer.write(b"GET /model_info HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        head = await reader.readuntil(b"\r\n\r\n")
+        (length,) = re.findall(rb"content-length: (\d+)", head.lower())
+        await reader.readexactly(int(length))
+        await asyncio.sleep(idle_s)
+    writer.close()
 
 
 def gaps(path, done):

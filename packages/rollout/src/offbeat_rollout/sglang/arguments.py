@@ -28,6 +28,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 OLDEST = (0, 5, 21)  # with spans of weight versions in every answer
 MARGIN = 8  # tokens of its context that SGLang keeps for itself
 CPU_LAUNCHER = "sglang_cpu.py"  # in the environment's `bin`; see tools/sglang_cpu.py
+_DAY_S = 86_400
 
 _UPDATES = "weight updates rest on it"
 _REPLICAS = "a replica is one server of one process group; `num_replicas` makes more of them"
@@ -131,6 +132,9 @@ def server_command(config: SglangConfig, port: int) -> list[str]:
     by_launcher = config.device == "cpu" and launcher.exists()
     # The context is `MARGIN` longer than any sequence is, which may be more than the model was made for.
     words = ["env", "HF_HUB_OFFLINE=1", "PYTHONUNBUFFERED=1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"]
+    # The client drops connections that nobody uses. A server that does so first, after 5 s by itself, may do it while a
+    # request is on its way, which is lost.
+    words.append(f"SGLANG_TIMEOUT_KEEP_ALIVE={_DAY_S}")
     if config.device == "cpu":
         # A kernel of the sampler would be compiled at the first request, which takes longer than all requests of a test.
         words += [f"OMP_NUM_THREADS={config.cpu_threads}", "TORCHDYNAMO_DISABLE=1"]
