@@ -240,6 +240,22 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, value):
         make_engine(path)
 
 
+def test_files_are_looked_through_for_what_is_no_number(tmp_path):
+    """All of small ones; of larger ones the same share of each tensor, from its first row on."""
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        "first": torch.ones(100, 50), "last": torch.ones(100, 50), "large": torch.full((100, 50), 3e38), "one": torch.tensor(1.0),
+        "none": torch.zeros(0, 4), "ids": torch.full((9,), -1),
+    }  # fmt: skip
+    tensors["first"][0, 49], tensors["last"][99, 0] = torch.nan, -torch.inf
+    save_file(tensors, path)
+    files = weight_files.WeightFiles.find(tmp_path)
+    assert files.non_finite() == {"first": path, "last": path}
+    assert files.non_finite(path.stat().st_size // 2) == {"first": path}
+    save_file({**tensors, "one": torch.tensor(torch.inf)}, path)
+    assert files.non_finite(1) == {"first": path, "one": path}
+
+
 def spoiled(world, path):
     with pytest.raises(ConfigError) as caught:
         make_engine(path, world)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.plan.facts import Facts, gather_facts
@@ -256,3 +258,21 @@ def test_rows_that_are_learned_from_fit_the_model_and_what_it_is_told(
     found = too_long(tmp_path, row, *settings)
     assert len(found) == len(says)
     assert all(one.startswith(said) for one, said in zip(found, says, strict=True))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_weights_that_are_no_numbers_are_named_with_their_file(tmp_path: Path, dtype: torch.dtype):
+    folder = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path / "model", 0)
+    config = compose_run(["algorithm=distill", f"algorithm.teacher_path={folder}", f"model.path={folder}"])
+    file = folder / "model.safetensors"
+    weights = {name: weight.to(dtype) for name, weight in load_file(file).items()}
+    weights["model.norm.weight"][-1] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    refused = _refused(gather_facts(config))
+    named = "weights hold NaN or infinity: `model.norm.weight` in model.safetensors"
+    assert refused == {"model.path": named, "algorithm": f"its teacher, {folder}: {named}"}
+    assert "model.path" not in _refused(
+        gather_facts(compose_run([f"model.path={folder}", "model.random_init=true"]))
+    )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_PART_BYTES = 32 << 20
 
 
 class Read(Protocol):
@@ -92,3 +94,33 @@ class WeightFiles:
                 return part[start:stop] if columns is None else part[start:stop, columns]
 
             yield read
+
+    def non_finite(self, max_bytes: int = 1 << 30) -> dict[str, Path]:
+        """Return the tensors that hold NaN or infinity, with the file of each; integers hold neither.
+
+        Files of more than `max_bytes` together are read in part: of every tensor the first rows, the same share of each. Ranks
+        look at the rest as they load it.
+        """
+        whole = sum(path.stat().st_size for path in {*self.files.values()})
+        share = min(1.0, max_bytes / max(1, whole))
+        return {name: path for name, path in self.files.items() if self._holds_odd(name, share)}
+
+    def _holds_odd(self, name: str, share: float) -> bool:
+        import torch
+
+        shape = self.shapes[name] or (1,)
+        if 0 in shape:
+            return False
+        rows, row_bytes = math.ceil(shape[0] * share), 4 * math.prod(shape[1:])
+        step = max(1, _PART_BYTES // row_bytes)
+        for start in range(0, rows, step):
+            with self.opened([name]) as read:
+                part = read(name, start, min(rows, start + step))
+                if not part.is_floating_point():
+                    return False
+                if part.dtype.itemsize == 1:  # of which torch knows no sum
+                    part = part.to(torch.float32)
+                # A sum is not finite if one of its numbers is not: one pass, and no memory. A large one may be infinite by itself.
+                if not part.sum(dtype=torch.float32).isfinite() and not part.isfinite().all():
+                    return True
+        return False

@@ -22,6 +22,7 @@ from offbeat_recipes.plan.machine import machine_refusals
 from offbeat_recipes.plan.replay import replay_refusals
 from offbeat_recipes.plan.stops import stop_refusals
 from offbeat_recipes.plan.tokens import token_refusals
+from offbeat_recipes.plan.weights import weight_refusals
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import (
     ArithmeticConfig,
@@ -91,7 +92,7 @@ class Facts:
 
 
 def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
-    """Look up what planning `config` needs. Imports torch; starts nothing, loads no weights.
+    """Look up what planning `config` needs. Imports torch; starts nothing, reads through weights and keeps none.
 
     With `opens_data` the task is made, its data read and its rewards imported; a command that then runs does so itself, before
     anything starts.
@@ -113,7 +114,7 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
         model = _model(config)
         if not any(one.setting == "algorithm" for one in refusals):
             role_models = _role_models(config)
-            refusals += token_refusals(config)
+            refusals += [*token_refusals(config), *weight_refusals(config, refusals)]
         opens = opens_data and not any(one.setting.startswith(("task", "model.path")) for one in refusals)
         num_prompts, prompt_tokens, answer_tokens, too_long = _task(config, opens=opens)
         refusals += [*too_long, *([] if model is None else stop_refusals(config, model.vocab_size))]
