@@ -1,5 +1,7 @@
-"""The examples for clusters: the SLURM script with stand-ins that write down what they are asked, the RayJob against KubeRay's fields."""
+"""The examples for clusters: the SLURM script with stand-ins that write down what they are asked, the RayJob against KubeRay's fields,
+the schema of its pods, and Ray's own reader."""
 
+import copy
 import os
 import shlex
 import signal
@@ -15,6 +17,7 @@ from offbeat_recipes.cli._hydra import compose_run
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "cluster"
 WAIT_S = 600.0
+KUBERNETES = "1.37"
 ASKED = ("task=arithmetic", "engine.num_ranks=2", "name=a run")
 # Each writes down its name and words, and does what the real one would as far as the script can see.
 STAND_INS = {
@@ -106,7 +109,7 @@ def test_a_slurm_job_that_fails_says_so_and_stays_out_of_the_queue(tmp_path, cha
     assert bool([words for words in asked if words[0] == "offbeat-train"]) == (not changed)
 
 
-# Of KubeRay's types (ray-operator/apis/ray/v1/rayjob_types.go and raycluster_types.go).
+# Of KubeRay's types (ray-operator/apis/ray/v1/rayjob_types.go and raycluster_types.go): no package carries their schema.
 FIELDS = {
     "RayJobSpec": {
         "activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate", "metadata", "clusterSelector",
@@ -125,28 +128,81 @@ FIELDS = {
 }  # fmt: skip
 
 
-def test_the_rayjob_has_kuberay_s_fields_and_its_volumes_are_there():
+def rayjob():
+    """Return the spec of the example, of its cluster, and the groups of that."""
     job = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text())
     assert {*job} == {"apiVersion", "kind", "metadata", "spec"}
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
-    head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    cluster = job["spec"]["rayClusterSpec"]
+    return job["spec"], cluster, cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+
+
+def check_pods(template):
+    """Hold a group's `template` against the schema that Kubernetes publishes, in which no other field is allowed."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")  # of the workspace, not of the package
+    pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "ray"}, "template": template}
+    try:
+        kubernetes_validate.validate(pods, KUBERNETES, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        raise ValueError(error.message) from error
+
+
+def test_the_rayjob_has_kuberay_s_fields():
+    spec, cluster, head, workers = rayjob()
     for section, kind in [(spec, "RayJobSpec"), (cluster, "RayClusterSpec"), (head, "HeadGroupSpec")]:
         assert {*section} <= FIELDS[kind]
     for group in workers:
         assert {*group} <= FIELDS["WorkerGroupSpec"]
         assert {"groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"} <= {*group}
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert all(
+        isinstance(value, str) for group in (head, *workers) for value in group["rayStartParams"].values()
+    )
+
+
+def test_the_pods_of_the_rayjob_are_those_of_kubernetes_and_their_volumes_are_there():
+    _, _, head, workers = rayjob()
     for group in (head, *workers):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        check_pods(group["template"])
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
-        volumes = {volume["name"] for volume in pod["volumes"]}
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert {*mounts} == volumes
+        assert {*mounts} == {volume["name"] for volume in pod["volumes"]}
         assert mounts["shm"] == "/dev/shm"
-        assert all(isinstance(one["value"], str) for one in container["env"])
         assert container["resources"]["requests"] == container["resources"]["limits"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda pod: pod.update(volume=[]), "volume"),
+        (lambda pod: pod["containers"][0].pop("name"), "name"),
+        (lambda pod: pod["containers"][0]["env"][0].update(value=1), "1 is not of type"),
+        (lambda pod: pod["volumes"][1]["emptyDir"].update(size="1Gi"), "size"),
+    ],
+)
+def test_a_pod_that_kubernetes_would_not_take_is_found(spoil, says):
+    template = copy.deepcopy(rayjob()[2]["template"])
+    spoil(template["spec"])
+    with pytest.raises(ValueError, match=says):
+        check_pods(template)
+
+
+def test_ray_reads_the_cluster_of_the_rayjob_as_it_does_under_kuberay():
+    """By the code with which Ray's head reads its own cluster there, checked by Ray's schema."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    read = _derive_autoscaling_config_from_ray_cr(
+        {"metadata": {"name": "offbeat", "namespace": "default"}, "spec": rayjob()[1]}
+    )
+    nodes = {
+        name: (node["resources"], node["min_workers"]) for name, node in read["available_node_types"].items()
+    }
+    gib = 1 << 30
+    assert nodes == {
+        "headgroup": ({"CPU": 8, "GPU": 0, "memory": 64 * gib}, 0),
+        "gpus": ({"CPU": 64, "GPU": 8, "memory": 512 * gib}, 2),
+    }
 
 
 def test_the_run_of_the_rayjob_fits_its_cluster_and_writes_where_all_pods_do():
