@@ -78,6 +78,20 @@ def test_in_a_pipe_steps_are_rows_and_nothing_else():
     assert "\x1b" not in screen.file.getvalue()
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_step_waits_for_is_said_when_it_is_announced(terminal):
+    screen = Screen(terminal=terminal, steps=2)
+    screen.phase("validate", "8 prompts", spend_s=20)
+    screen.phase("generate", spend_s=600)
+    for waited_s in (600, 601, 1200):
+        screen.phase("generate", f"slow: for {waited_s} s", spend_s=1 if waited_s == 600 else 599)
+        if terminal:
+            screen.reporter._live.refresh()
+    screen.reporter.close()
+    said = [waited_s for waited_s in (600, 601, 1200) if f"slow: for {waited_s} s" in screen.file.getvalue()]
+    assert said == ([600, 601, 1200] if terminal else [600, 1200])
+
+
 def test_the_header_comes_back_rarely():
     screen = Screen(terminal=False)
     screen.phase("generate")

@@ -54,8 +54,8 @@ class ConsoleReporter:
 
     Until the first "generate", or "train" where nothing is generated, every phase leaves one line with its time; from then on phases show only in the live
     line at the bottom, and each step leaves one row. The same phase announced again with another detail is progress
-    within it. Where standard output is no terminal there is no live line: startup phases are printed as they begin,
-    progress within one at most every 15 s, rows as they come.
+    within it, or what it waits for. Where standard output is no terminal there is no live line: startup phases are printed
+    as they begin, what is announced within a phase at most every 15 s, rows as they come.
 
     Completions titled "sampled" (those of the middle of a run) are for the files, not for the screen.
     """
@@ -105,7 +105,8 @@ class ConsoleReporter:
         if name in FIRST_OF_STEP and not self._in_steps:
             self._in_steps, self._steps_started = True, now
         self._phase = _Phase(name, detail, now)
-        self._say_plain(name, detail, now)
+        if not self._in_steps:
+            self._say_plain(name, detail, now)
         if self._live is not None:
             self._live.refresh()  # or the phase that just ended would stay below its own line for a moment
 
@@ -194,7 +195,7 @@ class ConsoleReporter:
         )
 
     def _say_plain(self, name: str, detail: str, now: float) -> None:
-        if self._console.is_terminal or self._in_steps:
+        if self._console.is_terminal:
             return
         self._said = now
         self._line(Text(f"{'+' + clock(now - self._opened):>9}  {name:<{PHASE_WIDTH}} {detail}".rstrip()))
@@ -223,7 +224,10 @@ class ConsoleReporter:
                 Text(f"  {phase.detail}", style="dim", no_wrap=True, overflow="ellipsis"),
             ]
         else:
-            cells += self._progress(phase, now)
+            cells += [
+                *self._progress(phase, now),
+                Text(phase.detail, style="dim", no_wrap=True, overflow="ellipsis"),
+            ]
         grid.add_row(*cells)
         return grid
 
