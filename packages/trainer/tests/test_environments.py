@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 FILE = """
 import asyncio, os, signal, threading, time
 from offbeat_trainer import Feedback
+print("begun", os.getpid(), flush=True)
 
 class Plain:
     def reset(self, prompt, seed):
@@ -94,6 +95,16 @@ def action(turn, text):
     return Action(turn=turn, text=text, token_ids=(1, 2), finish="stop")
 
 
+def workers():
+    """Return the processes with environments that this one has begun."""
+    here = [
+        Path("/proc") / pid
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    return [path for path in here if b"offbeat_trainer.rollouts.worker" in (path / "cmdline").read_bytes()]
+
+
 async def talk(one, uid):
     """Two turns; return the process it was in, and what was said last."""
     pid = await one.reset(prompt(uid), 1)
@@ -101,6 +112,38 @@ async def talk(one, uid):
     last = await one.step(action(1, "b"))
     await one.close()
     return pid, last
+
+
+@pytest.mark.spawns
+async def test_processes_start_before_anything_is_asked_and_are_those_that_answer(processes, tmp_path):
+    pool = processes("Plain")
+    await pool.start()
+    begun = {
+        line.split()[1] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("begun")
+    }
+    found = await asyncio.gather(*(talk(pool.make(), f"u{number}") for number in range(4)))
+    assert {pid for pid, _ in found} == begun
+    assert len(begun) == 2
+
+
+@pytest.mark.spawns
+async def test_what_cannot_start_is_said_by_the_first_reset_and_leaves_no_process(processes, path):
+    pool = processes("Wants")
+    await pool.start()
+    with pytest.raises(EnvironmentFailed, match="cannot be made"):
+        await pool.make().reset(prompt("u"), 1)
+    assert workers() == []
+
+
+@pytest.mark.spawns
+async def test_closing_waits_for_no_start_and_leaves_no_process(processes):
+    pool = processes("Plain")
+    starting = pool.start()
+    while not workers():  # noqa: ASYNC110 - until it is in the middle of its start
+        await asyncio.sleep(0.01)
+    await pool.close()
+    assert starting.cancelled()
+    assert workers() == []
 
 
 @pytest.mark.spawns

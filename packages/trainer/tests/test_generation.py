@@ -7,8 +7,8 @@ import pytest
 from offbeat_rollout import Completion, Finish, RolloutConfig, SamplingParams
 from offbeat_rollout.testing import ScriptedRollout
 from offbeat_trainer.data.types import Prompt, Trajectory
-from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.rollouts.single import GroupGenerator, derive_seed
+from offbeat_trainer.errors import GroupFailed, PlanRefused, RewardFailed
+from offbeat_trainer.rollouts.single import GroupGenerator, derive_seed, those_that_came
 
 SAMPLING = SamplingParams(max_tokens=6, seed=11)
 
@@ -186,3 +186,22 @@ async def test_an_abort_that_came_after_the_last_token_changes_nothing(tokens, f
 async def test_without_a_way_to_abort_an_interruption_is_refused():
     with pytest.raises(PlanRefused, match="partial: keep"):
         await GroupGenerator(None).interrupt()
+
+
+async def test_what_no_group_got_a_score_for_is_counted_by_reason(caplog):
+    async def scored(uid):
+        if uid.startswith("good"):
+            return uid
+        raise RewardFailed("timed out" if uid == "c" else "raised", f"no reward for {uid}")
+
+    said = r"\(reward raised: 2, reward timed out: 1\); the first: no reward for a"
+    with pytest.raises(GroupFailed, match=rf"3 of 3 groups have no score {said}"):
+        await those_that_came(scored(uid) for uid in ("a", "b", "c"))
+    assert await those_that_came(scored(uid) for uid in ("good", "a", "b", "c", "good2")) == ["good", "good2"]
+    assert "3 of 5 groups have no score (reward raised: 2, reward timed out: 1)" in caplog.text
+    with pytest.raises(OSError, match="another"):
+        await those_that_came([scored("good"), scored("a"), _raises(OSError("another"))])
+
+
+async def _raises(error):
+    raise error

@@ -60,13 +60,14 @@ def make_parts(session: Session, cluster: Cluster, store: RunStore, rollout: Rol
 
 
 def make_rollout(session: Session, cluster: Cluster) -> Rollout:
-    """Return the way from prompts to scored groups, whose rewards start at once. The caller closes it."""
+    """Return the way from prompts to scored groups, whose rewards and environments start at once. The caller closes it."""
     config, task, logs = session.config, session.task, session.folder.logs
     generator = GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort)
     if config.turns is None:
         return SingleTurn(generator, _started_scorer(session), cluster.timeline)
     scored = config.turns.reward_from is RewardFrom.ENVIRONMENT
     processes = EnvironmentProcesses(config.turns, logs / "environments.log")
+    processes.start()
     return MultiTurn(
         generator,
         Scene(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ class _Home:
 
 
 class EnvironmentProcesses:
-    """Makes environments that live elsewhere. One event loop; nothing runs before the first call."""
+    """Makes environments that live elsewhere. One event loop; nothing runs before `start` or the first call."""
 
     def __init__(self, config: EnvironmentConfig, log: Path | None = None) -> None:
         """Make those of `config.path`; what they print goes to the end of `log`, or to where our errors go."""
@@ -52,6 +53,21 @@ class EnvironmentProcesses:
         self._numbers = itertools.count()
         self._first = asyncio.Lock()
         self._calls: set[asyncio.Task[Answer]] = set()
+        self._starting: asyncio.Task[None] | None = None
+
+    def start(self) -> asyncio.Task[None]:
+        """Start the processes, for which the first `reset` would wait; what this returns is done once they take calls.
+
+        What keeps them from starting is said by every call that meets it.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(), name="start of the environments")
+        return self._starting
+
+    async def _start(self) -> None:
+        with suppress(EnvironmentFailed):
+            await self.find_home()
+            await asyncio.gather(*map(self._look, self._homes))
 
     def make(self) -> RemoteEnvironment:
         """Return an environment; it is made where it will live, with its `reset`."""
@@ -59,10 +75,12 @@ class EnvironmentProcesses:
 
     async def close(self) -> None:
         """End all processes."""
-        homes, self._homes = self._homes, []
-        for task in self._calls:
+        starting = [] if self._starting is None else [self._starting]
+        under_way: list[asyncio.Task[Any]] = [*self._calls, *starting]
+        for task in under_way:
             task.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await asyncio.gather(*under_way, return_exceptions=True)
+        homes, self._homes = self._homes, []
         await asyncio.gather(*(home.process.close() for home in homes))
 
     async def find_home(self) -> _Home:
@@ -70,7 +88,11 @@ class EnvironmentProcesses:
         async with self._first:
             if not self._homes:
                 first = self._new_home()
-                coroutines = await self._look(first)
+                try:
+                    coroutines = await self._look(first)
+                except BaseException:  # or nobody would end it
+                    await first.process.close()
+                    raise
                 others = [] if coroutines else [self._new_home() for _ in range(self._config.concurrency - 1)]
                 for home in () if coroutines else (first, *others):
                     home.turn = asyncio.Lock()

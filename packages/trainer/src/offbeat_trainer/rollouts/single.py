@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -79,16 +80,23 @@ async def those_that_came(work: Iterable[Awaitable[Group]]) -> list[Group]:
     """Return those groups of `work` that could be made and scored; why others could not is in the log.
 
     Raises:
-        GroupFailed: none could.
+        GroupFailed: none could; its text counts the reasons and has the first failure.
     """
     found = await asyncio.gather(*work, return_exceptions=True)
-    failures = [one for one in found if isinstance(one, BaseException)]
     groups = [one for one in found if not isinstance(one, BaseException)]
-    for failure in failures:
-        if not isinstance(failure, GroupFailed) or not groups:
-            raise failure
+    failures: list[GroupFailed] = []
+    for one in found:
+        if isinstance(one, GroupFailed):
+            failures.append(one)
+        elif isinstance(one, BaseException):
+            raise one
     if failures:
-        log.warning("%d of %d groups have no score; the first: %s", len(failures), len(found), failures[0])
+        counts = Counter(one.counted_as for one in failures)
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in counts.most_common())
+        told = f"{len(failures)} of {len(found)} groups have no score ({reasons}); the first: {failures[0]}"
+        if not groups:
+            raise GroupFailed(failures[0].reason, told) from failures[0]
+        log.warning("%s", told)
     return groups
 
 
