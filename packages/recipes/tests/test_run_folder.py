@@ -180,11 +180,19 @@ ENGINES = (
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(ENGINES, 2)))
 def test_a_run_goes_on_with_another_engine_and_its_layout(tmp_path, first, second):
-    now = parse({"engine": second})
-    open_and_close(tmp_path, to_dict(parse({"engine": first})), resume=False)
+    task = {"num_heads": 4}
+    now = parse({"engine": second, "task": task})
+    open_and_close(tmp_path, to_dict(parse({"engine": first, "task": task})), resume=False)
     open_run_folder(tmp_path, to_dict(now), resume=True, may_change=speed_settings(now)).close()
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())["engine"]
     assert second.items() <= written.items()
+
+
+def test_a_model_whose_heads_a_layout_cannot_share_does_not_go_on_with_that(tmp_path):
+    now = parse({"engine": {"name": "megatron", "num_ranks": 2, "tensor_parallel_size": 2}})
+    open_and_close(tmp_path, to_dict(parse({})), resume=False)
+    with pytest.raises(RunFolderError, match=r"task\.num_heads: was 3, is 4"):
+        open_run_folder(tmp_path, to_dict(now), resume=True, may_change=speed_settings(now))
 
 
 @pytest.mark.parametrize("changed", [{"optimizer": {"lr": 1e-3}}, {"freeze": ["model.embed*"]}])

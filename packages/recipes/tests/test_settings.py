@@ -25,6 +25,7 @@ from offbeat_recipes.settings.tree import (
     RolloutSection,
     RunConfig,
 )
+from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import TaskConfig
 from offbeat_rollout.registry import adapter_names
 from offbeat_rollout.vllm.config import VllmConfig
@@ -281,3 +282,35 @@ def test_supervised_training_has_a_rate_that_fits_its_model(raw, lr):
     config = parse({"task": {"name": "gsm8k"}, **raw})
     assert config.supervised.lr == lr
     assert parse(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [
+        ({}, 3),
+        ({"engine": {"name": "megatron", "num_ranks": 2, "tensor_parallel_size": 2}}, 4),
+        ({"engine": {"num_ranks": 3, "sequence_parallel_size": 3}}, 3),
+        (
+            {"engine": {"num_ranks": 2, "sequence_parallel_size": 2}, "rollout": {"tensor_parallel_size": 3}},
+            6,
+        ),
+        (
+            {
+                "engine": {"name": "megatron", "num_ranks": 2, "tensor_parallel_size": 2},
+                "task": {"num_heads": 3},
+            },
+            3,
+        ),
+        ({"engine": {"num_ranks": 7, "sequence_parallel_size": 7}}, 3),  # of no use: 96 is no multiple
+        ({"engine": {"num_ranks": 7, "sequence_parallel_size": 7}, "task": {"hidden_size": 112}}, 7),
+    ],
+)
+def test_a_task_s_model_has_heads_that_the_ranks_of_a_layer_can_share_out(
+    settings: dict[str, Any], heads: int
+):
+    config = parse(settings)
+    assert config.task.num_heads == heads
+    assert parse(to_dict(config)) == config
+    task = make_task(config.task, "", 0)
+    assert task.shape.num_heads == heads
+    assert task.notes == (() if heads == 3 else (f"its model has {heads} attention heads; 3 are usual",))

@@ -187,7 +187,7 @@ def test_a_named_model_is_used_if_it_speaks_the_same(task: ArithmeticTask, tmp_p
     [
         (ArithmeticConfig(level=6), "1 to 5"),
         (ArithmeticConfig(held_out_fraction=0.0), "held_out_fraction"),
-        (ArithmeticConfig(hidden_size=50), "multiple"),
+        (ArithmeticConfig(hidden_size=51), "multiple"),
         (ArithmeticConfig(level=1, held_out_fraction=0.02), "leaves none of 81 sums for validation"),
     ],
 )

@@ -32,7 +32,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "trainer.prompts_per_step trainer.group_size trainer.updates_per_step trainer.validation_prompts",
         "warmup.batch_size sampling.max_tokens engine.num_ranks engine.micro_batch_tokens rollout.num_replicas",
         "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size task.level",
-        "task.hidden_size task.num_layers task.num_heads task.intermediate_size task.max_prompt_tokens",
+        "task.hidden_size task.num_layers task.intermediate_size task.max_prompt_tokens",
         "trainer.keep_checkpoints evaluation.num_samples mode.sync_every",
         "mode.max_attempts reward.concurrency reward.max_attempts",
     ),
@@ -40,7 +40,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
         "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
-        "task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
+        "task.num_heads task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
         "engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
         "rollout.cpu_threads",
     ),
@@ -129,7 +129,7 @@ def parse(raw: Mapping[str, Any]) -> RunConfig:
     problems = list(_out_of_range(to_dict(config), known_paths(chosen)))
     if problems:
         raise SettingError(problems)
-    return replace(config, name=config.name or config.task.name)
+    return replace(config, name=config.name or config.task.name, task=config.shared_task)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from offbeat_ckptsync.config import SyncConfig
 from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig, bounded
 from offbeat_engine.registry import engine_config_class
 from offbeat_recipes.settings.modes import FullyAsyncMode, ModeConfig, SyncMode
-from offbeat_recipes.tasks.config import ArithmeticConfig, TaskConfig
+from offbeat_recipes.tasks.config import ArithmeticConfig, CharTaskConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
 from offbeat_rollout.registry import rollout_config_class
 from offbeat_trainer.config import (
@@ -202,6 +202,15 @@ class RunConfig:
         """Return what an engine is told of the model in folder `path`."""
         derived: dict[str, Any] = {"path": path, "seed": self.seed}
         return ModelConfig(**{**_as(ModelConfig, self.model), **derived})
+
+    @property
+    def shared_task(self) -> TaskConfig:
+        """The task, whose model, if it makes one, has heads that the ranks of a layer can share out."""
+        if not isinstance(self.task, CharTaskConfig):
+            return self.task
+        names = ("tensor_parallel_size", "sequence_parallel_size")
+        sharing = [getattr(section, name, 1) for section in (self.engine, self.rollout) for name in names]
+        return self.task.with_heads(*sharing)
 
     @property
     def folder(self) -> Path:

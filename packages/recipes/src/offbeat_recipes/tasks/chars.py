@@ -13,6 +13,7 @@ from offbeat_recipes.models.char import (
     char_tokenizer,
     folder_vocabulary,
 )
+from offbeat_recipes.tasks.config import USUAL_HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,7 @@ class CharTask:
         Raises:
             TaskError: a shape that cannot be.
         """
+        config = config.with_heads()
         if config.hidden_size % (2 * config.num_heads):
             raise TaskError(
                 f"task.hidden_size {config.hidden_size} must be a multiple of twice task.num_heads "
@@ -38,6 +40,8 @@ class CharTask:
             )
         self.alphabet = alphabet
         self.notes: tuple[str, ...] = ()
+        if config.num_heads != USUAL_HEADS and not model_path:
+            self.notes = (f"its model has {config.num_heads} attention heads; {USUAL_HEADS} are usual",)
         self._shape_config = config
         self._model_path = model_path
 

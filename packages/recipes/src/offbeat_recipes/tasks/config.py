@@ -1,25 +1,44 @@
 """The settings of the tasks, one class each."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from math import lcm
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field
 
 from offbeat_engine.config import bounded
 
+USUAL_HEADS = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CharTaskConfig:
-    """The shape of the tiny model of a task of characters, and what is kept for validation alone, as a share of all prompts."""
+    """The shape of the tiny model of a task of characters, and what is kept for validation alone, as a share of all prompts.
+
+    `num_heads` 0: three, or the next number that the ranks sharing a layer can share out (`engine.tensor_parallel_size`,
+    `engine.sequence_parallel_size`, `rollout.tensor_parallel_size`); the console says so.
+    """
 
     held_out_fraction: float = 0.1
     hidden_size: int = 96
     num_layers: int = 2
-    num_heads: int = 3
+    num_heads: int = 0
     intermediate_size: int = 256
     initializer_range: float = 0.1
     rope_theta: float = 100.0
+
+    def with_heads(self, *sharing: int) -> Self:
+        """Return the same with a number of heads, which each of `sharing` ranks divide if there is such a number."""
+        if self.num_heads:
+            return self
+        shared, width = lcm(*sharing), self.hidden_size
+        fitting = (
+            heads
+            for heads in range(USUAL_HEADS, width // 2 + 1)
+            if not heads % shared and not width % (2 * heads)
+        )
+        return replace(self, num_heads=next(fitting, USUAL_HEADS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
