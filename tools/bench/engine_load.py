@@ -1,4 +1,4 @@
-"""Host memory of a rank while it loads a model of more than a gigabyte, beside what it must hold."""
+"""Host memory of a rank while it loads a model of more than a gigabyte, and sends it on, beside what it must hold."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -13,6 +13,7 @@ import torch
 from engine_peaks import MIB, Peak
 
 from offbeat_engine import Fsdp2Config, ModelConfig, engine_class
+from offbeat_engine.megatron import MegatronConfig
 from offbeat_engine.testing import make_tiny_model, run_ranks
 
 if TYPE_CHECKING:
@@ -27,15 +28,22 @@ LAYERS, VOCAB, FILE_BYTES = 30, 32_768, 400 << 20
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
-def loading(folder: Path) -> dict[str, Any]:
-    """Return the figures of `tools/bench/engine.py`: the worst rank's peak over its shard and the largest tensor."""
+def loading(folder: Path, name: str) -> dict[str, Any]:
+    """Return the figures of `tools/bench/engine.py`: the worst rank's peak over its shard and the largest tensor.
+
+    Export: every weight goes by on rank 0, whole, one after the other, and what is above the shard counts beside it.
+    """
     model, numels = make_large_model(folder / "large")
     small = make_tiny_model(folder / "small")
-    parts = run_ranks(_load, NUM_RANKS, small, model, timeout_s=900.0)
+    parts = run_ranks(_load, NUM_RANKS, name, small, model, timeout_s=900.0)
     whole = run_ranks(_load_whole, 1, small, model, timeout_s=900.0)[0]
-    must_mib = (sum(numels) / NUM_RANKS + max(numels)) * 4 / MIB
+    shard_mib = sum(numels) / NUM_RANKS * 4 / MIB
+    must_mib = shard_mib + max(numels) * 4 / MIB
+    export_mib = max(part["export_mib"] for part in parts)
     return {
         "load_peak_ratio": max(part["peak_mib"] for part in parts) / must_mib,
+        "engine_export_peak_ratio": (shard_mib + export_mib) / must_mib,
+        "engine_export_above_mib": export_mib,
         "load_peak_mib": max(part["peak_mib"] for part in parts),
         "load_must_mib": must_mib,
         "load_whole_peak_mib": whole["peak_mib"],
@@ -77,13 +85,17 @@ def give_back() -> None:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)
 
 
-def _load(world: World, small: str, model: str) -> dict[str, float]:
+def _load(world: World, name: str, small: str, model: str) -> dict[str, float]:
     give_back()
-    engine_of(world, small)  # libraries and process groups are there before we look
+    engine_of(world, small, name)  # libraries and process groups are there before we look
     peak = Peak("cpu")
     started = time.perf_counter()
-    engine = engine_of(world, model)
+    engine = engine_of(world, model, name)
     figures = {"peak_mib": peak.mib(), "seconds": time.perf_counter() - started}
+    peak = Peak("cpu")
+    for _ in engine.named_weights_on((0,)):
+        pass
+    figures["export_mib"] = peak.mib()
     engine.close()
     return figures
 
@@ -100,8 +112,14 @@ def _load_whole(world: World, small: str, model: str) -> dict[str, float]:
     return {"peak_mib": peak.mib(), "seconds": time.perf_counter() - started}
 
 
-def engine_of(world: World, model: str) -> Any:  # noqa: ANN401
-    """Return FSDP2's engine with its defaults on `model`."""
-    engine = engine_class("fsdp2")(Fsdp2Config(model=ModelConfig(path=model)), world)
+def engine_of(world: World, model: str, name: str = "fsdp2") -> Any:  # noqa: ANN401
+    """Return an engine on `model` with its defaults; megatron-core's ranks share every tensor."""
+    chosen = ModelConfig(path=model)
+    config = (
+        Fsdp2Config(model=chosen)
+        if name == "fsdp2"
+        else MegatronConfig(model=chosen, tensor_parallel_size=world.size)
+    )
+    engine = engine_class(name)(config, world)
     engine.init_model()
     return engine

@@ -61,9 +61,10 @@ def build_parts(config: MegatronConfig, world: World) -> Parts:
         models = model.build(config, shape, found, groups)
         plain = [model.Chunk(model=one, wrapped=one) for one in models]
         held = held_by(plain, shape, groups, config.model.head)
-        _fill_together(config, world, held, shape, found.initializer_range)
         trained = _freeze(config, held, shape)
         chunks = wrapped(config, models)
+        # After the wrapper, which copies weights into a buffer of its own: before, values would be in memory twice.
+        _fill_together(config, world, held, shape, found.initializer_range)
         updater = None if config.inference_only else Updater(config, chunks)
         leaving = Leaving.agreed(world, held, shape, config.model.head, compute_device(world))
     return Parts(

@@ -9,6 +9,7 @@ Its own modules are mended for good; what belongs to torch is lent, inside `on_c
 
 from __future__ import annotations
 
+import mmap
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,15 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return made
 
 
+def _zeros(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+    """Return zeros; a buffer's take no memory before somebody writes, as those of gradients do until the first step."""
+    dtype = kwargs.get("dtype")
+    if kwargs.get("device") != _CPU or dtype is None or len(args) != 1 or not args[0]:
+        return _ZEROS(*args, **kwargs)
+    pages = mmap.mmap(-1, args[0] * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
 def _type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     answer = _TENSOR_TYPE(tensor, *args, **kwargs)
     return _TYPES.get(answer, answer) if not args and not kwargs else answer
@@ -56,6 +66,7 @@ def _all_to_all(output: torch.Tensor, given: torch.Tensor, *sizes: Any, **kwargs
     return _ALL_TO_ALL(output, given, *sizes, **named)
 
 
+_ZEROS = _on_cpu(torch.zeros)
 _TENSOR_TYPE = torch.Tensor.type
 _ALL_TO_ALL = dist.all_to_all_single
 _LENT: tuple[tuple[Any, str, Any], ...] = (
@@ -68,7 +79,7 @@ _LENT: tuple[tuple[Any, str, Any], ...] = (
     (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
     (torch.Tensor, "record_stream", lambda *_: None),
     (torch.Tensor, "type", _type_of),
-    (torch, "zeros", _on_cpu(torch.zeros)),
+    (torch, "zeros", _zeros),
     (torch, "tensor", _on_cpu(torch.tensor)),
     (dist, "all_to_all_single", _all_to_all),
 )
