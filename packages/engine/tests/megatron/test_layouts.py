@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, SftLoss, engine_class
+from offbeat_engine import ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, engine_class
 from offbeat_engine.megatron import MegatronConfig, MegatronEngine, model
 from offbeat_engine.testing import make_tiny_model, probes
+from offbeat_engine.testing.cases_features import check_bfloat16
 from offbeat_engine.testing.cases_training import check_agreement, check_training
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.probes import Job
@@ -35,7 +36,7 @@ def patched(module, name, value):
 
 @pytest.fixture(scope="module")
 def runner():
-    made = Runner(Options(engine=MegatronEngine, families=("qwen2",), num_ranks=2))
+    made = Runner(Options(engine=MegatronEngine, families=("qwen2", "llama"), num_ranks=2))
     yield made
     made.close()
 
@@ -100,6 +101,53 @@ def test_a_vocabulary_that_ranks_cannot_share_evenly_is_filled_up(runner, tmp_pa
     job = job_on(runner, path, **changes)
     records = runner.run(probes.train, 2, job, BATCHES, KEPT)
     check_training(runner, records[0], runner.reference(job))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_parallel_size": 2},
+        {"distributed_optimizer": False},
+    ],
+    ids=str,
+)
+def test_bfloat16_strays_in_every_layout_as_a_plain_model_does(runner, changes):
+    job = runner.job("llama", dtype=Dtype.BFLOAT16, **changes)
+    check_bfloat16(runner, runner.run(probes.train, 2, job, BATCHES, KEPT)[0], job)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared_out", "whole"])
+def test_master_weights_go_from_bfloat16_to_fsdp2_and_back(runner, tiny, shared):
+    """A step too small for bfloat16 is in what the other engine reads, and in what comes back."""
+    small = replace(runner.job("qwen2").config.optimizer, lr=1e-6)
+    job = job_on(
+        runner, tiny, dtype=Dtype.BFLOAT16, optimizer=small, distributed_optimizer=shared, freeze=("*.mlp.*",)
+    )
+    config = Fsdp2Config(
+        model=job.config.model, optimizer=small, micro_batch_tokens=60, freeze=job.config.freeze
+    )
+    plain = Job(engine=engine_class("fsdp2"), config=config, loss_fn=job.loss_fn)
+    first, second = runner.folder(), runner.folder()
+    runner.run(probes.save, 2, job, BATCHES[:1], first)
+    _, loaded, _ = runner.run(probes.resume, 2, plain, [], BATCHES[:1], first)[0]
+    untrained = runner.run(probes.train, 2, plain, BATCHES[:1], (0,))[0].weights_after[0]
+    moved = [name for name, weight in loaded.items() if not torch.equal(weight, untrained[name])]
+    assert moved
+    assert not any(".mlp." in name for name in moved)
+    for name, weight in loaded.items():
+        assert (weight - untrained[name]).abs().max() < 1e-5, name
+    runner.run(resaved, 2, job, first, second)
+    _, again, _ = runner.run(probes.resume, 2, plain, [], BATCHES[:1], second)[0]
+    for name, weight in loaded.items():
+        assert torch.equal(again[name], weight), name
+
+
+def resaved(world, job, source, target):
+    with probes.running(world, job) as engine:
+        engine.load_checkpoint(source)
+        engine.save_checkpoint(target, global_step=2)
 
 
 def both(world, fsdp2, megatron, batch):
@@ -210,11 +258,11 @@ def test_load_export_load_is_the_same_to_the_bit_and_shards_are_every_element_on
 
 def test_what_cannot_be_done_here_is_refused_with_a_sentence(tiny):
     config = MegatronConfig(
-        model=ModelConfig(path=tiny), context_parallel_size=2, dtype="bfloat16", virtual_pipeline_size=3
+        model=ModelConfig(path=tiny), context_parallel_size=2, deterministic=True, virtual_pipeline_size=3
     )
     said = {refusal.setting: str(refusal) for refusal in MegatronEngine.check(config, 2)}
     assert "Transformer Engine" in said["context_parallel_size"]
-    assert said.keys() >= {"context_parallel_size", "dtype", "virtual_pipeline_size"}
+    assert said.keys() >= {"context_parallel_size", "deterministic", "virtual_pipeline_size"}
 
 
 def test_what_megatron_core_cannot_train_a_mixture_with_is_refused_before_it_starts(tmp_path):

@@ -6,6 +6,7 @@ from offbeat_engine.capabilities import Feature
 from offbeat_engine.megatron import MegatronEngine
 from offbeat_engine.megatron.checks import TENSOR_SEQUENCE
 from offbeat_engine.testing import conformance
+from offbeat_engine.testing.runner import Tolerances
 from offbeat_engine.testing.variants import Variant
 
 pytestmark = pytest.mark.spawns
@@ -57,6 +58,8 @@ Suite = conformance(
     MegatronEngine,
     families=[*DENSE, *MIXTURES],
     extra_variants=LAYOUTS,
+    # megatron-core rounds before it adds a bias and after, so that gradients of Qwen2's biases lose half a digit more.
+    tolerances=Tolerances(bfloat16=2.5),
     slow=pytest.mark.slow,
     deep=pytest.mark.deep,
 )
@@ -74,6 +77,7 @@ USUAL += (
     "export_qwen3_moe",
     "idle_rank_empty",
 )
+USUAL += ("bfloat16_qwen2_2", "bfloat16_masters", "inference_only_bfloat16_2")
 USUAL += ("checkpoint_2_to_1", "checkpoint_1_to_2", "checkpoint_tensor_2_sequence", "checkpoint_background_1")
 USUAL += tuple(f"{family}_tensor_2" for family in DENSE)
 USUAL += ("qwen2_tensor_2_sequence", "qwen2_pipeline_2", "qwen2_untied_pipeline_2", "qwen2_tensor_2_again")

@@ -9,7 +9,7 @@ import math
 import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families, model
@@ -63,9 +63,10 @@ def build_parts(config: MegatronConfig, world: World) -> Parts:
         held = held_by(plain, shape, groups, config.model.head)
         trained = _freeze(config, held, shape)
         chunks = wrapped(config, models)
-        # After the wrapper, which copies weights into a buffer of its own: before, values would be in memory twice.
-        _fill_together(config, world, held, shape, found.initializer_range)
         updater = None if config.inference_only else Updater(config, chunks)
+        # After the wrapper, which copies weights into a buffer of its own: before, values would be in memory twice. And after
+        # the optimizer, whose master weights are as exact as the files.
+        _fill_together(config, world, held, found, updater)
         leaving = Leaving.agreed(world, held, shape, config.model.head, compute_device(world))
     return Parts(
         groups=groups,
@@ -102,12 +103,17 @@ def cost_of(shape: Shape, head: str, trained: frozenset[str]) -> ModelCost:
 
 
 def _fill_together(
-    config: MegatronConfig, world: World, held: Sequence[Held], shape: Shape, spread: float
+    config: MegatronConfig,
+    world: World,
+    held: Sequence[Held],
+    found: Any,  # noqa: ANN401 a config of transformers
+    updater: Updater | None,
 ) -> None:
     """Read the weights on every rank or raise on every rank."""
     error: Exception | None = None
     try:
-        fill(held, check_files(config.model, shape), config.model, spread)
+        files = check_files(config.model, families.shape_of(found, config.model.head))
+        fill(held, files, config.model, found.initializer_range, updater)
     except (OSError, RuntimeError, ValueError) as caught:
         error = caught
     failure = first_failure(world, error)

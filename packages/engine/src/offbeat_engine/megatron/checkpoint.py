@@ -1,7 +1,7 @@
 """The training state of this rank as pieces that any layout of ranks, and any engine, reads; see `toolkit.training_state`.
 
-A rank's share of moments is a run of numbers of a flattened weight, which any cut comes to as boxes: the end of a row, whole rows, the
-beginning of a row. So each rank writes and reads its own, and nothing is gathered.
+A rank's share of master weights and moments is a run of numbers of a flattened weight, which any cut comes to as boxes (`runs`).
+So each rank writes and reads its own, and nothing is gathered.
 """
 
 # torch's optimizers keep an untyped dictionary.
@@ -9,12 +9,12 @@ beginning of a row. So each rank writes and reads its own, and nothing is gather
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from offbeat_engine.errors import CheckpointError
+from offbeat_engine.megatron.runs import parts_of
 from offbeat_engine.toolkit import random_state, training_state
 from offbeat_engine.toolkit.slices import Region, check_fit
 from offbeat_engine.toolkit.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT, Saved
@@ -24,70 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from offbeat_engine.megatron.blocks import Block
     from offbeat_engine.megatron.held import Held
     from offbeat_engine.megatron.updater import Share, Updater
     from offbeat_engine.saving import SaveHandle
     from offbeat_engine.toolkit.saves import Destination, Saves
-    from offbeat_engine.toolkit.slices import Shape
     from offbeat_engine.toolkit.training_state import Loaded
 
 _MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of the weight `block.name`, at `region`, and where its numbers lie in a rank's run of a flattened weight."""
-
-    block: Block
-    region: Region
-    first: int
-    width: int
-    columns: slice
-
-    def of(self, run: torch.Tensor) -> torch.Tensor:
-        """Return the numbers in a run, a view."""
-        if len(self.region.shape) == 1:
-            return run[self.first : self.first + self.region.numel]
-        num_rows = self.region.shape[0]
-        return run[self.first : self.first + num_rows * self.width].view(num_rows, self.width)[
-            :, self.columns
-        ]
-
-
-def parts_of(blocks: Sequence[Block], shape: Shape, start: int, stop: int) -> Iterator[Part]:
-    """Yield what the numbers `start` to `stop` of a flattened weight of `shape` are of its `blocks`."""
-    for box in _boxes(shape, start, stop):
-        for block in blocks:
-            common = box.common(Region(block.start, block.sizes))
-            if common is None:
-                continue
-            offsets = tuple(
-                file + here - there
-                for file, here, there in zip(block.offsets, common.offsets, block.start, strict=True)
-            )
-            row, width = (common.offsets[0], box.shape[1]) if len(shape) > 1 else (0, 1)
-            first = (row * shape[1] + box.offsets[1] if len(shape) > 1 else common.offsets[0]) - start
-            columns = common.within(box)[-1]
-            yield Part(block, Region(offsets, common.shape), first, width, columns)
-
-
-def _boxes(shape: Shape, start: int, stop: int) -> Iterator[Region]:
-    """Yield the boxes that a run of a flattened tensor consists of."""
-    if len(shape) == 1:
-        yield Region((start,), (stop - start,))
-        return
-    width = shape[1]
-    while start < stop:
-        row, column = divmod(start, width)
-        if column or stop - start < width:
-            size = min(width - column, stop - start)
-            yield Region((row, column), (1, size))
-        else:
-            num_rows = (stop - start) // width
-            size = num_rows * width
-            yield Region((row, 0), (num_rows, width))
-        start += size
 
 
 def save(saves: Saves, held: Sequence[Held], updater: Updater, where: Destination, block: bool) -> SaveHandle:
@@ -105,27 +48,33 @@ def save(saves: Saves, held: Sequence[Held], updater: Updater, where: Destinatio
 
 def _pieces(saves: Saves, held: Sequence[Held], updater: Updater) -> Iterator[WeightShard]:
     for one in held:
-        for block in one.blocks if one.speaks else ():
-            tensor = block.of(one.param.detach())
-            yield WeightShard(
-                name=WEIGHT + block.name, shape=block.shape, offsets=block.offsets, tensor=tensor
-            )
         share = updater.share(one.param)
-        if share is None or not share.state or not _writes(one, share):
+        if not one.param.requires_grad:
+            for block in one.blocks if one.speaks else ():
+                tensor = block.of(one.param.detach()).float()
+                yield WeightShard(
+                    name=WEIGHT + block.name, shape=block.shape, offsets=block.offsets, tensor=tensor
+                )
             continue
+        if share is None or not _writes(one, share):
+            continue
+        runs = {
+            WEIGHT: share.master,
+            **{kind: share.state[key] for key, kind in _MOMENTS.items() if share.state},
+        }
         for part in parts_of(one.blocks, tuple(one.param.shape), share.start, share.stop):
-            for key, kind in _MOMENTS.items():
+            for kind, run in runs.items():
                 yield WeightShard(
                     name=kind + part.block.name,
                     shape=part.block.shape,
                     offsets=part.region.offsets,
-                    tensor=part.of(share.state[key].view(-1)),
+                    tensor=part.of(run.detach().view(-1)),
                 )
     yield from random_state.pieces(saves.world)
 
 
 def _writes(one: Held, share: Share) -> bool:
-    """Whether this rank's moments are those to write: where copies share them out, each writes its own run."""
+    """Whether this rank's run is one to write: where copies share them out, each writes its own run."""
     return one.alone if share.shared_out else one.speaks
 
 
@@ -165,7 +114,9 @@ def load(saves: Saves, held: Sequence[Held], updater: Updater, folder: Path, ver
             for block in one.blocks:
                 region = Region(block.offsets, block.sizes)
                 loaded.reader.fill(WEIGHT + block.name, region, block.of(one.param.detach()))
-            _read_moments(one, updater, loaded, _seen(one, updater, loaded, folder))
+            share = updater.share(one.param)
+            if share is not None:
+                _read_run(one, share, loaded, _seen(one, updater, loaded, folder))
         states = random_state.read(saves.world, loaded)
         updater.set_num_steps(loaded.meta["scheduled_steps"])
         random_state.restore(saves.world, states)
@@ -187,17 +138,17 @@ def _seen(one: Held, updater: Updater, loaded: Loaded, folder: Path) -> float:
     return step
 
 
-def _read_moments(one: Held, updater: Updater, loaded: Loaded, seen: float) -> None:
-    share = updater.share(one.param)
-    if share is None:
-        return
-    share.state.clear()
-    if not seen:
-        return
+def _read_run(one: Held, share: Share, loaded: Loaded, seen: float) -> None:
+    """Read master weights, where they are not the weights themselves, and what the optimizer has gathered in `seen` updates."""
     count = share.stop - share.start
-    fresh: dict[str, Any] = {key: torch.zeros(count, device=one.param.device) for key in _MOMENTS}
+    fresh = {key: torch.zeros(count, device=one.param.device) for key in _MOMENTS if seen}
+    runs = {_MOMENTS[key]: run for key, run in fresh.items()}
+    if share.is_apart:
+        runs[WEIGHT] = share.master.detach().view(-1)
     for part in parts_of(one.blocks, tuple(one.param.shape), share.start, share.stop):
-        for key, kind in _MOMENTS.items():
-            loaded.reader.fill(kind + part.block.name, part.region, part.of(fresh[key]))
-    share.state["step"] = torch.tensor(seen)
-    share.state.update({key: tensor.view(share.shape) for key, tensor in fresh.items()})
+        for kind, run in runs.items():
+            loaded.reader.fill(kind + part.block.name, part.region, part.of(run))
+    share.state.clear()
+    if seen:
+        share.state["step"] = torch.tensor(seen)
+        share.state.update({key: run.view(share.master.shape) for key, run in fresh.items()})

@@ -24,7 +24,6 @@ TENSOR_SEQUENCE = "tensor_sequence_parallel"
 
 _NOT_YET = "is not written for this engine yet"
 _MISSING: dict[str, str] = {
-    Feature.BFLOAT16: f"bfloat16 on float32 master weights {_NOT_YET}",
     Feature.OFFLOAD: f"offloading {_NOT_YET}",
     Feature.ACTIVATION_OFFLOAD: f"keeping activations in host memory {_NOT_YET}",
     Feature.LORA: f"training adapters {_NOT_YET}",
@@ -136,7 +135,6 @@ def _experts(config: MegatronConfig) -> Iterator[Refusal]:
 
 def _asked_for(config: MegatronConfig) -> Iterator[Refusal]:
     asked = {
-        "dtype": (Feature.BFLOAT16, config.dtype != "float32"),
         "offload_parameters": (Feature.OFFLOAD, config.offload_parameters),
         "offload_optimizer": (Feature.OFFLOAD, config.offload_optimizer),
         "lora": (Feature.LORA, config.lora.rank > 0),

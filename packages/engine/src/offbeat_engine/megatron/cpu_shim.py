@@ -46,9 +46,10 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 def _zeros(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
     """Return zeros; a buffer's take no memory before somebody writes, as those of gradients do until the first step."""
     dtype = kwargs.get("dtype")
-    if kwargs.get("device") != _CPU or dtype is None or len(args) != 1 or not args[0]:
+    size = args[0] if len(args) == 1 else None
+    if kwargs.get("device") != _CPU or dtype is None or not isinstance(size, int) or not size:
         return _ZEROS(*args, **kwargs)
-    pages = mmap.mmap(-1, args[0] * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype)
 
 

@@ -13,14 +13,16 @@ import torch
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families
+from offbeat_engine.megatron.runs import parts_of
 from offbeat_engine.toolkit.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from offbeat_engine.config import ModelConfig
     from offbeat_engine.megatron.families import Shape
     from offbeat_engine.megatron.held import Held
+    from offbeat_engine.megatron.updater import Share, Updater
 
 _MAX_NAMED = 5
 # What older transformers wrote and nobody reads.
@@ -83,29 +85,48 @@ def is_drawn(name: str) -> bool:
     return name.startswith("score.")
 
 
-def fill(held: Sequence[Held], files: WeightFiles, model: ModelConfig, spread: float) -> None:
-    """Read this rank's blocks into its parameters; a value head that no file holds is drawn from the seed.
+def fill(
+    held: Sequence[Held], files: WeightFiles, model: ModelConfig, spread: float, updater: Updater | None
+) -> None:
+    """Read this rank's blocks into its parameters, and into master weights that are apart from them.
+
+    A value head that no file holds is drawn from the seed.
 
     Raises:
         OSError: a file cannot be read.
     """
     with torch.no_grad():
         for one in held:
+            share = None if updater is None else updater.share(one.param)
+            master = share if share is not None and share.is_apart else None
             named = {block.name for block in one.blocks}
             if not named <= files.shapes.keys():
-                one.param.copy_(drawn(tuple(one.param.shape), model.seed, spread))
+                values = drawn(tuple(one.param.shape), model.seed, spread)
+                one.param.copy_(values)
+                if master is not None:
+                    master.master.copy_(values.view(-1)[master.start : master.stop].view(master.master.shape))
                 continue
             if one.param.dim():
                 one.param.zero_()  # rows that fill up the vocabulary
+            if master is not None:
+                master.master.zero_()
             with files.opened(named) as read:
-                for block in one.blocks:
-                    rows = slice(block.offsets[0], block.offsets[0] + block.sizes[0])
-                    columns = (
-                        None
-                        if len(block.sizes) == 1
-                        else slice(block.offsets[1], block.offsets[1] + block.sizes[1])
-                    )
-                    block.of(one.param).copy_(read(block.name, rows.start, rows.stop, columns))
+                for name, (offsets, sizes), place in _places(one, master):
+                    rows = slice(offsets[0], offsets[0] + sizes[0])
+                    columns = None if len(sizes) == 1 else slice(offsets[1], offsets[1] + sizes[1])
+                    place.copy_(read(name, rows.start, rows.stop, columns))
+
+
+def _places(
+    one: Held, master: Share | None
+) -> Iterator[tuple[str, tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor]]:
+    """Yield what to read: a name, where in it and how much, and where it goes."""
+    for block in one.blocks:
+        yield block.name, (block.offsets, block.sizes), block.of(one.param)
+    if master is not None:
+        run = master.master.view(-1)
+        for part in parts_of(one.blocks, tuple(one.param.shape), master.start, master.stop):
+            yield part.block.name, (part.region.offsets, part.region.shape), part.of(run)
 
 
 def drawn(shape: tuple[int, ...], seed: int, spread: float) -> torch.Tensor:

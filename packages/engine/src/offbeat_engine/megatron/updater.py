@@ -16,7 +16,7 @@ from offbeat_engine.megatron.model import Chunk, compute_dtype
 from offbeat_engine.schedules import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from offbeat_engine.megatron.config import MegatronConfig
 
@@ -47,13 +47,15 @@ def wrapped(config: MegatronConfig, models: Sequence[Any]) -> list[Chunk]:
 class Share:
     """This rank's run of a flattened parameter, `start` to `stop`, whose moments it keeps in `state` (empty before the first step).
 
-    `shape` is that of a moment in `state`. `shared_out`: copies of the model keep other runs; else each keeps all.
+    `master` has its numbers in float32, in the shape of a moment; `is_apart` where they are not the parameter's own memory.
+    `shared_out`: copies of the model keep other runs; else each keeps all.
     """
 
     start: int
     stop: int
-    shape: tuple[int, ...]
+    master: torch.Tensor
     state: dict[str, Any]
+    is_apart: bool
     shared_out: bool
 
 
@@ -67,6 +69,7 @@ class Updater:
         self._config = chosen
         self._chunks = [chunk.wrapped for chunk in chunks]
         self._together = False
+        self._shares_out = config.distributed_optimizer
         self.num_steps = 0
         settings = OptimizerConfig(
             optimizer="adam",
@@ -97,13 +100,14 @@ class Updater:
         place = self._places.get(param)
         if place is None:
             return None
-        optimizer, main, start, stop = place
+        optimizer, master, start, stop = place
         return Share(
             start=start,
             stop=stop,
-            shape=tuple(main.shape),
-            state=optimizer.state[main],
-            shared_out=main is not param,
+            master=master,
+            state=optimizer.state[master],
+            is_apart=master.dtype is not param.dtype,
+            shared_out=self._shares_out,
         )
 
     def _found_places(self) -> dict[torch.nn.Parameter, tuple[Any, torch.Tensor, int, int]]:
@@ -113,9 +117,8 @@ class Updater:
             inner = outer.optimizer
             if inner is None:
                 continue
-            if not hasattr(outer, "model_param_group_index_map"):
-                every = (param for group in inner.param_groups for param in group["params"])
-                places |= {param: (inner, param, 0, param.numel()) for param in every}
+            if not self._shares_out:
+                places |= {param: (inner, master, 0, param.numel()) for param, master in _masters(outer)}
                 continue
             for param, (group, order) in outer.model_param_group_index_map.items():
                 run = outer._get_model_param_range_map(param)["param"]  # noqa: SLF001 it has no public name
@@ -174,6 +177,16 @@ class Updater:
         """Jump to the learning rate of optimizer step `num_steps` and return it."""
         self.num_steps = num_steps
         return learning_rate(self._config, num_steps)
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:  # noqa: ANN401
+    """Yield the parameters of one of megatron-core's optimizers, and what it steps in their place."""
+    if not hasattr(optimizer, "float16_groups"):
+        for group in optimizer.optimizer.param_groups:
+            yield from ((param, param) for param in group["params"])
+        return
+    for params, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+        yield from zip(params, masters, strict=True)
 
 
 def gradient(param: torch.nn.Parameter) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from offbeat_engine.testing.compare import Named
-    from offbeat_engine.testing.probes import Record
+    from offbeat_engine.testing.probes import Job, Record
     from offbeat_engine.testing.reference import Reference
     from offbeat_engine.testing.runner import Options, Runner
 
@@ -98,7 +98,11 @@ def _same_bits(runner: Runner, family: str, num_ranks: int) -> None:
 def _bfloat16(runner: Runner, family: str, num_ranks: int) -> None:
     """The engine strays from float32 hardly more than a plain bfloat16 model with float32 master weights does."""
     job = runner.job(family, dtype=Dtype.BFLOAT16)
-    record: Record = runner.run(probes.train, num_ranks, job, BATCHES, KEPT)[0]
+    check_bfloat16(runner, runner.run(probes.train, num_ranks, job, BATCHES, KEPT)[0], job)
+
+
+def check_bfloat16(runner: Runner, record: Record, job: Job) -> None:
+    """Compare a run over `BATCHES` in bfloat16 with plain models in float32 and in bfloat16."""
     exact, plain = runner.reference(job), runner.reference(job, bfloat16=True)
     limit = partial(_limit, factor=runner.tolerances.bfloat16)
     assert record.predictions is not None
