@@ -265,6 +265,15 @@ def test_memory_by_tensors_pipelines_and_experts(
     assert items["Adam's two moments, float32, sharded"] == 8 * moments
 
 
+def test_in_bfloat16_weights_lie_beside_masters_that_copies_share_out():
+    config = compose_run(
+        ["engine=megatron", "engine.num_ranks=8", "device=cuda", "model.dtype=bfloat16", "engine.tensor_parallel_size=2"]
+    )  # fmt: skip
+    items = dict(rank_memory(config, EIGHT, 30, 8).items)
+    assert items["weights, bfloat16, sharded"] == 2 * 500_000
+    assert items["master weights, float32, sharded"] == 4 * 125_000
+
+
 def test_ranks_of_tensors_and_pipelines_share_their_rows():
     plan = _plan(
         "engine=megatron", "engine.num_ranks=8", "device=cuda", "cluster.placement=colocated",

@@ -142,6 +142,14 @@ class EngineConfig:
         """How many consecutive ranks work on the same sequences; `shard_data` gives them the same share."""
         return 1
 
+    @property
+    def keeps_both(self) -> bool:
+        """Whether weights that are trained stay in memory in the compute dtype, too, whole beside master weights that are shared out.
+
+        Else master weights are what a rank holds, and `moment_ranks` says nothing of them.
+        """
+        return False
+
     def shard_ranks(self, num_ranks: int) -> int:
         """Return among how many of `num_ranks` ranks one copy of the weights is spread."""
         return num_ranks

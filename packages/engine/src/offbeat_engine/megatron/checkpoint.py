@@ -1,7 +1,8 @@
 """The training state of this rank as pieces that any layout of ranks, and any engine, reads; see `toolkit.training_state`.
 
 A rank's share of master weights and moments is a run of numbers of a flattened weight, which any cut comes to as boxes (`runs`).
-So each rank writes and reads its own, and nothing is gathered.
+So each rank writes and reads its own, and nothing is gathered. A frozen weight has no master: it is there in what the engine
+computes in.
 """
 
 # torch's optimizers keep an untyped dictionary.

@@ -5,7 +5,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from offbeat_engine.config import SPEED, EngineConfig, bounded
+from offbeat_engine.config import SPEED, Dtype, EngineConfig, bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,11 @@ class MegatronConfig(EngineConfig):
     def model_parallel_size(self) -> int:
         """How many ranks work on the same sequences; other than in `EngineConfig` they are not neighbours with a pipeline."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+
+    @property
+    def keeps_both(self) -> bool:
+        """As in `EngineConfig`."""
+        return self.dtype is Dtype.BFLOAT16
 
     def shard_ranks(self, num_ranks: int) -> int:
         """As in `EngineConfig`."""

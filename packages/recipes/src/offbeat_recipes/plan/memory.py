@@ -126,7 +126,10 @@ def _states(engine: EngineConfig, model: ModelFacts, ranks: int) -> tuple[Items,
         base, width = ("base weights, frozen, sharded", shard * bytes_of(engine.dtype)), 4 * _FP32
         adapter = engine.lora.rank * model.num_layers * _ADAPTED_WIDTHS * model.hidden_size * width
         return (base,), (("adapter with gradients and moments, about", adapter),)
-    weights = ("master weights, float32, sharded", shard * _FP32)
+    weights = (("master weights, float32, sharded", (mine if engine.keeps_both else shard) * _FP32),)
+    if engine.keeps_both:
+        computing = f"weights, {engine.dtype.value}, sharded"
+        weights = ((computing, shard * bytes_of(engine.dtype)), *weights)
     match engine.optimizer.name:
         case OptimizerName.ADAMW:
             moments = (("Adam's two moments, float32, sharded", mine * 2 * _FP32),)
@@ -136,8 +139,8 @@ def _states(engine: EngineConfig, model: ModelFacts, ranks: int) -> tuple[Items,
             moments = ()
     rest = (("gradients, float32, sharded", shard * _FP32), *moments)
     if engine.freeze:
-        return (weights,), tuple((f"{name}, at most", num_bytes) for name, num_bytes in rest)
-    return (weights, *rest), ()
+        return weights, tuple((f"{name}, at most", num_bytes) for name, num_bytes in rest)
+    return (*weights, *rest), ()
 
 
 def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memory:
