@@ -128,7 +128,7 @@ def test_what_the_parts_refuse(setting: str, refused: str):
 @pytest.mark.parametrize(
     ("num_ranks", "layout", "refused", "says"),
     [
-        (2, ["engine.tensor_parallel_size=2"], "engine.tensor_parallel_size", "3 attention heads, which 2 do not divide"),
+        (2, ["engine.tensor_parallel_size=2", "task.num_heads=3"], "engine.tensor_parallel_size", "3 attention heads, which 2 do not divide"),
         (8, ["engine.tensor_parallel_size=3"], "engine.num_ranks", "8 ranks are no multiple of the 3"),
         (8, ["engine.pipeline_parallel_size=4"], "engine.pipeline_parallel_size", "2 layers, which 4 do not divide"),
         (8, ["engine.expert_parallel_size=3"], "engine.expert_parallel_size", "3 copies are to share the experts, and there are 8"),
