@@ -223,6 +223,29 @@ def test_ppo_saves_and_resumes_policy_and_critic_on_two_ranks(tmp_path, shared_r
 
 
 @pytest.mark.ray
+@pytest.mark.deep
+def test_ppo_learns_with_a_policy_of_megatron_and_a_critic_of_fsdp2_and_goes_on(tmp_path, shared_ray):
+    """On the same two ranks, the policy's two halves of each layer and the critic's two shards."""
+    folder = tmp_path / "run"
+    words = [
+        "task=arithmetic", "engine=megatron", "engine.num_ranks=2", "engine.tensor_parallel_size=2", "algorithm=ppo",
+        "algorithm.critic_engine=fsdp2", "algorithm.critic_lr=1e-3", f"run_dir={folder}", shared_ray, "rollout=hf",
+        "trainer.save_every=12",
+    ]  # fmt: skip
+    for end, resume in ((12, []), (24, ["resume=auto"])):
+        said = tmp_path / "said" / f"to_{end}"
+        Command("train", [*words, f"trainer.steps={end}", *resume], said).succeed(RUN_TIMEOUT_S)
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == list(range(1, 25))
+    assert all(line["critic/grad_norm"] > 0 for line in steps)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["accuracy_after"] > 0.9 > summary["accuracy_before"]
+    kept = {role: (folder / "checkpoints" / role / "step_24") for role in ("policy", "critic")}
+    made_by = {role: json.loads((path / "engine.json").read_text()) for role, path in kept.items()}
+    assert made_by["policy"] != made_by["critic"]
+
+
+@pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.deep
 def test_gspo_of_a_file_learns_to_add(tmp_path):

@@ -148,6 +148,20 @@ def test_layouts_of_megatron_that_cannot_be(num_ranks: int, layout: list[str], r
     assert any(item.setting == refused and says in item.reason for item in found), found
 
 
+def test_the_engine_of_a_role_is_asked_whether_it_can(tmp_path: Path):
+    model = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path, 0)
+    settings = [f"model.path={model}", "model.dtype=bfloat16", "algorithm=ppo"]
+    assert gather_facts(compose_run(settings)).refusals == ()
+    for engine, says in (
+        ("megatron", "its critic: dtype: "),
+        ("fsdp3", "no training engine named 'fsdp3'; installed: fsdp2, megatron"),
+    ):
+        config = compose_run([*settings, f"algorithm.critic_engine={engine}"])
+        refused = _refused(gather_facts(config))
+        assert says in refused["algorithm"]
+        assert [item.setting for item in plan_run(config, gather_facts(config)).refusals] == ["algorithm"]
+
+
 def test_folders_of_roles_are_looked_at_and_weights_that_are_loaded_whole(tmp_path: Path):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -38,7 +38,6 @@ SMALL = (
     "trainer.group_size=4",
     "trainer.validate_every=0",
     "report.trackers=[]",
-    "cluster.health_period_s=1",
 )
 
 

@@ -20,6 +20,7 @@ from offbeat_recipes.settings.reading import parse, to_dict
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_trainer import Grpo, GrpoConfig, StepShape
+from offbeat_trainer.config import ClusterConfig
 from offbeat_trainer.watch.reporters.silent import Silent
 from offbeat_trainer.watch.timeline import Timeline
 from offbeat_trainer.watch.watchdog import Watchdog
@@ -113,10 +114,12 @@ def test_what_the_processes_are_told(folder, monkeypatch):
             "rollout": {"name": "hf", "num_replicas": 3},
             "sampling": {"max_tokens": 21},
             "algorithm": {"kl_coef": 0.5},
+            "cluster": {"health_timeout_s": 24.0},
         }
     )
     spec = cluster_spec(config, folder, "/m")
     train, rollout = spec.train, spec.rollout
+    assert spec.cluster == ClusterConfig(health_timeout_s=24.0, health_period_s=2.0)
     assert (train.engine_name, train.device, train.num_ranks, train.threads_per_rank) == (
         "fsdp2",
         "cpu",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from offbeat_engine import (
+    ConfigError,
     Fsdp2Config,
     LoraConfig,
     ModelConfig,
@@ -15,6 +16,7 @@ from offbeat_engine import (
     engine_class,
 )
 from offbeat_engine.losses import SftLoss
+from offbeat_engine.megatron.config import MegatronConfig
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_trainer.algorithms.grpo import GroupPolicyGradient
 from offbeat_trainer.algorithms.interface import StepShape
@@ -205,6 +207,23 @@ def test_each_role_has_an_engine_as_it_asked_for():
     assert role_engines(roles, ENGINE, infers_alone=False)["reference"] == ENGINE
 
 
+def test_a_role_may_have_another_engine_which_is_told_what_engines_have_in_common():
+    policy = MegatronConfig(model=ENGINE.model, micro_batch_tokens=77, tensor_parallel_size=2)
+    roles = {
+        "policy": POLICY,
+        "critic": RoleSpec(trained=True, head="value", engine="fsdp2"),
+        "reference": RoleSpec(trained=False, engine="fsdp2"),
+        "teacher": RoleSpec(trained=False, path="t", engine="megatron"),
+    }
+    made = role_engines(roles, policy, infers_alone=False)
+    fsdp2 = Fsdp2Config(model=ENGINE.model, micro_batch_tokens=77)
+    assert made["critic"] == replace(fsdp2, model=replace(ENGINE.model, head="value"))
+    assert made["reference"] == replace(fsdp2, inference_only=True)
+    assert made["teacher"] == replace(policy, model=replace(ENGINE.model, path="t"), inference_only=True)
+    with pytest.raises(ConfigError, match="no training engine named 'fsdp3'"):
+        role_engines({**roles, "critic": replace(roles["critic"], engine="fsdp3")}, policy, infers_alone=True)
+
+
 def test_under_adapters_lies_the_reference_and_other_models_have_none():
     engine = replace(ENGINE, lora=LoraConfig(rank=4))
     roles = {
@@ -218,7 +237,13 @@ def test_under_adapters_lies_the_reference_and_other_models_have_none():
 
 @pytest.mark.parametrize(
     "roles",
-    [{}, {"actor": POLICY}, {"policy": RoleSpec(trained=False)}, {"policy": replace(POLICY, head="value")}],
+    [
+        {},
+        {"actor": POLICY},
+        {"policy": RoleSpec(trained=False)},
+        {"policy": replace(POLICY, head="value")},
+        {"policy": replace(POLICY, engine="fsdp2")},
+    ],
 )
 def test_roles_without_a_policy_that_generates_are_refused(roles):
     with pytest.raises(PlanRefused, match="needs a role 'policy' that is trained"):

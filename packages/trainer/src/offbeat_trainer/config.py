@@ -128,7 +128,8 @@ class PpoConfig(PolicyLossConfig):
     """PPO with a critic (arXiv 1707.06347); `offbeat_trainer.algorithms.ppo` has the formulas.
 
     `discount` and `trace` are gamma and lambda of GAE. `value_clip` bounds how far a value moves in a step (0 = off). `critic_path`
-    "" starts the critic from the model of the run, with a new head. `critic_warmup_steps` first steps train the critic alone.
+    "" starts the critic from the model of the run, with a new head. `critic_engine` "" is the run's: another training engine holds the
+    critic on the same ranks, with what engines have in common as the run has it and its defaults for the rest. `critic_warmup_steps` first steps train the critic alone.
     """
 
     clip_high: float = bounded(0.2, at_least=0)
@@ -137,6 +138,7 @@ class PpoConfig(PolicyLossConfig):
     whiten: bool = True
     value_clip: float = bounded(0.5, at_least=0)
     critic_path: str = ""
+    critic_engine: str = ""
     critic_lr: float = bounded(1e-5, at_least=0)
     critic_warmup_steps: int = bounded(0, at_least=0)
 

@@ -54,10 +54,12 @@ def algorithm_refusals(config: RunConfig) -> list[Refusal]:
     except Exception as error:  # noqa: BLE001 whatever a user's algorithm raises
         reason = f"{config.algorithm.name} failed a trial: {type(error).__name__}: {error}"
         return [Refusal("algorithm", reason, "mend it, or choose another")]
-    engine = engine_class(config.engine.name)
+    specs = algorithm.roles()
     return [
         Refusal("algorithm", f"its {name}: {found.setting}: {found.reason}", found.remedy)
         for name, told in engines.items()
         if name != POLICY and told is not None  # the policy's engine is asked by itself
-        for found in engine.check(told, config.engine.num_ranks)
+        for found in engine_class(specs[name].engine or config.engine.name).check(
+            told, config.engine.num_ranks
+        )
     ]

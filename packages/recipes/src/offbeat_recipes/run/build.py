@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ from offbeat_recipes.plan.algorithm import algorithm_of
 from offbeat_recipes.plan.placement import default_threads, taken_cores
 from offbeat_rollout.registry import adapter_environment
 from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
+from offbeat_trainer.config import ClusterConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 
 def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> ClusterSpec:
     """Return what the processes of a run are told; replicas start from `base_model`."""
+    cluster = {**asdict(config.cluster), "health_period_s": config.cluster.health_timeout_s / 12}
     rollout = config.rollout_config(base_model, len(os.sched_getaffinity(0)))
     return ClusterSpec(
-        cluster=config.cluster,
+        cluster=ClusterConfig(**cluster),
         train=TrainSpec(
             engine_name=config.engine.name,
             device=config.device,

@@ -134,6 +134,13 @@ class SyncSection(SyncConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection(ClusterConfig):
+    """Machines and processes. In `health_timeout_s` they are asked for their health twelve times."""
+
+    health_period_s: float = field(default=5.0, metadata={"derived": "cluster.health_timeout_s"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupSection(WarmupConfig):
     """Supervised training, before reinforcement learning or alone. Its rate rises for 20 steps, or half of few."""
 
@@ -194,7 +201,7 @@ class RunConfig:
     engine: EngineSection = field(default_factory=EngineSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     sync: SyncSection = field(default_factory=SyncSection)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: ClusterSection = field(default_factory=ClusterSection)
     report: ReportConfig = field(default_factory=ReportConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 

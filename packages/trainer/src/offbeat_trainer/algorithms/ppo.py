@@ -43,7 +43,13 @@ class Ppo(Algorithm[PpoConfig]):
     def roles(self) -> Mapping[str, RoleSpec]:
         """See `Algorithm.roles`."""
         config = self.config
-        critic = RoleSpec(trained=True, head="value", path=config.critic_path, lr=config.critic_lr)
+        critic = RoleSpec(
+            trained=True,
+            head="value",
+            path=config.critic_path,
+            engine=config.critic_engine,
+            lr=config.critic_lr,
+        )
         judge = {REFERENCE: RoleSpec(trained=False)} if config.kl_coef else {}
         return {POLICY: RoleSpec(trained=True), CRITIC: critic, **judge}
 

@@ -93,7 +93,12 @@ class TrainWorker:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        built = {name: self._new_engine(config) for name, config in engines.items() if config is not None}
+        roles = self._spec.algorithm.roles()
+        built = {
+            name: self._new_engine(roles[name].engine, config)
+            for name, config in engines.items()
+            if config is not None
+        }
         self._learner = Learner(
             self._spec.algorithm,
             {
@@ -106,8 +111,8 @@ class TrainWorker:
         if self._spec.device == "cpu":
             keep_freed_memory()
 
-    def _new_engine(self, config: EngineConfig) -> Engine:
-        engine = engine_class(self._spec.engine_name)(config, self._world)
+    def _new_engine(self, name: str, config: EngineConfig) -> Engine:
+        engine = engine_class(name or self._spec.engine_name)(config, self._world)
         engine.init_model()
         return engine
 

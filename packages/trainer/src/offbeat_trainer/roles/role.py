@@ -5,11 +5,11 @@ B = sequences, T = tokens of the longest one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, cast
 
-from offbeat_engine import units_of
-from offbeat_engine.config import LoraConfig
+from offbeat_engine import Feature, engine_class, engine_config_class, units_of
+from offbeat_engine.config import EngineConfig, LoraConfig
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_engine import Engine, EngineConfig, LossFn, OptimizerConfig, StepStats, TrainBatch
+    from offbeat_engine import Engine, LossFn, OptimizerConfig, StepStats, TrainBatch
 
 POLICY = "policy"
 """The role that generates: its weights go to the replicas."""
@@ -29,13 +29,14 @@ class RoleSpec:
     """One model that an algorithm works with.
 
     `head` is what its model predicts: "lm" log-probs, "value" values. An empty `path` means the model that the run starts
-    from. `lr` None is that of the run's optimizer, and `optimizer` None that optimizer. `offload` says whether its weights and moments wait in host memory while they are
+    from. `engine` names the training engine that holds it, "" that of the run. `lr` None is that of the run's optimizer, and `optimizer` None that optimizer. `offload` says whether its weights and moments wait in host memory while they are
     not used; None leaves that to the run.
     """
 
     trained: bool
     head: Literal["lm", "value"] = "lm"
     path: str = ""
+    engine: str = ""
     lr: float | None = None
     optimizer: OptimizerConfig | None = None
     offload: bool | None = None
@@ -47,16 +48,17 @@ def role_engines(
     """Return what the engine of each role is told, in the order of `roles`, where the policy's is told `policy`.
 
     None: no model of its own, but the base under the policy's adapters, which is what the run starts from. `infers_alone`: the
-    engine can hold a model that is never trained without what training needs.
+    run's engine can hold a model that is never trained without what training needs. Another engine is told what engines have in
+    common, and has its defaults for the rest.
 
     Raises:
         PlanRefused: there is no policy among them that can generate and be trained.
     """
     wanted = RoleSpec(trained=True)
     found = roles.get(POLICY)
-    if found is None or (found.trained, found.head, found.path) != (wanted.trained, wanted.head, wanted.path):
+    if found is None or replace(found, lr=None, optimizer=None, offload=None) != wanted:
         raise PlanRefused(
-            f"an algorithm needs a role {POLICY!r} that is trained, has the head 'lm' and no path of its own; got "
+            f"an algorithm needs a role {POLICY!r} that is trained, has the head 'lm' and no path or engine of its own; got "
             + (", ".join(roles) or "no roles" if found is None else f"{found}")
         )
     return {name: _engine_of(spec, policy, infers_alone) for name, spec in roles.items()}
@@ -65,7 +67,9 @@ def role_engines(
 def _engine_of(spec: RoleSpec, policy: EngineConfig, infers_alone: bool) -> EngineConfig | None:
     if not (spec.trained or spec.path) and spec.head == "lm" and policy.lora.rank:
         return None
-    engine = policy
+    engine = _made_for(spec.engine, policy)
+    if spec.engine:
+        infers_alone = Feature.INFERENCE_ONLY in engine_class(spec.engine).capabilities().features
     if spec.path or spec.head != "lm":
         engine = replace(
             engine, model=replace(engine.model, path=spec.path or engine.model.path, head=spec.head)
@@ -79,6 +83,14 @@ def _engine_of(spec: RoleSpec, policy: EngineConfig, infers_alone: bool) -> Engi
     if spec.offload is not None:
         engine = replace(engine, offload_parameters=spec.offload, offload_optimizer=spec.offload)
     return engine
+
+
+def _made_for(name: str, policy: EngineConfig) -> EngineConfig:
+    """Return the settings `policy` as the engine called `name` has them ("" is the policy's)."""
+    cls = engine_config_class(name) if name else type(policy)
+    if cls is type(policy):
+        return policy
+    return cls(**{item.name: getattr(policy, item.name) for item in fields(EngineConfig)})
 
 
 class Role:
