@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offbeat_rollout import (
     ConfigError,
@@ -35,6 +35,7 @@ from offbeat_rollout.testing import (
     reference_logprobs,
     rollout_contract,
     wait_for_tokens,
+    write_tokenizer,
 )
 
 
@@ -56,6 +57,7 @@ USUAL = (
     "stop_tokens",
     "seeds",
     "refusals",
+    "stop_strings",
     "context_end",
     "pause_keep",
     "pause_abort",
@@ -65,19 +67,39 @@ CHECKS = [pytest.param(one, marks=() if one in USUAL else pytest.mark.deep) for 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    return [
+    made = [
         make_tiny_model(tmp_path_factory.mktemp("model") / str(seed), seed=seed, tie_word_embeddings=False)
         for seed in (0, 1)
     ]
+    write_tokenizer(made[0])
+    return made
+
+
+def settings(path):
+    return SglangConfig(
+        model_path=path,
+        max_model_len=512,
+        max_num_seqs=64,
+        kv_cache_gib=0.25,
+        stop_strings=True,
+        start_timeout_s=600,
+    )
+
+
+def subject_of(engine, path):
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    return Subject(
+        engine=engine,
+        vocab_size=VOCAB,
+        logprobs=lambda prompt, tokens, sampling: reference_logprobs(model, prompt, tokens, sampling),
+        same_bits=False,
+        decode=AutoTokenizer.from_pretrained(path).decode,
+    )
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine(paths):
-    engine = SglangEngine(
-        SglangConfig(
-            model_path=paths[0], max_model_len=512, max_num_seqs=64, kv_cache_gib=0.25, start_timeout_s=600
-        )
-    )
+    engine = SglangEngine(settings(paths[0]))
     await engine.start()
     yield engine
     await engine.stop()
@@ -85,12 +107,7 @@ async def engine(paths):
 
 @pytest.fixture(scope="module")
 def subject(engine, paths):
-    model = AutoModelForCausalLM.from_pretrained(paths[0]).eval()
-    return Subject(
-        engine=engine,
-        vocab_size=VOCAB,
-        logprobs=lambda prompt, tokens, sampling: reference_logprobs(model, prompt, tokens, sampling),
-    )
+    return subject_of(engine, paths[0])
 
 
 def request(name, max_tokens=8, prompt=(3, 4, 5), **sampling):
@@ -105,8 +122,10 @@ async def test_contract(check, subject):
 
 
 async def test_what_sglang_would_not_do_as_it_is_asked_is_refused(engine):
-    with pytest.raises(RequestError, match=r"'p': `top_p` is 0\.9, and SGLang's log-probs leave it out"):
-        await engine.generate(request("p", top_p=0.9))
+    with pytest.raises(
+        RequestError, match=r"'p': `top_k` is 4 and `top_p` 0\.9: SGLang takes `top_p` of all"
+    ):
+        await engine.generate(request("p", top_p=0.9, top_k=4))
     with pytest.raises(RequestError, match="request id 'twice' came twice"):
         await engine.generate_many([request("twice"), request("twice")])
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from offbeat_rollout.hf.stop_strings import StopStrings
+    from offbeat_rollout.stop_strings import StopStrings
     from offbeat_rollout.types import GenerateRequest
 
 _PREFILL_TOKENS = 16384  # in one call of the model; bounds the memory of a prefill

@@ -15,7 +15,7 @@ from offbeat_rollout.errors import EngineStateError
 from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
 from offbeat_rollout.hf.lora import MergedLora
 from offbeat_rollout.hf.model import WholeWeights, load_model
-from offbeat_rollout.hf.stop_strings import StopStrings, load_tokenizer
+from offbeat_rollout.stop_strings import StopStrings, load_tokenizer
 from offbeat_rollout.types import Finish, PauseMode
 
 if TYPE_CHECKING:

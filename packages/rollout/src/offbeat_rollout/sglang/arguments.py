@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
-OLDEST = (0, 5, 21)  # with spans of weight versions in every answer
+OLDEST = (0, 5, 23)  # nothing older was run
 MARGIN = 8  # tokens of its context that SGLang keeps for itself
 CPU_LAUNCHER = "sglang_cpu.py"  # in the environment's `bin`; see tools/sglang_cpu.py
 _DAY_S = 86_400
@@ -56,6 +56,7 @@ OURS: dict[str, str] = {
     "incremental_streaming_output": "answers are read so",
     "sampling_defaults": "sampling is what the request says",
     "preferred_sampling_params": "sampling is what the request says",
+    "sampling_mask_max_tokens": "log-probs under `top_p` rest on it",
     "weight_version": _UPDATES,
     "quantization": _UPDATES,
     "load_format": _UPDATES,
@@ -161,6 +162,7 @@ def server_args(config: SglangConfig, port: int) -> dict[str, object]:
         "weight_version": "0",
         "sampling_defaults": "openai",  # nothing from the model folder
         "enable_deterministic_inference": config.deterministic,
+        "sampling_mask_max_tokens": int(model_settings(config.model_path)["vocab_size"]),
         "incremental_streaming_output": True,
         "stream_interval": 8,  # tokens of a request between two messages about it
         "skip_server_warmup": True,

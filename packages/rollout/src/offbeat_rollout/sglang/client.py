@@ -1,4 +1,4 @@
-"""The server's HTTP interface (SGLang 0.5.21 and later), each call with a deadline."""
+"""The server's HTTP interface (SGLang 0.5.23), each call with a deadline."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""`SglangEngine`: the generation interface over SGLang's HTTP server (0.5.21 and later, tested with 0.5.23 on CPU).
+"""`SglangEngine`: the generation interface over SGLang's HTTP server (0.5.23, on CPU).
 
 What it promises beyond the interface:
 
 - One server, in processes of its own and in an environment of its own, that end with the process that holds the engine.
-- Log-probs are those of the distribution that was drawn from. SGLang leaves truncation out of them: `top_k` is made good
-  here, a request with `top_p` is refused.
+- Log-probs are those of the distribution that was drawn from. SGLang leaves truncation out of them, and is asked for those among
+  the tokens that `top_k` or `top_p` left. Both at once are refused: SGLang takes `top_p` of all tokens, others of the `top_k`.
+- Texts to stop at are looked for here, so the server makes a few tokens more than are wanted, which are dropped.
 - Versions per token come from SGLang's own spans; the weights loaded at start are version 0.
 - A request with a `seed` is drawn by a hash of the seed and the position (`SglangConfig.deterministic`; without it seeds are
   ignored, as SGLang does). With fp32 on CPU its tokens do not depend on what else is in the batch.
@@ -34,13 +35,16 @@ from offbeat_rollout.sglang.arguments import check_arguments, check_model, model
 from offbeat_rollout.sglang.client import Client
 from offbeat_rollout.sglang.config import SglangConfig
 from offbeat_rollout.sglang.requests import Requests
-from offbeat_rollout.sglang.running import Running, num_kept, request_body
+from offbeat_rollout.sglang.running import Running, request_body, truncates
 from offbeat_rollout.sglang.server import Server
 from offbeat_rollout.sglang.updates import SglangUpdates
+from offbeat_rollout.stop_strings import StopStrings, load_tokenizer
 from offbeat_rollout.types import Health, PauseMode, RolloutCapabilities, RolloutFeature
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+
+    from tokenizers import Tokenizer
 
     from offbeat_rollout.config import RolloutConfig
     from offbeat_rollout.types import Completion, GenerateRequest
@@ -63,6 +67,7 @@ class SglangEngine(RolloutEngine):
         self._num_flips = 0
         self._vocab_size = 0
         self._eos: tuple[int, ...] = ()
+        self._tokenizer: Tokenizer | None = None
         self._clock = RequestClock(config.request_timeout_s, self._requests.work)
 
     @classmethod
@@ -71,7 +76,7 @@ class SglangEngine(RolloutEngine):
         return RolloutCapabilities(
             adapter="sglang",
             devices=frozenset({"cpu"}),
-            dtypes=frozenset({"float32"}),
+            dtypes=frozenset({"float32", "bfloat16"}),
             features=frozenset(
                 {
                     RolloutFeature.SEED,
@@ -81,15 +86,15 @@ class SglangEngine(RolloutEngine):
                     RolloutFeature.RECOMPUTE_KV,
                     RolloutFeature.CONTINUOUS_BATCHING,
                     RolloutFeature.PREFIX_CACHING,
+                    RolloutFeature.STOP_STRINGS,
                 }
             ),
             missing={
                 "cuda": "updates are proven by checksums that SGLang computes in another way on GPUs, and this adapter was "
                 "never run there; use vllm",
                 "tensor_parallel": "updates of one rank can be proven; use vllm",
-                "stop_strings": "the server reads no tokenizer; end completions at `stop_token_ids`, or use vllm",
                 "lora": "it is sent whole weights; use engine.lora.export=merged, or vllm",
-                "top_p": "SGLang's log-probs leave it out; use `top_k`, or vllm",
+                "top_k_and_top_p": "SGLang takes `top_p` of all tokens, other adapters of the `top_k` likeliest; give one of them",
                 "sleep_2": "SGLang gives memory back on GPUs alone",
                 "peer_copy": "weights are served in the form of SGLang's kernels (fused), from which the checkpoint's tensors "
                 "do not come back: a replacement is sent them by the trainer",
@@ -120,6 +125,8 @@ class SglangEngine(RolloutEngine):
         check_model(self.config)
         self._eos = eos_token_ids(self.config.model_path)
         self._vocab_size = int(model_settings(self.config.model_path)["vocab_size"])
+        if self.config.stop_strings:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model_path)
         self._version, self._num_flips, self._requests.failure = 0, 0, ""
         timeout_s = self.config.start_timeout_s
         self._server = server = await asyncio.to_thread(Server, self.config)
@@ -140,7 +147,14 @@ class SglangEngine(RolloutEngine):
         """Return the completion of one request."""
         self._client()
         self._check(request)
-        running = Running(request, num_kept(request, self._vocab_size))
+        stop, tokenizer = request.sampling.stop, self._tokenizer
+        running = Running(
+            request,
+            truncated=truncates(request, self._vocab_size),
+            watch=StopStrings(tokenizer, request.prompt_ids, stop)
+            if stop and tokenizer is not None
+            else None,
+        )
         async with self._clock.over([request.request_id]):
             await self._requests.run(running)
         return running.completion(self._version)
@@ -258,10 +272,11 @@ class SglangEngine(RolloutEngine):
 
     def _check(self, request: GenerateRequest) -> None:
         check_request(request, self.config, self._vocab_size)
-        if request.sampling.top_p < 1 and request.sampling.temperature > 0:
+        sampling = request.sampling
+        if sampling.top_p < 1 and sampling.top_k != -1 and sampling.temperature > 0:
             raise RequestError(
-                f"request {request.request_id!r}: `top_p` is {request.sampling.top_p}, and SGLang's log-probs leave it out: "
-                "they would not be those of what was drawn from; use `top_k`, or another adapter"
+                f"request {request.request_id!r}: `top_k` is {sampling.top_k} and `top_p` {sampling.top_p}: "
+                f"{self.capabilities().missing['top_k_and_top_p']}"
             )
         if request.request_id in self._requests.under_way:
             raise RequestError(
@@ -273,13 +288,17 @@ class SglangEngine(RolloutEngine):
         request = running.request
         room = self.config.max_model_len - len(request.prompt_ids)
         body: dict[str, Any] = request_body(
-            request, rid, num_tokens=min(request.sampling.max_tokens, room), eos=self._eos
+            request,
+            rid,
+            num_tokens=min(request.sampling.max_tokens, room),
+            eos=self._eos,
+            vocab_size=self._vocab_size,
         )
         if self.config.deterministic:
             # A request without one would be given the same one as all others.
             seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed % 2**63
             body["sampling_params"]["sampling_seed"] = seed
-        return {**body, "top_logprobs_num": running.num_top, "cache_salt": f"update {self._num_flips}"}
+        return {**body, **running.asked, "cache_salt": f"update {self._num_flips}"}
 
     async def _rest(self, client: Client, mode: str) -> None:
         """Have the server stop making tokens, and wait until it has: it only notes the wish when it is asked."""

@@ -125,8 +125,12 @@ class Requests:
         running.rid = rid = secrets.token_hex(16)
         try:
             async with aclosing(self._client().stream(self._body(running, rid))) as answers:
+                told = False
                 async for said in answers:
                     running.take(said)
+                    if running.stopped and not told:
+                        told = True  # its end comes with the next answer, and the versions of its tokens with that
+                        self._keep(asyncio.create_task(self._forget(rid), name=f"end {rid}"))
         except BaseException:
             self._keep(asyncio.create_task(self._forget(rid), name=f"abort {running.request.request_id}"))
             raise

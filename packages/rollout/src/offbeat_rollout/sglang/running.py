@@ -1,13 +1,16 @@
 """One request under way: its body for SGLang, what has come of it, and the completion that makes.
 
-SGLang gives the log-prob of a drawn token after temperature and before truncation. Over the `top_k` likeliest it is made whole
-here, from their log-probs, which are asked for; `top_p` is refused before (see `engine`).
+SGLang gives the log-prob of a drawn token after temperature and before truncation; of a truncated distribution it gives, where it is
+asked to, the tokens that were left and their log-probs among themselves. Texts to stop at are looked for here, as tokens come: the server
+reads no tokenizer.
 """
 
-# T = tokens so far, K = tokens of a truncated distribution
+# T = tokens so far
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,29 +23,32 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
+    from offbeat_rollout.stop_strings import StopStrings
     from offbeat_rollout.types import GenerateRequest
 
 
-def num_kept(request: GenerateRequest, vocab_size: int) -> int:
-    """Return how many of the likeliest tokens `top_k` leaves; 0 where it cuts nothing off that a log-prob would tell."""
-    top_k = request.sampling.top_k
-    return top_k if request.sampling.temperature > 0 and 0 < top_k < vocab_size else 0
+def truncates(request: GenerateRequest, vocab_size: int) -> bool:
+    """Say whether `top_k` or `top_p` leaves tokens out that a log-prob would tell of."""
+    sampling = request.sampling
+    return sampling.temperature > 0 and (0 < sampling.top_k < vocab_size or sampling.top_p < 1)
 
 
 def request_body(
-    request: GenerateRequest, rid: str, *, num_tokens: int, eos: Sequence[int]
+    request: GenerateRequest, rid: str, *, num_tokens: int, eos: Sequence[int], vocab_size: int
 ) -> dict[str, Any]:
     """Return the body of `/generate` for a checked request, for `num_tokens` at most, without its seed and its salt."""
     sampling = request.sampling
+    greedy = sampling.temperature == 0
     return {
         "rid": rid,
         "input_ids": list(request.prompt_ids),
         "stream": True,
-        "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": num_tokens,
             "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
+            # Beside `top_p` SGLang wants a number of its own: that of all tokens.
+            "top_k": -1 if greedy else vocab_size if sampling.top_p < 1 else sampling.top_k,
+            "top_p": 1.0 if greedy else sampling.top_p,
             # SGLang stops at end-of-sequence tokens of the folder, too; told to ignore those, it would ignore these.
             "stop_token_ids": sorted({*sampling.stop_token_ids, *eos}),
         },
@@ -52,10 +58,14 @@ def request_body(
 class Running:
     """What has come of one request."""
 
-    def __init__(self, request: GenerateRequest, kept: int) -> None:
-        """Nothing has come yet; the drawn distribution has the `kept` likeliest tokens alone, or all (0)."""
+    def __init__(
+        self, request: GenerateRequest, *, truncated: bool, watch: StopStrings | None = None
+    ) -> None:
+        """Nothing has come yet; tokens are left out of the drawn distribution if it is `truncated`; `watch` looks for texts."""
         self.request = request
-        self.kept = kept
+        self._truncated = truncated
+        self._watch = watch
+        self._stopped: tuple[int, str] | None = None  # after how many tokens which text was complete
         self.call: asyncio.Task[None] | None = None
         self.rid = ""  # while the server has it
         self.begin_anew = False  # it was ended because the weights changed, and had no token
@@ -65,6 +75,9 @@ class Running:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[list[tuple[float, int]]] = []
+        self._left: list[
+            dict[int, float]
+        ] = []  # of a truncated distribution, if their log-probs are asked for
         self._finish = Finish.ABORT
         self._stop_reason: int | None = None
         self._spans: list[tuple[int, int]] | None = None
@@ -76,9 +89,21 @@ class Running:
         return len(self._token_ids)
 
     @property
-    def num_top(self) -> int:
-        """How many of the likeliest tokens the server is asked for at each position."""
-        return max(self.kept, self.request.sampling.top_logprobs)
+    def stopped(self) -> bool:
+        """Whether a text to stop at is complete: what the server makes after it is not wanted."""
+        return self._stopped is not None
+
+    @property
+    def asked(self) -> dict[str, object]:
+        """What the body of `/generate` says of log-probs."""
+        num_top = self.request.sampling.top_logprobs
+        body: dict[str, object] = {"return_logprob": True, "top_logprobs_num": num_top}
+        if self._truncated:
+            body |= {
+                "return_sampling_mask": True,
+                "sampling_logprobs_mode": "support" if num_top else "selected",
+            }
+        return body
 
     def flipped(self, before: int) -> None:
         """The tokens so far are of the version `before`; of those that come next, only the end will tell."""
@@ -101,14 +126,33 @@ class Running:
             raise EngineStateError(
                 f"SGLang gave {len(token_ids)} tokens and {len(drawn)} log-probs for {self.request.request_id!r}"
             )
-        self._token_ids += token_ids
-        self._logprobs += [entry[0] for entry in drawn]
-        if self.num_top:
+        if self.request.sampling.top_logprobs:
             self._tops += [[(one[0], one[1]) for one in place] for place in meta["output_top_logprobs"]]
+        self._logprobs += self._drawn(token_ids, meta) if self._truncated else [entry[0] for entry in drawn]
+        for token in token_ids:
+            self._add(token)
         self._num_cached = meta.get("cached_tokens", self._num_cached)
         if reason:
             self._end(reason, meta)
         return len(token_ids)
+
+    def _drawn(self, token_ids: list[int], meta: dict[str, Any]) -> list[float]:
+        """Return the log-probs of drawn tokens among those that truncation left."""
+        logprobs: list[Any] = meta["output_token_sampling_logprobs"]
+        if not self.request.sampling.top_logprobs:
+            return logprobs
+        left = [
+            dict(zip(ids, of_ids, strict=True))
+            for ids, of_ids in zip(meta["output_token_sampling_mask"], logprobs, strict=True)
+        ]
+        self._left += left
+        return [one[token] for token, one in zip(token_ids, left, strict=True)]
+
+    def _add(self, token: int) -> None:
+        self._token_ids.append(token)
+        if self._watch is not None and self._stopped is None:
+            text = self._watch.add(token)
+            self._stopped = None if text is None else (len(self._token_ids), text)
 
     def _end(self, reason: dict[str, Any], meta: dict[str, Any]) -> None:
         self._finish = Finish(reason["type"])
@@ -126,29 +170,34 @@ class Running:
         if spans is None:
             spans = self._versions or [(version, self.num_tokens)]
         count = sum(number for _, number in spans)
-        logprobs = np.array(self._logprobs[:count], np.float32)
-        tops = np.array([[one[0] for one in place] for place in self._tops[:count]], np.float64).reshape(
-            count, self.num_top
-        )
-        if self.kept and count:
-            kept_TK = tops[:, : self.kept]
-            whole = np.logaddexp.reduce(kept_TK, axis=1)
-            logprobs = (logprobs - whole).astype(np.float32)
-            tops = np.where(np.arange(tops.shape[1]) < self.kept, tops - whole[:, None], -np.inf)
-        return Completion(
+        made = Completion(
             request_id=self.request.request_id,
             token_ids=np.array(self._token_ids[:count], np.int32),
-            logprobs=logprobs,
+            logprobs=np.array(self._logprobs[:count], np.float32),
             spans=version_spans(spans),
             finish=self._finish,
             stop_reason=self._stop_reason,
             num_cached_tokens=self._num_cached,
-            top_logprobs=self._top_logprobs(tops.astype(np.float32), count),
+            top_logprobs=self._top_logprobs(count),
         )
+        if self._stopped is None or self._stopped[0] > count:
+            return made
+        length, text = self._stopped
+        return replace(made.cut(length, Finish.STOP), stop_reason=text)
 
-    def _top_logprobs(self, logprobs: Any, count: int) -> TopLogprobs | None:  # noqa: ANN401 an array [T, top]
+    def _top_logprobs(self, count: int) -> TopLogprobs | None:
         num = self.request.sampling.top_logprobs
         if not num:
             return None
-        ids = np.array([[one[1] for one in place[:num]] for place in self._tops[:count]], np.int32)
-        return TopLogprobs(token_ids=ids.reshape(count, num), logprobs=logprobs[:, :num].copy())
+        places = self._tops[:count]
+        if self._left:
+            left_out = -math.inf
+            places = [
+                sorted(((left.get(token, left_out), token) for _, token in place), key=lambda one: -one[0])
+                for place, left in zip(places, self._left, strict=False)
+            ]
+        values, ids = ([[one[part] for one in place] for place in places] for part in (0, 1))
+        return TopLogprobs(
+            token_ids=np.array(ids, np.int32).reshape(count, num),
+            logprobs=np.array(values, np.float32).reshape(count, num),
+        )

@@ -38,6 +38,7 @@ async def _logprobs(subject: Subject) -> None:
         {"temperature": 0.7},
         {"temperature": 0.0},
         {"temperature": 1.3, "top_k": 8},
+        {"temperature": 1.3, "top_p": 0.7},
     ]
     requests = [
         subject.request(tuple(range(3, 4 + 5 * i)), max_tokens=24, seed=i, **variants[i % len(variants)])
@@ -55,6 +56,7 @@ async def _top_logprobs(subject: Subject) -> None:
         {},
         {"temperature": 0.0},
         {"temperature": 0.7, "top_k": 3},
+        {"temperature": 0.7, "top_p": 0.6},
     ]
     requests = [
         subject.request((5, 6, 7), max_tokens=4, seed=i, top_logprobs=num_top, **variant)

@@ -23,7 +23,8 @@ class Subject:
     """An engine under test: started, not paused, with nothing running; and who to compare it with.
 
     `decode` gives the text of tokens, special ones included, where the engine ends completions at texts
-    (`RolloutFeature.STOP_STRINGS`); it must have been started with `stop_strings` then.
+    (`RolloutFeature.STOP_STRINGS`); it must have been started with `stop_strings` then. `same_bits` says that log-probs of a
+    request have the same bits whatever else is in the batch; else they are the same within `tolerance`.
     """
 
     engine: RolloutEngine
@@ -32,6 +33,7 @@ class Subject:
         [Sequence[int], Sequence[int], SamplingParams], list[float]
     ]  # (prompt, tokens, sampling) -> [T]
     tolerance: float = 1e-4  # of log-probs; what fp32 reaches
+    same_bits: bool = True
     decode: Callable[[Sequence[int]], str] | None = None
 
     def request(self, prompt: Sequence[int] = (5, 6, 7), **sampling: object) -> GenerateRequest:

@@ -1,0 +1,126 @@
+"""Other models than the tiny Qwen2 of `test_engine`, each in a server of its own, through the contract and an update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+
+from offbeat_rollout import ConfigError
+from offbeat_rollout.sglang import SglangConfig, SglangEngine
+from offbeat_rollout.sglang.arguments import check_arguments
+from offbeat_rollout.testing import (
+    Subject,
+    make_tiny_model,
+    reference_logprobs,
+    rollout_contract,
+    write_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def why_not() -> str:
+    try:
+        check_arguments(SglangConfig(model_path=""))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.deep,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "SGLang is there"),
+]
+
+VOCAB = 96
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True),
+    "llama, tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SHAPE),
+}
+
+
+def make_model(folder: Path, family: str, dtype: torch.dtype) -> str:
+    if family == "qwen2, tied":
+        make_tiny_model(folder)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(FAMILIES[family]()).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    write_tokenizer(folder)
+    return str(folder)
+
+
+KINDS = [
+    ("llama", "float32"),
+    ("llama, tied", "float32"),
+    ("qwen3", "float32"),
+    ("qwen2, tied", "float32"),
+    ("qwen2, tied", "bfloat16"),
+]
+# Each sum of a layer is rounded to eight bits; these weights are ten times as large as those of real models.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=KINDS, ids=" ".join)
+async def subject(request, tmp_path_factory):
+    family, dtype = request.param
+    path = make_model(tmp_path_factory.mktemp("model"), family, getattr(torch, dtype))
+    engine = SglangEngine(
+        SglangConfig(
+            model_path=path,
+            dtype=dtype,
+            max_model_len=512,
+            max_num_seqs=64,
+            kv_cache_gib=0.25,
+            stop_strings=True,
+            start_timeout_s=600,
+        )
+    )
+    await engine.start()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    yield Subject(
+        engine=engine,
+        vocab_size=VOCAB,
+        logprobs=lambda prompt, tokens, sampling: reference_logprobs(model, prompt, tokens, sampling),
+        tolerance=TOLERANCE[dtype],
+        same_bits=False,
+        decode=AutoTokenizer.from_pretrained(path).decode,
+    )
+    await engine.stop()
+
+
+@pytest.mark.parametrize("check", rollout_contract)
+async def test_contract(check, subject):
+    await rollout_contract[check](subject)
+
+
+async def test_new_weights_are_served_and_proven(subject):
+    """The update is refused unless SGLang holds, parameter by parameter, what was sent."""
+    path = subject.engine.config.model_path
+    weights = load_file(f"{path}/model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensor += 0.02 * torch.randn(tensor.shape).to(tensor.dtype)
+            model.state_dict()[name].copy_(tensor)
+    model.tie_weights()
+    await subject.engine.weight_updates().load(weights.items(), 1)
+    asked = subject.request(seed=9, max_tokens=24)
+    done = await subject.engine.generate(asked)
+    assert set(done.policy_versions) == {1}
+    expected = reference_logprobs(model, asked.prompt_ids, done.token_ids.tolist(), asked.sampling)
+    assert max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)) <= subject.tolerance

@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""Tokens per second of the generation adapters over those of the bare engine, in interleaved pairs.
+
+    uv run tools/bench/rollout.py --json [--only vllm|sglang] [--pairs 9] [--requests 128] [--tokens 64]
+
+Both sides get the same model and the same requests, all at once: prompts of 16 tokens, a fixed number of new ones, a seed each, the
+drawn token's log-prob with every token. Of vLLM the bare side is an `AsyncLLM` of its own beside the adapter's, with vLLM's
+defaults but for what both need (dtype, lengths, threads, cache memory). Of SGLang it is the adapter's own server, asked by a plain HTTP
+client, one `/generate` a request, which is told of the end only. The two sides take turns, the first of a pair changes; `over_bare` is
+the median of the pairs' ratios, and the first pair does not count. The exit code is 1 where one is below `AIM`.
+"""
+
+# vLLM types its interface in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+
+from workload import SHAPES, Work, make_model
+
+from offbeat_rollout import GenerateRequest, RolloutEngine, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+AIM = 0.9
+PROMPT_TOKENS = 16
+CONTEXT = 512
+Side = Callable[[list[GenerateRequest]], Awaitable[int]]
+"""Completes all requests, and returns how many tokens that made."""
+
+
+def make_requests(round_: int, count: int, num_tokens: int) -> list[GenerateRequest]:
+    """Return the requests of one round; both sides get the same."""
+    dice = random.Random(round_)
+    vocab = SHAPES["medium"].vocab
+    return [
+        GenerateRequest(
+            request_id=f"{round_}-{i}",
+            prompt_ids=tuple(dice.randrange(2, vocab) for _ in range(PROMPT_TOKENS)),
+            sampling=SamplingParams(max_tokens=num_tokens, seed=dice.getrandbits(32)),
+        )
+        for i in range(count)
+    ]
+
+
+def of_adapter(engine: RolloutEngine) -> Side:
+    """Return the side that asks `engine`."""
+
+    async def side(requests: list[GenerateRequest]) -> int:
+        return sum(done.num_tokens for done in await engine.generate_many(requests))
+
+    return side
+
+
+@asynccontextmanager
+async def sglang(folder: str, num_requests: int) -> AsyncGenerator[tuple[Side, Side]]:
+    """Give the adapter, and a plain client of its server."""
+    from aiohttp import ClientSession, TCPConnector
+
+    from offbeat_rollout.sglang import SglangConfig, SglangEngine
+
+    engine = SglangEngine(
+        SglangConfig(model_path=folder, max_model_len=CONTEXT, max_num_seqs=num_requests, start_timeout_s=900)
+    )
+    await engine.start()
+
+    async def one(session: ClientSession, request: GenerateRequest) -> int:
+        sampling = request.sampling
+        told = {"max_new_tokens": sampling.max_tokens, "temperature": 1.0, "sampling_seed": sampling.seed}
+        body = {"input_ids": list(request.prompt_ids), "sampling_params": told, "return_logprob": True}
+        async with session.post("/generate", json=body) as answer:
+            said = json.loads(await answer.read())
+        return len(said["meta_info"]["output_token_logprobs"])
+
+    url = cast("Any", engine)._server.url  # noqa: SLF001 nobody else needs to know it
+    try:
+        async with ClientSession(url, connector=TCPConnector(limit=0)) as session:
+
+            async def bare(requests: list[GenerateRequest]) -> int:
+                return sum(await asyncio.gather(*(one(session, request) for request in requests)))
+
+            yield of_adapter(engine), bare
+    finally:
+        await engine.stop()
+
+
+@asynccontextmanager
+async def vllm(folder: str, num_requests: int) -> AsyncGenerator[tuple[Side, Side]]:
+    """Give the adapter, and an engine of vLLM's own."""
+    from offbeat_rollout.vllm import VllmConfig, VllmEngine, vllm_environment
+
+    config = VllmConfig(
+        model_path=folder, max_model_len=CONTEXT, max_num_seqs=num_requests, start_timeout_s=900
+    )
+    os.environ |= vllm_environment(config)
+    engine = VllmEngine(config)
+    await engine.start()
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm import SamplingParams as VllmSampling
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(
+            model=folder, dtype="float32", max_model_len=CONTEXT, max_num_seqs=num_requests, skip_tokenizer_init=True,
+            kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30), enforce_eager=True,
+            # Without these two it dies of seeded prompts on CPU.
+            enable_chunked_prefill=False, max_num_batched_tokens=max(2048, PROMPT_TOKENS * num_requests),
+        )  # fmt: skip
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
+
+        async def one(request: GenerateRequest) -> int:
+            sampling = request.sampling
+            params = VllmSampling(
+                max_tokens=sampling.max_tokens, temperature=1.0, seed=sampling.seed, logprobs=0, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )  # fmt: skip
+            prompt = {"prompt_token_ids": list(request.prompt_ids)}
+            async for output in llm.generate(cast("Any", prompt), params, f"bare {request.request_id}"):
+                if output.finished:
+                    return len(output.outputs[0].token_ids)
+            raise RuntimeError("vLLM ended a request without a result")
+
+        async def bare(requests: list[GenerateRequest]) -> int:
+            return sum(await asyncio.gather(*map(one, requests)))
+
+        try:
+            yield of_adapter(engine), bare
+        finally:
+            llm.shutdown()
+    finally:
+        await engine.stop()
+
+
+ENGINES = {"vllm": vllm, "sglang": sglang}
+
+
+async def measure(name: str, folder: str, arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the speeds of both sides of one engine, in tokens per second, and the median of their ratios."""
+    sides: dict[str, list[float]] = {"adapter": [], "bare": []}
+    async with AsyncExitStack() as opened:
+        adapter, bare = await opened.enter_async_context(ENGINES[name](folder, arguments.requests))
+        turns = [("adapter", adapter), ("bare", bare)]
+        for round_ in range(arguments.pairs + 1):
+            requests = make_requests(round_, arguments.requests, arguments.tokens)
+            for side, call in turns:
+                mark = time.perf_counter()
+                num_tokens = await call(requests)
+                sides[side].append(num_tokens / (time.perf_counter() - mark))
+                if num_tokens != arguments.requests * arguments.tokens:
+                    raise RuntimeError(
+                        f"{name}, {side}: made {num_tokens} tokens; all must be of full length"
+                    )
+            turns.reverse()
+            print(
+                f"{name}: { ({side: round(speeds[-1]) for side, speeds in sides.items()}) }", file=sys.stderr
+            )
+    counted = {side: speeds[1:] for side, speeds in sides.items()}
+    ratios = [ours / theirs for ours, theirs in zip(counted["adapter"], counted["bare"], strict=True)]
+    return {
+        "over_bare": round(median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        **{f"{side}_tokens_per_s": round(median(speeds), 1) for side, speeds in counted.items()},
+    }
+
+
+def main() -> int:
+    """Measure and print; 0 where every adapter reaches `AIM`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=ENGINES, help="one engine")
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64, help="of each completion")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as scratch:
+        folder = Path(scratch) / "model"
+        parameters = make_model(folder, SHAPES["medium"], Work())
+        names = [arguments.only] if arguments.only else [*ENGINES]
+        engines = {name: asyncio.run(measure(name, str(folder), arguments)) for name in names}
+    missed = [name for name, found in engines.items() if cast("float", found["over_bare"]) < AIM]
+    result = {
+        "engines": engines, "aim": AIM, "missed": missed, "parameters": parameters, "requests": arguments.requests,
+        "tokens": arguments.tokens, "torch": version("torch"), "load_before": load,
+    }  # fmt: skip
+    print(json.dumps(result))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
