@@ -80,7 +80,7 @@ MISTAKES = (
         r"first step: `logprobs` of sequence \d+, token \d+",
     ),
     (
-        'self.num_steps = state["num_steps"]',
+        'updates.set_num_steps(loaded.meta["scheduled_steps"])',
         "pass",
         "checkpoint_1_to_1",
         r"learning rate after loading and a step: expected 0\.000833\d*, got 0\.001",

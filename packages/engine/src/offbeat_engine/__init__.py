@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from offbeat_engine.base import EngineBase
     from offbeat_engine.batch import (
         SCHEMA,
         Field,
@@ -96,6 +97,7 @@ _HOMES = {
     "StateError": "errors",
     "newest_checkpoint": "toolkit.checkpoint_folders",
     "Engine": "interface",
+    "EngineBase": "base",
     "LossFn": "values",
     "LossOutput": "values",
     "LossScale": "values",
@@ -133,6 +135,7 @@ __all__ = [
     "ConfigError",
     "Dtype",
     "Engine",
+    "EngineBase",
     "EngineConfig",
     "EngineError",
     "Feature",

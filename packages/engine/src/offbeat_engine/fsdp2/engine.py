@@ -5,57 +5,45 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_engine.base import EngineBase
 from offbeat_engine.config import require_config
-from offbeat_engine.errors import ConfigError, EngineError, StateError
+from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
 from offbeat_engine.fsdp2.build import Parts, build_parts
 from offbeat_engine.fsdp2.compilation import kernels
 from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.self_check import find_difference, find_non_finite
 from offbeat_engine.fsdp2.stepping import names_of, run_step, step_of
-from offbeat_engine.interface import Engine
-from offbeat_engine.toolkit import checkpoint_folders, training_state
-from offbeat_engine.toolkit.accumulation import Accumulation
 from offbeat_engine.toolkit.collectives import gather
-from offbeat_engine.toolkit.micro_batches import Asked
-from offbeat_engine.toolkit.saves import Destination, Saves
-from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Iterator
     from contextlib import AbstractContextManager
-    from typing import Literal
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
+    from offbeat_engine.fsdp2.updater import Updater
     from offbeat_engine.saving import SaveHandle
+    from offbeat_engine.toolkit.micro_batches import Asked
+    from offbeat_engine.toolkit.saves import Destination
     from offbeat_engine.values import (
-        LossFn,
-        PostprocessFn,
         Predictions,
-        PreprocessFn,
+        StepContext,
         WeightShard,
         WeightSpec,
     )
     from offbeat_engine.world import World
 
 
-class _Mode(Enum):
-    NONE = "no mode"
-    TRAIN = "train_mode"
-    EVAL = "eval_mode"
-
-
-class Fsdp2Engine(Engine):
+class Fsdp2Engine(EngineBase[Parts]):
     """Hugging Face causal models on 1..N ranks with `fully_shard`, gloo on CPU and NCCL on GPU.
 
     One float32 rank runs unsharded (see `fsdp2.sharding.shard`). On a CPU in float32, the same calls on the same
@@ -67,11 +55,6 @@ class Fsdp2Engine(Engine):
     def __init__(self, config: EngineConfig, world: World) -> None:
         super().__init__(config, world)
         self._config = require_config(config, Fsdp2Config)
-        self._parts: Parts | None = None
-        self._loss_fn: LossFn | None = None
-        self._mode = _Mode.NONE
-        self._accumulation = Accumulation(config.on_nonfinite)
-        self._saves = Saves(world, config.checkpoint_timeout_s)
 
     @classmethod
     def capabilities(cls) -> Capabilities:  # noqa: D102
@@ -89,8 +72,7 @@ class Fsdp2Engine(Engine):
             ConfigError: `check` refuses the config, or the folder holds no model that fits it.
             StateError: called twice, or other ranks exist and `World.join` was not called.
         """
-        if self._parts is not None:
-            raise StateError("`init_model` was called before; make a new engine for another model")
+        self._check_new()
         # Of the weights each rank finds out as it reads them: its folder may be another than that of its neighbour.
         checks.require(self._config, self.world, checks.refusals(self._config, self.world.size))
         self._parts = build_parts(self._config, self.world)
@@ -111,117 +93,35 @@ class Fsdp2Engine(Engine):
         mine = find_difference(self, parts.scorer, packed=self._config.packing, dropout=dropout)
         return next((each for each in gather(self.world, mine) if each is not None), None)
 
-    def train_mode(self) -> AbstractContextManager[None]:
-        """Train: the model is on the rank's device inside, and back where it was after; moments as they are stepped."""
-        self._check_trained()
-        return self._entered(_Mode.TRAIN)
-
-    def eval_mode(self) -> AbstractContextManager[None]:
-        """Forward only: the model is on the rank's device inside; the optimizer stays where it is."""
-        return self._entered(_Mode.EVAL)
-
     @contextmanager
     def base_mode(self) -> Generator[None]:  # noqa: D102
-        with lora.left_out(self._ready().scorer.hf), self._entered(_Mode.EVAL):
+        with lora.left_out(self._ready().scorer.hf), self.eval_mode():
             yield
 
+    def _names(self) -> tuple[str, ...]:
+        return names_of(self._ready().scorer)
+
+    def _updates(self) -> Updater:
+        return self._ready().updater
+
+    def _set_training(self, training: bool) -> None:
+        self._ready().scorer.train(training)
+
     @contextmanager
-    def _entered(self, mode: _Mode) -> Generator[None]:
-        parts, before = self._ready(), self._mode
-        with parts.weights.held():
-            parts.scorer.train(mode is _Mode.TRAIN)
-            self._mode = mode
-            try:
-                yield
-            finally:
-                self._mode = before
-                parts.scorer.train(before is _Mode.TRAIN)
-
-    def set_loss_fn(self, loss_fn: LossFn) -> None:  # noqa: D102
-        self._loss_fn = loss_fn
-
-    @overload
-    def forward_backward_step(
-        self,
-        batch: TrainBatch,
-        ctx: StepContext | None = None,
-        forward_only: Literal[False] = False,
-        preprocess_fn: PreprocessFn | None = None,
-        postprocess_fn: PostprocessFn | None = None,
-        predict: bool = True,
-    ) -> tuple[Predictions, float, StepContext]: ...
-
-    @overload
-    def forward_backward_step(
-        self,
-        batch: TrainBatch,
-        ctx: StepContext | None = None,
-        *,
-        forward_only: Literal[True],
-        preprocess_fn: PreprocessFn | None = None,
-        postprocess_fn: PostprocessFn | None = None,
-        predict: bool = True,
-    ) -> tuple[Predictions, StepContext]: ...
-
-    def forward_backward_step(  # noqa: D102
-        self,
-        batch: TrainBatch,
-        ctx: StepContext | None = None,
-        forward_only: bool = False,
-        preprocess_fn: PreprocessFn | None = None,
-        postprocess_fn: PostprocessFn | None = None,
-        predict: bool = True,
-    ) -> tuple[Predictions, StepContext] | tuple[Predictions, float, StepContext]:
+    def _held(self, optimizer: bool = False) -> Generator[None]:
         parts = self._ready()
-        ctx = StepContext() if ctx is None else ctx
-        self._check_mode(forward_only)
-        asked = Asked.of(
-            self,
-            names=names_of(parts.scorer),
-            loss_fn=None if forward_only else self._loss_fn,
-            preprocess_fn=preprocess_fn,
-            postprocess_fn=postprocess_fn,
-            predict=predict,
-        )
+        with parts.weights.held(), parts.moments.held() if optimizer else nullcontext():
+            yield
+
+    def _lent(self) -> AbstractContextManager[None]:
+        return kernels(self._config)
+
+    def _run(self, asked: Asked, batch: TrainBatch, ctx: StepContext) -> Predictions:
+        parts = self._ready()
         try:
-            with torch.set_grad_enabled(not forward_only), kernels(self._config):
-                predictions = run_step(step_of(parts, self._config, asked), batch, ctx)
-        except EngineError:
-            self.optimizer_zero_grad()  # they are of half a mini-batch
-            raise
+            return run_step(step_of(parts, self._config, asked), batch, ctx)
         finally:
             parts.reshard()
-        if forward_only:
-            return predictions, ctx
-        assert ctx.stats is not None
-        self._accumulation.add(ctx.stats)
-        return predictions, ctx.stats.loss, ctx
-
-    def optimizer_zero_grad(self) -> None:  # noqa: D102
-        self._ready().updater.zero_grad()
-        self._accumulation.drop()
-
-    def optimizer_step(self) -> float:
-        """Clip, step, and return the gradient norm before clipping; it does not drop the gradients.
-
-        Raises:
-            NonFiniteError: the norm is not finite and the config says stop; weights are untouched.
-            StateError: there is no gradient, or the engine is not in `train_mode`.
-        """
-        parts = self._ready()
-        if self._mode is not _Mode.TRAIN:
-            raise StateError("`optimizer_step` outside `train_mode`; use `with engine.train_mode():`")
-
-        def update(norm: float) -> None:
-            with kernels(self._config), parts.moments.held():
-                parts.updater.step(norm)
-
-        return self._accumulation.step(parts.updater.grad_norm, update)
-
-    def lr_scheduler_step(self) -> float:  # noqa: D102
-        self._check_trained()
-        updater = self._ready().updater
-        return updater.advance() if self._accumulation.advances else updater.set_num_steps(updater.num_steps)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move what waits between the modes; inside one, this takes effect when it ends.
@@ -237,29 +137,11 @@ class Fsdp2Engine(Engine):
                 if device == self.world.device:
                     offloadable.settle(in_host=False)
 
-    def save_checkpoint(  # noqa: D102
-        self,
-        local_path: str,
-        remote_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-        block: bool = True,
-    ) -> SaveHandle:
-        where = Destination(local_path, remote_path, global_step, max_ckpt_to_keep)
-        with self._all_held():
-            return checkpoint.save(self._saves, self._target(), where, block)
+    def _save(self, where: Destination, block: bool) -> SaveHandle:
+        return checkpoint.save(self._saves, self._target(), where, block)
 
-    def load_checkpoint(  # noqa: D102
-        self, local_path: str, remote_path: str | None = None, global_step: int | None = None
-    ) -> int | None:
-        self._saves.settle()
-        step, verified = training_state.find(self._saves.world, local_path, remote_path, global_step)
-        if step is not None:
-            with self._all_held():
-                folder = checkpoint_folders.step_path(local_path, step)
-                checkpoint.load(self._saves, self._target(), folder, verified)
-                self.optimizer_zero_grad()
-        return step
+    def _load(self, folder: Path, verified: bool) -> None:
+        checkpoint.load(self._saves, self._target(), folder, verified)
 
     def export_huggingface(self, path: str) -> None:  # noqa: D102
         parts = self._ready()
@@ -297,50 +179,9 @@ class Fsdp2Engine(Engine):
         gradients = weights.gradients(self._ready().scorer.hf, lora.kind_of(self._config.lora))
         return weights.handed_out(self._ready().weights, weights.stream(gradients, torch.float32))
 
-    def close(self) -> None:
-        """End the save under way, forget model and optimizer; a process group stays until `World.leave`.
-
-        Raises:
-            CheckpointError: an earlier save failed, and nobody was told.
-        """
-        try:
-            self._saves.close()
-        finally:
-            self._parts = None
-            if self.world.device == "cuda":
-                torch.cuda.empty_cache()
-
-    def _ready(self) -> Parts:
-        if self._parts is None:
-            raise StateError("there is no model; call `init_model` first (and nothing after `close`)")
-        return self._parts
-
-    def _check_trained(self) -> None:
-        if self._config.inference_only:
-            raise StateError(
-                "this engine is `inference_only`: it holds nothing to train, to save or to resume"
-            )
-
-    def _check_mode(self, forward_only: bool) -> None:
-        if forward_only:
-            if self._mode is _Mode.NONE:
-                raise StateError("`forward_backward_step` outside a mode; use `with engine.eval_mode():`")
-            return
-        if self._mode is not _Mode.TRAIN:
-            raise StateError(f"training in {self._mode.value}; use `with engine.train_mode():`")
-        if self._loss_fn is None:
-            raise StateError("training without a loss; call `set_loss_fn` first")
-
     def _sources(self) -> list[weights.Source]:
         return weights.exported(self._ready().scorer.hf, lora.kind_of(self._config.lora))
 
     def _target(self) -> checkpoint.Target:
-        self._check_trained()
         parts = self._ready()
         return checkpoint.target_of(self.world, parts.scorer, parts.updater)
-
-    @contextmanager
-    def _all_held(self) -> Generator[None]:
-        parts = self._ready()
-        with parts.weights.held(), parts.moments.held():
-            yield

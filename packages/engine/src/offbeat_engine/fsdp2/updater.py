@@ -87,10 +87,6 @@ class Updater:
     def _local_gradients(self) -> list[torch.Tensor]:
         return [local(param.grad) for param in self.params.values() if param.grad is not None]
 
-    def advance(self) -> float:
-        """Count one scheduled step; return the learning rate of the next."""
-        return self.set_num_steps(self.num_steps + 1)
-
     def set_num_steps(self, num_steps: int) -> float:
         """Jump to the learning rate of optimizer step `num_steps` and return it."""
         self.num_steps = num_steps

@@ -169,10 +169,6 @@ class Updater:
             group["lr"] = rate
         self._optimizer.step_with_ready_grads()
 
-    def advance(self) -> float:
-        """Count one scheduled step; return the learning rate of the next."""
-        return self.set_num_steps(self.num_steps + 1)
-
     def set_num_steps(self, num_steps: int) -> float:
         """Jump to the learning rate of optimizer step `num_steps` and return it."""
         self.num_steps = num_steps
