@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> ClusterSpec:
     """Return what the processes of a run are told; replicas start from `base_model`."""
-    cluster = {**asdict(config.cluster), "health_period_s": config.cluster.health_timeout_s / 12}
+    cluster: dict[str, Any] = {**asdict(config.cluster), "health_period_s": config.cluster.health_timeout_s / 12}
     rollout = config.rollout_config(base_model, len(os.sched_getaffinity(0)))
     return ClusterSpec(
         cluster=ClusterConfig(**cluster),
