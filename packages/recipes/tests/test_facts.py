@@ -119,10 +119,13 @@ def test_a_plan_looks_up_a_task_of_others():
         ("model.path=nowhere", "model.path"),
         ("engine.optimizer.beta1=1.5", "engine.optimizer.beta1"),
         ("task.level=12", "task.level"),
+        pytest.param(
+            "task.num_heads=4 task.hidden_size=96", "rollout", marks=pytest.mark.vllm
+        ),  # 24 dimensions each
     ],
 )
 def test_what_the_parts_refuse(setting: str, refused: str):
-    assert refused in _refused(gather_facts(compose_run([setting])))
+    assert refused in _refused(gather_facts(compose_run(setting.split())))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,6 @@ def test_what_the_parts_refuse(setting: str, refused: str):
         (8, ["engine.virtual_pipeline_size=2"], "engine.virtual_pipeline_size", "no pipeline to interleave"),
         (8, ["engine.sequence_parallel=true"], "engine.sequence_parallel", "only the ranks of a tensor"),
         (8, ["engine.context_parallel_size=2"], "engine.context_parallel_size", "Transformer Engine"),
-        (8, ["model.dtype=bfloat16"], "model.dtype", "not written for this engine"),
         (8, ["engine.lora.rank=4"], "engine.lora", "not written for this engine"),
         (8, ["engine.optimizer.name=adafactor"], "engine.optimizer", "Adam's"),
     ],
@@ -150,10 +152,10 @@ def test_layouts_of_megatron_that_cannot_be(num_ranks: int, layout: list[str], r
 
 def test_the_engine_of_a_role_is_asked_whether_it_can(tmp_path: Path):
     model = make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path, 0)
-    settings = [f"model.path={model}", "model.dtype=bfloat16", "algorithm=ppo"]
+    settings = [f"model.path={model}", "engine.lora.rank=4", "algorithm=ppo"]
     assert gather_facts(compose_run(settings)).refusals == ()
     for engine, says in (
-        ("megatron", "its critic: dtype: "),
+        ("megatron", "its critic: lora: "),
         ("fsdp3", "no training engine named 'fsdp3'; installed: fsdp2, megatron"),
     ):
         config = compose_run([*settings, f"algorithm.critic_engine={engine}"])

@@ -78,7 +78,9 @@ def test_a_plan_refuses_a_model_by_its_config(
 
 @pytest.mark.parametrize("family", ["qwen2", "granite"])
 def test_a_plan_refuses_none_that_can_be_used(tmp_path: Path, family: str):
-    refused = planned(tmp_path, family, {"logits_scaling": 1.0} if family == "granite" else {}, ())
+    refused = planned(
+        tmp_path, family, {"logits_scaling": 1.0} if family == "granite" else {}, ("rollout=hf",)
+    )
     assert not refused.keys() & {
         "engine.attention",
         "engine.packing",

@@ -285,32 +285,26 @@ def test_supervised_training_has_a_rate_that_fits_its_model(raw, lr):
 
 
 @pytest.mark.parametrize(
-    ("settings", "heads"),
+    ("engine", "replica", "task", "heads", "width"),
     [
-        ({}, 3),
-        ({"engine": {"name": "megatron", "num_ranks": 2, "tensor_parallel_size": 2}}, 4),
-        ({"engine": {"num_ranks": 3, "sequence_parallel_size": 3}}, 3),
-        (
-            {"engine": {"num_ranks": 2, "sequence_parallel_size": 2}, "rollout": {"tensor_parallel_size": 3}},
-            6,
-        ),
-        (
-            {
-                "engine": {"name": "megatron", "num_ranks": 2, "tensor_parallel_size": 2},
-                "task": {"num_heads": 3},
-            },
-            3,
-        ),
-        ({"engine": {"num_ranks": 7, "sequence_parallel_size": 7}}, 3),  # of no use: 96 is no multiple
-        ({"engine": {"num_ranks": 7, "sequence_parallel_size": 7}, "task": {"hidden_size": 112}}, 7),
+        ({}, {}, {}, 3, 96),
+        ({"name": "megatron", "num_ranks": 2, "tensor_parallel_size": 2}, {}, {}, 4, 128),
+        ({"num_ranks": 3, "sequence_parallel_size": 3}, {}, {}, 3, 96),
+        ({"num_ranks": 2, "sequence_parallel_size": 2}, {"tensor_parallel_size": 3}, {}, 6, 192),
+        ({"num_ranks": 7, "sequence_parallel_size": 7}, {}, {}, 7, 224),
+        ({"num_ranks": 2, "sequence_parallel_size": 2}, {}, {"hidden_size": 96}, 4, 96),
+        ({"num_ranks": 2, "sequence_parallel_size": 2}, {}, {"num_heads": 3}, 3, 96),
+        ({"num_ranks": 7, "sequence_parallel_size": 7}, {}, {"hidden_size": 96}, 3, 96),  # seven divide none
+        ({}, {}, {"num_heads": 2}, 2, 64),
     ],
 )
 def test_a_task_s_model_has_heads_that_the_ranks_of_a_layer_can_share_out(
-    settings: dict[str, Any], heads: int
+    engine: dict[str, Any], replica: dict[str, Any], task: dict[str, Any], heads: int, width: int
 ):
-    config = parse(settings)
-    assert config.task.num_heads == heads
+    config = parse({"engine": engine, "rollout": replica, "task": task})
+    assert (config.task.num_heads, config.task.hidden_size) == (heads, width)
     assert parse(to_dict(config)) == config
-    task = make_task(config.task, "", 0)
-    assert task.shape.num_heads == heads
-    assert task.notes == (() if heads == 3 else (f"its model has {heads} attention heads; 3 are usual",))
+    made = make_task(config.task, "", 0)
+    assert (made.shape.num_heads, made.shape.hidden_size) == (heads, width)
+    said = f"its model has {heads} attention heads and a hidden size of {width}; 3 and 96 are usual"
+    assert made.notes == (() if heads == 3 else (said,))

@@ -5,8 +5,9 @@ from dataclasses import fields
 import pytest
 
 from offbeat_rollout import ConfigError, RolloutConfig
+from offbeat_rollout.testing import make_tiny_model
 from offbeat_rollout.vllm import VllmConfig, VllmEngine
-from offbeat_rollout.vllm.arguments import OURS, OURS_ON_CPU, argument_names
+from offbeat_rollout.vllm.arguments import OURS, OURS_ON_CPU, argument_names, cpu_head_sizes
 
 
 def config(device="cpu", model_path="m", **engine_args):
@@ -55,6 +56,18 @@ def test_the_names_are_the_fields_of_vllm_s_dataclass():
     names = {field.name for field in fields(AsyncEngineArgs)}
     assert argument_names() == names
     assert names >= OURS.keys() | OURS_ON_CPU.keys()
+
+
+@pytest.mark.vllm
+def test_heads_that_vllm_has_no_kernel_for_are_refused_where_the_model_is_there(tmp_path):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(cpu_head_sizes()) == CPUAttentionBackend.get_supported_head_sizes()
+    path = make_tiny_model(tmp_path, hidden_size=48)
+    with pytest.raises(ConfigError, match="head dimension of 24"):
+        VllmEngine.check(config(model_path=path))
+    VllmEngine.check(config(model_path=path, device="cuda"))
+    VllmEngine.check(config(model_path=make_tiny_model(tmp_path / "other", hidden_size=64)))
 
 
 @pytest.mark.vllm

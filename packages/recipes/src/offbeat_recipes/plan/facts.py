@@ -100,8 +100,7 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
     import torch
 
     refusals = [
-        *_engine(config),
-        *_rollout(config),
+        *_parts(config),
         *algorithm_refusals(config),
         *_files(config),
         *machine_refusals(config),
@@ -178,16 +177,21 @@ def model_facts(shape: PretrainedConfig) -> ModelFacts:
     )
 
 
-def _engine(config: RunConfig) -> list[Refusal]:
-    engine = engine_class(config.engine.name)
+def _parts(config: RunConfig) -> list[Refusal]:
+    """Return what engine and adapter refuse of the model, which is made for them where the task makes it."""
     with TemporaryDirectory() as scratch:
         path = config.model.path or _made(config, Path(scratch))
-        found = engine.check(config.engine_config(path), config.engine.num_ranks)
+        return [*_engine(config, path), *_rollout(config, path)]
+
+
+def _engine(config: RunConfig, path: str) -> list[Refusal]:
+    engine = engine_class(config.engine.name)
+    found = engine.check(config.engine_config(path), config.engine.num_ranks)
     return [Refusal(_our_name(item.setting), item.reason, item.remedy) for item in found]
 
 
 def _made(config: RunConfig, folder: Path) -> str:
-    """Return the model that the task makes, tiny as it is, for the engine to look at; "" where none can be made, as is said elsewhere."""
+    """Return the model that the task makes, tiny as it is; "" where none can be made, as is said elsewhere."""
     if not isinstance(config.task, CharTaskConfig):
         return ""
     try:
@@ -203,10 +207,10 @@ def _our_name(setting: str) -> str:
     return "model.dtype" if setting == "dtype" else f"engine.{setting}"
 
 
-def _rollout(config: RunConfig) -> Iterator[Refusal]:
+def _rollout(config: RunConfig, path: str) -> Iterator[Refusal]:
     if not config.generates:
         return
-    adapter, told = adapter_class(config.rollout.name), config.rollout_config(config.model.path)
+    adapter, told = adapter_class(config.rollout.name), config.rollout_config(path)
     for setting, replica in (("rollout", replace(told, stop_strings=False)), ("sampling.stop", told)):
         try:
             adapter.check(replica)

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> ClusterSpec:
     """Return what the processes of a run are told; replicas start from `base_model`."""
-    cluster: dict[str, Any] = {**asdict(config.cluster), "health_period_s": config.cluster.health_timeout_s / 12}
+    cluster: dict[str, Any] = {
+        **asdict(config.cluster),
+        "health_period_s": config.cluster.health_timeout_s / 12,
+    }
     rollout = config.rollout_config(base_model, len(os.sched_getaffinity(0)))
     return ClusterSpec(
         cluster=ClusterConfig(**cluster),

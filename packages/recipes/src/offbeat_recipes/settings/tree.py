@@ -217,7 +217,7 @@ class RunConfig:
             return self.task
         names = ("tensor_parallel_size", "sequence_parallel_size")
         sharing = [getattr(section, name, 1) for section in (self.engine, self.rollout) for name in names]
-        return self.task.with_heads(*sharing)
+        return self.task.shaped(*sharing)
 
     @property
     def folder(self) -> Path:

@@ -13,7 +13,7 @@ from offbeat_recipes.models.char import (
     char_tokenizer,
     folder_vocabulary,
 )
-from offbeat_recipes.tasks.config import USUAL_HEADS
+from offbeat_recipes.tasks.config import HEAD_DIM, USUAL_HEADS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ class CharTask:
         Raises:
             TaskError: a shape that cannot be.
         """
-        config = config.with_heads()
+        config = config.shaped()
         if config.hidden_size % (2 * config.num_heads):
             raise TaskError(
                 f"task.hidden_size {config.hidden_size} must be a multiple of twice task.num_heads "
@@ -41,7 +41,10 @@ class CharTask:
         self.alphabet = alphabet
         self.notes: tuple[str, ...] = ()
         if config.num_heads != USUAL_HEADS and not model_path:
-            self.notes = (f"its model has {config.num_heads} attention heads; {USUAL_HEADS} are usual",)
+            made = (
+                f"its model has {config.num_heads} attention heads and a hidden size of {config.hidden_size}"
+            )
+            self.notes = (f"{made}; {USUAL_HEADS} and {USUAL_HEADS * HEAD_DIM} are usual",)
         self._shape_config = config
         self._model_path = model_path
 

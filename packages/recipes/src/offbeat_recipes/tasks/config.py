@@ -9,7 +9,7 @@ from pydantic import Field
 
 from offbeat_engine.config import bounded
 
-USUAL_HEADS = 3
+USUAL_HEADS, HEAD_DIM = 3, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,28 +17,27 @@ class CharTaskConfig:
     """The shape of the tiny model of a task of characters, and what is kept for validation alone, as a share of all prompts.
 
     `num_heads` 0: three, or the next number that the ranks sharing a layer can share out (`engine.tensor_parallel_size`,
-    `engine.sequence_parallel_size`, `rollout.tensor_parallel_size`); the console says so.
+    `engine.sequence_parallel_size`, `rollout.tensor_parallel_size`); the console says so. `hidden_size` 0: 32 for each head, which
+    all adapters compute with.
     """
 
     held_out_fraction: float = 0.1
-    hidden_size: int = 96
+    hidden_size: int = 0
     num_layers: int = 2
     num_heads: int = 0
     intermediate_size: int = 256
     initializer_range: float = 0.1
     rope_theta: float = 100.0
 
-    def with_heads(self, *sharing: int) -> Self:
-        """Return the same with a number of heads, which each of `sharing` ranks divide if there is such a number."""
-        if self.num_heads:
-            return self
-        shared, width = lcm(*sharing), self.hidden_size
-        fitting = (
-            heads
-            for heads in range(USUAL_HEADS, width // 2 + 1)
-            if not heads % shared and not width % (2 * heads)
-        )
-        return replace(self, num_heads=next(fitting, USUAL_HEADS))
+    def shaped(self, *sharing: int) -> Self:
+        """Return the same with a number of heads, which each of `sharing` ranks divide if there is such a number, and their size."""
+        heads, width = self.num_heads, self.hidden_size
+        if not heads:
+            shared = lcm(*sharing)
+            some = range(USUAL_HEADS, (width or 2 * USUAL_HEADS * shared) // 2 + 1)
+            fitting = (each for each in some if not each % shared and not width % (2 * each))
+            heads = next(fitting, USUAL_HEADS)
+        return replace(self, num_heads=heads, hidden_size=width or HEAD_DIM * heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,19 +86,59 @@ def check_arguments(config: VllmConfig) -> None:
         raise ConfigError(f"vllm: `engine_args`: {'; '.join(sorted(problems))}")
 
 
+def check_heads(config: VllmConfig) -> None:
+    """Refuse a model that vLLM would accept on a CPU, and die of at the first request; vLLM is not imported.
+
+    A folder without a config.json that transformers reads is refused elsewhere, or not made yet.
+
+    Raises:
+        ConfigError: vLLM has no kernel for its heads.
+    """
+    if config.device != "cpu" or not (Path(config.model_path) / "config.json").is_file():
+        return
+    from transformers import AutoConfig
+
+    try:
+        text = AutoConfig.from_pretrained(config.model_path, local_files_only=True).get_text_config()
+    except (OSError, ValueError):
+        return
+    heads = int(getattr(text, "num_attention_heads", 0) or 0)  # a family without attention has none
+    head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // max(1, heads))
+    supported = cpu_head_sizes()
+    if heads and supported and head_dim not in supported:
+        raise ConfigError(
+            f"vllm on CPU has no attention for a head dimension of {head_dim} (hidden size {text.hidden_size}, "
+            f"{heads} heads); it has {', '.join(map(str, supported))}"
+        )
+
+
+@cache
+def cpu_head_sizes() -> tuple[int, ...]:
+    """Return the head dimensions that the installed vLLM's attention on a CPU has, read from its source as `argument_names`."""
+    for found in ast.walk(_parsed("v1/attention/backends/cpu_attn.py")):
+        if isinstance(found, ast.FunctionDef) and found.name == "get_supported_head_sizes":
+            (line,) = [line for line in found.body if isinstance(line, ast.Return)]
+            assert line.value is not None
+            return tuple(ast.literal_eval(line.value))
+    return ()
+
+
+def _parsed(path: str) -> ast.Module:
+    """Return a file of the installed vLLM; an empty one where it is not installed."""
+    spec = find_spec("vllm")
+    origin = None if spec is None else spec.origin
+    return ast.parse("" if origin is None else (Path(origin).parent / path).read_text())
+
+
 @cache
 def argument_names() -> frozenset[str]:
     """Return the fields of the installed vLLM's `AsyncEngineArgs`, read from its source; none where it is not installed.
 
     Importing it would take ten seconds and more, in processes that never generate.
     """
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
     return frozenset(
         line.target.id
-        for found in ast.parse(source).body
+        for found in _parsed("engine/arg_utils.py").body
         if isinstance(found, ast.ClassDef) and found.name in ("EngineArgs", "AsyncEngineArgs")
         for line in found.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)

@@ -34,7 +34,7 @@ from offbeat_rollout.config import require_config
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, RolloutError
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.types import Health, PauseMode, RolloutCapabilities, RolloutFeature
-from offbeat_rollout.vllm.arguments import check_arguments
+from offbeat_rollout.vllm.arguments import check_arguments, check_heads
 from offbeat_rollout.vllm.calls import answer_of
 from offbeat_rollout.vllm.config import VllmConfig
 from offbeat_rollout.vllm.environment import check_environment, vllm_environment
@@ -109,9 +109,11 @@ class VllmEngine(RolloutEngine):
 
     @classmethod
     def check(cls, config: RolloutConfig) -> None:
-        """Refuse what vLLM cannot honour, `engine_args` included; see `arguments`."""
+        """Refuse what vLLM cannot honour, `engine_args` and a model it has no kernel for included; see `arguments`."""
         super().check(config)
-        check_arguments(require_config(config, VllmConfig))
+        vllm = require_config(config, VllmConfig)
+        check_arguments(vllm)
+        check_heads(vllm)
 
     @classmethod
     def environment(cls, config: RolloutConfig, cores: Sequence[int] = ()) -> dict[str, str]:
@@ -125,7 +127,7 @@ class VllmEngine(RolloutEngine):
 
     async def start(self) -> None:
         """Check the folder and the environment, then start vLLM's processes and wait until they can generate."""
-        self.check(self.config)
+        await asyncio.to_thread(self.check, self.config)  # it may import transformers, which takes seconds
         if self._launched is not None:
             raise EngineStateError("the engine is running already; `stop` it before another `start`")
         specs = await self._updates.specs()

@@ -11,7 +11,7 @@ import multiprocessing
 import threading
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from offbeat_rollout.errors import ConfigError, EngineStateError
+from offbeat_rollout.errors import EngineStateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,35 +110,12 @@ class Launched(Generic[E]):
 
 
 def build_vllm(config: VllmConfig) -> AsyncLLM:
-    """Return a running `AsyncLLM` for `config`; blocks for tens of seconds.
-
-    Raises:
-        ConfigError: vLLM has no kernel for the model here.
-    """
+    """Return a running `AsyncLLM` for `config`, which was checked; blocks for tens of seconds."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from offbeat_rollout.vllm.arguments import engine_args
 
-    _check_model(config)
     return AsyncLLM.from_engine_args(engine_args(config))
-
-
-def _check_model(config: VllmConfig) -> None:
-    """Refuse what vLLM would accept now and die of at the first request."""
-    if config.device != "cpu":
-        return
-    from transformers import AutoConfig
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    text = AutoConfig.from_pretrained(config.model_path, local_files_only=True).get_text_config()
-    heads = int(text.num_attention_heads)
-    head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    supported = CPUAttentionBackend.get_supported_head_sizes()
-    if head_dim not in supported:
-        raise ConfigError(
-            f"vllm on CPU has no attention for a head dimension of {head_dim} (hidden size {text.hidden_size}, "
-            f"{heads} heads); it has {', '.join(map(str, supported))}"
-        )
 
 
 def _shut_down(engine: Stoppable) -> None:
