@@ -16,6 +16,7 @@ from offbeat_engine.testing.suite import cases
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "capabilities.md"
 FAMILY = "qwen2"
+MIXTURE = "mixtral"  # cases of mixtures alone
 
 # What a feature is and how it is asked for, in the words of `EngineConfig`.
 MEANINGS: dict[Feature, str] = {
@@ -44,6 +45,7 @@ MEANINGS: dict[Feature, str] = {
     Feature.EXPERT_PARALLEL: "ranks share the experts of a mixture",
     Feature.FP8: "products of matrices in eight bits",
     Feature.MULTIMODAL: "images, sound or video beside the tokens",
+    Feature.ROUTED_EXPERTS: "`routed_experts` of a batch in place of the routers' own choice",
     Feature.NAMED_GRADIENTS: "gradients handed out by name: `named_gradients`",
 }
 
@@ -78,14 +80,17 @@ def page(declared: list[Capabilities], all_cases: list[Case]) -> str:
 def _proof(feature: Feature, all_cases: list[Case]) -> list[str]:
     """Return the cases that exercise `feature`, those of all families under one name."""
     names = [case.name for case in all_cases if feature in case.features]
-    return list(dict.fromkeys(name.replace(f"_{FAMILY}", "_*") for name in names))
+    return list(
+        dict.fromkeys(name.replace(f"_{FAMILY}", "_*").replace(f"_{MIXTURE}", "_*") for name in names)
+    )
 
 
 def current() -> str:
     """Return the page as the installed engines would have it now."""
     classes = [engine_class(name) for name in engine_names()]
     return page(
-        [engine.capabilities() for engine in classes], cases(Options(engine=classes[0], families=(FAMILY,)))
+        [engine.capabilities() for engine in classes],
+        cases(Options(engine=classes[0], families=(FAMILY, MIXTURE))),
     )
 
 

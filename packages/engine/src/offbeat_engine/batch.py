@@ -59,6 +59,11 @@ SCHEMA: tuple[Field, ...] = (
         key="policy_version", dims="BT", dtype=torch.int64, required=False,
         meaning="version of the weights that sampled each token; -1 where none did (prompt, padding)",
     ),
+    Field(
+        key="routed_experts", dims="BTK", dtype=torch.int16, required=False,
+        meaning="experts that the sampler's routers gave each token, layer after layer, as many in each as a token has; -1 where "
+        "none were recorded (padding, a completion's last token)",
+    ),
     Field(key="group", dims="B", dtype=torch.int64, required=False, meaning="index of the prompt's group"),
     Field(
         key="unit", dims="B", dtype=torch.int64, required=False,
@@ -163,6 +168,15 @@ def check_keys(batch: TrainBatch) -> None:
                 f"a batch needs `{field.key}` [{dims}] {field.dtype} ({field.meaning}), got "
                 f"{', '.join(sorted(map(str, batch.keys()))) or 'nothing'}; make batches with `train_batch`"
             )
+
+
+def check_replay(batch: TrainBatch, replays: bool) -> None:
+    """Raise `BatchError` where experts come for an engine that does not replay them (`Feature.ROUTED_EXPERTS`)."""
+    if "routed_experts" in batch and not replays:
+        raise BatchError(
+            "this engine's routers choose experts themselves, and the batch brings `routed_experts`; leave the key out, or take "
+            "an engine that declares `routed_experts`"
+        )
 
 
 def _check_values(batch: TrainBatch, num_tokens: int) -> None:

@@ -37,6 +37,7 @@ class Feature(StrEnum):
     EXPERT_PARALLEL = "expert_parallel"
     FP8 = "fp8"
     MULTIMODAL = "multimodal"
+    ROUTED_EXPERTS = "routed_experts"
     NAMED_GRADIENTS = "named_gradients"
 
 

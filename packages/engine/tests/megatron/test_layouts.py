@@ -7,13 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offbeat_engine import ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, engine_class
+from offbeat_engine import BatchError, ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, engine_class
 from offbeat_engine.megatron import MegatronConfig, MegatronEngine, model
 from offbeat_engine.testing import make_tiny_model, probes
 from offbeat_engine.testing.cases_features import check_bfloat16
+from offbeat_engine.testing.cases_routing import check_replay
 from offbeat_engine.testing.cases_training import check_agreement, check_training
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.probes import Job
+from offbeat_engine.testing.routing import with_drawn_experts
 from offbeat_engine.testing.runner import BATCHES, KEPT, STEPS, Options, Runner
 
 pytestmark = pytest.mark.spawns
@@ -36,7 +38,9 @@ def patched(module, name, value):
 
 @pytest.fixture(scope="module")
 def runner():
-    made = Runner(Options(engine=MegatronEngine, families=("qwen2", "llama"), num_ranks=2))
+    made = Runner(
+        Options(engine=MegatronEngine, families=("qwen2", "llama", "mixtral", "qwen3_moe"), num_ranks=2)
+    )
     yield made
     made.close()
 
@@ -146,6 +150,54 @@ def resaved(world, job, source, target):
     with probes.running(world, job) as engine:
         engine.load_checkpoint(source)
         engine.save_checkpoint(target, global_step=2)
+
+
+AGAIN = {"activation_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"expert_parallel_size": 2, **AGAIN}),
+        ("mixtral", {"tensor_parallel_size": 2, "sequence_parallel": True, "dispatcher": "allgather"}),
+        pytest.param("qwen3_moe", {"pipeline_parallel_size": 2, **AGAIN}, marks=pytest.mark.deep),
+        pytest.param(
+            "mixtral", {"packing": False, **AGAIN, "recompute": "attention"}, marks=pytest.mark.deep
+        ),
+    ],
+    ids=str,
+)
+def test_experts_that_come_with_a_batch_are_replayed_in_every_layout(runner, family, changes):
+    check_replay(runner, runner.job(family, **changes), 2)
+
+
+def said_of_experts(world, job, batches):
+    said = []
+    with probes.running(world, job) as engine, engine.eval_mode():
+        for batch in batches:
+            with pytest.raises(BatchError) as raised:
+                engine.forward_backward_step(batch, forward_only=True)
+            said.append(str(raised.value))
+    return said
+
+
+def test_experts_that_no_router_can_take_are_refused_on_all_ranks(runner):
+    def changed(value, place=(), num=4):
+        batch = with_drawn_experts(BATCHES[0], 2, 4, 2)
+        batch["routed_experts"] = batch["routed_experts"][..., :num].clone()
+        batch["routed_experts"][place] = value
+        return batch
+
+    batches = [
+        changed(1, num=3),
+        changed(4),
+        changed(-2),
+        changed(1, (1, 0, slice(2, 4))),
+        changed(-1, (1, 0, 3)),
+    ]
+    for said in runner.run(said_of_experts, 2, runner.job("qwen3_moe"), batches):
+        assert ["layers x" in said[0], "0..3" in said[1], "got -2" in said[2]] == [True] * 3
+        assert all("different experts" in each for each in said[3:])
 
 
 def both(world, fsdp2, megatron, batch):

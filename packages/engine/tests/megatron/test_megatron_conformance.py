@@ -77,7 +77,13 @@ USUAL += (
     "export_qwen3_moe",
     "idle_rank_empty",
 )
-USUAL += ("bfloat16_qwen2_2", "bfloat16_masters", "inference_only_bfloat16_2")
+USUAL += (
+    "routed_experts_mixtral",
+    "routed_experts_refused",
+    "bfloat16_qwen2_2",
+    "bfloat16_masters",
+    "inference_only_bfloat16_2",
+)
 USUAL += ("checkpoint_2_to_1", "checkpoint_1_to_2", "checkpoint_tensor_2_sequence", "checkpoint_background_1")
 USUAL += tuple(f"{family}_tensor_2" for family in DENSE)
 USUAL += ("qwen2_tensor_2_sequence", "qwen2_pipeline_2", "qwen2_untied_pipeline_2", "qwen2_tensor_2_again")

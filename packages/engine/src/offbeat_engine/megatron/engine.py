@@ -134,7 +134,7 @@ class MegatronEngine(EngineBase[Parts]):
     def _step(self, asked: Asked) -> Step:
         parts, peak = self._ready(), peak_flops(asked.device, compute_dtype(self._config))
         return Step(
-            asked=replace(asked, cost=parts.cost, peak_flops=peak),
+            asked=replace(asked, cost=parts.cost, peak_flops=peak, replays_experts=True),
             config=self._config,
             chunks=parts.chunks,
             shape=parts.shape,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from offbeat_engine.config import Dtype
+from offbeat_engine.megatron import replay
 from offbeat_engine.megatron.blocks import padded_vocab, vocab_rows
 from offbeat_engine.megatron.modules import Attention, RmsNorm, Rotary
 from offbeat_engine.toolkit.logprobs import token_logprobs
@@ -155,6 +156,7 @@ def build(config: MegatronConfig, shape: Shape, hf_config: Any, groups: Groups) 
             vp_stage=stage,
         )
         chunk.rotary_pos_emb = Rotary(hf_config)
+        replay.install(chunk)
         if chunk.post_process and config.model.head == "value":
             chunk.output_layer = None
             chunk.score = torch.nn.Linear(shape.hidden, 1, dtype=ours.params_dtype, device=_device(config))

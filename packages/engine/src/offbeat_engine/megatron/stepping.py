@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from offbeat_engine.batch import units_of
 from offbeat_engine.errors import BatchError
+from offbeat_engine.megatron import replay
 from offbeat_engine.megatron.model import Chunk, predict
 from offbeat_engine.toolkit.collectives import gather_ints
 from offbeat_engine.toolkit.layouts import fed_lengths, lay_out, place
@@ -57,6 +58,7 @@ class _Row:
     """A `MakeInputs` of one row of all fed tokens; each sequence filled up to the longest one where they are not `packed`."""
 
     packed: bool
+    experts_bTK: torch.Tensor | None
 
     def __call__(
         self, ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
@@ -72,6 +74,8 @@ class _Row:
             "positions_S": position_S,
             "lengths": lengths_b[lengths_b > 0].cpu(),
         }
+        if self.experts_bTK is not None and self.experts_bTK.shape[:2] == ids_bT.shape:  # a dummy has none
+            inputs["experts_SK"] = self.experts_bTK[row_S, position_S]
         return inputs, where_bT
 
 
@@ -82,11 +86,15 @@ def _widened(fed_bT: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fed:
-    """What the model takes of one micro-batch, with its layout: a row of S tokens, those that fill it up a sequence of their own."""
+    """What the model takes of one micro-batch, with its layout: a row of S tokens, those that fill it up a sequence of their own.
+
+    `experts_SLK` are the experts that are replayed for this rank's tokens of the row.
+    """
 
     ids_1S: torch.Tensor
     positions_S: torch.Tensor
     lengths_N: torch.Tensor
+    experts_SLK: torch.Tensor | None
     layout: Layout
 
 
@@ -103,11 +111,11 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     if not run.num_micro:
         return run.finish()
     num_micro = _rounded(run.num_micro, step.config)
-    layouts = [
-        lay_out(run.rows(number), _Row(step.config.packing), step.asked.device) for number in range(num_micro)
-    ]
+    layouts = [_lay_out(step, run.rows(number)) for number in range(num_micro)]
     num_tokens = _row_length(step, layouts)
-    fed = [_feed(layout, num_tokens or _of_row(step, layout), step.asked.device) for layout in layouts]
+    fed = [_feed(step, layout, num_tokens or _of_row(step, layout)) for layout in layouts]
+    for chunk in step.chunks:
+        replay.forget(chunk.model)
     forward_backward = get_forward_backward_func()
     numbers: list[Iterator[int]] = [iter(range(num_micro)) for _ in step.chunks]
     forward_backward(
@@ -122,6 +130,11 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     return run.finish()
 
 
+def _lay_out(step: Step, micro: TrainBatch | None) -> Layout:
+    experts = micro[replay.KEY] if micro is not None and replay.KEY in micro else None
+    return lay_out(micro, _Row(step.config.packing, experts), step.asked.device)
+
+
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     longest = int(batch["lengths"].max()) if len(batch["lengths"]) else 0
     if step.sequence_limit is not None and longest > step.sequence_limit:
@@ -129,6 +142,7 @@ def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
             f"a sequence has {longest} tokens, and beyond {step.sequence_limit} this model changes its rotary frequencies "
             "with the longest sequence of a micro-batch; give shorter ones, or use a rope whose frequencies are fixed"
         )
+    replay.check(batch, step.shape)
     lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
     return plan_micro_batches(
         lengths,
@@ -164,7 +178,8 @@ def _tensor(layout: Layout, name: str) -> torch.Tensor:
     return value
 
 
-def _feed(layout: Layout, num_tokens: int, device: torch.device) -> _Fed:
+def _feed(step: Step, layout: Layout, num_tokens: int) -> _Fed:
+    device = step.asked.device
     ids_S, positions_S = _tensor(layout, "ids_S"), _tensor(layout, "positions_S")
     missing = num_tokens - len(ids_S)
     lengths_N = _tensor(layout, "lengths")
@@ -176,8 +191,21 @@ def _feed(layout: Layout, num_tokens: int, device: torch.device) -> _Fed:
         ids_1S=ids_S[None].to(device),
         positions_S=positions_S.to(device),
         lengths_N=lengths_N,
+        experts_SLK=_experts(step, layout, num_tokens),
         layout=layout,
     )
+
+
+def _experts(step: Step, layout: Layout, num_tokens: int) -> torch.Tensor | None:
+    """Return what is replayed in a row of `num_tokens`, of the tokens that this rank has of it between the matrices."""
+    if "experts_SK" not in layout.model_inputs:
+        return None
+    experts_SK = _tensor(layout, "experts_SK")
+    experts_SK = functional.pad(experts_SK, (0, 0, 0, num_tokens - len(experts_SK)), value=-1)
+    if step.config.sequence_parallel:
+        tensor = step.groups.tensor
+        experts_SK = experts_SK.chunk(tensor.size)[tensor.rank]
+    return experts_SK.unflatten(1, (step.shape.num_layers, -1)).to(step.asked.device)
 
 
 def _forward(
@@ -192,6 +220,8 @@ def _forward(
     one = fed[number]
     chunk = next(chunk.model for chunk in step.chunks if chunk.wrapped is wrapped)
     chunk.rotary_pos_emb.positions_S = one.positions_S
+    again = step.trains and step.config.activation_checkpointing and step.config.recompute == "layers"
+    replay.hand_over(chunk, one.experts_SLK, again)
     run.on_device(number)
     states = wrapped(one.ids_1S, one.positions_S[None], one.lengths_N)
     return states, partial(_end, step, run, number, one.layout, chunk)

@@ -21,6 +21,7 @@ from offbeat_engine.schedules import learning_rate
 from offbeat_engine.testing.adapters import adapt, merged_tensors
 from offbeat_engine.testing.compare import Named, relative_error
 from offbeat_engine.testing.models import without_bars
+from offbeat_engine.testing.routing import replayed
 from offbeat_engine.values import LossScale
 
 if TYPE_CHECKING:
@@ -81,8 +82,14 @@ class _Plain(torch.nn.Module):
         self.hf = hf
         self.head = head
 
-    def forward(self, ids: torch.Tensor, temperature: float) -> dict[str, torch.Tensor]:
+    def forward(
+        self, ids: torch.Tensor, temperature: float, experts: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return what is predicted at the tokens after the first, float32 [length - 1] each."""
+        with replayed(self.hf, experts):
+            return self._answers(ids, temperature)
+
+    def _answers(self, ids: torch.Tensor, temperature: float) -> dict[str, torch.Tensor]:
         if self.head == "value":
             # Not `self.hf(ids)`: its dropout before the head belongs to classification.
             states_TH = self.hf.base_model(ids[None]).last_hidden_state[0]
@@ -113,7 +120,8 @@ def _predict(plain: _Plain, batch: TrainBatch, *, bfloat16: bool) -> Predictions
     for number in range(num_rows):
         length = int(batch["lengths"][number])
         temperature = float(batch["temperature"][number]) if "temperature" in batch else 1.0
-        inputs = (batch["input_ids"][number, :length], temperature)
+        experts = batch["routed_experts"][number, :length] if "routed_experts" in batch else None
+        inputs = (batch["input_ids"][number, :length], temperature, experts)
         answers = torch.func.functional_call(plain, low, inputs) if bfloat16 else plain(*inputs)
         for name, values in answers.items():
             padded = torch.nn.functional.pad(values, (1, num_tokens - length))

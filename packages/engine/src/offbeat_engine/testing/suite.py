@@ -13,6 +13,7 @@ from offbeat_engine.testing import (
     cases_faults,
     cases_features,
     cases_inference,
+    cases_routing,
     cases_state,
     cases_training,
 )
@@ -88,7 +89,15 @@ def cases(options: Options) -> list[Case]:
     if unknown or not options.families:
         raise ValueError(f"`families` must be some of {', '.join(FAMILIES)}; got {options.families}")
     declared = Case(name="declaration", check=check_declaration)
-    sources = (cases_training, cases_features, cases_inference, cases_state, cases_calls, cases_faults)
+    sources = (
+        cases_training,
+        cases_features,
+        cases_inference,
+        cases_routing,
+        cases_state,
+        cases_calls,
+        cases_faults,
+    )
     return [declared, *chain.from_iterable(source.cases(options) for source in sources)]
 
 

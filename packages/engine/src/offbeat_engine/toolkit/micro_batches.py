@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 import torch
 from tensordict import TensorDict
 
-from offbeat_engine.batch import check_batch, fingerprint, select_rows, units_of
+from offbeat_engine.batch import check_batch, check_replay, fingerprint, select_rows, units_of
 from offbeat_engine.errors import BatchError, StepError
 from offbeat_engine.toolkit.answers import Answers
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, gather, gather_ints
@@ -64,7 +64,8 @@ class Asked:
 
     `device` is where the model computes, `names` what it predicts. `loss_fn` is None when there is only a forward pass.
     Ranks of one `data_rank` (0 to `data_size` - 1) hold the same sequences; of each such group one `speaks` for it. `predict`
-    false: the predictions are not kept. `cost` and `peak_flops` (of one rank) give the MFU where both are known.
+    false: the predictions are not kept. `replays_experts`: the engine takes a batch's `routed_experts`; else such a batch is refused.
+    `cost` and `peak_flops` (of one rank) give the MFU where both are known.
     """
 
     world: World
@@ -77,6 +78,7 @@ class Asked:
     preprocess_fn: PreprocessFn | None = None
     postprocess_fn: PostprocessFn | None = None
     predict: bool = True
+    replays_experts: bool = False
     cost: ModelCost | None = None
     peak_flops: float | None = None
 
@@ -128,6 +130,7 @@ class MicroBatches:
         counts = [0] * 6
         try:
             check_batch(batch)
+            check_replay(batch, asked.replays_experts)
             self._plan = plan(batch)
             check_whole(units_of(batch), self._plan)
             self._micros = [self._preprocessed(batch, rows) for rows in self._plan]

@@ -1,0 +1,95 @@
+"""Cases of experts that come with the batch: replayed as they are, or refused."""
+
+# tensordict is typed in part.
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_engine.capabilities import Feature
+from offbeat_engine.errors import BatchError
+from offbeat_engine.testing import probes
+from offbeat_engine.testing.cases_training import check_agreement, check_training
+from offbeat_engine.testing.models import FAMILIES
+from offbeat_engine.testing.reference import Setup, reference_run
+from offbeat_engine.testing.routing import with_drawn_experts
+from offbeat_engine.testing.runner import BATCHES, KEPT, Case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.testing.probes import Job
+    from offbeat_engine.testing.runner import Options, Runner
+    from offbeat_engine.world import World
+
+
+def cases(options: Options) -> Iterator[Case]:
+    """Yield a case for each mixture; an engine that does not declare the feature must refuse the key."""
+    mixtures = [name for name in options.families if not FAMILIES[name].dense]
+    num_ranks = options.fit(2)
+    for family in mixtures:
+        yield Case(
+            name=f"routed_experts_{family}",
+            check=partial(_replayed, family=family, num_ranks=num_ranks),
+            features=frozenset({Feature.ROUTED_EXPERTS}),
+            num_ranks=num_ranks,
+            deep=family != mixtures[0],
+        )
+    check = partial(_refused, family=options.families[0], num_ranks=num_ranks)
+    yield Case(name="routed_experts_refused", check=check, num_ranks=num_ranks)
+
+
+def _replayed(runner: Runner, family: str, num_ranks: int) -> None:
+    check_replay(runner, runner.job(family), num_ranks)
+
+
+def check_replay(runner: Runner, job: Job, num_ranks: int) -> None:
+    """Train a mixture on experts that were drawn, beside a plain model whose routers are made to take the same.
+
+    Raises:
+        AssertionError: predictions, gradients or weights differ, or are those of the routers' own choice.
+    """
+    config = json.loads((Path(job.config.model.path) / "config.json").read_text())
+    shape = {
+        "num_layers": config["num_hidden_layers"],
+        "num_experts": config.get("num_experts", config.get("num_local_experts")),
+        "top_k": config["num_experts_per_tok"],
+    }
+    batches = [with_drawn_experts(batch, **shape) for batch in BATCHES]
+    setup = Setup(path=job.config.model.path, optimizer=job.config.optimizer)
+    expected = reference_run(setup, batches, job.loss_fn, KEPT)
+    records = runner.run(probes.train, num_ranks, job, batches, KEPT)
+    check_training(runner, records[0], expected)
+    check_agreement(records)
+    given: torch.Tensor = expected.predictions["logprobs"]
+    own: torch.Tensor = runner.reference(job).predictions["logprobs"]
+    apart = float((given - own).abs().max())
+    assert apart > 100 * runner.tolerances.logprob, (
+        "the drawn experts answer as the chosen ones do; draw others"
+    )
+
+
+def _refused(runner: Runner, family: str, num_ranks: int) -> None:
+    """What an engine cannot replay, or a dense model has no use for, is refused on all ranks, and not left aside."""
+    if Feature.ROUTED_EXPERTS in runner.features and not FAMILIES[family].dense:
+        return
+    batch = with_drawn_experts(BATCHES[0], 2, 4, 2)
+    for said in runner.run(_what_it_says, num_ranks, runner.job(family), batch):
+        if "routed_experts" not in said:
+            raise AssertionError(f"a batch with `routed_experts` should be refused by name, got {said!r}")
+
+
+def _what_it_says(world: World, job: Job, batch: TrainBatch) -> str:
+    with probes.running(world, job) as engine, engine.eval_mode():
+        try:
+            engine.forward_backward_step(engine.shard_data(batch), forward_only=True)
+        except BatchError as error:
+            return str(error)
+    return ""
