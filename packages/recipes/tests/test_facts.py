@@ -157,8 +157,9 @@ def test_the_engine_of_a_role_is_asked_whether_it_can(tmp_path: Path):
     for engine, says in (
         ("megatron", "its critic: lora: "),
         ("fsdp3", "no training engine named 'fsdp3'; installed: fsdp2, megatron"),
+        ("fsdp2 algorithm.critic_path=nowhere", "its critic: nowhere holds no config.json"),
     ):
-        config = compose_run([*settings, f"algorithm.critic_engine={engine}"])
+        config = compose_run([*settings, *f"algorithm.critic_engine={engine}".split()])
         refused = _refused(gather_facts(config))
         assert says in refused["algorithm"]
         assert [item.setting for item in plan_run(config, gather_facts(config)).refusals] == ["algorithm"]

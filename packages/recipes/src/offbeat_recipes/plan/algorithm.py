@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
@@ -49,6 +50,9 @@ def algorithm_refusals(config: RunConfig) -> list[Refusal]:
     try:
         if algorithm.check():
             return []  # the plan says so
+        folders = {name: spec.path for name, spec in algorithm.roles().items() if spec.path}
+        if lacking := [name for name, path in folders.items() if not (Path(path) / "config.json").is_file()]:
+            return [_no_folder(name, folders[name]) for name in lacking]
         engines = engines_of(config, config.engine_config(config.model.path))
         trial(algorithm)
     except Exception as error:  # noqa: BLE001 whatever a user's algorithm raises
@@ -63,3 +67,7 @@ def algorithm_refusals(config: RunConfig) -> list[Refusal]:
             told, config.engine.num_ranks
         )
     ]
+
+
+def _no_folder(name: str, path: str) -> Refusal:
+    return Refusal("algorithm", f"its {name}: {path} holds no config.json", "name a Hugging Face folder")
