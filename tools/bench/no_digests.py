@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.source.buffers import RunningDigest
-
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
 
 def switch_off() -> None:
@@ -18,17 +15,17 @@ def switch_off() -> None:
     from offbeat_ckptsync.source import buffers
 
     buffers.digest = staging.digest = _no_digest
-    buffers.RunningDigest = _NoDigest
+    buffers.xxhash = SimpleNamespace(xxh3_128=_NoDigest)
 
 
 def _no_digest(_payload: torch.Tensor) -> str:
     return "none"
 
 
-class _NoDigest(RunningDigest):
-    def update(self, payload: NDArray[np.uint8]) -> None:
+class _NoDigest:
+    def update(self, payload: memoryview) -> None:
         """Look at nothing."""
 
-    def result(self) -> str:
+    def hexdigest(self) -> str:
         """Return what `_no_digest` does."""
         return "none"

@@ -19,39 +19,30 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.source.sender import LocalSource, Sender
     from offbeat_ckptsync.values import Manifest, Seat, SyncReport
 
-# Where each public name lives: importing the package stays cheap, torch comes with the first use.
-_HOMES = {
-    "Agent": "network.agent",
-    "CheckpointEngineManager": "control.manager",
-    "ControlMember": "control.members",
-    "LocalMember": "control.members",
-    "LocalSource": "source.sender",
-    "Mailbox": "control.ranks",
-    "Manifest": "values",
-    "Membership": "network.membership",
-    "ModuleSink": "member.sinks",
-    "ModuleSource": "member.sinks",
-    "Receiver": "member.receiver",
-    "Seat": "values",
-    "Sender": "source.sender",
-    "SyncConfig": "config",
-    "SyncError": "errors",
-    "SyncFailed": "errors",
-    "SyncReport": "values",
-    "Transport": "seams",
-    "WeightSink": "seams",
-    "WeightSource": "seams",
-    "agent_of": "network.agent",
-    "make_transport": "config",
+_FOLDERS = {
+    "config": ("SyncConfig", "make_transport"),
+    "control.manager": ("CheckpointEngineManager",),
+    "control.members": ("ControlMember", "LocalMember"),
+    "control.ranks": ("Mailbox",),
+    "errors": ("SyncError", "SyncFailed"),
+    "member.receiver": ("Receiver",),
+    "member.sinks": ("ModuleSink", "ModuleSource"),
+    "network.agent": ("Agent", "agent_of"),
+    "network.membership": ("Membership",),
+    "seams": ("Transport", "WeightSink", "WeightSource"),
+    "source.sender": ("LocalSource", "Sender"),
+    "values": ("Manifest", "Seat", "SyncReport"),
 }
+"""Where public names live: importing the package stays cheap, torch comes with the first use."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; most names are in its folders, see its README"
-        )
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _FOLDERS.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; most names are in its folders, see its README"
+    )
 
 
 __all__ = [

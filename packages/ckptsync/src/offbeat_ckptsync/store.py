@@ -1,16 +1,8 @@
 """A small key-value store over TCP for rendezvous and control mail, at which one can wait for a key.
 
 Not torch's TCPStore: at every connection that one asks the name server what the other address is called, and both sides stand
-still for as long as it says nothing (five seconds by default).
-
-A request is a JSON array behind its length (4 bytes, big-endian), and so is its answer, a JSON value:
-
-    ["set", key, text]    null
-    ["get", key, wait_s]  the text, waited for that long if it is not there; else null
-    ["delete", key]       null
-    ["keys", prefix]      the keys that begin so
-
-One connection asks one thing at a time. Nobody is asked who he is: what a text proves is its reader's business.
+still for as long as it says nothing (five seconds by default). What goes over the line is in docs/sync-protocol.md, section 6. One
+connection asks one thing at a time. Nobody is asked who he is: what a text proves is its reader's business.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ import struct
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.errors import TransferError
 
@@ -30,14 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class _Texts(Protocol):
-    def ask(self, op: str, key: str, *more: object) -> object: ...
-
-
 class Store:
     """One end of a store: `serve` makes the one that holds it, `join` others."""
 
-    def __init__(self, texts: _Texts, host: str, port: int) -> None:
+    def __init__(self, texts: _Table | _Far, host: str, port: int) -> None:
         self._texts = texts
         self.host = host
         self.port = port

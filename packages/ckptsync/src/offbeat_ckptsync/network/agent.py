@@ -1,11 +1,8 @@
 """The end of a member, or of a source, that a manager elsewhere calls: it registers itself and does what it is asked.
 
-A request is {"id": n, "op": .., ..}; its answer {"id": n, "ok": {..}} or {"id": n, "error": {"type", "message"}}. The
-operations are those of `ops.MEMBER_OPS` and `ops.SOURCE_OPS`, and `ping`. They are done side by side, so that `abort`
-overtakes a `transfer` that hangs.
-
-The agent says {"event": "leave"} before it goes of its own will. It gives up an open sync when the line breaks, and
-when the manager is silent for the offer's `silent_s` after `begin`; what was flipped stays.
+Requests are done side by side, so that `abort` overtakes a `transfer` that hangs. The agent says that it leaves before it goes of
+its own will. It gives up an open sync when the line breaks, and when the manager is silent for the offer's `silent_s` after
+`begin`; what was flipped stays.
 """
 
 from __future__ import annotations

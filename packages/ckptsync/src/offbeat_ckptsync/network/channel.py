@@ -1,16 +1,8 @@
 """A line between two processes that share a secret: authenticated JSON frames over TCP. No pickle, no encryption.
 
-A frame is its length (4 bytes, big-endian, of the body), 32 bytes of HMAC-SHA256, and the body (a JSON object in
-UTF-8). A line opens with three frames whose HMAC bytes are zero, `A` being the side that was called:
-
-    A: {"protocol": "offbeat-sync/1", "nonce": a}                    a, c: 32 random bytes in hex, fresh for each line
-    C: {"protocol": "offbeat-sync/1", "nonce": c, "proof": HMAC(secret, "caller:" a ":" c)}
-    A: {"name": n, "proof": HMAC(secret, "called:" a ":" c ":" n)}         n: who was called, as it registered
-
-Neither sends more to a side whose proof is wrong; it hangs up. From there on the HMAC of a frame covers "caller:" or
-"called:" (who sent it), the number of the frame in its direction (8 bytes, big-endian, from 0), and the body, under
-the key HMAC(secret, "session:" a ":" c). So frames cannot be forged, changed, repeated, left out or sent back. HMAC is
-HMAC-SHA256; in JSON it is written in hex.
+Frames and proofs are those of docs/sync-protocol.md, section 6 ("Opening"). Neither side sends more to one whose proof is wrong; it
+hangs up. The code of a frame covers who sent it and its number, so that none can be forged, changed, repeated, left out or sent
+back.
 """
 
 from __future__ import annotations
@@ -133,7 +125,7 @@ async def answer(
 
 
 class Connection:
-    """The line to one agent, which carries operations (`ops.Call`). Every wait on it ends when the line does."""
+    """A line that `dial` opened to one agent, which carries operations (`ops.Call`). Every wait on it ends when the line does."""
 
     def __init__(
         self, registration: Registration, channel: Channel, on_end: Callable[[Connection, str], None]
@@ -146,20 +138,6 @@ class Connection:
         self._num_asked = 0
         self._ended = ""
         self._task = asyncio.create_task(self._listen(), name=f"listen to {registration.name}")
-
-    @classmethod
-    async def open(
-        cls,
-        registration: Registration,
-        secret: str,
-        timeout_s: float,
-        on_end: Callable[[Connection, str], None],
-    ) -> Connection:
-        """Call a registered agent; raises `TransferError` where it does not answer or does not know the secret."""
-        channel = await dial(
-            registration.host, registration.port, secret, name=registration.name, timeout_s=timeout_s
-        )
-        return cls(registration, channel, on_end)
 
     @property
     def name(self) -> str:

@@ -1,10 +1,7 @@
-"""Who takes part: members and sources write their address to a store, the manager calls them.
+"""Who takes part: members and sources write their address to a store, the manager calls them (docs/sync-protocol.md, section 6).
 
-A registration is a JSON object {"registration": {name, role, host, port}, "proof": HMAC-SHA256(secret,
-canonical JSON of the registration), in hex, "turn": another word each time}. It lies under "offbeat/member/<name>"; whoever wrote one
-then sets "offbeat/members" to another word. When that word changes the manager reads what is new, drops what has a wrong proof, and
-calls the address; the line then proves both sides (see `channel`), so a registration that somebody repeats leads nowhere. Who loses
-its manager registers again. The store asks nobody for the secret: nothing here counts or waits for what a stranger may have written.
+The line then proves both sides (see `channel`), so a registration that somebody repeats leads nowhere. Who loses its manager
+registers again. The store asks nobody for the secret: nothing here counts or waits for what a stranger may have written.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.control.carried import CarriedMember, CarriedSource
 from offbeat_ckptsync.errors import SyncError, TransferError, VersionError
-from offbeat_ckptsync.network.channel import Connection
+from offbeat_ckptsync.network.channel import Connection, dial
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Registration
@@ -211,12 +208,14 @@ class Membership:
         if await self._is_on_the_line(registration):
             return  # it registered a moment before it was called
         try:
-            connection = await Connection.open(
-                registration, self._secret, self._config.begin_timeout_s, self._ended
+            limit_s = self._config.begin_timeout_s
+            channel = await dial(
+                registration.host, registration.port, self._secret, name=name, timeout_s=limit_s
             )
         except SyncError as error:
             self.refused[name] = str(error)  # most often: it registered with a manager before us, and is gone
             return
+        connection = Connection(registration, channel, self._ended)
         if (before := self._connections.pop(name, None)) is not None:
             before.close()
         self.refused.pop(name, None)

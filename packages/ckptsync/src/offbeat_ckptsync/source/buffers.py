@@ -14,8 +14,6 @@ from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.threads import HostPages, cuda_runtime, mark_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from offbeat_ckptsync.values import Bucket, Piece
 
 
@@ -64,9 +62,10 @@ class BucketBuilder:
         self.buffer = buffer
         self.payload = buffer[: bucket.num_bytes]
         self.digest_s = 0.0
+        self.waiting: list[tuple[Piece, torch.Tensor]] = []  # to be added by the thread that completes it
         self.delta: torch.Tensor | None = None  # what is sent in place of `payload`, where there is one
         self._bytes = self.payload.numpy() if buffer.device.type == "cpu" else None
-        self._running = RunningDigest() if digests_pieces else None
+        self._running = xxhash.xxh3_128() if digests_pieces else None
         self._num_digested = 0
         self._is_pinned = self._bytes is not None and cuda_runtime() is not None and buffer.is_pinned()
         self._copied: torch.cuda.Event | None = None  # behind the last copy that a GPU makes by itself
@@ -103,7 +102,7 @@ class BucketBuilder:
         self.settle()
         if self._running is not None:
             self._digest_until(self.payload.numel())
-            return self._running.result()
+            return self._running.hexdigest()
         mark = time.perf_counter()
         result = digest(self.payload)
         self.digest_s = time.perf_counter() - mark
@@ -114,21 +113,6 @@ class BucketBuilder:
             return
         self.settle()
         mark = time.perf_counter()
-        self._running.update(self._bytes[self._num_digested : end])
+        self._running.update(self._bytes[self._num_digested : end].data)
         self._num_digested = end
         self.digest_s += time.perf_counter() - mark
-
-
-class RunningDigest:
-    """The digest of bytes in host memory that come one piece after the other: that of `digest` of them all."""
-
-    def __init__(self) -> None:
-        self._hasher = xxhash.xxh3_128()
-
-    def update(self, payload: NDArray[np.uint8]) -> None:
-        """Go on with these bytes."""
-        self._hasher.update(payload.data)
-
-    def result(self) -> str:
-        """Return the digest of everything so far."""
-        return self._hasher.hexdigest()

@@ -81,33 +81,14 @@ class Bases:
                 each.digest = ""
 
 
-class WholeSession(SendSession):
-    """One sync of a source without deltas, into the transport's own memory where it lends some."""
-
-    def __init__(self, transport: Transport, offer: SyncOffer, why: str) -> None:
-        """Report `why` there are none."""
-        self._transport = transport
-        self._offer = offer
-        self._why = why
-
-    def lend(self, num_bytes: int) -> torch.Tensor | None:
-        """Return the transport's memory."""
-        return self._transport.lend(self._offer, num_bytes)
-
-    def end(self, sent: Sent | None) -> None:
-        """Keep what was sent, or forget it where sending failed (None)."""
-
-    def explained(self, sent: Sent) -> Sent:
-        """Return `sent` with what was measured, and why there were no deltas."""
-        return dataclasses.replace(sent, delta_why=self._why)
-
-
-class DeltaSession(WholeSession):
+class DeltaSession(SendSession):
     """One sync of a source with deltas switched on: lends the memory to pack into, finds what changed, counts."""
 
     def __init__(self, bases: Bases, transport: Transport, offer: SyncOffer, config: SyncConfig) -> None:
         """Compare what `offer` sends with its `base`; `bases` keeps it for the next sync."""
-        super().__init__(transport, offer, why="")
+        super().__init__(lambda num_bytes: transport.lend(offer, num_bytes))
+        self._transport = transport
+        self._offer = offer
         self._bases = bases
         self._max_fraction = config.delta_max_fraction
         self._starts, _ = bucket_starts(buckets_of(offer))
@@ -151,7 +132,7 @@ class DeltaSession(WholeSession):
         return found.payload
 
     def end(self, sent: Sent | None) -> None:
-        """See `WholeSession`."""
+        """See `SendSession.end`."""
         if not self._keeps:
             return
         if sent is None:
@@ -160,7 +141,7 @@ class DeltaSession(WholeSession):
             self._bases.is_whole(label_of(sent, self._offer.bucket_bytes).content_digest)
 
     def explained(self, sent: Sent) -> Sent:
-        """See `WholeSession`."""
+        """See `SendSession.explained`."""
         fraction = None if self._base is None else self._num_changed / max(self._num_words, 1)
         return dataclasses.replace(
             sent, num_deltas=self._num_deltas, delta_fraction=fraction, delta_why=self._why

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import ManifestError
@@ -24,15 +24,27 @@ if TYPE_CHECKING:
 
 
 class SendSession:
-    """What one sync of a source packs into, and what it sends in place of a bucket. As it is: its own buffers, nothing."""
+    """What one sync of a source packs into, and what it sends in place of a bucket: as it is nothing."""
+
+    def __init__(self, lend: Callable[[int], torch.Tensor | None] = lambda _: None, why: str = "") -> None:
+        """Pack into what `lend` gives, the transport's memory say; `why` there are no deltas goes into the report."""
+        self._lend = lend
+        self._why = why
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         """Return memory for all buckets, uint8 [num_bytes], or None."""
-        return None
+        return self._lend(num_bytes)
 
     def delta(self, bucket: Bucket, payload: torch.Tensor) -> torch.Tensor | None:
         """Return what is sent in place of the full bucket, or None where it goes whole. Called in any thread."""
         return None
+
+    def end(self, sent: Sent | None) -> None:
+        """Keep what was sent, or forget it where sending failed (None)."""
+
+    def explained(self, sent: Sent) -> Sent:
+        """Return `sent` with what was measured, and why there were no deltas."""
+        return dataclasses.replace(sent, delta_why=self._why)
 
 
 FIRST = (0,)
@@ -124,7 +136,7 @@ class BucketStream:
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 self._places.setdefault(piece.spec_index, []).append((bucket, piece))
-        self._open: dict[int, _Open] = {}  # one of each part at most
+        self._open: dict[int, BucketBuilder] = {}  # one of each part at most
         self._last: BucketBuilder | None = None  # that was begun
         self._find_delta = find_delta
         self._shipper = Shipper(
@@ -144,15 +156,15 @@ class BucketStream:
         _check_is(specs[self._next_spec], name, tensor)
         data = bytes_of(tensor)
         for bucket, piece in self._places.get(self._next_spec, []):
-            opened = self._open_bucket(bucket)
+            filling = self._open_bucket(bucket)
             if self._later and data.device.type == "cpu":
-                opened.waiting.append((piece, data))
+                filling.waiting.append((piece, data))
             else:
                 with self._packing:
-                    opened.filling.add(piece, data)
+                    filling.add(piece, data)
             if piece == bucket.pieces[-1]:
                 del self._open[bucket.index]
-                self._shipper.ship(bucket, opened.filling, lambda b=bucket, o=opened: self._complete(b, o))
+                self._shipper.ship(bucket, filling, lambda b=bucket, f=filling: self._complete(b, f))
         self._next_spec += 1
 
     def finish(self, started: float) -> Sent:
@@ -166,17 +178,17 @@ class BucketStream:
         if self._next_spec < len(specs):
             self.cancel()
             raise ManifestError(f"the source ended before {specs[self._next_spec].name!r}, which it offered")
-        shipped = self._shipper.finish()
+        self._shipper.finish()
         return Sent(
             version=self._offer.version,
             manifest_digest=self._manifest.digest,
-            bucket_digests=shipped.digests,
+            bucket_digests=tuple(self._shipper.digests),
             num_bytes=sum(bucket.num_bytes for bucket in self._buckets),
             gather_s=self.gather_s,
             pack_s=self._packing.seconds,
-            wire_s=shipped.wire_s,
-            digest_s=shipped.digest_s,
-            wire_bytes=shipped.wire_bytes,
+            wire_s=self._shipper.wire_s,
+            digest_s=self._shipper.digest_s,
+            wire_bytes=self._shipper.wire_bytes,
             send_s=time.perf_counter() - started,
         )
 
@@ -186,27 +198,20 @@ class BucketStream:
             self._last.settle()  # and what was copied before it
         self._shipper.cancel()
 
-    def _open_bucket(self, bucket: Bucket) -> _Open:
+    def _open_bucket(self, bucket: Bucket) -> BucketBuilder:
         if bucket.index not in self._open:
             buffer = self._shipper.buffer(bucket)
             self._last = BucketBuilder(bucket, buffer, digests_pieces=self._later)
-            self._open[bucket.index] = _Open(self._last)
+            self._open[bucket.index] = self._last
         return self._open[bucket.index]
 
-    def _complete(self, bucket: Bucket, opened: _Open) -> str:
-        filling = opened.filling
+    def _complete(self, bucket: Bucket, filling: BucketBuilder) -> str:
         with self._packing:
-            for piece, data in opened.waiting:
+            for piece, data in filling.waiting:
                 filling.add(piece, data)
             filling.settle()
             filling.delta = self._find_delta(bucket, filling.payload)
             return filling.digest()
-
-
-@dataclass(slots=True)
-class _Open:
-    filling: BucketBuilder
-    waiting: list[tuple[Piece, torch.Tensor]] = field(default_factory=list["tuple[Piece, torch.Tensor]"])
 
 
 def _required(tensor: torch.Tensor | None, name: str, senders: Collection[int]) -> torch.Tensor:

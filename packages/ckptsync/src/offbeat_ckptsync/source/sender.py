@@ -12,8 +12,8 @@ from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.plan.slices import CutSource, met_at
 from offbeat_ckptsync.seams import Source, Transport, WeightSource
 from offbeat_ckptsync.source.buffers import Buffers
-from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession, WholeSession
-from offbeat_ckptsync.source.pipeline import FIRST, send_weights, walk
+from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession
+from offbeat_ckptsync.source.pipeline import FIRST, SendSession, send_weights, walk
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Sent, SyncOffer
 
@@ -120,13 +120,11 @@ class Sender:
         session.end(sent)
         return session.explained(sent)
 
-    def _session(self, offer: SyncOffer, *, to_neighbours: bool) -> WholeSession:
-        if self._config.delta == "off":
-            return WholeSession(self._transport, offer, why="")
-        if to_neighbours:
-            why = "each rank sends to its neighbours, where all goes whole"
-            return WholeSession(self._transport, offer, why)
-        return DeltaSession(self._bases, self._transport, offer, self._config)
+    def _session(self, offer: SyncOffer, *, to_neighbours: bool) -> SendSession:
+        if self._config.delta == "auto" and not to_neighbours:
+            return DeltaSession(self._bases, self._transport, offer, self._config)
+        why = "" if self._config.delta == "off" else "each rank sends to its neighbours, where all goes whole"
+        return SendSession(lambda num_bytes: self._transport.lend(offer, num_bytes), why)
 
     def abort(self, sync_id: str) -> None:
         """Give up a sync; a running `send` of it ends with an error after the source is iterated to its end."""

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import SyncError, TransferError
@@ -26,16 +25,6 @@ if TYPE_CHECKING:
 
 NUM_BUFFERS = 4
 """One being filled, one being digested, two on the wire."""
-
-
-@dataclass(slots=True)
-class Shipped:
-    """What has left, and the seconds it took in the shipping threads."""
-
-    digests: tuple[str, ...]
-    digest_s: float
-    wire_s: float
-    wire_bytes: int
 
 
 class Shipper:
@@ -65,9 +54,9 @@ class Shipper:
         self._flying: deque[tuple[Callable[[], None], BucketBuilder, str]] = (
             deque()
         )  # begun, the oldest first
-        self._digests: list[str] = []
-        self._digest_s = self._wire_s = 0.0
-        self._wire_bytes = 0
+        self.digests: list[str] = []  # of what has left
+        self.digest_s = self.wire_s = 0.0  # in the shipping threads
+        self.wire_bytes = 0
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
         self._timeout_s = float(offer.endpoint["timeout_s"])
@@ -84,7 +73,7 @@ class Shipper:
             for buffer in self._own:
                 self._free.put(buffer)
         self._device = buffers.device
-        self._pack_stream, self._wire_stream = SideStream(self._device), SideStream(self._device)
+        self._pack_stream, self.wire_stream = SideStream(self._device), SideStream(self._device)
         self._packers = ThreadPoolExecutor(num_packers, thread_name_prefix=f"pack {offer.sync_id}")
         # A daemon: a transport that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"ship {offer.sync_id}", daemon=True)
@@ -131,7 +120,7 @@ class Shipper:
         self._full.put(None)
         self._packers.shutdown(wait=True, cancel_futures=True)  # all they do is copy and digest
 
-    def finish(self) -> Shipped:
+    def finish(self) -> None:
         """Wait until everything has left, at most the offer's `timeout_s`.
 
         Raises:
@@ -147,24 +136,18 @@ class Shipper:
         if self._error is not None:
             raise self._failure()
         self._buffers.put_back(self._own)  # not after a failure: a transport may still hold on to one
-        return Shipped(
-            digests=tuple(self._digests),
-            digest_s=self._digest_s,
-            wire_s=self._wire_s,
-            wire_bytes=self._wire_bytes,
-        )
 
     def _late(self) -> TransferError:
         waits_for = self._sender.waits_for() if self._sender is not None else "the receivers to be met"
         return TransferError(
-            f"bucket {len(self._digests)} of version {self._offer.version} did not leave within {self._timeout_s:g} s"
+            f"bucket {len(self.digests)} of version {self._offer.version} did not leave within {self._timeout_s:g} s"
             f"{f': the source waits for {waits_for}' if waits_for else ''}; raise `transfer_timeout_s` where nobody is stuck"
         )
 
     def _failure(self) -> SyncError:
         if isinstance(self._error, SyncError):
             return self._error
-        return TransferError(f"sending bucket {len(self._digests)} failed: {self._error!r}")
+        return TransferError(f"sending bucket {len(self.digests)} failed: {self._error!r}")
 
     def _run(self) -> None:
         try:
@@ -177,7 +160,7 @@ class Shipper:
             if not self._cancelled.is_set():
                 mark = time.perf_counter()
                 sender.close()
-                self._wire_s += time.perf_counter() - mark
+                self.wire_s += time.perf_counter() - mark
         except BaseException as error:  # noqa: BLE001 -- handed to the packing thread, which raises it
             self._error = error
             self._free.put(None)  # wakes a packer that waits for a buffer
@@ -188,14 +171,14 @@ class Shipper:
         """Begin to send a bucket, and wait for the oldest ones where too many are under way: others need their buffers."""
         result = digested.result(self._timeout_s)
         mark = time.perf_counter()
-        with self._wire_stream.after():  # a digest has waited for the filling
+        with self.wire_stream.after():  # a digest has waited for the filling
             if filling.delta is None:
                 sender.vouch(bucket, result)
                 end = sender.start(bucket, filling.payload)
             else:
                 sender.send_delta(bucket, filling.delta)
                 end = _sent
-        self._wire_s += time.perf_counter() - mark
+        self.wire_s += time.perf_counter() - mark
         self._flying.append((end, filling, result))
         while len(self._flying) >= min(sender.in_flight, NUM_BUFFERS - 1):
             self._land()
@@ -204,13 +187,13 @@ class Shipper:
         """Wait until the oldest bucket that is under way has left, and take its buffer back."""
         end, filling, result = self._flying[0]
         mark = time.perf_counter()
-        with self._wire_stream.after():
+        with self.wire_stream.after():
             end()
         self._flying.popleft()
-        self._wire_bytes += (filling.payload if filling.delta is None else filling.delta).numel()
-        self._wire_s += time.perf_counter() - mark
-        self._digest_s += filling.digest_s
-        self._digests.append(result)
+        self.wire_bytes += (filling.payload if filling.delta is None else filling.delta).numel()
+        self.wire_s += time.perf_counter() - mark
+        self.digest_s += filling.digest_s
+        self.digests.append(result)
         if self._lent is None:
             self._free.put(filling.buffer)
 

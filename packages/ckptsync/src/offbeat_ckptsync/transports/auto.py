@@ -1,12 +1,7 @@
 """Picks another transport for every sync, by where the ranks are, and says why.
 
 Receiving ranks say at the source's store where they are (`topology.Place`); the source picks when all have, opens that
-transport, and answers with its name and endpoint:
-
-    receiver: <sync>/place/<member>/<rank> = {"num_ranks": .., "place": Place}
-    source:   <sync>/choice = {"transport": name, "device": type, "endpoint": {..}}
-
-Both are signed (see `rendezvous`).
+transport, and answers with its name and endpoint.
 """
 
 from __future__ import annotations

@@ -1,21 +1,9 @@
 """One process group from the source to every receiving rank: gloo for host memory, NCCL for GPUs.
 
-The group is private (beside any default group) and is kept while the membership stays the same. Every sync begins
-with a roll call at a store of the source:
-
-    receiver: <sync>/here/<member>/<rank> = {"num_ranks": .., "group": id of the group it is in, or ""}
-    source:   waits for all of them; <sync>/go = {"group": id, "seats": [[member, rank], ..]}
-
-Both are signed (see `rendezvous`), and a group meets under keys that begin with HMAC(secret, "private " id). What
-travels in the group is neither signed nor encrypted: gloo and NCCL want a network in which nobody is a stranger.
-
-In a sync whose offer has `bases` each bucket is announced by a broadcast of 8 bytes: an int64, little-endian, the length
-of the delta that follows, or -1 where the bucket itself does.
-
-Buckets that only some ranks get (`audiences` of the offer) go to each of those alone, by point-to-point sends of the group.
-
-If all are in the group that the source is in, that group is used; else all build the group of the new id, the source
-as rank 0 and seats[i] as rank i + 1. A failure on any side drops its group, so the next sync builds a fresh one.
+The group is private (beside any default group) and is kept while the membership stays the same: every sync begins with a roll call at
+a store of the source (`rendezvous`), and where all are in the source's group that one is used; else all build another. A failure on
+any side drops its group, so the next sync builds a fresh one. What travels in the group is neither signed nor encrypted: gloo and
+NCCL want a network in which nobody is a stranger. docs/sync-protocol.md, section 7, has the words.
 """
 
 from __future__ import annotations

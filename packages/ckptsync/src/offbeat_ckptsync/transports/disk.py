@@ -1,11 +1,7 @@
-"""Through a shared folder: one safetensors file per version, which any tool can read.
+"""Through a shared folder: one safetensors file per version, which any tool can read (docs/sync-protocol.md, section 7).
 
-`<folder>/<source id>/<sync id>/model.safetensors` holds the tensors, `sync.json` says of which version and manifest. The
-folder appears by one rename when both are complete; the same source's sync before it is removed when the next one appears.
-What another source wrote is its own: one that died leaves its last version there.
-
-A sync with deltas writes `changes.bin` in place of the tensors: for each bucket in order its delta, or the bucket itself. `sync.json`
-then has "changes", a list of [1 for a delta or 0, number of bytes].
+A folder appears by one rename when it is complete; the same source's sync before it is removed when the next one appears. What another
+source wrote is its own: one that died leaves its last version there.
 """
 
 from __future__ import annotations

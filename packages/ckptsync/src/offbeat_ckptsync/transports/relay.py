@@ -1,17 +1,12 @@
 """One rank per machine receives, its neighbours read: between machines `broadcast`, within one the segment of `shm`.
 
 Every rank says at the source's store on which machine it is and where it could be called (`line`). The source names the first
-rank of each machine its relay; those on its own machine, where payloads are in host memory, read what it packs:
-
-    rank:   <sync>/node/<member>/<rank> = {"num_ranks", "node", "address", "token"}
-    source: <sync>/nodes = {"nodes": [{"seats": [[member, rank], ..], "address", "token", "relayed": whether the first seat relays}, ..]}
-
-Both are signed (see `rendezvous`).
+rank of each machine its relay; those on its own machine, where payloads are in host memory, read what it packs.
 
 A relay takes part in the broadcast as `relay <member>/<rank>`, receives every bucket into a segment (from a GPU through two
-landing buckets), digests it once, and says to the ranks of its machine, itself among them, {"bucket": k, "digest": d}. They
-map the segment, and echo the digest of the one who took it of the very pages that they load from. So a machine receives and
-digests a version once, and holds it once, in host memory, whatever the number of its ranks.
+landing buckets), digests it once, and tells the ranks of its machine, itself among them. They map the segment, and echo the digest of
+the one who took it of the very pages that they load from. So a machine receives, digests and holds a version once, in host memory,
+whatever the number of its ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
 
 Node = dict[str, Any]
-"""What the source says of one machine; see above."""
+"""What the source says of one machine: "seats", "address", "token", and "relayed", whether the first seat is a relay."""
 
 _NUM_LANDINGS = 2
 

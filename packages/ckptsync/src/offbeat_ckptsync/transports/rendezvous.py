@@ -1,10 +1,7 @@
 """Where the two sides of a sync meet: a store of the source's, at which every receiving rank says a word and hears one.
 
-    receiver: set <sync>/<asked>/<member>/<rank> = {"num_ranks": .., what the transport wants to know}
-    source:   wait for all of them; set <sync>/<told> = what the transport says
-
-Each word is written as {"word": .., "proof": HMAC-SHA256(secret, key " " canonical JSON of the word), in hex}. One with
-another proof counts as not there: who reaches the port without the secret can disturb a sync, and is given no seat in it.
+Words are signed (docs/sync-protocol.md, section 7). One with another proof counts as not there: who reaches the port without the
+secret can disturb a sync, and is given no seat in it.
 """
 
 from __future__ import annotations

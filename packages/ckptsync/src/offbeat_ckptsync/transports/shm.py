@@ -8,11 +8,6 @@ Each bucket is digested where it lies by one of the ranks that get it, in turn. 
 that, once the kernel has said that the pages they map are those very pages. So all see what one has digested, and none of them
 changes over where its digest differs from the source's.
 
-    receiver: hello, with "has": ids of the segments it has mapped
-    source:   {"welcome": segment id, "num_bytes": n, "keep": ids still in use}; with the segment as an open file where
-              the receiver does not have it
-    source:   {"bucket": k, "digest": d} for k = 0, 1, ..; d is "" where this receiver is to take it
-
 A rank's connection is its lease on what it staged: it stays open for as long as any tensor over the segment lives, and
 the kernel closes it when the rank dies. The source writes to a segment only when it has no lease left, and takes
 another one otherwise, of three at most. So nothing staged is overwritten, and what was verified is what is loaded.
