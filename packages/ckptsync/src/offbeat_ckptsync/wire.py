@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import marshal
 import threading
 import types
@@ -75,20 +74,6 @@ def decode_as(kind: object, data: object, where: str) -> Any:  # noqa: ANN401 --
         WireError: it is not of its type; the message begins with `where`.
     """
     return _decode(kind, data, where)
-
-
-def dumps(value: object) -> str:
-    """Return a wire value as JSON text."""
-    return json.dumps(encode(value), separators=(",", ":"))
-
-
-def loads(kind: type[_Value], text: str | bytes) -> _Value:
-    """Return the wire value in JSON text; raises `WireError` as `decode` does."""
-    try:
-        data: object = json.loads(text)
-    except ValueError as error:
-        raise WireError(f"{kind.__name__}: not JSON: {error}") from error
-    return decode(kind, data)
 
 
 def encode_error(error: BaseException) -> Json:

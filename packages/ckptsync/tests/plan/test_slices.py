@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from as_text import dumps, loads
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, tensor_views
 from offbeat_ckptsync.plan.cells import sent_of
@@ -19,7 +20,6 @@ from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.source.pipeline import send_weights
 from offbeat_ckptsync.testing import DictSource, assert_same
 from offbeat_ckptsync.values import Cut, Seat, SyncOffer, TensorSpec
-from offbeat_ckptsync.wire import dumps, loads
 from sliced_weights import sliced, tp_layouts, weights_of
 
 

@@ -159,7 +159,7 @@ def test_a_source_knows_which_receiver_takes_nothing():
     for bucket in buckets[:3]:  # two are under way to each: `b` holds up the third
         taker.receive(bucket, torch.empty(bucket.num_bytes, dtype=torch.uint8))
     deadline = time.monotonic() + 60
-    while sender.waits_for() != "rank 0 of b" or sender._queues[Seat(member="b")].qsize() < 2:
+    while sender.waits_for() != "rank 0 of b" or len(sender._queues[Seat(member="b")]) < 2:
         assert time.monotonic() < deadline, sender.waits_for()
         time.sleep(0.01)
     transport.abort(offer.sync_id)

@@ -32,6 +32,14 @@ def key_of(member: str, rank: int) -> str:
     return f"{member}/{rank}"
 
 
+def missing_ranks(seats: Collection[Seat], members: Sequence[str]) -> list[str]:
+    """Return in words which ranks of `members` are not among `seats`: of a member nobody of whom is there, the first."""
+    here = {(seat.member, seat.rank) for seat in seats}
+    ranks = {seat.member: seat.num_ranks for seat in seats}
+    seats_of = (Seat(member=member, rank=rank) for member in members for rank in range(ranks.get(member, 1)))
+    return [str(seat) for seat in seats_of if (seat.member, seat.rank) not in here]
+
+
 def met_by(offer: SyncOffer, seat: Seat) -> tuple[SyncOffer, Seat]:
     """Return the offer and the seat as the transport of a receiving rank sees them.
 

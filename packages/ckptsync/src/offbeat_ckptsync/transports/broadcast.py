@@ -88,10 +88,6 @@ class BroadcastTransport(Transport):
         self._drop()
         self.rendezvous.close()
 
-    def is_aborted(self, sync_id: str) -> bool:
-        """Say whether `abort` was called for this sync."""
-        return self.rendezvous.is_aborted(sync_id)
-
     def failed(self, group: Group) -> None:
         """Forget a group in which something failed."""
         with self._lock:
@@ -114,7 +110,7 @@ class BroadcastTransport(Transport):
         # Peers reach a rank at the address from which it reaches the source; what a host is called may lead elsewhere.
         host = own_address(store.host, store.port)
         with self._lock:  # before it is built: an abort ends that, too, or the next sync would wait for it
-            if self.is_aborted(offer.sync_id):
+            if self.rendezvous.is_aborted(offer.sync_id):
                 raise TransferError("broadcast: aborted before the group formed")
             self._group = group
         try:
@@ -139,7 +135,7 @@ class _End:
 
     def begin(self, bucket: Bucket, payload: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to move a bucket's bytes; return a call that waits for them."""
-        if self._transport.is_aborted(self._offer.sync_id):
+        if self._transport.rendezvous.is_aborted(self._offer.sync_id):
             raise TransferError(f"broadcast: aborted before bucket {bucket.index}")
         left_s = self._deadline - time.monotonic()
         ranks = self._audience(bucket)

@@ -25,6 +25,7 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import SyncError, TransferError
+from offbeat_ckptsync.plan.slices import missing_ranks
 from offbeat_ckptsync.seams import Transport
 from offbeat_ckptsync.values import Seat, SyncOffer
 
@@ -179,7 +180,10 @@ class Reception:
         timeout_s = float(offer.endpoint["rendezvous_s"])
         deadline = time.monotonic() + timeout_s
         guests: dict[tuple[str, int], Guest] = {}
-        while missing := [*_missing(guests, members), *_absent(guests, seats)]:
+        while missing := [
+            *missing_ranks([guest.seat for guest in guests.values()], members),
+            *_absent(guests, seats),
+        ]:
             if stop() or time.monotonic() > deadline:
                 for guest in guests.values():
                     guest.line.close()
@@ -292,16 +296,6 @@ def call(
         line.close()
         raise TransferError(f"{who} was refused: {answer['error']}")
     return line, answer, fd
-
-
-def _missing(guests: dict[tuple[str, int], Guest], members: list[str]) -> list[str]:
-    ranks = {guest.seat.member: guest.seat.num_ranks for guest in guests.values()}
-    return [
-        f"rank {rank} of {member}"
-        for member in members
-        for rank in range(ranks.get(member, 1))
-        if (member, rank) not in guests
-    ]
 
 
 def _absent(guests: dict[tuple[str, int], Guest], seats: Sequence[tuple[str, int]]) -> list[str]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
-from dataclasses import dataclass, field
+from collections import deque
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan.slices import parts_of
+from offbeat_ckptsync.plan.slices import missing_ranks, parts_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
-from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,23 +16,26 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+
+    _Item = tuple[bool, torch.Tensor]
+    """Whether it is a delta, and the bytes."""
 
 _DEPTH = 2  # buckets in flight to one receiver
 
 
-_Item = tuple[bool, "torch.Tensor"]
-"""Whether it is a delta, and the bytes."""
-
-_Inbox = queue.Queue[_Item]
-
-
-@dataclass(slots=True)
 class _Channel:
     """One sync: a queue for each receiving rank that came."""
 
-    queues: dict[Seat, _Inbox] = field(default_factory=dict[Seat, "_Inbox"])
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    aborted: threading.Event = field(default_factory=threading.Event)
+    def __init__(self) -> None:
+        self.queues: dict[Seat, deque[_Item]] = {}
+        self.changed = threading.Condition()
+        self.is_aborted = False
+
+    def until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait, holding `changed`, and say whether it is `ready`, and not aborted."""
+        self.changed.wait_for(lambda: self.is_aborted or ready(), timeout_s)
+        return ready() and not self.is_aborted
 
 
 # Both sides of a sync make their own transport object, so what they share is the process's.
@@ -63,20 +63,17 @@ class LoopbackTransport(Transport):
         channel = _channel(offer.sync_id)
         timeout_s = float(offer.endpoint["rendezvous_s"])
         with channel.changed:
-            channel.changed.wait_for(
-                lambda: channel.aborted.is_set() or not _missing(channel, members), timeout_s
-            )
-            missing = _missing(channel, members)
-        if missing or channel.aborted.is_set():
-            cause = "was aborted" if channel.aborted.is_set() else f"waited {timeout_s:g} s"
-            raise TransferError(f"loopback: {cause}; missing {', '.join(missing) or 'nobody'}")
-        return _Sender(offer, channel)
+            if not channel.until(lambda: not missing_ranks(channel.queues, members), timeout_s):
+                missing = ", ".join(missing_ranks(channel.queues, members)) or "nobody"
+                cause = "was aborted" if channel.is_aborted else f"waited {timeout_s:g} s"
+                raise TransferError(f"loopback: {cause}; missing {missing}")
+            return _Sender(offer, channel)
 
     def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
         """Take this seat's queue."""
         channel = _channel(offer.sync_id)
         with channel.changed:
-            inbox = channel.queues.setdefault(seat, queue.Queue(_DEPTH))
+            inbox = channel.queues.setdefault(seat, deque())
             channel.changed.notify_all()
         return _Receiver(offer, seat, channel, inbox)
 
@@ -85,8 +82,8 @@ class LoopbackTransport(Transport):
         with _channels_lock:
             channel = _channels.pop(sync_id, None)
         if channel is not None:
-            channel.aborted.set()
             with channel.changed:
+                channel.is_aborted = True
                 channel.changed.notify_all()
 
     def close(self) -> None:
@@ -110,14 +107,18 @@ class _Sender(BucketSender):
         self._put_all(bucket, delta, is_delta=True)
 
     def _put_all(self, bucket: Bucket, payload: torch.Tensor, *, is_delta: bool) -> None:
+        timeout_s = float(self._offer.endpoint["timeout_s"])
         for seat, inbox in self._queues.items():
             parts = parts_of(self._offer, seat)
             if parts is not None and bucket.part not in parts:
                 continue
             self._waits_for = str(seat)
-            copy = (is_delta, payload.clone())
-            if not _until(self._offer, self._channel, lambda box=inbox, item=copy: _put(box, item)):
-                raise TransferError(f"loopback: {seat} did not take bucket {bucket.index}")
+            copy = payload.clone()
+            with self._channel.changed:
+                if not self._channel.until(lambda box=inbox: len(box) < _DEPTH, timeout_s):
+                    raise TransferError(f"loopback: {seat} did not take bucket {bucket.index}")
+                inbox.append((is_delta, copy))
+                self._channel.changed.notify_all()
         self._waits_for = ""
 
     def close(self) -> None:
@@ -126,14 +127,14 @@ class _Sender(BucketSender):
 
 
 class _Receiver(BucketReceiver):
-    def __init__(self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: _Inbox) -> None:
+    picks = True
+
+    def __init__(self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: deque[_Item]) -> None:
         self._offer = offer
         self._seat = seat
         self._channel = channel
         self._inbox = inbox
         self._next: _Item | None = None  # what has been taken out of the inbox already
-
-    picks = True
 
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         item = self._take(bucket)
@@ -147,40 +148,16 @@ class _Receiver(BucketReceiver):
         into.copy_(item[1])
 
     def _take(self, bucket: Bucket) -> _Item:
-        taken: list[_Item] = []
-
-        def take() -> bool:
-            try:
-                taken.append(self._inbox.get(timeout=_TICK_S))
-            except queue.Empty:
-                return False
-            return True
-
-        if not _until(self._offer, self._channel, take):
-            raise TransferError(f"loopback: bucket {bucket.index} did not reach {self._seat}")
-        return taken[0]
+        timeout_s = float(self._offer.endpoint["timeout_s"])
+        with self._channel.changed:
+            if not self._channel.until(lambda: bool(self._inbox), timeout_s):
+                raise TransferError(f"loopback: bucket {bucket.index} did not reach {self._seat}")
+            item = self._inbox.popleft()
+            self._channel.changed.notify_all()
+            return item
 
     def close(self) -> None:
         """The queue goes with its channel."""
-
-
-_TICK_S = 0.02  # how soon a waiting side notices an abort
-
-
-def _put(inbox: _Inbox, item: _Item) -> bool:
-    try:
-        inbox.put(item, timeout=_TICK_S)
-    except queue.Full:
-        return False
-    return True
-
-
-def _until(offer: SyncOffer, channel: _Channel, attempt: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
-    while not channel.aborted.is_set() and time.monotonic() < deadline:
-        if attempt():
-            return True
-    return False
 
 
 def _channel(sync_id: str) -> _Channel:
@@ -191,14 +168,3 @@ def _channel(sync_id: str) -> _Channel:
             f"loopback: sync {sync_id} is not open in this process; it was aborted, or never opened here"
         )
     return channel
-
-
-def _missing(channel: _Channel, members: list[str]) -> list[str]:
-    here = {(seat.member, seat.rank) for seat in channel.queues}
-    ranks = {seat.member: seat.num_ranks for seat in channel.queues}
-    return [
-        f"rank {rank} of {member}"
-        for member in members
-        for rank in range(ranks.get(member, 1))
-        if (member, rank) not in here
-    ]

@@ -109,10 +109,6 @@ class RelayTransport(Transport):
         self._near.close()
         self.rendezvous.close()
 
-    def is_aborted(self, sync_id: str) -> bool:
-        """Say whether `abort` was called for this sync."""
-        return self.rendezvous.is_aborted(sync_id)
-
     def _meet(self, offer: SyncOffer) -> list[Node]:
         roll = self.rendezvous.call_roll(offer, self._members[offer.sync_id])
         nodes: dict[str, Node] = {}

@@ -28,17 +28,16 @@ def expected_manifest(model_config: ModelConfig) -> Manifest | None:
     if model_config.quantization is not None:
         return None
     served = dtype_name(model_config.dtype)
-    specs = _from_folder(Path(model_config.model)) or _from_empty_model(model_config)
+    folder = Path(model_config.model)
+    specs = folder_specs(folder) if folder.is_dir() else ()
+    if not specs:
+        specs = manifest_of(distinct_tensors(empty_model(model_config))).specs
     tied = bool(getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
     return make_manifest(
         TensorSpec(name=spec.name, shape=spec.shape, dtype=served if _is_floating(spec.dtype) else spec.dtype)
         for spec in specs
         if not (tied and spec.name == "lm_head.weight")
     )
-
-
-def _from_folder(folder: Path) -> tuple[TensorSpec, ...]:
-    return folder_specs(folder) if folder.is_dir() else ()
 
 
 def empty_model(model_config: ModelConfig) -> torch.nn.Module:
@@ -48,10 +47,6 @@ def empty_model(model_config: ModelConfig) -> torch.nn.Module:
     architecture = getattr(transformers, next(iter(model_config.hf_config.architectures or ())))
     with torch.device("meta"):
         return cast("torch.nn.Module", architecture(model_config.hf_config))
-
-
-def _from_empty_model(model_config: ModelConfig) -> tuple[TensorSpec, ...]:
-    return tuple(manifest_of(distinct_tensors(empty_model(model_config))).specs)
 
 
 def _is_floating(dtype: str) -> bool:
