@@ -318,19 +318,26 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("receivers", [1, 3])
 async def test_one_of_those_who_read_a_bucket_digests_it(receivers, monkeypatch):
-    """Three receivers take as many digests as one; a page that one of them has of its own is digested there."""
-    taken = Counter()
+    """Three receivers take as many digests as one, and the kernel is asked only about buckets that others take."""
+    taken, asked = Counter(), Counter()
+    is_shared = Mapping.is_shared
 
     def counted(payload):
         taken[payload.data_ptr()] += 1
         return digest(payload)
 
+    def looked(mapping, start, end):
+        asked[start] += 1
+        return is_shared(mapping, start, end)
+
     monkeypatch.setattr("offbeat_ckptsync.member.staging.digest", counted)
+    monkeypatch.setattr(Mapping, "is_shared", looked)
     sinks = {f"m{i}": DictSink() for i in range(receivers)}
     local = LocalSync(DictSource(awkward_weights(1)), sinks, CONFIG, ShmTransport)
     try:
         report = await local.manager.sync(1)
         assert sum(taken.values()) == report.num_buckets > receivers
+        assert sum(asked.values()) == report.num_buckets * (receivers - 1)
         for sink in sinks.values():
             assert_same(sink.weights, awkward_weights(1))
     finally:

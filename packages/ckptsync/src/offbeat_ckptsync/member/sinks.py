@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from offbeat_ckptsync.errors import ManifestError
@@ -77,12 +77,13 @@ class ModuleSink(WeightSink):
         """Return each of the module's own tensors with what it holds here and what it is given; raises `ManifestError`."""
         given = dict(tensors)
         live = [(name, owner, local_part(owner.detach())) for name, owner in owned_tensors(self._module)]
-        require_match(
-            manifest_of((name, held) for name, _, held in live),
-            manifest_of(given.items()),
-            who=f"module ({version})",
-            allow_cast=self._allow_cast,
-        )
+        if len(live) != len(given) or not all(_is_like(held, given.get(name)) for name, _, held in live):
+            require_match(
+                manifest_of((name, held) for name, _, held in live),
+                manifest_of(given.items()),
+                who=f"module ({version})",
+                allow_cast=self._allow_cast,
+            )
         return [(owner, (held, given[name])) for name, owner, held in live]
 
 
@@ -166,10 +167,12 @@ def copy_all(pairs: list[Pair]) -> None:
     that this process may use. Torch's own threads meet after every tensor: where cores are busy each meeting waits
     for the slowest, here there is one at the end.
     """
-    plain = [pair for pair in pairs if is_plain(*pair)]
+    plain: list[Pair] = []
     with torch.no_grad():
         for live, given in pairs:
-            if not is_plain(live, given):
+            if is_plain(live, given):
+                plain.append((live, given))
+            else:
                 live.copy_(given)
     spans = iter([span for live, given in plain for span in _spans(live, given)])
     lock, failures = threading.Lock(), list[BaseException]()
@@ -181,7 +184,7 @@ def copy_all(pairs: list[Pair]) -> None:
                     span = next(spans, None)
                 if span is None:
                     return
-                np.copyto(*span)  # lets other threads run meanwhile
+                ctypes.memmove(*span)  # lets other threads run meanwhile
         except BaseException as error:  # noqa: BLE001 -- raised below, by the thread that called
             failures.append(error)
 
@@ -202,15 +205,23 @@ def _num_threads(plain: list[Pair]) -> int:
 
 def is_plain(live: torch.Tensor, given: torch.Tensor) -> bool:
     """Say whether both hold the same kind of numbers in host memory, in order and without gaps."""
-    same = live.dtype == given.dtype and live.shape == given.shape
     host = live.device.type == given.device.type == "cpu"
-    return same and host and live.is_contiguous() and given.is_contiguous()
+    return host and _is_like(live, given) and live.is_contiguous() and given.is_contiguous()
 
 
-def _spans(live: torch.Tensor, given: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    into, data = (each.detach().reshape(-1).view(torch.uint8).numpy() for each in (live, given))
-    for start in range(0, len(into), _SPAN_BYTES):
-        yield into[start : start + _SPAN_BYTES], data[start : start + _SPAN_BYTES]
+def _is_like(live: torch.Tensor, given: torch.Tensor | None) -> bool:
+    return given is not None and live.dtype == given.dtype and live.shape == given.shape
+
+
+def _spans(live: torch.Tensor, given: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield where to copy to, from where, and how many bytes, of two plain tensors that outlive this.
+
+    Addresses, not arrays: making those takes longer than copying a small tensor, and `numpy()` forbids torch for ever to resize
+    a storage.
+    """
+    into, data, num_bytes = live.data_ptr(), given.data_ptr(), live.nbytes
+    for start in range(0, num_bytes, _SPAN_BYTES):
+        yield into + start, data + start, min(_SPAN_BYTES, num_bytes - start)
 
 
 def layout_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:

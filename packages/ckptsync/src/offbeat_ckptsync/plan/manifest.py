@@ -110,6 +110,7 @@ def num_bytes_of(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
 
 
+@lru_cache(maxsize=64)
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without its prefix, say "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -133,9 +133,11 @@ class BucketStream:
         self._buckets = buckets_of(offer)
         self._next_spec = 0
         self._places: dict[int, list[tuple[Bucket, Piece]]] = {}  # of each tensor's bytes
+        self._ends: dict[int, Piece] = {}  # the last one of each bucket
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 self._places.setdefault(piece.spec_index, []).append((bucket, piece))
+                self._ends[bucket.index] = piece
         self._open: dict[int, BucketBuilder] = {}  # one of each part at most
         self._last: BucketBuilder | None = None  # that was begun
         self._find_delta = find_delta
@@ -162,7 +164,7 @@ class BucketStream:
             else:
                 with self._packing:
                     filling.add(piece, data)
-            if piece == bucket.pieces[-1]:
+            if piece is self._ends[bucket.index]:
                 del self._open[bucket.index]
                 self._shipper.ship(bucket, filling, lambda b=bucket, f=filling: self._complete(b, f))
         self._next_spec += 1
@@ -223,7 +225,7 @@ def _required(tensor: torch.Tensor | None, name: str, senders: Collection[int]) 
 
 
 def _check_is(spec: TensorSpec, name: str, tensor: torch.Tensor) -> None:
-    got = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+    got = TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
     if got != spec:
         raise ManifestError(
             f"the source yields {got.name!r} {got.shape} {got.dtype} where it offered {spec.name!r} {spec.shape} "

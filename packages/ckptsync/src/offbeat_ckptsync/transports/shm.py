@@ -227,9 +227,11 @@ class _Receiver(BucketReceiver):
         return 0  # it is there already
 
     def told(self, bucket: Bucket) -> str | None:
-        start = self._starts[bucket.index]
-        is_shared = self._memory is not None and self._mapping.is_shared(start, start + bucket.num_bytes)
-        return (self._told[bucket.index] or None) if is_shared else None
+        told, start = self._told[bucket.index], self._starts[bucket.index]
+        if not told or self._memory is None:  # it is for this rank to take
+            return None
+        # The kernel's word for every page takes a tenth of what digesting them does.
+        return told if self._mapping.is_shared(start, start + bucket.num_bytes) else None
 
     def close(self) -> None:
         was_lent, self._memory = self._memory is not None, None
