@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.errors import SyncError, VersionError
+from offbeat_ckptsync.errors import SyncError, TransferError, VersionError
 from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.digest import label_of
@@ -106,3 +106,24 @@ def test_who_reads_the_mailbox_alone_is_raised_what_could_not_be_mailed():
         worker.handle({**asked, "mailbox": where, "reply": "third"})
     assert mailbox.get("third/1") is not None
     worker.close()
+
+
+def test_one_of_several_ranks_whose_mailbox_is_gone_logs_what_a_single_one_raises(caplog):
+    """What a worker of several raises puts vLLM's executor out of step, and a manager that died hears neither."""
+    asked = {"op": "status", "reply": "r"}
+    for num_ranks in (1, 2):
+        mailbox = Store.serve("127.0.0.1")
+        where = {"host": mailbox.host, "port": mailbox.port}
+        worker = Rank(DictSink(), num_ranks=num_ranks)
+        assert "status" in worker.handle({**asked, "mailbox": where}, quiet=True)
+        del mailbox  # with its manager
+        if num_ranks == 1:
+            with pytest.raises(TransferError, match="is gone"):
+                worker.handle({**asked, "mailbox": where}, quiet=True)
+        else:
+            assert "status" in worker.handle({**asked, "mailbox": where}, quiet=True)
+            assert "rank 0 has nobody left to answer to status" in caplog.text
+        fresh = Store.serve("127.0.0.1")
+        worker.handle({**asked, "mailbox": {"host": fresh.host, "port": fresh.port}}, quiet=True)
+        assert fresh.get("r/0") is not None, "the next manager is answered"
+        worker.close()

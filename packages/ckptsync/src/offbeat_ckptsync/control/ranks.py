@@ -175,6 +175,11 @@ def _ring(bells: set[_Bell]) -> None:
         bell.ring()
 
 
+_IS_OPEN = "a weight update is already active"
+"""What vLLM's workers say to a session that is opened twice."""
+
+_REFUSALS = 64  # in a row, one for each worker but the first
+
 Control = Callable[[str, dict[str, object]], Awaitable[object]]
 """Calls a remote engine: `control(op, payload)` with op "start" (payload {}), "update" (payload: the request that
 every rank's `Rank.handle` is to get) or "finish" (payload {"version": int}, or {} to leave the version as it is)."""
@@ -238,7 +243,7 @@ class EngineRanks(Ranks):
         flips = await self._each("flip", (sync_id, sent), self._config.flip_timeout_s)
         self._flipped = label_of(sent, self._bucket_bytes)  # each has compared its digests with these
         self._in_session = False
-        await self._control("finish", {"version": sent.version})
+        await self._call("finish", {"version": sent.version})
         return flips
 
     async def _aside(self, op: str, values: tuple[object, ...]) -> list[Any]:
@@ -247,19 +252,37 @@ class EngineRanks(Ranks):
             await self._start()
         given = await self._each(op, values, self._config.begin_timeout_s)
         self._in_session = False
-        await self._control("finish", {})
+        await self._call("finish", {})
         return given
 
     async def _start(self) -> None:
         try:
-            await self._control("start", {})
+            await self._call("start", {})
         except Exception as error:  # noqa: BLE001
-            # A session left open by a manager that died refuses to open again, on all ranks or on some: either way
-            # it is open now. Any other cause shows at once, because the next call fails and carries this note.
+            # It shows at once, because the next call fails and carries this note.
             self._start_note = f"(opening the update session said: {error})"
         else:
             self._start_note = ""
         self._in_session = True
+
+    async def _call(self, op: str, payload: dict[str, object]) -> None:
+        """Do `op`, whatever a session has left behind that a manager who died left open: it is closed, and opened anew.
+
+        vLLM's executor reads the answers of several workers up to the first refusal, and takes what others refused for their answers
+        to later calls (0.32). Such a call was done by all of them, whatever it seems to have failed of.
+        """
+        for _ in range(_REFUSALS):
+            try:
+                await self._control(op, payload)
+                return
+            except Exception as error:
+                if _IS_OPEN not in str(error):
+                    raise
+            if op == "update":
+                return  # it is answered by mail
+            with contextlib.suppress(Exception):
+                await self._control("finish" if op == "start" else "start", {})
+        raise TransferError(f"{self._name}: its update session cannot be brought to {op}; start it anew")
 
     async def _each(self, op: str, values: tuple[object, ...], timeout_s: float) -> list[Any]:
         """Hand a request to every rank, and return what each gives."""
@@ -274,7 +297,7 @@ class EngineRanks(Ranks):
             request["committed"] = encode(told)
         failure: Exception | None = None
         try:
-            await self._control("update", request)
+            await self._call("update", request)
         except Exception as error:  # noqa: BLE001 -- the mailbox tells more; raised below where it does not
             failure = error
             self._in_session = False  # the engine closes its session when an update fails

@@ -11,12 +11,14 @@ a commit needs no call of its own into an engine that is generating.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import threading
 from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
-from offbeat_ckptsync.errors import SyncError, WireError
+from offbeat_ckptsync.errors import SyncError, TransferError, WireError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.ops import RANK_OPS, answer_blocking, failure
 from offbeat_ckptsync.store import Store
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from offbeat_ckptsync.seams import Transport, WeightSink
+
+log = logging.getLogger(__name__)
 
 
 class Rank:
@@ -61,22 +65,29 @@ class Rank:
         """Do what `request` asks and return the answer; with `quiet` a failure, too, as it was mailed.
 
         Raises:
-            SyncError: refused or failed; the mailbox holds the same error. With `quiet`, what could not be mailed.
+            SyncError: refused or failed; the mailbox holds the same error. With `quiet` only what could not be mailed, and not
+                that either where the mailbox of one of several ranks is gone: then it is logged.
         """
-        reply = str(request.get("reply", ""))
+        reply, error = str(request.get("reply", "")), None
         try:
             if "mailbox" in request:
                 self._mailbox = self._open_mailbox(request)
             answer = self._answer(request)
-        except Exception as error:
-            answer = failure(error)
-            if self._mail(reply, answer) and quiet:
-                return answer
-            if isinstance(error, SyncError):
-                raise
-            raise SyncError(f"{request.get('op')}: {error!r}") from error
-        self._mail(reply, answer)
-        return answer
+        except Exception as failed:  # noqa: BLE001 -- mailed and raised below
+            error, answer = failed, failure(failed)
+        try:
+            is_told = self._mail(reply, answer)
+        except TransferError as lost:
+            self._mailbox, error, is_told = None, lost, False
+        if error is None or (quiet and is_told):
+            return answer
+        is_gone = self._mailbox is None and isinstance(error, TransferError) and "mailbox" in request
+        if quiet and is_gone and self._num_ranks > 1:
+            log.warning("rank %d has nobody left to answer to %s: %s", self._rank, request.get("op"), error)
+            return answer
+        if isinstance(error, SyncError):
+            raise error
+        raise SyncError(f"{request.get('op')}: {error!r}") from error
 
     def close(self) -> None:
         """Leave all connections."""
@@ -157,7 +168,8 @@ class Rank:
             answer: Json = {"echo": encode(receiver.transfer(transport, sync_id))}
         except Exception as error:  # noqa: BLE001 -- mailed to the manager, which raises it
             answer = failure(error)
-        self._mail(key, answer)
+        with contextlib.suppress(TransferError):  # a manager that died: the next one gives up what it began
+            self._mail(key, answer)
 
     def _open(self) -> Receiver:
         if self._receiver is None:

@@ -83,7 +83,7 @@ class OffbeatWeightTransferEngine(WeightTransferEngine[OffbeatInitInfo, OffbeatU
         self.receive_weights(OffbeatUpdateInfo(request=update_info))
 
     def receive_weights(self, update_info: OffbeatUpdateInfo) -> None:
-        """Handle one request. What was refused goes to the mailbox, and is raised where there is none."""
+        """Handle one request. What was refused goes to the mailbox, and is raised where there is none (see `Rank.handle`)."""
         # This thread's: transports are made here, and stay on it in threads of their own.
         use_device(str(self.device))
         # What a worker raises puts the executor of several out of step (vLLM 0.32): it reads their answers up to the first

@@ -1,0 +1,71 @@
+"""An update session that a manager who died has left open, in an executor of several workers such as vLLM's."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.control.ranks import EngineRanks, Mailbox
+
+
+class Executor:
+    """Workers that refuse to open a session twice, and answers that are read up to the first refusal (vLLM 0.32)."""
+
+    def __init__(self, num_workers):
+        self.is_open = False
+        self.answers = [deque() for _ in range(num_workers)]
+        self.updates = 0
+        self.label = ""
+
+    async def control(self, op, payload):
+        for answers in self.answers:
+            answers.append(self.work(op))
+        match op:
+            case "start":
+                self.is_open = True
+            case "finish":
+                self.is_open = False
+            case "update":
+                self.updates += 1
+        for answers in self.answers:
+            if refusal := answers.popleft():
+                raise RuntimeError(f"Worker failed with error {refusal!r}")
+        self.label = payload.get("version", self.label)
+
+    def work(self, op):
+        if op == "start" and self.is_open:
+            return "start_weight_update called while a weight update is already active. Call finish_weight_update first."
+        return "" if op == "start" or self.is_open else f"{op} called without a matching start"
+
+
+@pytest.mark.parametrize("num_workers", range(1, 9))
+async def test_a_manager_goes_on_where_others_died_in_an_open_session(num_workers):
+    executor = Executor(num_workers)
+    for version in range(1, 5):
+        await executor.control("start", {})  # by one that dies
+        ranks = EngineRanks("m", executor.control, Mailbox(), SyncConfig())
+        for _ in range(2):
+            await ranks._start()
+            assert executor.is_open
+            assert ranks._start_note == ""
+            before = executor.updates
+            await ranks._call("update", {})
+            assert executor.updates == before + 1
+            await ranks._call("finish", {"version": version})
+            assert not executor.is_open
+            assert executor.label == version
+
+
+async def test_another_refusal_is_noted_once():
+    asked = []
+
+    async def control(op, payload):
+        asked.append(op)
+        raise RuntimeError("no such engine")
+
+    ranks = EngineRanks("m", control, Mailbox(), SyncConfig())
+    await ranks._start()
+    assert asked == ["start"]
+    assert "no such engine" in ranks._start_note
