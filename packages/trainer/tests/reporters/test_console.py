@@ -92,6 +92,15 @@ def test_what_a_step_waits_for_is_said_when_it_is_announced(terminal):
     assert said == ([600, 601, 1200] if terminal else [600, 1200])
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_that_a_run_will_stop_stays_to_be_read(terminal):
+    screen = Screen(terminal=terminal, steps=2)
+    for name, detail in (("generate", ""), ("stopping", "after this step"), ("train", "")):
+        screen.phase(name, detail, spend_s=1)
+    screen.reporter.close()
+    assert sum("stopping: after this step" in line for line in screen.lines) == 1
+
+
 def test_the_header_comes_back_rarely():
     screen = Screen(terminal=False)
     screen.phase("generate")

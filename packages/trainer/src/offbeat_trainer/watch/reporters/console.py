@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from offbeat_trainer.metrics import Metric
 
 FIRST_OF_STEP = ("generate", "train")
+NEWS = ("stopping",)
+"""Phases that leave a line in the middle of steps, too: the next one comes at once."""
 SAMPLED = "sampled"
 HEADER_EVERY = 30
 PLAIN_DETAIL_EVERY_S = 15.0
@@ -107,6 +109,8 @@ class ConsoleReporter:
         self._phase = _Phase(name, detail, now)
         if not self._in_steps:
             self._say_plain(name, detail, now)
+        elif name in NEWS:
+            self._line(Text(f"{name}: {detail}"))
         if self._live is not None:
             self._live.refresh()  # or the phase that just ended would stay below its own line for a moment
 
