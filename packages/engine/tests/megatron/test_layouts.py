@@ -91,6 +91,19 @@ def test_with_the_default_messages_interleaved_stages_are_silently_wrong_on_gloo
     assert (record.predictions["logprobs"] - expected).abs().max() > 0.01
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG |= {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 6.0]}
+
+
+@pytest.mark.parametrize("rope", [YARN, LONG], ids=["yarn", "longrope"])
+def test_a_factor_on_cosine_and_sine_is_taken_by_attention(runner, tmp_path, rope):
+    path = make_tiny_model(tmp_path / "model", family="llama", rope_scaling=rope, max_position_embeddings=256)
+    job = job_on(runner, path, tensor_parallel_size=2)
+    records = runner.run(probes.train, 2, job, BATCHES, KEPT)
+    check_training(runner, records[0], runner.reference(job))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -331,7 +344,7 @@ def test_what_megatron_core_cannot_train_a_mixture_with_is_refused_before_it_sta
         ("llama", {"attention_bias": True}, "`attention_bias` False"),
         ("qwen2", {"hidden_act": "gelu"}, "`hidden_act` 'silu'"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "`mlp_only_layers` []"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "got yarn"),
+        ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "whole heads"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )

@@ -101,8 +101,8 @@ VALUE_HEAD = (
 )
 OURS_LAYER, THEIRS_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 
-# Rotary frequencies that are the same for every position, without a factor on cosine and sine.
-_ROPES = frozenset({"default", "linear", "llama3", "dynamic"})
+# Rotary frequencies that are the same for every position up to `sequence_limit`.
+_ROPES = frozenset({"default", "linear", "llama3", "dynamic", "yarn", "longrope"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,9 @@ def build(config: MegatronConfig, shape: Shape, hf_config: Any, groups: Groups) 
             position_embedding_type="rope",
             vp_stage=stage,
         )
-        chunk.rotary_pos_emb = Rotary(hf_config)
+        chunk.rotary_pos_emb = rotary = Rotary(hf_config)
+        for layer in chunk.decoder.layers:
+            layer.self_attention.core_attention.rotary_scaling = rotary.scaling
         replay.install(chunk)
         if chunk.post_process and config.model.head == "value":
             chunk.output_layer = None

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +48,7 @@ class Attention(torch.nn.Module):
     def __init__(self, config: Any, layer_number: int, **_: object) -> None:  # noqa: ANN401
         super().__init__()
         self.window: int | None = config.offbeat_windows[layer_number - 1]
+        self.rotary_scaling = 1.0
 
     def forward(
         self,
@@ -70,6 +72,8 @@ class Attention(torch.nn.Module):
                 values,
                 attn_mask=None if seen is None else seen.to(query.device),
                 is_causal=seen is None,
+                # Cosine and sine of query and of key are this much longer.
+                scale=self.rotary_scaling**2 / math.sqrt(query.shape[-1]),
                 enable_gqa=queries.shape[1] != keys.shape[1],
             )
             found = found.index_put((place_R,), out.transpose(1, 2).flatten(0, 1)[real_R])
@@ -103,7 +107,8 @@ def _seen(length: int, window: int) -> torch.Tensor:
 class Rotary(torch.nn.Module):
     """Rotary angles (arXiv 2104.09864) of the row at hand, by each token's position in its own sequence.
 
-    Frequencies are Hugging Face's own. megatron-core asks for as many angles as a row is long, and hands them to the layers;
+    Frequencies are Hugging Face's own, and so is `scaling`, the factor on cosine and sine (yarn, arXiv 2309.00071; longrope), which
+    attention takes. megatron-core asks for as many angles as a row is long, and hands them to the layers;
     `positions_S` is set before each forward pass.
     """
 
@@ -111,7 +116,9 @@ class Rotary(torch.nn.Module):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         super().__init__()
-        self._frequencies: torch.Tensor = LlamaRotaryEmbedding(config).inv_freq.float()
+        theirs: Any = LlamaRotaryEmbedding(config)
+        self._frequencies: torch.Tensor = theirs.inv_freq.float()
+        self.scaling = float(theirs.attention_scaling)
         self.positions_S: torch.Tensor = torch.zeros(0, dtype=torch.int64)
 
     def get_rotary_seq_len(self, *_: object, **__: object) -> int:
