@@ -271,6 +271,7 @@ def test_in_bfloat16_weights_lie_beside_masters_that_copies_share_out():
     )  # fmt: skip
     items = dict(rank_memory(config, EIGHT, 30, 8).items)
     assert items["weights, bfloat16, sharded"] == 2 * 500_000
+    assert items["gathered weights, bfloat16, at most"] == 2 * 2 * MODEL.vocab_size * MODEL.hidden_size
     assert items["master weights, float32, sharded"] == 4 * 125_000
 
 

@@ -143,12 +143,13 @@ class EngineConfig:
         return 1
 
     @property
-    def keeps_both(self) -> bool:
-        """Whether weights that are trained stay in memory in the compute dtype, too, whole beside master weights that are shared out.
+    def gathers_weights(self) -> bool:
+        """Whether a rank brings whole weights together to compute with them.
 
-        Else master weights are what a rank holds, and `moment_ranks` says nothing of them.
+        Else it computes with its shard, which in bfloat16 lies in memory beside master weights that are shared out as moments
+        are, and whole weights go by one at a time where they leave.
         """
-        return False
+        return True
 
     def shard_ranks(self, num_ranks: int) -> int:
         """Return among how many of `num_ranks` ranks one copy of the weights is spread."""

@@ -213,6 +213,25 @@ def test_experts_that_no_router_can_take_are_refused_on_all_ranks(runner):
         assert all("different experts" in each for each in said[3:])
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen2", {"tensor_parallel_size": 2}), ("qwen3_moe", {"expert_parallel_size": 2})],
+)
+def test_random_init_takes_the_shape_and_draws_the_same_in_every_layout(runner, tmp_path, family, changes):
+    path = make_tiny_model(tmp_path / "model", family=family, **FAMILIES[family].settings)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    job = runner.job(family, **changes)
+    job = replace(job, config=replace(job.config, model=ModelConfig(path=path, random_init=True, seed=3)))
+    alone = replace(job, config=replace(job.config, **dict.fromkeys(changes, 1)))
+    drawn = runner.run(probes.train, 1, alone, [], (0,))[0].weights_after[0]
+    for name, weight in runner.run(probes.train, 2, job, [], (0,))[1].weights_after[0].items():
+        assert torch.equal(weight, drawn[name]), name
+    first, second = (drawn[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in (0, 1))
+    assert first.std() == pytest.approx(0.02, rel=0.2)
+    assert not torch.equal(first, second)
+    assert torch.equal(drawn["model.norm.weight"], torch.ones(32))
+
+
 def both(world, fsdp2, megatron, batch):
     """Train a step with one engine, score with another of another layout, and again the other way round."""
     torch.set_num_threads(1)

@@ -16,9 +16,9 @@ from offbeat_engine.megatron import families, model
 from offbeat_engine.megatron.groups import make_groups
 from offbeat_engine.megatron.held import held_by
 from offbeat_engine.megatron.leaving import Leaving
-from offbeat_engine.megatron.loading import check_files, fill, hf_config
+from offbeat_engine.megatron.loading import fill, hf_config, source_of
 from offbeat_engine.megatron.updater import Updater, wrapped
-from offbeat_engine.toolkit.collectives import compute_device, first_failure
+from offbeat_engine.toolkit.collectives import first_failure
 from offbeat_engine.toolkit.rotary import sequence_limit
 from offbeat_engine.toolkit.throughput import ModelCost
 
@@ -67,7 +67,7 @@ def build_parts(config: MegatronConfig, world: World) -> Parts:
         # After the wrapper, which copies weights into a buffer of its own: before, values would be in memory twice. And after
         # the optimizer, whose master weights are as exact as the files.
         _fill_together(config, world, held, found, updater)
-        leaving = Leaving.agreed(world, held, shape, config.model.head, compute_device(world))
+        leaving = Leaving.agreed(world, held, shape, config.model.head, groups.tensor)
     return Parts(
         groups=groups,
         shape=shape,
@@ -112,8 +112,8 @@ def _fill_together(
     """Read the weights on every rank or raise on every rank."""
     error: Exception | None = None
     try:
-        files = check_files(config.model, families.shape_of(found, config.model.head))
-        fill(held, files, config.model, found.initializer_range, updater)
+        shape, spread = families.shape_of(found, config.model.head), found.initializer_range
+        fill(held, source_of(config.model, shape, spread), config.model, spread, updater)
     except (OSError, RuntimeError, ValueError) as caught:
         error = caught
     failure = first_failure(world, error)

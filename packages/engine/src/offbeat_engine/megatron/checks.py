@@ -146,14 +146,13 @@ def _asked_for(config: MegatronConfig) -> Iterator[Refusal]:
             yield _missing(setting, feature, "use the engine `fsdp2`, or leave it as it is")
     model = config.model
     for setting, is_asked in (
-        ("model.random_init", model.random_init),
         ("model.trust_remote_code", model.trust_remote_code),
         ("model.dropout", model.dropout),
     ):
         if is_asked:
             yield Refusal(
                 setting=setting,
-                reason="this engine takes weights of folders, into its own layers, and drops nothing out",
+                reason="this engine has layers of its own, and drops nothing out",
                 remedy="set it to false",
             )
 
@@ -188,7 +187,8 @@ def _model(config: MegatronConfig) -> Iterator[Refusal]:
     if shape.num_experts:
         yield from _experts(config)
     try:
-        check_files(config.model, shape)
+        if not config.model.random_init:
+            check_files(config.model, shape)
     except ConfigError as error:
         yield Refusal(setting="model.path", reason=str(error), remedy="give a folder that is whole")
 

@@ -5,7 +5,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from offbeat_engine.config import SPEED, Dtype, EngineConfig, bounded
+from offbeat_engine.config import SPEED, EngineConfig, bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,9 @@ class MegatronConfig(EngineConfig):
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
-    def keeps_both(self) -> bool:
+    def gathers_weights(self) -> bool:
         """As in `EngineConfig`."""
-        return self.dtype is Dtype.BFLOAT16
+        return False
 
     def shard_ranks(self, num_ranks: int) -> int:
         """As in `EngineConfig`."""

@@ -28,12 +28,13 @@ _EXPERT = re.compile(r"^(mlp\.experts\.local_experts\.)(\d+)\.(.+)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A parameter of this rank and its blocks.
+    """A parameter of this rank and its blocks; `of` is what it is in `families.entries`.
 
     `alone`: of the ranks that hold them in one copy of the model it is the one they leave from; `speaks`: of all copies, too.
     """
 
     param: torch.nn.Parameter
+    of: tuple[Entry, int | None, int | None]
     blocks: tuple[Block, ...]
     alone: bool
     speaks: bool
@@ -83,6 +84,7 @@ def _held(
     alone = (entry.cut is not Cut.COPY or groups.tensor.rank == 0) and entry is not families.TIED_HEAD
     return Held(
         param=param,
+        of=(entry, layer, expert),
         blocks=tuple(blocks_of(entry, layer, expert, shape, groups.tensor)),
         alone=alone,
         speaks=first and alone,

@@ -1,6 +1,6 @@
 """Weights on their way out, under their names in the files: one at a time, for all ranks or some, whole or in pieces.
 
-Who holds which blocks the ranks tell each other once. A whole weight is made of what its holders send: nothing is added up,
+Who speaks for which weights the ranks tell each other once; which blocks that are follows from the tables. A whole weight is made of what its holders send: nothing is added up,
 so bits stay as they are, and nobody holds more than one weight beyond its own.
 """
 
@@ -10,13 +10,15 @@ so bits stay as they are, and nobody holds more than one weight beyond its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from offbeat_engine.megatron import families
-from offbeat_engine.toolkit.collectives import gather
+from offbeat_engine.megatron.blocks import Among, blocks_of
+from offbeat_engine.toolkit.collectives import compute_device, gather
 from offbeat_engine.values import WeightShard, WeightSpec
 
 if TYPE_CHECKING:
@@ -44,17 +46,16 @@ class Leaving:
     device: torch.device
 
     @classmethod
-    def agreed(
-        cls, world: World, held: Sequence[Held], shape: Shape, head: str, device: torch.device
-    ) -> Leaving:
-        """Let the ranks tell each other what they hold; a collective.
+    def agreed(cls, world: World, held: Sequence[Held], shape: Shape, head: str, tensor: Among) -> Leaving:
+        """Let the ranks tell each other what they speak for; a collective. `tensor` is this rank's place among those of a tensor.
 
         Raises:
             AssertionError: the blocks of all ranks are not every weight once; a defect of this package.
         """
+        listed = families.entries(shape, head)
         shapes = {
             name: whole
-            for entry, layer, expert in families.entries(shape, head)
+            for entry, layer, expert in listed
             for name, whole in zip(
                 families.names(entry, layer, expert), families.whole_shapes(entry, shape), strict=True
             )
@@ -63,15 +64,17 @@ class Leaving:
         for one in held:
             for block in one.blocks if one.speaks else ():
                 own.setdefault(block.name, []).append((one.param, block))
-        said = {name: [(block.offsets, block.sizes) for _, block in blocks] for name, blocks in own.items()}
+        number = {one: index for index, one in enumerate(listed)}
+        runs = _runs(sorted(number[one.of] for one in held if one.speaks))
         holders: dict[str, dict[int, list[Region]]] = {name: {} for name in shapes}
-        for rank, told in enumerate(gather(world, said)):
-            for name, regions in told.items():
-                holders[name][rank] = [(tuple(offsets), tuple(sizes)) for offsets, sizes in regions]
+        for rank, (place, told) in enumerate(gather(world, (tensor.rank, runs))):
+            for index in chain.from_iterable(range(first, stop) for first, stop in told):
+                for block in blocks_of(*listed[index], shape, Among(place, tensor.size)):
+                    holders[block.name].setdefault(rank, []).append((block.offsets, block.sizes))
         for name, whole in shapes.items():
             count = sum(torch.Size(sizes).numel() for part in holders[name].values() for _, sizes in part)
             assert count == torch.Size(whole).numel(), f"`{name}` leaves {count} of {whole}"
-        return cls(world=world, shapes=shapes, holders=holders, own=own, device=device)
+        return cls(world=world, shapes=shapes, holders=holders, own=own, device=compute_device(world))
 
     def specs(self, dtype: torch.dtype) -> tuple[WeightSpec, ...]:
         """Return what `whole` yields."""
@@ -152,3 +155,14 @@ def _value(param: torch.nn.Parameter, values: Values, block: Block) -> torch.Ten
     tensor = values(param)
     assert tensor is not None, f"nothing leaves for `{block.name}`"
     return block.of(tensor.detach())
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return sorted numbers as runs from a first one to one that is left out."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs

@@ -13,6 +13,7 @@ import torch
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families
+from offbeat_engine.megatron.drawing import DrawnWeights
 from offbeat_engine.megatron.runs import parts_of
 from offbeat_engine.toolkit.weight_files import WeightFiles
 
@@ -44,6 +45,31 @@ def hf_config(model: ModelConfig) -> Any:  # noqa: ANN401
         raise ConfigError(f"no model in {model.path!r}: expected a Hugging Face folder ({said})") from error
 
 
+Source = WeightFiles | DrawnWeights
+
+
+def source_of(model: ModelConfig, shape: Shape, spread: float) -> Source:
+    """Return where weights come from: the folder's files, or a drawing with deviation `spread`.
+
+    Raises:
+        ConfigError: as `check_files`.
+    """
+    if not model.random_init:
+        return check_files(model, shape)
+    wanted = _wanted(model, shape).items()
+    return DrawnWeights({name: whole for name, whole in wanted if not is_drawn(name)}, model.seed, spread)
+
+
+def _wanted(model: ModelConfig, shape: Shape) -> dict[str, tuple[int, ...]]:
+    return {
+        name: whole
+        for entry, layer, expert in families.entries(shape, model.head)
+        for name, whole in zip(
+            families.names(entry, layer, expert), families.whole_shapes(entry, shape), strict=True
+        )
+    }
+
+
 def check_files(model: ModelConfig, shape: Shape) -> WeightFiles:
     """Hold what the headers of a folder's safetensors say against the family's table; reads no weights.
 
@@ -56,13 +82,7 @@ def check_files(model: ModelConfig, shape: Shape) -> WeightFiles:
         raise ConfigError(f"the weights in {model.path!r} cannot be used: {error}") from error
     if files is None:
         raise ConfigError(f"no safetensors in {model.path!r}; this engine reads no other weights")
-    wanted = {
-        name: whole
-        for entry, layer, expert in families.entries(shape, model.head)
-        for name, whole in zip(
-            families.names(entry, layer, expert), families.whole_shapes(entry, shape), strict=True
-        )
-    }
+    wanted = _wanted(model, shape)
     lacking = [name for name in wanted if name not in files.shapes and not is_drawn(name)]
     known = {"lm_head.weight"} if shape.tied or model.head == "value" else set[str]()
     extra = [name for name in files.shapes if not (name in wanted or name in known or _IGNORED.search(name))]
@@ -86,7 +106,7 @@ def is_drawn(name: str) -> bool:
 
 
 def fill(
-    held: Sequence[Held], files: WeightFiles, model: ModelConfig, spread: float, updater: Updater | None
+    held: Sequence[Held], files: Source, model: ModelConfig, spread: float, updater: Updater | None
 ) -> None:
     """Read this rank's blocks into its parameters, and into master weights that are apart from them.
 

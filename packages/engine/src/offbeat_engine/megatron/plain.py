@@ -17,14 +17,14 @@ from offbeat_engine.toolkit.probing import without_bars
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.config import ModelConfig
-    from offbeat_engine.toolkit.weight_files import WeightFiles
+    from offbeat_engine.megatron.loading import Source
 
 _FIRST = families.THEIRS_LAYER.format(layer=0)
 
 
 def plain_forward(
     hf_config: Any,  # noqa: ANN401
-    files: WeightFiles,
+    files: Source,
     model: ModelConfig,
     batch: TrainBatch,
     device: torch.device,
@@ -87,7 +87,7 @@ def _model(hf_config: Any, layers: range, named: dict[str, torch.Tensor], head: 
     return made.eval()
 
 
-def _of_ends(hf_config: Any, files: WeightFiles, model: ModelConfig) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def _of_ends(hf_config: Any, files: Source, model: ModelConfig) -> dict[str, torch.Tensor]:  # noqa: ANN401
     shape = families.shape_of(hf_config, model.head)
     listed = [one for one in families.entries(shape, model.head) if one[1] is None]
     named: dict[str, torch.Tensor] = {}
@@ -102,7 +102,7 @@ def _of_ends(hf_config: Any, files: WeightFiles, model: ModelConfig) -> dict[str
     return named
 
 
-def _of_layer(hf_config: Any, files: WeightFiles, layer: int) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def _of_layer(hf_config: Any, files: Source, layer: int) -> dict[str, torch.Tensor]:  # noqa: ANN401
     """Return the weights of one layer, called the first, and ends that are as small as can be."""
     prefix, hidden = families.THEIRS_LAYER.format(layer=layer), hf_config.hidden_size
     names = [name for name in files.shapes if name.startswith(prefix) and not name.endswith("inv_freq")]
@@ -111,6 +111,6 @@ def _of_layer(hf_config: Any, files: WeightFiles, layer: int) -> dict[str, torch
     return {**named, families.FINAL_NORM.theirs[0]: torch.ones(hidden)}
 
 
-def _read(files: WeightFiles, names: list[str]) -> dict[str, torch.Tensor]:
+def _read(files: Source, names: list[str]) -> dict[str, torch.Tensor]:
     with files.opened(names) as read:
         return {name: read(name).float().clone() for name in names}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from offbeat_engine.megatron.loading import check_files, hf_config
+from offbeat_engine.megatron.loading import hf_config, source_of
 from offbeat_engine.megatron.plain import plain_forward
 from offbeat_engine.megatron.stepping import names_of, run_step
 from offbeat_engine.toolkit.collectives import from_rank_zero, gather
@@ -80,8 +80,9 @@ def _plain(step: Step, batch: TrainBatch) -> _Plain:
     model = step.config.model
     try:
         with torch.random.fork_rng():
-            files = check_files(model, step.shape)
-            rows = plain_forward(hf_config(model), files, model, batch, step.asked.device)
+            found = hf_config(model)
+            files = source_of(model, step.shape, found.initializer_range)
+            rows = plain_forward(found, files, model, batch, step.asked.device)
     except Exception as error:  # noqa: BLE001 what rank 0 alone met becomes every rank's
         return _Plain(rows=[], failed=f"{type(error).__name__}: {error}")
     return _Plain(rows=rows.tolist(), failed=None)

@@ -57,7 +57,11 @@ def rank_memory(config: RunConfig, facts: Facts, longest_tokens: int, sequences:
     shard = _share(engine, model, ranks)
     states, trained = _states(engine, model, ranks)
     others, trained_too = _other_roles(config, facts)
-    largest = max([params, *(other.num_params for other in facts.role_models.values())])
+    models = (model, *facts.role_models.values())
+    # Beside the whole of one weight lies what its holder sends of it.
+    gathered = max(
+        one.num_params if engine.gathers_weights else 2 * one.vocab_size * one.hidden_size for one in models
+    )
     loading = []
     if facts.loads_whole and config.device == "cpu":
         loading = [("the whole model while it is loaded, float32, besides", params * _FP32 - shard * _FP32)]
@@ -75,7 +79,7 @@ def rank_memory(config: RunConfig, facts: Facts, longest_tokens: int, sequences:
             *trained,
             *others,
             *trained_too,
-            (f"gathered weights, {config.model.dtype.value}, at most", largest * width),
+            (f"gathered weights, {config.model.dtype.value}, at most", gathered * width),
             (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
             ("buckets of the weight sync", _SYNC_BUCKETS * config.sync_config().bucket_bytes),
             *packed,
@@ -126,8 +130,9 @@ def _states(engine: EngineConfig, model: ModelFacts, ranks: int) -> tuple[Items,
         base, width = ("base weights, frozen, sharded", shard * bytes_of(engine.dtype)), 4 * _FP32
         adapter = engine.lora.rank * model.num_layers * _ADAPTED_WIDTHS * model.hidden_size * width
         return (base,), (("adapter with gradients and moments, about", adapter),)
-    weights = (("master weights, float32, sharded", (mine if engine.keeps_both else shard) * _FP32),)
-    if engine.keeps_both:
+    beside = engine.dtype is Dtype.BFLOAT16 and not engine.gathers_weights
+    weights = (("master weights, float32, sharded", (mine if beside else shard) * _FP32),)
+    if beside:
         computing = f"weights, {engine.dtype.value}, sharded"
         weights = ((computing, shard * bytes_of(engine.dtype)), *weights)
     match engine.optimizer.name:
