@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Tokens per second of the generation adapters over those of the bare engine, in interleaved pairs.
 
-    uv run tools/bench/rollout.py --json [--only vllm|sglang] [--pairs 9] [--requests 128] [--tokens 64]
+    uv run tools/bench/rollout.py --json [--only vllm|sglang|seeds] [--pairs 9] [--requests 128] [--tokens 64]
 
 Both sides get the same model and the same requests, all at once: prompts of 16 tokens, a fixed number of new ones, a seed each, the
 drawn token's log-prob with every token. Of vLLM the bare side is an `AsyncLLM` of its own beside the adapter's, with vLLM's
 defaults but for what both need (dtype, lengths, threads, cache memory). Of SGLang it is the adapter's own server, asked by a plain HTTP
-client, one `/generate` a request, which is told of the end only. The two sides take turns, the first of a pair changes; `over_bare` is
+client, one `/generate` a request, which is told of the end only. The two sides take turns, the first of a pair changes; `ratio` is
 the median of the pairs' ratios, and the first pair does not count. The exit code is 1 where one is below `AIM`.
+
+`seeds` says what it costs that SGLang honours them: an adapter with `deterministic` over one without.
 """
 
 # vLLM types its interface in part.
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -37,11 +39,16 @@ from offbeat_rollout import GenerateRequest, RolloutEngine, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from offbeat_rollout.sglang import SglangEngine
+
 AIM = 0.9
 PROMPT_TOKENS = 16
 CONTEXT = 512
 Side = Callable[[list[GenerateRequest]], Awaitable[int]]
 """Completes all requests, and returns how many tokens that made."""
+
+Sides = dict[str, Side]
+"""Two of them by their names; speeds of the first are told over those of the second."""
 
 
 def make_requests(round_: int, count: int, num_tokens: int) -> list[GenerateRequest]:
@@ -67,16 +74,27 @@ def of_adapter(engine: RolloutEngine) -> Side:
     return side
 
 
+def sglang_engine(folder: str, num_requests: int, *, deterministic: bool = True) -> SglangEngine:
+    """Return one that is not started yet."""
+    from offbeat_rollout.sglang import SglangConfig, SglangEngine
+
+    return SglangEngine(
+        SglangConfig(
+            model_path=folder,
+            max_model_len=CONTEXT,
+            max_num_seqs=num_requests,
+            deterministic=deterministic,
+            start_timeout_s=900,
+        )
+    )
+
+
 @asynccontextmanager
-async def sglang(folder: str, num_requests: int) -> AsyncGenerator[tuple[Side, Side]]:
+async def sglang(folder: str, num_requests: int) -> AsyncGenerator[Sides]:
     """Give the adapter, and a plain client of its server."""
     from aiohttp import ClientSession, TCPConnector
 
-    from offbeat_rollout.sglang import SglangConfig, SglangEngine
-
-    engine = SglangEngine(
-        SglangConfig(model_path=folder, max_model_len=CONTEXT, max_num_seqs=num_requests, start_timeout_s=900)
-    )
+    engine = sglang_engine(folder, num_requests)
     await engine.start()
 
     async def one(session: ClientSession, request: GenerateRequest) -> int:
@@ -94,13 +112,29 @@ async def sglang(folder: str, num_requests: int) -> AsyncGenerator[tuple[Side, S
             async def bare(requests: list[GenerateRequest]) -> int:
                 return sum(await asyncio.gather(*(one(session, request) for request in requests)))
 
-            yield of_adapter(engine), bare
+            yield {"adapter": of_adapter(engine), "bare": bare}
     finally:
         await engine.stop()
 
 
 @asynccontextmanager
-async def vllm(folder: str, num_requests: int) -> AsyncGenerator[tuple[Side, Side]]:
+async def seeds(folder: str, num_requests: int) -> AsyncGenerator[Sides]:
+    """Give an adapter whose server honours seeds, and one whose server does not."""
+    engines = {
+        name: sglang_engine(folder, num_requests, deterministic=name == "deterministic")
+        for name in ("deterministic", "not")
+    }
+    try:
+        for engine in engines.values():
+            await engine.start()
+        yield {name: of_adapter(engine) for name, engine in engines.items()}
+    finally:
+        for engine in engines.values():
+            await engine.stop()
+
+
+@asynccontextmanager
+async def vllm(folder: str, num_requests: int) -> AsyncGenerator[Sides]:
     """Give the adapter, and an engine of vLLM's own."""
     from offbeat_rollout.vllm import VllmConfig, VllmEngine, vllm_environment
 
@@ -140,53 +174,50 @@ async def vllm(folder: str, num_requests: int) -> AsyncGenerator[tuple[Side, Sid
             return sum(await asyncio.gather(*map(one, requests)))
 
         try:
-            yield of_adapter(engine), bare
+            yield {"adapter": of_adapter(engine), "bare": bare}
         finally:
             llm.shutdown()
     finally:
         await engine.stop()
 
 
-ENGINES = {"vllm": vllm, "sglang": sglang}
+ENGINES = {"vllm": vllm, "sglang": sglang, "seeds": seeds}
 
 
 async def measure(name: str, folder: str, arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the speeds of both sides of one engine, in tokens per second, and the median of their ratios."""
-    sides: dict[str, list[float]] = {"adapter": [], "bare": []}
-    async with AsyncExitStack() as opened:
-        adapter, bare = await opened.enter_async_context(ENGINES[name](folder, arguments.requests))
-        turns = [("adapter", adapter), ("bare", bare)]
+    """Return the speeds of both sides, in tokens per second, and the median of their ratios."""
+    async with ENGINES[name](folder, arguments.requests) as sides:
+        speeds: dict[str, list[float]] = {side: [] for side in sides}
+        turns = [*sides.items()]
         for round_ in range(arguments.pairs + 1):
             requests = make_requests(round_, arguments.requests, arguments.tokens)
             for side, call in turns:
                 mark = time.perf_counter()
                 num_tokens = await call(requests)
-                sides[side].append(num_tokens / (time.perf_counter() - mark))
+                speeds[side].append(num_tokens / (time.perf_counter() - mark))
                 if num_tokens != arguments.requests * arguments.tokens:
                     raise RuntimeError(
                         f"{name}, {side}: made {num_tokens} tokens; all must be of full length"
                     )
             turns.reverse()
-            print(
-                f"{name}: { ({side: round(speeds[-1]) for side, speeds in sides.items()}) }", file=sys.stderr
-            )
-    counted = {side: speeds[1:] for side, speeds in sides.items()}
-    ratios = [ours / theirs for ours, theirs in zip(counted["adapter"], counted["bare"], strict=True)]
+            print(f"{name}: { ({side: round(each[-1]) for side, each in speeds.items()}) }", file=sys.stderr)
+    counted = {side: each[1:] for side, each in speeds.items()}
+    ratios = [ours / theirs for ours, theirs in zip(*counted.values(), strict=True)]
     return {
-        "over_bare": round(median(ratios), 3),
+        "ratio": round(median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
-        **{f"{side}_tokens_per_s": round(median(speeds), 1) for side, speeds in counted.items()},
+        **{f"{side}_tokens_per_s": round(median(each), 1) for side, each in counted.items()},
     }
 
 
 def main() -> int:
     """Measure and print; 0 where every adapter reaches `AIM`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=ENGINES, help="one engine")
+    parser.add_argument("--only", choices=ENGINES, help="one part")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64, help="of each completion")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as scratch:
@@ -194,7 +225,9 @@ def main() -> int:
         parameters = make_model(folder, SHAPES["medium"], Work())
         names = [arguments.only] if arguments.only else [*ENGINES]
         engines = {name: asyncio.run(measure(name, str(folder), arguments)) for name in names}
-    missed = [name for name, found in engines.items() if cast("float", found["over_bare"]) < AIM]
+    missed = [
+        name for name, found in engines.items() if name != "seeds" and cast("float", found["ratio"]) < AIM
+    ]
     result = {
         "engines": engines, "aim": AIM, "missed": missed, "parameters": parameters, "requests": arguments.requests,
         "tokens": arguments.tokens, "torch": version("torch"), "load_before": load,

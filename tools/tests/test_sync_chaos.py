@@ -10,19 +10,44 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_rollout import ConfigError
+from offbeat_rollout.sglang import SglangConfig
+from offbeat_rollout.sglang.arguments import check_arguments
+
 TOOL = Path(__file__).resolve().parents[1] / "bench" / "sync_chaos.py"
 TIMEOUT_S = 1800.0
 SLOW_START = {"RAY_raylet_start_wait_time_s": "180"}
+
+
+def why_no_sglang():
+    try:
+        check_arguments(SglangConfig(model_path=""))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+RAY = (pytest.mark.ray, pytest.mark.slow)
+SGLANG = (
+    pytest.mark.vllm,
+    pytest.mark.skipif(bool(why_no_sglang()), reason=why_no_sglang() or "it is there"),
+)
 
 
 @pytest.mark.deep
 @pytest.mark.spawns
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize(
-    ("carrier", "kills"), [("sockets", 16), pytest.param("ray", 4, marks=[pytest.mark.ray, pytest.mark.slow])]
+    ("carrier", "kills", "parties"),
+    [
+        (["sockets"], 16, 2),
+        pytest.param(["ray"], 4, 2, marks=RAY),
+        pytest.param(["sglang", "--ways", "group,adapter"], 8, 2, marks=SGLANG),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_nothing_is_lost_corrupt_or_stuck(carrier, kills):
-    command = [sys.executable, str(TOOL), "--json", "--carrier", carrier, "--kills", str(kills)]
+def test_nothing_is_lost_corrupt_or_stuck(carrier, kills, parties):
+    command = [sys.executable, str(TOOL), "--json", "--kills", str(kills), "--carrier", *carrier]
     environment = {**os.environ, **SLOW_START, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -33,4 +58,4 @@ def test_nothing_is_lost_corrupt_or_stuck(carrier, kills):
         "kills": kills, "killed_receivers": kills // 2, "lost": 0, "corrupt": 0, "stuck": 0,
     }  # fmt: skip
     assert count["failed_syncs"] > 0
-    assert count["good_syncs"] == kills + 2  # one after each, and one with each of two transports before
+    assert count["good_syncs"] == kills + parties  # one after each, and one with each party before

@@ -87,6 +87,16 @@ def test_the_same_seed_is_the_same_run_and_the_sampler_is_the_trainer(tmp_path: 
     assert not servers_of(tmp_path / "one")
 
 
+@pytest.mark.timeout(1000)
+def test_a_replica_on_the_trainer_s_devices_rests_while_it_trains(tmp_path: Path, shared_ray: str):
+    folder = tmp_path / "run"
+    begin(folder, shared_ray, "cluster.placement=colocated", "trainer.steps=4").succeed(RUN_TIMEOUT_S)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert max(line["mismatch/max_abs_logprob_diff"] for line in lines) <= 1e-4
+    assert not servers_of(folder)
+
+
 @pytest.mark.timeout(2000)
 def test_a_killed_server_is_replaced_and_nothing_is_lost(tmp_path: Path, shared_ray: str):
     folder = tmp_path / "run"

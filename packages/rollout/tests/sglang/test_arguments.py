@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from dataclasses import replace
 
 import pytest
 
-from offbeat_rollout import ConfigError
+from offbeat_rollout import ConfigError, EngineStateError
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.sglang.arguments import (
     MARGIN,
@@ -144,3 +145,19 @@ def test_ours_are_arguments_of_the_installed_sglang():
     known = argument_names(roots[0])
     assert len(known) > 200
     assert not OURS.keys() - known
+
+
+@pytest.mark.spawns
+async def test_an_engine_that_is_stopped_while_it_comes_up_says_so(config, environment):
+    """Its server is a process that never answers."""
+    python = environment / "bin" / "python"
+    python.unlink()
+    python.write_text("#!/bin/sh\nexec sleep 3600\n")
+    python.chmod(0o755)
+    engine = SglangEngine(config)
+    starting = asyncio.create_task(engine.start())
+    while engine._open_client is None:  # noqa: ASYNC110 nobody tells
+        await asyncio.sleep(0.01)
+    await engine.stop()
+    with pytest.raises(EngineStateError, match=r"stopped meanwhile|ended with exit code"):
+        await starting

@@ -37,8 +37,18 @@ class Client:
         """Leave all connections."""
         await self._session.close()
 
+    def _open(self) -> ClientSession:
+        if self._session.closed:
+            raise EngineStateError("the engine was stopped meanwhile")
+        return self._session
+
     async def answers(self, timeout_s: float) -> bool:
-        """Say whether the server answers to what it answers in every state, paused ones too (`/health` does not)."""
+        """Say whether the server answers to what it answers in every state, paused ones too (`/health` does not).
+
+        Raises:
+            EngineStateError: this client was closed.
+        """
+        self._open()
         try:
             await self.call("GET", "/model_info", timeout_s=max(timeout_s, 1.0))
         except EngineStateError:
@@ -67,7 +77,7 @@ class Client:
 
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(limit_s), self._session.request(method, path, json=body) as answer:
+            async with asyncio.timeout(limit_s), self._open().request(method, path, json=body) as answer:
                 raw = await answer.read()
         except TimeoutError:
             raise EngineStateError(
@@ -96,7 +106,7 @@ class Client:
         from aiohttp import ClientError
 
         try:
-            async with self._session.post("/generate", json=body) as answer:
+            async with self._open().post("/generate", json=body) as answer:
                 if answer.status != 200:
                     said = (await answer.read())[:_SHOWN].decode(errors="replace")
                     raise ServerSaysNo(f"SGLang answered /generate with {answer.status}: {said}")
