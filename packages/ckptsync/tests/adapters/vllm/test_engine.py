@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import multiprocessing as mp
 import os
+import signal
 import uuid
 
 import pytest
 import pytest_asyncio
 import torch
 
+from dying_manager import MOMENTS, manage
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import ControlMember
@@ -19,6 +23,8 @@ from offbeat_ckptsync.member.sinks import ModuleSource
 from offbeat_ckptsync.seams import GenerationGate
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
+from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.wire import encode
 
 pytestmark = [
     pytest.mark.vllm,
@@ -55,9 +61,12 @@ class LocalSync(GenerationGate):
         self.fault = Fault("corrupt", 0, times=0)
         transport = FaultyTransport(make_transport("broadcast", CONFIG), on_send=self.fault)
         self.sender = Sender(self.source, CONFIG, transport=transport)
+        self.version = 0
+        self.begin_anew(mailbox)
+
+    def begin_anew(self, mailbox):
         self.manager = CheckpointEngineManager(LocalSource(self.sender), CONFIG)
         self.manager.add(ControlMember("vllm-0", self.control, mailbox=mailbox, config=CONFIG, gate=self))
-        self.version = 0
 
     async def control(self, op, payload):
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -234,3 +243,49 @@ async def refused(local, plant, named):
     local.source.change = lambda named: named
     await local.sync_again()
     await local.assert_serves_the_model()
+
+
+async def serve(local, pipe, process, moment):
+    """Do what a manager in another process asks of the engine, until it is dead."""
+    while True:
+        try:
+            word, *given = json.loads(await in_thread(pipe.recv_bytes, name="manager asks"))
+        except EOFError:
+            return
+        if moment == "begin" and word == "control" and given[1].get("op") == "begin":
+            await in_thread(process.join, name="death")  # so the ranks have nobody left to answer
+        failure = ""
+        try:
+            await getattr(local, word)(*given)
+        except Exception as error:  # noqa: BLE001 -- told to who asked
+            failure = repr(error)
+        try:
+            pipe.send_bytes(json.dumps(failure).encode())
+        except OSError:
+            return
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_manager_that_is_killed_leaves_an_engine_that_the_next_one_syncs(local, tmp_path, moment):
+    local.model.save_pretrained(tmp_path)
+    before = await local.logprobs()
+    context = mp.get_context("spawn")
+    pipe, far = context.Pipe()
+    settings = json.dumps(encode(CONFIG))
+    process = context.Process(target=manage, args=(far, str(tmp_path), settings, local.version + 1, moment))
+    process.start()
+    far.close()
+    await serve(local, pipe, process, moment)
+    await in_thread(process.join, name="death")
+    assert process.exitcode == -signal.SIGKILL
+    if moment == "flip":
+        local.version += 1  # it is served, paused and uncommitted
+    else:
+        ids, after = await local.logprobs()
+        assert (ids, after.tolist()) == (before[0], before[1].tolist()), "the old version answers bit for bit"
+    local.begin_anew(Mailbox())
+    for _ in range(2):
+        report = await local.sync()
+        assert await local.llm.get_weight_version() == str(report.version)
+        await local.assert_serves_the_model()
