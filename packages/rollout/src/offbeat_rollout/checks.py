@@ -36,6 +36,9 @@ def check_config(config: RolloutConfig, capabilities: RolloutCapabilities) -> No
         raise ConfigError(
             f"{who}: `tensor_parallel_size` is {config.tensor_parallel_size}; this adapter has no more than 1"
         )
+    if config.record_experts and RolloutFeature.ROUTED_EXPERTS not in capabilities.features:
+        why = capabilities.missing.get(RolloutFeature.ROUTED_EXPERTS, "it does not say them")
+        raise ConfigError(f"{who}: `record_experts`: routed experts cannot be recorded here: {why}; use hf")
     _check_lora(config, capabilities)
     _check_tokenizer(config, capabilities)
 

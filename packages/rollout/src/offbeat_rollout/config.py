@@ -34,7 +34,7 @@ class RolloutConfig:
     `tensor_parallel_size` is the number of devices. `kv_cache_gib` is the memory for keys and values on CPU; on GPU
     `gpu_memory_fraction` counts instead. `request_timeout_s` bounds the work on one request (queueing and pauses do not
     count), and every control call. With `stop_strings` the tokenizer in the folder is read too, and requests may end at a
-    text. A field with the metadata `SPEED` changes how fast completions come and where from, and of their log-probs no more than the
+    text. With `record_experts` completions tell which experts of a mixture each token went to. A field with the metadata `SPEED` changes how fast completions come and where from, and of their log-probs no more than the
     rounding: a run may go on with another value.
     """
 
@@ -48,6 +48,7 @@ class RolloutConfig:
     gpu_memory_fraction: float = field(default=0.85, metadata=SPEED)
     cpu_threads: int = field(default=1, metadata=SPEED)
     stop_strings: bool = False
+    record_experts: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
     start_timeout_s: float = field(default=300.0, metadata=SPEED)
     request_timeout_s: float = field(default=600.0, metadata=SPEED)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
+from offbeat_rollout import routed_experts
 from offbeat_rollout.errors import CompletionError
 
 if TYPE_CHECKING:
@@ -128,11 +129,16 @@ class Completion:
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
     top_logprobs: TopLogprobs | None = None  # where the request asked for them
+    routed_experts: npt.NDArray[np.int16] | None = (
+        None  # [P + T - 1, L, K], where `RolloutConfig.record_experts`
+    )
 
     def __post_init__(self) -> None:
         _close(self.request_id, "token_ids", self.token_ids, INT32)
         _close(self.request_id, "logprobs", self.logprobs, FLOAT32)
         self._check_spans()
+        if self.routed_experts is not None:
+            routed_experts.close(self.request_id, self.routed_experts, self.num_tokens)
         if self.top_logprobs is not None and len(self.top_logprobs.token_ids) != self.num_tokens:
             raise CompletionError(
                 f"{self.request_id!r}: {self.num_tokens} tokens, `top_logprobs` of {len(self.top_logprobs.token_ids)}"
@@ -189,6 +195,7 @@ class Completion:
             finish=finish,
             stop_reason=self.stop_reason if finish is self.finish else None,
             top_logprobs=None if self.top_logprobs is None else self.top_logprobs.cut(count),
+            routed_experts=routed_experts.cut(self.routed_experts, self.num_tokens, count),
         )
 
     def followed_by(self, more: Completion) -> Completion:
@@ -201,6 +208,7 @@ class Completion:
             logprobs=np.concatenate((self.logprobs, more.logprobs)),
             spans=version_spans(runs),
             top_logprobs=None if tops is None or more_tops is None else tops.followed_by(more_tops),
+            routed_experts=routed_experts.followed_by(self.routed_experts, more.routed_experts),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -212,6 +220,7 @@ class Completion:
             and np.array_equal(self.token_ids, other.token_ids)
             and np.array_equal(self.logprobs, other.logprobs)
             and self.top_logprobs == other.top_logprobs
+            and np.array_equal(self.routed_experts, other.routed_experts)  # pyright: ignore[reportArgumentType] # or None
         )
 
     def __hash__(self) -> int:
@@ -222,7 +231,7 @@ class Completion:
         # of them cannot be written to, and nothing of the message is kept alive.
         spans = tuple(map(tuple, self.spans))
         data = (self.token_ids.tobytes(), self.logprobs.tobytes())
-        more = (self.stop_reason, self.num_cached_tokens, self.top_logprobs)
+        more = (self.stop_reason, self.num_cached_tokens, self.top_logprobs, self.routed_experts)
         return _read, (self.request_id, *data, spans, self.finish, *more)
 
     def _check_spans(self) -> None:
@@ -246,9 +255,9 @@ def _read(
     logprobs: bytes,
     spans: Iterable[tuple[int, int, int]],
     finish: Finish,
-    *more: Any,  # noqa: ANN401 the three fields below
+    *more: Any,  # noqa: ANN401 the four fields below
 ) -> Completion:
-    stop_reason, num_cached_tokens, top_logprobs = more
+    stop_reason, num_cached_tokens, top_logprobs, experts = more
     return Completion(
         request_id=request_id,
         token_ids=np.frombuffer(token_ids, INT32),
@@ -258,6 +267,7 @@ def _read(
         stop_reason=stop_reason,
         num_cached_tokens=num_cached_tokens,
         top_logprobs=top_logprobs,
+        routed_experts=experts,
     )
 
 
@@ -307,6 +317,7 @@ class RolloutFeature(StrEnum):
     TOP_LOGPROBS = "top_logprobs"
     STOP_STRINGS = "stop_strings"  # a completion can end at a text, where the model folder holds a tokenizer
     LORA = "lora"  # low-rank matrices alone can be served and updated
+    ROUTED_EXPERTS = "routed_experts"  # which experts each token went to is told
     PEER_COPY = "peer_copy"  # a replacement can be given the weights that a replica serves, past the trainer
 
 

@@ -25,8 +25,10 @@ from offbeat_rollout.types import Completion, Finish
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
+    import numpy.typing as npt
     from transformers import PreTrainedModel
 
+    from offbeat_rollout.hf.experts import Recorder
     from offbeat_rollout.stop_strings import StopStrings
     from offbeat_rollout.types import GenerateRequest
 
@@ -47,6 +49,9 @@ class Row:
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     tops: list[tuple[list[float], list[int]]] = field(default_factory=list[tuple[list[float], list[int]]])
+    experts: list[npt.NDArray[np.int16]] = field(
+        default_factory=list["npt.NDArray[np.int16]"]
+    )  # [tokens, L, K] each
 
     @property
     def known_ids(self) -> tuple[int, ...]:
@@ -63,6 +68,8 @@ class Row:
             finish=finish,
             top_logprobs=self._top_logprobs(),
         )
+        if self.experts and self.token_ids:
+            made = replace(made, routed_experts=np.concatenate(self.experts))
         return made if self.stopped_at is None else replace(made, stop_reason=self.stopped_at)
 
     def add(self, token: int, logprob: float, version: int) -> None:
@@ -112,8 +119,12 @@ def new_row(
 class RunningBatch:
     """Rows that are being generated. Not thread-safe: the worker thread owns it."""
 
-    def __init__(self, model: PreTrainedModel, num_threads: int) -> None:
-        """Start empty. Rows are padded to whole steps per thread, so that threads cut the batch at step borders."""
+    def __init__(self, model: PreTrainedModel, num_threads: int, recorder: Recorder | None = None) -> None:
+        """Start empty. Rows are padded to whole steps per thread, so that threads cut the batch at step borders.
+
+        `recorder` listens to the model's routers.
+        """
+        self._recorder = recorder
         self.rows: list[Row] = []
         self._model = model
         self._device = torch.device(model.device)
@@ -174,6 +185,9 @@ class RunningBatch:
         mask[torch.arange(rows, device=self._device), 0, 0, self._position_R] = 0
         self._cache.begin_decode(self._position_R, mask.shape[-1])
         logits = self._forward(self._token_R.unsqueeze(1), self._position_R.unsqueeze(1), mask)
+        if self._recorder is not None:
+            for row, experts in zip(self.rows, self._recorder.take(), strict=False):
+                row.experts.append(experts[None])
         uniforms = [row.uniforms[len(row.token_ids)] for row in self.rows] + [0.0] * (rows - live)
         uniform_R = torch.tensor(uniforms, dtype=torch.float32, device=self._device)
         num_top = max(row.request.sampling.top_logprobs for row in self.rows)
@@ -242,10 +256,25 @@ class RunningBatch:
         self._cache.begin_prefill(torch.tensor(firsts, device=self._device))
         # A mask of four dimensions is passed on as it is; the attention of `SlotCache` is causal by itself here.
         self._forward(ids, positions, self._mask[:1, :, :, :1])
+        self._record(prompts, length, slots_of)
         source = [slots_of[prompt][0] for prompt in prompts for _ in slots_of[prompt][1:]]
         target = [slot for prompt in prompts for slot in slots_of[prompt][1:]]
         if source:
             self._cache.move(source, target)
+
+    def _record(
+        self, prompts: Sequence[tuple[int, ...]], length: int, slots_of: dict[tuple[int, ...], list[int]]
+    ) -> None:
+        if self._recorder is None:
+            return
+        experts = self._recorder.take()
+        each = experts.reshape(len(prompts), length, *experts.shape[1:])
+        for prompt, experts in zip(prompts, each, strict=True):
+            for slot in slots_of[prompt]:
+                if not self.rows[
+                    slot
+                ].experts:  # else computed again, under weights that did not sample these
+                    self.rows[slot].experts.append(experts[: len(prompt)])
 
     def _refresh(self) -> None:
         """Rebuild what depends on which rows there are."""

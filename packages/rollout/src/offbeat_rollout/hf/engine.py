@@ -72,6 +72,7 @@ class HfEngine(RolloutEngine, TensorUpdates):
                     RolloutFeature.SLEEP_1,
                     RolloutFeature.CONTINUOUS_BATCHING,
                     RolloutFeature.PEER_COPY,
+                    RolloutFeature.ROUTED_EXPERTS,
                 }
             ),
             missing={

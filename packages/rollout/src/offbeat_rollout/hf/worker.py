@@ -13,6 +13,7 @@ from offbeat_rollout.checks import eos_token_ids
 from offbeat_rollout.clock import Work
 from offbeat_rollout.errors import EngineStateError
 from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
+from offbeat_rollout.hf.experts import Recorder
 from offbeat_rollout.hf.lora import MergedLora
 from offbeat_rollout.hf.model import WholeWeights, load_model
 from offbeat_rollout.stop_strings import StopStrings, load_tokenizer
@@ -167,7 +168,7 @@ class Worker:
                 f"{len(self._batch.rows) + len(self._waiting)} requests are running; `pause(ABORT)` before `sleep`"
             )
         self._model.to(device)  # pyright: ignore[reportArgumentType] # a device name is fine
-        self._batch = RunningBatch(self._model, self._config.cpu_threads)
+        self._batch = RunningBatch(self._model, self._config.cpu_threads, self._recorder)
         self.asleep = asleep
 
     # The thread.
@@ -185,7 +186,8 @@ class Worker:
         self._model: PreTrainedModel = load_model(self._config)
         lora = self._config.lora
         self._weights = MergedLora(self._model, lora) if lora.rank else WholeWeights(self._model)
-        self._batch = RunningBatch(self._model, self._config.cpu_threads)
+        self._recorder = Recorder(self._model) if self._config.record_experts else None
+        self._batch = RunningBatch(self._model, self._config.cpu_threads, self._recorder)
         self.vocab_size = self._batch.vocab_size
 
     def _run(self) -> None:

@@ -90,6 +90,7 @@ class SglangEngine(RolloutEngine):
                 }
             ),
             missing={
+                "routed_experts": "its server's recording was not tried here",
                 "cuda": "updates are proven by checksums that SGLang computes in another way on GPUs, and this adapter was "
                 "never run there; use vllm",
                 "tensor_parallel": "updates of one rank can be proven; use vllm",

@@ -101,8 +101,10 @@ class VllmEngine(RolloutEngine):
                 }
             ),
             missing={
+                "routed_experts": "vLLM 0.32 records them in its second model runner alone, which takes Triton, so a GPU: not "
+                "tried here",
                 "peer_copy": "weights are served in the form of vLLM's kernels (fused, prepacked), from which the checkpoint's "
-                "tensors do not come back: a replacement is sent them by the trainer"
+                "tensors do not come back: a replacement is sent them by the trainer",
             },
             sleep_devices=frozenset({"cuda"}),
         )
