@@ -26,14 +26,14 @@ _NOT_YET = "is not written for this engine yet"
 _MISSING: dict[str, str] = {
     Feature.OFFLOAD: f"offloading {_NOT_YET}",
     Feature.ACTIVATION_OFFLOAD: f"keeping activations in host memory {_NOT_YET}",
-    Feature.LORA: f"training adapters {_NOT_YET}",
+    Feature.LORA: f"megatron-core has no adapters of its own, and training them {_NOT_YET}",
     Feature.ADAFACTOR: "megatron-core's optimizers are Adam's",
     Feature.COMPILE: "its layers are not compiled",
     Feature.DETERMINISTIC: "its kernels are not held to the same bits",
     Feature.HYBRID_SHARDING: "weights are cut by tensor and pipeline, and every other rank has a copy",
     Feature.SEQUENCE_PARALLEL: "ranks share the tokens of a sequence only beside a tensor's (`sequence_parallel`)",
-    Feature.CONTEXT_PARALLEL: "it takes Transformer Engine's attention, which was not at hand",
-    Feature.FP8: "it takes Transformer Engine, which was not at hand",
+    Feature.CONTEXT_PARALLEL: "slices of a sequence meet in Transformer Engine's attention, which nothing here could run: not written",
+    Feature.FP8: "products in eight bits are Transformer Engine's, which nothing here could run: not written",
     Feature.MULTIMODAL: "a batch holds tokens alone, no images and no sound",
 }
 
