@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, SglangMember, SglangServer
 from offbeat_ckptsync.adapters.sglang import files as files_module
+from offbeat_ckptsync.adapters.sglang.group import met
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
-from offbeat_ckptsync.errors import SyncError, SyncFailed
+from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
 from offbeat_ckptsync.source.sender import LocalSource, Sender
@@ -301,3 +302,12 @@ def test_a_written_folder_is_read_by_any_tool(tmp_path):
     found = load_file(tmp_path / "v1" / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert found.keys() == tensors.keys()
+
+
+def test_a_group_with_a_server_that_is_gone_is_given_up_for_what_it_said():
+    """Not for the deadline of gloo, which waits for the other rank."""
+    with (
+        pytest.raises(TransferError, match="init_weights_update_group gave no answer"),
+        met(SglangServer("http://127.0.0.1:1"), "nobody", 100.0),
+    ):
+        raise AssertionError("there is no group")

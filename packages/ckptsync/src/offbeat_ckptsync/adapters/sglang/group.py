@@ -6,23 +6,26 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat_ckptsync.adapters.sglang.tensors import parts_of
 from offbeat_ckptsync.errors import TransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
-    from concurrent.futures import Future
 
     import torch
+    from torch.distributed import TCPStore
 
     from offbeat_ckptsync.adapters.sglang.server import SglangServer
 
+T = TypeVar("T")
 _HOST = "127.0.0.1"  # the member lives on the server's machine
 _LOOK_S = 0.0005
 
@@ -42,16 +45,10 @@ class ServerGroup:
         Raises:
             TransferError: it says no, or is gone, or the deadline is over.
         """
-        with self._server.session(self._timeout_s), ThreadPoolExecutor(1, "SGLang receives") as threads:
+        with self._server.session(self._timeout_s):
             for part in parts_of(whole):
-                told = threads.submit(
-                    self._server.receive,
-                    part,
-                    version,
-                    group=self._name,
-                    flush_cache=flush_cache,
-                    timeout_s=self._timeout_s,
-                )
+                receive = partial(self._server.receive, part, version, group=self._name)
+                told = _begun(partial(receive, flush_cache=flush_cache, timeout_s=self._timeout_s))
                 self._broadcast([tensor.contiguous() for _, tensor in part], told)
                 told.result()
 
@@ -77,28 +74,50 @@ def met(server: SglangServer, name: str, timeout_s: float) -> Generator[ServerGr
     Raises:
         TransferError: it does not form.
     """
-    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+    from torch.distributed import TCPStore
 
     limit = timedelta(seconds=timeout_s)
-    with ThreadPoolExecutor(1, "SGLang joins") as threads:
-        try:
-            store = TCPStore(_HOST, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
-            told = threads.submit(server.join, name, (_HOST, store.port), timeout_s)
-            # The prefixes are those that torch gives a group of this name there.
-            own = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-            options: Any = ProcessGroupGloo._Options()  # noqa: SLF001 -- torch gives no public way
-            options._timeout = limit  # noqa: SLF001 -- as above
-            options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]  # noqa: SLF001 -- as above
-            made = ProcessGroupGloo(own, 0, 2, options)
-            told.result()
-        except RuntimeError as error:
-            raise TransferError(f"{server.url}: the group of two did not form: {error}") from error
+    try:
+        store = TCPStore(_HOST, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
+        told = _begun(partial(server.join, name, (_HOST, store.port), timeout_s))
+        # It waits for the other rank as long as the limit allows, also for one that says no or has ended.
+        forming = _begun(partial(_form, store, name, limit))
+        _until(forming.done, told, timeout_s)
+        made = forming.result()
+        told.result()
+    except RuntimeError as error:
+        raise TransferError(f"{server.url}: the group of two did not form: {error}") from error
     try:
         yield ServerGroup(server, name, made, timeout_s)
     finally:
         made.abort()
         with suppress(TransferError):  # a server that is gone is found out by who asks what it serves
             server.leave(name, timeout_s)
+
+
+def _form(store: TCPStore, name: str, limit: timedelta) -> Any:  # noqa: ANN401 as above
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    # The prefixes are those that torch gives a group of this name there.
+    own = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+    options: Any = ProcessGroupGloo._Options()  # noqa: SLF001 -- torch gives no public way
+    options._timeout = limit  # noqa: SLF001 -- as above
+    options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]  # noqa: SLF001 -- as above
+    return ProcessGroupGloo(own, 0, 2, options)
+
+
+def _begun(work: Callable[[], T]) -> Future[T]:
+    """Do `work` in a thread of its own, which keeps no process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001 raised where its result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="SGLang's group", daemon=True).start()
+    return future
 
 
 def _until(done: Callable[[], bool], told: Future[None], timeout_s: float) -> None:
