@@ -101,26 +101,30 @@ class WeightFiles:
         Files of more than `max_bytes` together are read in part: of every tensor the first rows, the same share of each. Ranks
         look at the rest as they load it.
         """
-        whole = sum(path.stat().st_size for path in {*self.files.values()})
-        share = min(1.0, max_bytes / max(1, whole))
-        return {name: path for name, path in self.files.items() if self._holds_odd(name, share)}
+        paths = {*self.files.values()}
+        share = min(1.0, max_bytes / max(1, sum(path.stat().st_size for path in paths)))
+        odd: dict[str, Path] = {}
+        for path in sorted(paths):
+            names = [name for name, file in self.files.items() if file == path]
+            with self.opened(names) as read:
+                odd |= {name: path for name in names if _holds_odd(read, name, self.shapes[name], share)}
+        return odd
 
-    def _holds_odd(self, name: str, share: float) -> bool:
-        import torch
 
-        shape = self.shapes[name] or (1,)
-        if 0 in shape:
-            return False
-        rows, row_bytes = math.ceil(shape[0] * share), 4 * math.prod(shape[1:])
-        step = max(1, _PART_BYTES // row_bytes)
-        for start in range(0, rows, step):
-            with self.opened([name]) as read:
-                part = read(name, start, min(rows, start + step))
-                if not part.is_floating_point():
-                    return False
-                if part.dtype.itemsize == 1:  # of which torch knows no sum
-                    part = part.to(torch.float32)
-                # A sum is not finite if one of its numbers is not: one pass, and no memory. A large one may be infinite by itself.
-                if not part.sum(dtype=torch.float32).isfinite() and not part.isfinite().all():
-                    return True
+def _holds_odd(read: Read, name: str, shape: tuple[int, ...], share: float) -> bool:
+    import torch
+
+    if 0 in shape:
         return False
+    rows = math.ceil(shape[0] * share) if shape else 1
+    step = max(1, _PART_BYTES // (4 * math.prod(shape[1:])))
+    for start in range(0, rows, step):
+        part = read(name, start, min(rows, start + step))
+        if not part.is_floating_point():
+            return False
+        if part.dtype.itemsize == 1:  # of which torch knows no sum
+            part = part.to(torch.float32)
+        # A sum is not finite if one of its numbers is not: one pass, and no memory. A large one may be infinite by itself.
+        if not part.sum(dtype=torch.float32).isfinite() and not part.isfinite().all():
+            return True
+    return False
