@@ -1,8 +1,8 @@
 """Runs a server and ends it, with all that it started, when whoever asked for it is gone: `python keeper.py FOLDER MEMORY WORDS..`.
 
 Whoever asks holds the other end of the standard input; when that closes, by a call or by a SIGKILL, the server's process group is
-killed, and removed are FOLDER, where the server keeps temporary files, and MEMORY, where it reads new weights. A server that ends
-by itself takes its group with it, too. When this process has ended, so have they. Nothing but the standard library is imported.
+killed, and removed are FOLDER, where the server keeps temporary files, MEMORY, where it reads new weights, and what SGLang itself
+leaves in shared memory. A server that ends by itself takes its group with it, too. When this process has ended, so have they. Nothing but the standard library is imported.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import suppress
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36  # who is left by its parent is ours
 _LEAVE_S = 30.0
+_SHARED = "/dev/shm/sglang_loads_"  # then a name that SGLang draws at its start; its processes share their load there
 
 
 def _end_with_parent() -> None:
@@ -30,6 +31,17 @@ def _end_with_parent() -> None:
 def _kill(group: int) -> None:
     with suppress(ProcessLookupError):  # nothing was left
         os.killpg(group, signal.SIGKILL)
+
+
+def _shared(group: int) -> set[str]:
+    """Return SGLang's files in shared memory that processes of `group` have mapped: nobody else knows their names."""
+    found: set[str] = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has just ended
+            if os.getpgid(int(pid)) == group:
+                with open(f"/proc/{pid}/maps") as maps:
+                    found |= {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if _SHARED in line}
+    return found
 
 
 def _wait_for_all() -> None:
@@ -51,14 +63,23 @@ def keep(folder: str, memory: str, words: list[str]) -> int:
         preexec_fn=_end_with_parent,
     )
 
+    left: set[str] = set()
+
+    def end() -> None:
+        left.update(_shared(server.pid))
+        _kill(server.pid)
+
     def watch() -> None:
         sys.stdin.buffer.read()
-        _kill(server.pid)
+        end()
 
     threading.Thread(target=watch, name="watch", daemon=True).start()
     code = server.wait()
-    _kill(server.pid)  # what it started
+    end()  # what it started
     _wait_for_all()
+    for file in left:
+        with suppress(FileNotFoundError):
+            os.unlink(file)
     for each in (folder, memory):
         shutil.rmtree(each, ignore_errors=True)
     return code
