@@ -1,11 +1,11 @@
 """Settings of the training loops."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from offbeat_engine.config import bounded
+from offbeat_engine.config import SPEED, bounded
 
 
 class Advantage(StrEnum):
@@ -138,7 +138,7 @@ class PpoConfig(PolicyLossConfig):
     whiten: bool = True
     value_clip: float = bounded(0.5, at_least=0)
     critic_path: str = ""
-    critic_engine: str = ""
+    critic_engine: str = field(default="", metadata=SPEED)
     critic_lr: float = bounded(1e-5, at_least=0)
     critic_warmup_steps: int = bounded(0, at_least=0)
 

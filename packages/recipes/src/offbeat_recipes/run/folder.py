@@ -34,7 +34,6 @@ MAY_CHANGE = (
     "reward.",
     "environment.concurrency",
     _ENGINE,
-    "algorithm.critic_engine",
     "trainer.steps",
     "trainer.validate_every",
     "trainer.validation_prompts",
