@@ -152,10 +152,14 @@ async def manager(pipe: Connection, store: tuple[str, int], config: SyncConfig, 
             "num_deltas": report.num_deltas,
         }
 
+    async def armed() -> bool:
+        return arms.peek()[0] != ""
+
     async def state() -> dict[str, object]:
         return {"version": boss.version, "members": boss.members, "refused": membership.refused}
 
-    await obey(pipe, {"arm": arm, "strike": strike_other, "wait": wait, "sync": sync, "state": state})
+    asked = {"arm": arm, "armed": armed, "strike": strike_other, "wait": wait, "sync": sync, "state": state}
+    await obey(pipe, asked)
 
 
 _PHASE_OF = {"offer": "begin", "send": "transfer"}
