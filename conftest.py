@@ -74,12 +74,16 @@ def _leave_the_group() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked `deep` to the deep tier, and turn `gpu(n)` into a skip on machines with fewer than n GPUs."""
+    """Leave tests marked `deep` to the deep tier, and turn `gpu(n)` and `sglang` into skips where those are missing."""
     if not config.getoption("--deep"):
         left_out = [item for item in items if item.get_closest_marker("deep")]
         items[:] = [item for item in items if not item.get_closest_marker("deep")]
         config.hook.pytest_deselected(items=left_out)
-    marked = [(item, marker) for item in items for marker in item.iter_markers("gpu")]
+    _skip_without_gpus([(item, marker) for item in items for marker in item.iter_markers("gpu")])
+    _skip_without_sglang([item for item in items if item.get_closest_marker("sglang")])
+
+
+def _skip_without_gpus(marked: list[tuple[pytest.Item, pytest.Mark]]) -> None:
     if not marked:
         return
     import torch
@@ -89,3 +93,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needed = int(marker.args[0]) if marker.args else 1
         if there < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {there}"))
+
+
+def _skip_without_sglang(marked: list[pytest.Item]) -> None:
+    if not marked:
+        return
+    from offbeat_rollout import ConfigError
+    from offbeat_rollout.sglang import SglangConfig
+    from offbeat_rollout.sglang.arguments import check_arguments
+
+    try:
+        check_arguments(SglangConfig(model_path=""))
+    except ConfigError as missing:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=str(missing)))

@@ -10,28 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_rollout import ConfigError
-from offbeat_rollout.sglang import SglangConfig
-from offbeat_rollout.sglang.arguments import check_arguments
-
 TOOL = Path(__file__).resolve().parents[1] / "bench" / "sync_chaos.py"
 TIMEOUT_S = 1800.0
 SLOW_START = {"RAY_raylet_start_wait_time_s": "180"}
 
 
-def why_no_sglang():
-    try:
-        check_arguments(SglangConfig(model_path=""))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 RAY = (pytest.mark.ray, pytest.mark.slow)
-SGLANG = (
-    pytest.mark.vllm,
-    pytest.mark.skipif(bool(why_no_sglang()), reason=why_no_sglang() or "it is there"),
-)
+SGLANG = (pytest.mark.vllm, pytest.mark.sglang)
 
 
 @pytest.mark.deep

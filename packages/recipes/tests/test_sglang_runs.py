@@ -10,25 +10,12 @@ from pathlib import Path
 import pytest
 
 from offbeat_recipes.testing import Command
-from offbeat_rollout import ConfigError
-from offbeat_rollout.sglang import SglangConfig
-from offbeat_rollout.sglang.arguments import check_arguments
-
-
-def why_not() -> str:
-    """Say what keeps SGLang from running here."""
-    try:
-        check_arguments(SglangConfig(model_path=""))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.vllm,
     pytest.mark.deep,
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "SGLang is there"),
+    pytest.mark.sglang,
 ]
 
 SETTINGS = (

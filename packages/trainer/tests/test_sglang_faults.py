@@ -8,27 +8,15 @@ import pytest
 
 from offbeat_ckptsync import SyncConfig
 from offbeat_ckptsync.store import Store
-from offbeat_rollout import ConfigError
-from offbeat_rollout.sglang import SglangConfig
-from offbeat_rollout.sglang.arguments import check_arguments
 from offbeat_rollout.testing import make_tiny_model
 from sync_faults.hurt import content_of
 from sync_faults.over_sglang import START_S, weights_of
 from sync_faults.processes import FaultProcesses
 
-
-def why_not():
-    try:
-        check_arguments(SglangConfig(model_path=""))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.deep,
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "SGLang is there"),
+    pytest.mark.sglang,
     pytest.mark.timeout(2 * START_S),
 ]
 

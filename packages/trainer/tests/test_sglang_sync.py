@@ -22,25 +22,15 @@ from offbeat_ckptsync.adapters.sglang import member as member_module
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing import Fault, FaultyTransport
-from offbeat_rollout import ConfigError, GenerateRequest, SamplingParams
+from offbeat_rollout import GenerateRequest, SamplingParams
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
-from offbeat_rollout.sglang.arguments import check_arguments
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs
 from offbeat_trainer.weights.member import make_member
-
-
-def why_not():
-    try:
-        check_arguments(SglangConfig(model_path=""))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.deep,
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "SGLang is there"),
+    pytest.mark.sglang,
 ]
 
 SYNC = SyncConfig(transport="loopback", bucket_mib=0.01)

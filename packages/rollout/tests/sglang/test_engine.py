@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offbeat_rollout import (
-    ConfigError,
     EngineStateError,
     Finish,
     GenerateRequest,
@@ -27,7 +26,6 @@ from offbeat_rollout import (
     UpdateRefused,
 )
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
-from offbeat_rollout.sglang.arguments import check_arguments
 from offbeat_rollout.sglang.updates import SglangUpdates
 from offbeat_rollout.testing import (
     Subject,
@@ -38,16 +36,7 @@ from offbeat_rollout.testing import (
     write_tokenizer,
 )
 
-
-def why_not() -> str:
-    try:
-        check_arguments(SglangConfig(model_path=""))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(why_not()), reason=why_not() or "SGLang is there")]
+pytestmark = [pytest.mark.vllm, pytest.mark.sglang]
 
 VOCAB = 96
 # Each check once for all engines; what only SGLang does in its own way runs here in every tier, the rest under --deep.

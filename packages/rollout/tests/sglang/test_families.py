@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from offbeat_rollout import ConfigError
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
-from offbeat_rollout.sglang.arguments import check_arguments
 from offbeat_rollout.testing import (
     Subject,
     make_tiny_model,
@@ -25,18 +23,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def why_not() -> str:
-    try:
-        check_arguments(SglangConfig(model_path=""))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.deep,
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "SGLang is there"),
+    pytest.mark.sglang,
 ]
 
 VOCAB = 96
