@@ -1,4 +1,4 @@
-"""One training-engine interface for language models, with FSDP2 behind it."""
+"""One training-engine interface for language models, with FSDP2 and megatron-core behind it."""
 
 from __future__ import annotations
 

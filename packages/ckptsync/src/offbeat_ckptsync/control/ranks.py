@@ -280,6 +280,7 @@ class EngineRanks(Ranks):
                     raise
             if op == "update":
                 return  # it is answered by mail
+            # A refusal may be of an earlier call: the next try of `op` tells.
             with contextlib.suppress(Exception):
                 await self._control("finish" if op == "start" else "start", {})
         raise TransferError(f"{self._name}: its update session cannot be brought to {op}; start it anew")
