@@ -114,3 +114,40 @@ def test_the_suite_sees_two_mistakes_in_it_and_tells_them_apart(said):
         assert re.search(rf"FAILED test_mistaken\.py::\w+::test_{case} - AssertionError: {says}", said), said[
             -3000:
         ]
+
+
+MOVES = """
+import pytest
+import torch
+from my_engine import MyEngine
+from my_engine_settings import MyConfig
+
+from offbeat_engine import Fsdp2Config, ModelConfig, SftLoss, World, engine_class
+from offbeat_engine.testing import make_tiny_model, probes
+from offbeat_engine.testing.probes import Job
+from offbeat_engine.testing.runner import BATCHES, STEPS
+
+
+@pytest.mark.parametrize("first", ["mine", "fsdp2"])
+def test_its_run_goes_on_with_fsdp2_and_the_reverse(tmp_path, first):
+    settings = {"model": ModelConfig(path=make_tiny_model(tmp_path / "model")), "micro_batch_tokens": 60}
+    mine = Job(engine=MyEngine, config=MyConfig(**settings), loss_fn=SftLoss())
+    plain = Job(engine=engine_class("fsdp2"), config=Fsdp2Config(**settings), loss_fn=SftLoss())
+    saving, loading = (mine, plain) if first == "mine" else (plain, mine)
+    whole = probes.train(World(), plain, BATCHES, (STEPS,))
+    saved = probes.save(World(), saving, BATCHES[:2], str(tmp_path / "checkpoints"))
+    found, loaded, record = probes.resume(World(), loading, [], BATCHES[2:], str(tmp_path / "checkpoints"))
+    assert found == 2
+    for name, weight in saved.items():
+        assert torch.equal(loaded[name], weight), name
+    for name, weight in whole.weights_after[STEPS].items():
+        torch.testing.assert_close(record.weights_after[3][name], weight, atol=1e-6, rtol=0)
+"""
+
+
+def test_a_run_moves_between_it_and_fsdp2_with_its_moments(tmp_path):
+    write_package(tmp_path, "my_engine")
+    (tmp_path / "test_moves.py").write_text(MOVES)
+    ran = run_suite(tmp_path, "test_moves.py")
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert "2 passed" in ran.stdout
