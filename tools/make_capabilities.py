@@ -41,7 +41,7 @@ MEANINGS: dict[Feature, str] = {
     Feature.SEQUENCE_PARALLEL: "ranks share the tokens of a sequence: `sequence_parallel_size`",
     Feature.TENSOR_PARALLEL: "ranks share each layer",
     Feature.PIPELINE_PARALLEL: "ranks hold layers one after the other",
-    Feature.CONTEXT_PARALLEL: "ranks share the tokens of a sequence in attention, too, by a ring of keys and values",
+    Feature.CONTEXT_PARALLEL: "ranks share the tokens of a sequence in attention, too: keys and values meet there",
     Feature.EXPERT_PARALLEL: "ranks share the experts of a mixture",
     Feature.FP8: "products of matrices in eight bits",
     Feature.MULTIMODAL: "images, sound or video beside the tokens",

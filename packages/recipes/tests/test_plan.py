@@ -244,6 +244,8 @@ EIGHT = replace(CPU, num_gpus=8, gpu_gib=80)
         (("engine.distributed_optimizer=false",), MODEL, 1_000_000, 1_000_000),
         (("engine.tensor_parallel_size=2", "engine.pipeline_parallel_size=2"), MODEL, 250_000, 125_000),
         (("engine.tensor_parallel_size=4", "engine.pipeline_parallel_size=2"), MODEL, 125_000, 125_000),
+        # Ranks that share sequences have the same weights each, and moments of their own.
+        (("engine.tensor_parallel_size=2", "engine.context_parallel_size=4"), MODEL, 500_000, 125_000),
         # What is no expert lies on tensor x pipeline ranks, an expert on those times the ranks that share experts.
         (("engine.expert_parallel_size=4",), MIXTURE, 200_000 + 200_000, 125_000),
         (("engine.tensor_parallel_size=2", "engine.expert_parallel_size=2"), MIXTURE, 100_000 + 200_000, 125_000),

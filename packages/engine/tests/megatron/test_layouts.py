@@ -19,9 +19,10 @@ from offbeat_engine.testing.routing import with_drawn_experts
 from offbeat_engine.testing.runner import BATCHES, KEPT, STEPS, Options, Runner
 
 pytestmark = pytest.mark.spawns
-TWO_LAYOUTS = [
+SEVERAL_LAYOUTS = [
     {"tensor_parallel_size": 2},
     pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.deep),
+    pytest.param({"context_parallel_size": 2}, marks=pytest.mark.deep),
 ]
 INTERLEAVED = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
 
@@ -96,10 +97,18 @@ LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embedding
 LONG |= {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 6.0]}
 
 
-@pytest.mark.parametrize("rope", [YARN, LONG], ids=["yarn", "longrope"])
-def test_a_factor_on_cosine_and_sine_is_taken_by_attention(runner, tmp_path, rope):
+@pytest.mark.parametrize(
+    ("rope", "layout"),
+    [
+        (YARN, "tensor"),
+        pytest.param(YARN, "context", marks=pytest.mark.deep),
+        (LONG, "tensor"),
+    ],
+    ids=["yarn", "yarn_context", "longrope"],
+)
+def test_a_factor_on_cosine_and_sine_is_taken_by_attention(runner, tmp_path, rope, layout):
     path = make_tiny_model(tmp_path / "model", family="llama", rope_scaling=rope, max_position_embeddings=256)
-    job = job_on(runner, path, tensor_parallel_size=2)
+    job = job_on(runner, path, **{f"{layout}_parallel_size": 2})
     records = runner.run(probes.train, 2, job, BATCHES, KEPT)
     check_training(runner, records[0], runner.reference(job))
 
@@ -126,6 +135,7 @@ def test_a_vocabulary_that_ranks_cannot_share_evenly_is_filled_up(runner, tmp_pa
     [
         {"tensor_parallel_size": 2, "sequence_parallel": True},
         {"pipeline_parallel_size": 2},
+        {"context_parallel_size": 2},
         {"distributed_optimizer": False},
     ],
     ids=str,
@@ -173,6 +183,7 @@ AGAIN = {"activation_checkpointing": True}
     [
         ("qwen3_moe", {"expert_parallel_size": 2, **AGAIN}),
         ("mixtral", {"tensor_parallel_size": 2, "sequence_parallel": True, "dispatcher": "allgather"}),
+        ("qwen3_moe", {"context_parallel_size": 2, **AGAIN}),
         pytest.param("qwen3_moe", {"pipeline_parallel_size": 2, **AGAIN}, marks=pytest.mark.deep),
         pytest.param(
             "mixtral", {"packing": False, **AGAIN, "recompute": "attention"}, marks=pytest.mark.deep
@@ -258,7 +269,7 @@ def test_engines_of_several_layouts_live_in_one_process(runner, tiny):
             torch.testing.assert_close(logprobs, answers[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("changes", TWO_LAYOUTS, ids=str)
+@pytest.mark.parametrize("changes", SEVERAL_LAYOUTS, ids=str)
 def test_five_steps_of_fsdp2_and_of_megatron_are_the_same(runner, tiny, changes):
     job = job_on(runner, tiny, **changes)
     config = Fsdp2Config(model=job.config.model, optimizer=job.config.optimizer, micro_batch_tokens=60)
@@ -271,7 +282,7 @@ def test_five_steps_of_fsdp2_and_of_megatron_are_the_same(runner, tiny, changes)
         torch.testing.assert_close(ours.weights_after[STEPS][name], weight, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("changes", TWO_LAYOUTS, ids=str)
+@pytest.mark.parametrize("changes", SEVERAL_LAYOUTS, ids=str)
 def test_a_run_of_fsdp2_goes_on_with_megatron_and_the_reverse_with_its_moments(runner, tiny, changes):
     job = job_on(runner, tiny, **changes)
     config = Fsdp2Config(model=job.config.model, optimizer=job.config.optimizer, micro_batch_tokens=60)
@@ -315,6 +326,7 @@ TENSORS = {"tensor_parallel_size": 2, "sequence_parallel": True, "dispatcher": "
 LAYOUTS = [
     TENSORS,
     {"expert_parallel_size": 2},
+    pytest.param({"context_parallel_size": 2}, marks=pytest.mark.deep),
     pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.deep),
     pytest.param({}, marks=pytest.mark.deep),
 ]
@@ -340,11 +352,11 @@ def test_load_export_load_is_the_same_to_the_bit_and_shards_are_every_element_on
 
 def test_what_cannot_be_done_here_is_refused_with_a_sentence(tiny):
     config = MegatronConfig(
-        model=ModelConfig(path=tiny), context_parallel_size=2, deterministic=True, virtual_pipeline_size=3
+        model=ModelConfig(path=tiny), context_parallel_size=3, deterministic=True, virtual_pipeline_size=3
     )
     said = {refusal.setting: str(refusal) for refusal in MegatronEngine.check(config, 2)}
-    assert "Transformer Engine" in said["context_parallel_size"]
-    assert said.keys() >= {"context_parallel_size", "deterministic", "virtual_pipeline_size"}
+    assert "tensor x pipeline x context" in said["num_ranks"]
+    assert said.keys() >= {"num_ranks", "deterministic", "virtual_pipeline_size"}
 
 
 def test_what_megatron_core_cannot_train_a_mixture_with_is_refused_before_it_starts(tmp_path):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.spawns
 DENSE = ("qwen2", "qwen2_untied", "llama", "llama_tied", "qwen3", "mistral")
 MIXTURES = ("mixtral", "qwen3_moe")
 TENSOR, PIPELINE, EXPERTS = Feature.TENSOR_PARALLEL, Feature.PIPELINE_PARALLEL, Feature.EXPERT_PARALLEL
-AGAIN = Feature.ACTIVATION_CHECKPOINTING
+CONTEXT, AGAIN = Feature.CONTEXT_PARALLEL, Feature.ACTIVATION_CHECKPOINTING
 
 
 def layout(name, *features, num_ranks=2, families=None, **changes):
@@ -38,6 +38,7 @@ GATHERED = {
     "dispatcher": "allgather",
     "families": MIXTURES,
 }
+CONTEXT_2 = {"context_parallel_size": 2}
 LAYOUTS = (
     layout("copies_2_whole_moments", distributed_optimizer=False),
     layout("tensor_2", TENSOR, **TENSOR_2),
@@ -50,6 +51,24 @@ LAYOUTS = (
     layout("experts_2_gathered", EXPERTS, dispatcher="allgather", **EXPERTS_2),
     layout("tensor_2_pipeline_2", TENSOR, PIPELINE, num_ranks=4, **TENSOR_2, **PIPELINE_2),
     layout("pipeline_2_copies_2", PIPELINE, num_ranks=4, **PIPELINE_2),
+    layout("context_2", CONTEXT, **CONTEXT_2),
+    layout("context_2_unpacked", CONTEXT, packing=False, **CONTEXT_2),
+    layout("context_2_again", CONTEXT, AGAIN, activation_checkpointing=True, **CONTEXT_2),
+    layout("context_2_whole_moments", CONTEXT, distributed_optimizer=False, **CONTEXT_2),
+    layout("context_2_experts_2", CONTEXT, EXPERTS, **CONTEXT_2, **EXPERTS_2),
+    layout("context_2_copies_2", CONTEXT, num_ranks=4, **CONTEXT_2),
+    layout("tensor_2_context_2", TENSOR, CONTEXT, num_ranks=4, **TENSOR_2, **CONTEXT_2),
+    layout("pipeline_2_context_2", PIPELINE, CONTEXT, num_ranks=4, **PIPELINE_2, **CONTEXT_2),
+    layout(
+        "tensor_2_sequence_context_2_of_mixtures",
+        TENSOR,
+        TENSOR_SEQUENCE,
+        CONTEXT,
+        num_ranks=4,
+        **GATHERED,
+        **CONTEXT_2,
+    ),
+    layout("context_4", CONTEXT, num_ranks=4, context_parallel_size=4),
     layout("tensor_2_sequence_of_mixtures", TENSOR, TENSOR_SEQUENCE, **GATHERED),
     layout("tensor_2_experts_2", TENSOR, EXPERTS, num_ranks=4, expert_parallel_size=2, **GATHERED),
     layout("pipeline_2_experts_2", PIPELINE, EXPERTS, num_ranks=4, **PIPELINE_2, **EXPERTS_2),
@@ -87,6 +106,7 @@ USUAL += (
 USUAL += ("checkpoint_2_to_1", "checkpoint_1_to_2", "checkpoint_tensor_2_sequence", "checkpoint_background_1")
 USUAL += tuple(f"{family}_tensor_2" for family in DENSE)
 USUAL += ("qwen2_tensor_2_sequence", "qwen2_pipeline_2", "qwen2_untied_pipeline_2", "qwen2_tensor_2_again")
+USUAL += ("checkpoint_context_2", "qwen2_context_2", "mistral_context_2", "qwen3_moe_context_2_experts_2")
 USUAL += (
     "qwen3_moe_experts_2",
     "mixtral_experts_2_gathered",

@@ -8,7 +8,16 @@ import pytest
 
 from offbeat_engine import ConfigError, ModelConfig
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.megatron import MegatronConfig, MegatronEngine, blocks, held, leaving, model
+from offbeat_engine.megatron import (
+    MegatronConfig,
+    MegatronEngine,
+    blocks,
+    build,
+    context,
+    held,
+    leaving,
+    model,
+)
 from offbeat_engine.megatron.blocks import Block
 from offbeat_engine.megatron.families import Cut
 from offbeat_engine.testing import make_tiny_model
@@ -96,6 +105,49 @@ class TiedApart(MegatronEngine):
             yield from super().named_gradients()
 
 
+@contextmanager
+def chunks_swapped():
+    right, works = context.chunks_of, context._works.__wrapped__
+
+    def swapped(lengths, place, *rest):
+        context.dealt(lengths, place[1])  # known by now: the row itself is dealt out as it should be
+        with patched(context, "chunks_of", lambda *of: right(*of)[::-1]):
+            return works(lengths, place, *rest)
+
+    with patched(context, "_works", swapped):
+        yield
+
+
+class ChunksTheOtherWay(Unchecked):
+    """Lets attention take a rank's two chunks of each sequence for one another; rotary angles and answers are by the right ones."""
+
+    def _run(self, *arguments):
+        with chunks_swapped():
+            return super()._run(*arguments)
+
+
+class ContextApart(MegatronEngine):
+    """Adds gradients up over copies, and not over the ranks that share their sequences."""
+
+    def init_model(self):
+        made = build.make_groups
+
+        def apart(*arguments):
+            groups = made(*arguments)
+            for name in ("_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"):
+                groups.state[name] = groups.state["_DATA_PARALLEL_GROUP"]
+            return groups
+
+        with patched(build, "make_groups", apart):
+            super().init_model()
+
+
+class ChecksChunksTheOtherWay(MegatronEngine):
+    def _difference(self, parts):
+        with chunks_swapped():
+            return super()._difference(parts)
+
+
 class ChecksQueriesThenKeys(QueriesThenKeys):
     _difference = MegatronEngine._difference
 
@@ -111,10 +163,16 @@ PLANTED = [
     (HalvesOnRanks, "training_qwen2_tensor_2", "first step: " + TOKEN),
     (DividedAgain, "training_qwen2_one_at_a_time", "gradient of step 1" + TENSOR),
     (TiedApart, "training_qwen2_pipeline_2", r"gradient of step 1: `model\.embed_tokens\.weight`"),
+    (ChunksTheOtherWay, "training_qwen2_context_2", "first step: " + TOKEN),
+    (ContextApart, "training_qwen2_context_2", "gradient of step 1" + TENSOR),
 ]
 VARIANTS = [
     Variant(name=f"{name}_2", changes={f"{name}_parallel_size": 2}, features=frozenset({feature}), exact=True)
-    for name, feature in (("tensor", Feature.TENSOR_PARALLEL), ("pipeline", Feature.PIPELINE_PARALLEL))
+    for name, feature in (
+        ("tensor", Feature.TENSOR_PARALLEL),
+        ("pipeline", Feature.PIPELINE_PARALLEL),
+        ("context", Feature.CONTEXT_PARALLEL),
+    )
 ]
 
 
@@ -128,8 +186,8 @@ def ranks():
 @pytest.mark.parametrize(
     ("engine", "case", "says"),
     [
-        # The engine refuses two by itself, too, below.
-        pytest.param(*row, id=row[0].__name__, marks=[pytest.mark.deep] if number < 2 else [])
+        # The engine refuses three by itself, too, below.
+        pytest.param(*row, id=row[0].__name__, marks=[pytest.mark.deep] if number in {0, 1, 4} else [])
         for number, row in enumerate(PLANTED)
     ],
 )
@@ -146,11 +204,17 @@ def test_the_suite_names_what_is_wrong(ranks, engine, case, says):
 
 
 @pytest.mark.parametrize(
-    ("engine", "num_ranks"), [(ChecksQueriesThenKeys, 1), (ChecksHalvesOnRanks, 2)], ids=["queries", "halves"]
+    ("engine", "num_ranks", "layout"),
+    [
+        (ChecksQueriesThenKeys, 1, {}),
+        (ChecksHalvesOnRanks, 2, {"tensor_parallel_size": 2}),
+        (ChecksChunksTheOtherWay, 2, {"context_parallel_size": 2}),
+    ],
+    ids=["queries", "halves", "chunks"],
 )
-def test_the_engine_itself_refuses_with_both_figures(ranks, tmp_path, engine, num_ranks):
+def test_the_engine_itself_refuses_with_both_figures(ranks, tmp_path, engine, num_ranks, layout):
     path = make_tiny_model(tmp_path / "model")
-    config = MegatronConfig(model=ModelConfig(path=path), tensor_parallel_size=num_ranks)
+    config = MegatronConfig(model=ModelConfig(path=path), **layout)
     says = (
         r"qwen2: a probe token has -\d\S* by Hugging Face's forward and -\d\S* by this engine \(.*"
         r"rounding explains .*\); no setting of this engine makes them agree"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MISSING: dict[str, str] = {
     Feature.TENSOR_PARALLEL: "weights are sharded over data-parallel ranks only",
     Feature.PIPELINE_PARALLEL: "every rank runs all layers",
-    Feature.CONTEXT_PARALLEL: "keys and values are not sent round a ring of ranks: those that share a sequence share out its heads "
+    Feature.CONTEXT_PARALLEL: "keys and values of several ranks do not meet: those that share a sequence share out its heads "
     "(`sequence_parallel_size`)",
     Feature.EXPERT_PARALLEL: "experts are sharded as all weights are, and every rank computes those that its tokens choose",
     Feature.FP8: "it computes in float32 or bfloat16",

@@ -1,4 +1,4 @@
-"""The Megatron engine: Hugging Face causal models on megatron-core, in tensor, pipeline, expert and data parallel layouts."""
+"""The Megatron engine: Hugging Face causal models on megatron-core, in tensor, pipeline, context, expert and data parallel layouts."""
 
 from __future__ import annotations
 

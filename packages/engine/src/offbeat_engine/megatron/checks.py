@@ -32,7 +32,6 @@ _MISSING: dict[str, str] = {
     Feature.DETERMINISTIC: "its kernels are not held to the same bits",
     Feature.HYBRID_SHARDING: "weights are cut by tensor and pipeline, and every other rank has a copy",
     Feature.SEQUENCE_PARALLEL: "ranks share the tokens of a sequence only beside a tensor's (`sequence_parallel`)",
-    Feature.CONTEXT_PARALLEL: "slices of a sequence meet in Transformer Engine's attention, which nothing here could run: not written",
     Feature.FP8: "products in eight bits are Transformer Engine's, which nothing here could run: not written",
     Feature.MULTIMODAL: "a batch holds tokens alone, no images and no sound",
 }
@@ -85,6 +84,8 @@ def _numbers(config: MegatronConfig) -> Iterator[Refusal]:
 
 def _layout(config: MegatronConfig, num_ranks: int) -> Iterator[Refusal]:
     replica = config.model_parallel_size
+    # Ranks that share sequences are copies, too.
+    num_copies = num_ranks * config.context_parallel_size // replica
     if num_ranks < 1 or num_ranks % replica:
         yield Refusal(
             setting="num_ranks",
@@ -96,11 +97,9 @@ def _layout(config: MegatronConfig, num_ranks: int) -> Iterator[Refusal]:
     ):
         yield Refusal(
             setting="expert_parallel_size",
-            reason=f"{config.expert_parallel_size} copies are to share the experts, and there are {num_ranks // replica}",
+            reason=f"{config.expert_parallel_size} copies are to share the experts, and there are {num_copies}",
             remedy="use a divisor of them",
         )
-    if config.context_parallel_size > 1:
-        yield _missing("context_parallel_size", Feature.CONTEXT_PARALLEL, "use 1")
     if config.virtual_pipeline_size > 1 and config.pipeline_parallel_size == 1:
         yield Refusal(
             setting="virtual_pipeline_size",

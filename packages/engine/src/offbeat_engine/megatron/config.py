@@ -16,7 +16,7 @@ class MegatronConfig(EngineConfig):
     has `virtual_pipeline_size` runs of neighbours (interleaved 1F1B, arXiv 2104.04473); the ranks that are left over hold
     copies. With `sequence_parallel` the ranks of a tensor share what lies between the matrices, too (arXiv 2205.05198).
     `expert_parallel_size` of the copies share the experts of a mixture; `dispatcher` says how tokens reach them.
-    `context_parallel_size` ranks would share the tokens of a sequence.
+    `context_parallel_size` ranks share the tokens of every sequence, in attention too: keys and values go to all of them.
 
     `packing` feeds the sequences of a micro-batch as one row without padding. `distributed_optimizer` shares moments and
     master weights among copies. With `activation_checkpointing`, `recompute` says what backward computes again: whole
@@ -46,7 +46,7 @@ class MegatronConfig(EngineConfig):
 
     def shard_ranks(self, num_ranks: int) -> int:
         """As in `EngineConfig`."""
-        return min(num_ranks, self.model_parallel_size)
+        return min(num_ranks, self.tensor_parallel_size * self.pipeline_parallel_size)
 
     def expert_ranks(self, num_ranks: int) -> int:
         """As in `EngineConfig`."""

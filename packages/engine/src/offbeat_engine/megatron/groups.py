@@ -33,12 +33,13 @@ _kept: dict[tuple[Any, ...], dict[str, Any]] = {}
 class Groups:
     """A rank's place in its layout, and the globals that say it to megatron-core.
 
-    `tensor` and `expert` are this rank's places among those that share a matrix, and the experts; `stage` of the `num_stages`
+    `tensor`, `context` and `expert` are this rank's places among those that share a matrix, sequences, and the experts; `stage` of the `num_stages`
     of the pipeline is its own. `speaks_for_copies`: of the ranks that hold the same dense weights it is the first;
     `speaks_for_experts`: of those that hold the same experts.
     """
 
     tensor: Among
+    context: Among
     expert: Among
     stage: int
     num_stages: int
@@ -131,6 +132,7 @@ def _placed(state: dict[str, Any]) -> Groups:
     pipeline = place("_PIPELINE_MODEL_PARALLEL_GROUP")
     return Groups(
         tensor=place("_TENSOR_MODEL_PARALLEL_GROUP"),
+        context=place("_CONTEXT_PARALLEL_GROUP"),
         expert=place("_EXPERT_MODEL_PARALLEL_GROUP"),
         stage=pipeline.rank,
         num_stages=pipeline.size,

@@ -15,6 +15,7 @@ import torch
 from offbeat_engine.config import Dtype
 from offbeat_engine.megatron import replay
 from offbeat_engine.megatron.blocks import padded_vocab, vocab_rows
+from offbeat_engine.megatron.context import SharedAttention
 from offbeat_engine.megatron.modules import Attention, RmsNorm, Rotary
 from offbeat_engine.toolkit.logprobs import token_logprobs
 from offbeat_engine.toolkit.vocab_shards import VocabShard
@@ -143,7 +144,7 @@ def build(config: MegatronConfig, shape: Shape, hf_config: Any, groups: Groups) 
     for number in range(config.virtual_pipeline_size):
         stage = number if config.virtual_pipeline_size > 1 else None
         num_layers = get_num_layers_to_build(ours, vp_stage=stage, pp_rank=groups.stage)
-        block = TransformerBlockSubmodules(layer_specs=[_layer(shape)] * num_layers, layer_norm=norm)
+        block = TransformerBlockSubmodules(layer_specs=[_layer(config, shape)] * num_layers, layer_norm=norm)
         chunk = _model_class()(
             config=ours,
             transformer_layer_spec=block,
@@ -172,7 +173,7 @@ def _device(config: MegatronConfig) -> torch.device:
     )
 
 
-def _layer(shape: Shape) -> Any:  # noqa: ANN401
+def _layer(config: MegatronConfig, shape: Shape) -> Any:  # noqa: ANN401
     """Return the spec of a layer: megatron-core's own matrices and mixtures, with norms and attention of this package."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -185,7 +186,7 @@ def _layer(shape: Shape) -> Any:  # noqa: ANN401
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = Attention
+    attention.core_attention = Attention if config.context_parallel_size == 1 else SharedAttention
     if shape.family.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return spec

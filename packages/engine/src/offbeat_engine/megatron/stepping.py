@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from offbeat_engine.batch import units_of
 from offbeat_engine.errors import BatchError
-from offbeat_engine.megatron import replay
+from offbeat_engine.megatron import context, replay
 from offbeat_engine.megatron.model import Chunk, predict
 from offbeat_engine.toolkit.collectives import gather_ints
 from offbeat_engine.toolkit.layouts import fed_lengths, lay_out, place
@@ -55,39 +55,44 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A `MakeInputs` of one row of all fed tokens; each sequence filled up to the longest one where they are not `packed`."""
+    """A `MakeInputs` of one row of all fed tokens; each sequence filled up to the longest one where they are not `packed`.
+
+    `num_sharing` ranks share each, which is filled up for that, too.
+    """
 
     packed: bool
+    num_sharing: int
     experts_bTK: torch.Tensor | None
 
     def __call__(
         self, ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
     ) -> tuple[dict[str, object], torch.Tensor]:
+        lengths_b = fed_bT.sum(1)
         if not self.packed:
-            fed_bT = _widened(fed_bT)
+            lengths_b = lengths_b.max().expand_as(lengths_b)
+        lengths_b = context.filled_up(lengths_b, self.num_sharing)
+        more = max(0, int(lengths_b.max()) - ids_bT.shape[1])
+        shape_bT, ids_bT = ids_bT.shape, functional.pad(ids_bT, (0, more))
+        fed_bT = torch.arange(ids_bT.shape[1], device=ids_bT.device) < lengths_b[:, None]
         row_S, position_S = fed_bT.nonzero(as_tuple=True)
         where_bT = torch.zeros_like(ids_bT)
         where_bT[row_S, position_S] = torch.arange(len(row_S), device=ids_bT.device)
-        lengths_b = fed_bT.sum(1)
         inputs: dict[str, object] = {
             "ids_S": ids_bT[row_S, position_S],
             "positions_S": position_S,
             "lengths": lengths_b[lengths_b > 0].cpu(),
         }
-        if self.experts_bTK is not None and self.experts_bTK.shape[:2] == ids_bT.shape:  # a dummy has none
-            inputs["experts_SK"] = self.experts_bTK[row_S, position_S]
+        if self.experts_bTK is not None and self.experts_bTK.shape[:2] == shape_bT:  # a dummy has none
+            experts_bTK = functional.pad(self.experts_bTK, (0, 0, 0, more), value=-1)
+            inputs["experts_SK"] = experts_bTK[row_S, position_S]
         return inputs, where_bT
-
-
-def _widened(fed_bT: torch.Tensor) -> torch.Tensor:
-    position_T = torch.arange(fed_bT.shape[1], device=fed_bT.device)
-    return (position_T < fed_bT.sum(1).max()).expand_as(fed_bT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fed:
     """What the model takes of one micro-batch, with its layout: a row of S tokens, those that fill it up a sequence of their own.
 
+    Where ranks share sequences, these are this rank's tokens of the row, and `lengths_N` still those of whole sequences.
     `experts_SLK` are the experts that are replayed for this rank's tokens of the row.
     """
 
@@ -132,7 +137,10 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
 
 def _lay_out(step: Step, micro: TrainBatch | None) -> Layout:
     experts = micro[replay.KEY] if micro is not None and replay.KEY in micro else None
-    return lay_out(micro, _Row(step.config.packing, experts), step.asked.device)
+    sharing = step.groups.context
+    row = _Row(step.config.packing, sharing.size, experts)
+    cut = partial(context.cut, sharing=sharing) if sharing.size > 1 else None
+    return lay_out(micro, row, step.asked.device, cut)
 
 
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
@@ -143,7 +151,8 @@ def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
             "with the longest sequence of a micro-batch; give shorter ones, or use a rope whose frequencies are fixed"
         )
     replay.check(batch, step.shape)
-    lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
+    filled = context.filled_up(fed_lengths(batch["loss_mask"]), step.groups.context.size)
+    lengths = [int(length) for length in filled.tolist()]
     return plan_micro_batches(
         lengths,
         max_tokens=step.config.micro_batch_tokens * step.config.model_parallel_size,
@@ -159,8 +168,9 @@ def _rounded(num_micro: int, config: MegatronConfig) -> int:
 
 
 def _of_row(step: Step, layout: Layout) -> int:
-    """Return how long the row of a micro-batch is, filled up so that the ranks of a tensor can share it."""
+    """Return how long the row of a micro-batch is, filled up so that ranks of a tensor, too, can share it."""
     share = step.config.tensor_parallel_size if step.config.sequence_parallel else 1
+    share *= context.filled_up(1, step.groups.context.size)
     return -(-len(_tensor(layout, "ids_S")) // share) * share
 
 
@@ -187,21 +197,27 @@ def _feed(step: Step, layout: Layout, num_tokens: int) -> _Fed:
         lengths_N = functional.pad(lengths_N, (0, 1), value=missing)
         ids_S = functional.pad(ids_S, (0, missing))
         positions_S = torch.cat((positions_S, torch.arange(missing, device=positions_S.device)))
+    sharing, mine_S = step.groups.context, slice(None)
+    if sharing.size > 1:
+        mine_S = context.dealt(tuple(map(int, lengths_N.tolist())), sharing.size)[sharing.rank].to(
+            ids_S.device
+        )
+        ids_S, positions_S = ids_S[mine_S], positions_S[mine_S]
     return _Fed(
         ids_1S=ids_S[None].to(device),
         positions_S=positions_S.to(device),
         lengths_N=lengths_N,
-        experts_SLK=_experts(step, layout, num_tokens),
+        experts_SLK=_experts(step, layout, missing, mine_S),
         layout=layout,
     )
 
 
-def _experts(step: Step, layout: Layout, num_tokens: int) -> torch.Tensor | None:
-    """Return what is replayed in a row of `num_tokens`, of the tokens that this rank has of it between the matrices."""
+def _experts(step: Step, layout: Layout, missing: int, mine_S: slice | torch.Tensor) -> torch.Tensor | None:
+    """Return what is replayed of `mine_S`, as far as this rank has them between the matrices; `missing` fill the row up."""
     if "experts_SK" not in layout.model_inputs:
         return None
     experts_SK = _tensor(layout, "experts_SK")
-    experts_SK = functional.pad(experts_SK, (0, 0, 0, num_tokens - len(experts_SK)), value=-1)
+    experts_SK = functional.pad(experts_SK, (0, 0, 0, missing), value=-1)[mine_S]
     if step.config.sequence_parallel:
         tensor = step.groups.tensor
         experts_SK = experts_SK.chunk(tensor.size)[tensor.rank]
@@ -238,6 +254,8 @@ def _end(
     """Return the loss of a micro-batch on the last stage, in the form that is divided by nothing."""
     wants_entropy_gradient = bool(getattr(step.asked.loss_fn, "entropy_gradient", False))
     outputs = predict(chunk, states, layout, step.shape, step.groups, wants_entropy_gradient)
+    if layout.counts_P:
+        outputs = context.gather_answers(outputs, layout)
     micro = run.rows(number)
     predictions: dict[str, torch.Tensor] = {}
     if micro is not None:

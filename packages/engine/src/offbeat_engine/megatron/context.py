@@ -1,0 +1,208 @@
+"""Context parallelism: ranks share the tokens of every sequence; keys and values of all of them meet in attention.
+
+A sequence is filled up to a multiple of twice the ranks and cut into that many chunks. Rank r has chunk r and the one that is r from
+the end, so that all ranks have the same to do, and the keys and values of all chunks (section 3.3.2 of arXiv 2407.21783).
+Everything that answers with tensors of other ranks is a collective of theirs.
+"""
+
+# megatron-core is untyped, and so is torch.autograd.Function: its context carries whatever forward put there.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false, reportIncompatibleMethodOverride=false
+
+# ruff: noqa: N815 shapes ride in names, of fields too
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from offbeat_engine.megatron.modules import Attention
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from offbeat_engine.megatron.blocks import Among
+    from offbeat_engine.toolkit.layouts import Layout
+
+# S = tokens of a row, P = ranks that share them, s = S / P, N = sequences of one length, q = tokens of a chunk, L = those it
+# looks at, A = heads here, K = key-value heads here, D = head size, M = tokens asked for, C = answers per token.
+
+
+Count = TypeVar("Count", int, torch.Tensor)
+
+
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    """Return which of the `2 * size` chunks of a sequence a rank has, in the order in which they lie there."""
+    return rank, 2 * size - 1 - rank
+
+
+def filled_up(num_tokens: Count, size: int) -> Count:
+    """Return how long a sequence of `num_tokens` is, or each of several, once `size` ranks can share it."""
+    multiple = 2 * size if size > 1 else 1
+    return -(-num_tokens // multiple) * multiple
+
+
+@lru_cache(maxsize=64)
+def dealt(lengths: tuple[int, ...], size: int) -> torch.Tensor:
+    """Return which tokens of a row each rank has, int64 [P, s]; `lengths` are those of its sequences, filled up."""
+    ranks: list[torch.Tensor] = []
+    for rank in range(size):
+        parts: list[torch.Tensor] = []
+        start = 0
+        for length in lengths:
+            width = length // (2 * size)
+            parts += [
+                torch.arange(start + number * width, start + (number + 1) * width)
+                for number in chunks_of(rank, size)
+            ]
+            start += length
+        ranks.append(torch.cat(parts))
+    return torch.stack(ranks)
+
+
+def cut(layout: Layout, sharing: Among) -> Layout:
+    """Return the part of a row's layout that this rank answers; `place_M` is that of all ranks' answers, one rank after the other."""
+    lengths = cast("torch.Tensor", layout.model_inputs["lengths"])
+    order_Ps = dealt(tuple(map(int, lengths.tolist())), sharing.size)
+    at_S = _inverse(order_Ps).to(layout.select_M.device)
+    at_M = at_S[layout.select_M]
+    owner_M = at_M // order_Ps.shape[1]
+    mine_M = owner_M == sharing.rank
+    temperature_M = layout.temperature_M
+    return replace(
+        layout,
+        select_M=at_M[mine_M] % order_Ps.shape[1],
+        targets_M=layout.targets_M[mine_M],
+        temperature_M=None if temperature_M is None else temperature_M[mine_M],
+        place_M=layout.place_M[owner_M.argsort(stable=True)],
+        counts_P=tuple(map(int, owner_M.bincount(minlength=sharing.size).tolist())),
+    )
+
+
+def _inverse(order_Ps: torch.Tensor) -> torch.Tensor:
+    """Return for each token of the row where it is, int64 [S], with the ranks' tokens one rank after the other."""
+    return order_Ps.flatten().argsort()
+
+
+def gather_answers(answers: Sequence[torch.Tensor], layout: Layout) -> tuple[torch.Tensor, ...]:
+    """Join the ranks' answers, float32 [M] each, in rank order: the same tensors on all of them.
+
+    Each rank's loss is the whole one, and its gradients are those by its own answers: over the ranks they add up.
+    """
+    joined_CM = cast("torch.Tensor", _GatherAnswers.apply(torch.stack(list(answers)), layout.counts_P))
+    # An answer without a gradient must not seem to have one because it travelled with one that has.
+    return tuple(
+        row_M if answer.requires_grad else row_M.detach()
+        for row_M, answer in zip(joined_CM.unbind(), answers, strict=True)
+    )
+
+
+class _GatherAnswers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine_CM: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401
+        group = _group()
+        ctx.counts, ctx.rank = counts, dist.get_rank(group)
+        longest = max(counts)  # parts must be of one size
+        mine = functional.pad(mine_CM, (0, longest - mine_CM.shape[1])).contiguous()
+        parts = [torch.empty_like(mine) for _ in counts]
+        dist.all_gather(parts, mine, group=group)
+        return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_CM: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+        start = sum(ctx.counts[: ctx.rank])
+        return grad_CM[:, start : start + ctx.counts[ctx.rank]], None
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The same chunk of all sequences of one length: which tokens of this rank look at which of all ranks' tokens."""
+
+    query_Nq: torch.Tensor
+    key_NL: torch.Tensor
+    seen_qL: torch.Tensor | None  # with a window
+
+
+class SharedAttention(Attention):
+    """As `Attention` over the tokens that this rank has of a row, whose sequences are as long as the mask says."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor,
+        **_: object,
+    ) -> torch.Tensor:
+        """Return what this rank's tokens gather, [s, 1, A * D], of `query` [s, 1, A, D] and its `key` and `value`."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        group = _group()
+        place = (dist.get_rank(group), dist.get_world_size(group))
+        lengths = tuple(map(int, attention_mask.tolist()))
+        # Forward gathers, and backward adds up what all ranks say about this one's keys and values.
+        both_SKD = gather_from_sequence_parallel_region(
+            torch.cat((key.squeeze(1), value.squeeze(1)), -1), group=group
+        )
+        query_sAD = query.squeeze(1)
+        found = torch.zeros_like(query_sAD)
+        for work in _works(lengths, place, self.window, query.device):
+            keys, values = both_SKD[work.key_NL].transpose(1, 2).chunk(2, -1)
+            out = functional.scaled_dot_product_attention(
+                query_sAD[work.query_Nq].transpose(1, 2),
+                keys,
+                values,
+                **_mask(work),
+                scale=self.rotary_scaling**2 / math.sqrt(query.shape[-1]),
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
+            found = found.index_put((work.query_Nq,), out.transpose(1, 2))
+        return found.flatten(1)[:, None]
+
+
+def _mask(work: _Work) -> dict[str, Any]:
+    num_queries, num_keys = work.query_Nq.shape[1], work.key_NL.shape[1]
+    if work.seen_qL is not None:
+        return {"attn_mask": work.seen_qL}
+    if num_queries == num_keys:
+        return {"is_causal": True}
+    # The last query is the last key's token: a kernel that knows of that needs no matrix.
+    return {"attn_mask": causal_lower_right(num_queries, num_keys)}
+
+
+@lru_cache(maxsize=64)
+def _works(
+    lengths: tuple[int, ...], place: tuple[int, int], window: int | None, device: torch.device
+) -> tuple[_Work, ...]:
+    """Return what the rank `place[0]` of `place[1]` has to do for a row."""
+    rank, size = place
+    at_S = _inverse(dealt(lengths, size))
+    starts = torch.tensor((0, *lengths)).cumsum(0)
+    works: list[_Work] = []
+    for length in sorted({*lengths} - {0}, reverse=True):
+        start_N1 = starts[[index for index, one in enumerate(lengths) if one == length]][:, None]
+        width = length // (2 * size)
+        for half, number in enumerate(chunks_of(rank, size)):
+            first, stop = number * width, (number + 1) * width
+            after = 0 if window is None else max(0, first + 1 - window)
+            seen_qL = None
+            if window is not None and stop > window:
+                apart = torch.arange(first, stop)[:, None] - torch.arange(after, stop)
+                seen_qL = ((apart >= 0) & (apart < window)).to(device)
+            query_Nq = start_N1 // size + half * width + torch.arange(width)
+            key_NL = at_S[start_N1 + torch.arange(after, stop)]
+            works.append(_Work(query_Nq.to(device), key_NL.to(device), seen_qL))
+    return tuple(works)
+
+
+def _group() -> Any:  # noqa: ANN401
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
