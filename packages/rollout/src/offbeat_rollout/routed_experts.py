@@ -35,6 +35,12 @@ def cut(experts: Experts | None, num_tokens: int, count: int) -> Experts | None:
     return None if experts is None or not kept else experts[: len(experts) - (num_tokens - kept)]
 
 
-def followed_by(first: Experts | None, more: Experts | None) -> Experts | None:
-    """Return `more`, whose prompt is what `first` speaks of and one token, with `first` in front: as tokens were sampled."""
-    return None if first is None or more is None else np.concatenate((first, more[len(first) :]))
+def followed_by(first: tuple[Experts | None, int], more: tuple[Experts | None, int]) -> Experts | None:
+    """Return those of a completion and what followed it, each with its number of tokens: as tokens were sampled.
+
+    The prompt of `more` is what `first` speaks of and one token. A part without tokens, which says nothing, takes nothing away.
+    """
+    (begun, num_begun), (rest, num_rest) = first, more
+    if not num_begun or not num_rest:
+        return rest if num_rest else begun
+    return None if begun is None or rest is None else np.concatenate((begun, rest[len(begun) :]))

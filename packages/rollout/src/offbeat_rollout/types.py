@@ -208,7 +208,9 @@ class Completion:
             logprobs=np.concatenate((self.logprobs, more.logprobs)),
             spans=version_spans(runs),
             top_logprobs=None if tops is None or more_tops is None else tops.followed_by(more_tops),
-            routed_experts=routed_experts.followed_by(self.routed_experts, more.routed_experts),
+            routed_experts=routed_experts.followed_by(
+                (self.routed_experts, self.num_tokens), (more.routed_experts, more.num_tokens)
+            ),
         )
 
     def __eq__(self, other: object) -> bool:

@@ -41,6 +41,7 @@ class Learner:
         """Train `roles` by `algorithm`; each trained one has a folder of checkpoints in `checkpoints`."""
         self._algorithm = algorithm
         self._roles = roles
+        roles[POLICY].replays = True
         trained = [name for name, spec in algorithm.roles().items() if spec.trained and name in roles]
         # The policy comes last: where its checkpoint of a step is whole, so are the others'.
         self._folders = {name: f"{checkpoints}/{name}" for name in sorted(trained, key=POLICY.__eq__)}

@@ -52,11 +52,13 @@ def assemble(
     matching trajectories) and contributes no loss token.
 
     Keys: input_ids, lengths, loss_mask, rollout_logprobs, policy_version (`NO_VERSION` outside the mask), temperature,
-    group (index into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask.
+    group (index into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask. Where the sampler
+    recorded them, `routed_experts`: of prompts and of what followed, -1 for each sequence's last token, which was sampled and
+    routed nowhere, for padding, and for a completion without tokens, which tells none.
 
     Raises:
-        TrainerError: no groups, an empty prompt, `temperature` <= 0, or a target that is unknown, of another shape, or no
-            finite number.
+        TrainerError: no groups, an empty prompt, `temperature` <= 0, a target that is unknown, of another shape, or no
+            finite number, or experts that are not those of the sequence's tokens.
     """
     if not groups:
         raise TrainerError("`assemble` needs at least one group, got none")
@@ -86,7 +88,34 @@ def assemble(
         policy_version=torch.from_numpy(versions_BT),
         temperature=torch.full((len(trajectories),), temperature, dtype=torch.float32),
         group=torch.repeat_interleave(torch.arange(len(groups)), sizes_N),
+        **_routed_experts(trajectories, frame),
     )
+
+
+def _routed_experts(
+    trajectories: Sequence[Trajectory], frame: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the key `routed_experts` [B, T, L x K], layer after layer; nothing where no sampler recorded any."""
+    recorded = [one.routed_experts for one in trajectories]
+    shapes = {experts.shape[1:] for experts in recorded if experts is not None}
+    if not shapes:
+        return {}
+    if len(shapes) > 1:
+        raise TrainerError(
+            f"completions of one step have experts of several shapes (layers, experts of a token): {sorted(shapes)}; "
+            "let every replica serve one model"
+        )
+    layers, top_k = shapes.pop()
+    experts_BTK = np.full((*frame["input_ids"].shape, layers * top_k), -1, np.int16)
+    for row, (experts, length) in enumerate(zip(recorded, frame["lengths"].tolist(), strict=True)):
+        if experts is None:
+            continue
+        if len(experts) >= length:
+            raise TrainerError(
+                f"row {row} of the batch has {length} tokens and experts of {len(experts)}: all but the last one were routed"
+            )
+        experts_BTK[row, : len(experts)] = experts.reshape(len(experts), -1)
+    return {"routed_experts": torch.from_numpy(experts_BTK)}
 
 
 def _placed(key: str, target: torch.Tensor, after_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,17 @@ class Turn:
         """Tokens observed and sampled."""
         return len(self.observed) + self.completion.num_tokens
 
+    def without_past(self) -> Turn:
+        """Return a turn that follows others with the experts of its own tokens alone, and of the one before them.
+
+        Its completion's prompt is all of the turns before, whose experts they have as their tokens were sampled.
+        """
+        experts = self.completion.routed_experts
+        if experts is None:
+            return self
+        own = experts[len(experts) - self.num_tokens :].copy()  # a view would keep the whole
+        return replace(self, completion=replace(self.completion, routed_experts=own))
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Turn):
             return NotImplemented
@@ -131,6 +142,21 @@ class Trajectory:
         silent = [np.zeros(len(turn.observed), np.float32) for turn in self.turns]
         spoken = [turn.completion.logprobs for turn in self.turns]
         return _end_to_end([part for pair in zip(silent, spoken, strict=True) for part in pair], np.float32)
+
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """[N, L, K] int16, where they were recorded: the experts of the first N tokens, those of the prompt included.
+
+        Each token has those by which what follows it was sampled: its turn's, and a turn's last token those of the next. N is one
+        less than all tokens, since nothing followed the last; a turn without tokens, which ends a trajectory, tells none.
+        """
+        found: list[npt.NDArray[np.int16]] = []
+        for turn in self.turns:
+            experts = turn.completion.routed_experts
+            if experts is None:
+                break
+            found.append(experts[len(experts) - turn.num_tokens :] if found else experts)
+        return None if not found else found[0] if len(found) == 1 else np.concatenate(found)
 
     @property
     def trained(self) -> npt.NDArray[np.bool_]:

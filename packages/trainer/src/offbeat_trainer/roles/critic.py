@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
-from offbeat_trainer.roles.role import Role
+from offbeat_trainer.roles.role import Role, unrouted
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def explained_variance(error_square: float, return_mean: float, return_square: f
 
 def predict_values(engine: Engine, batch: TrainBatch) -> torch.Tensor:
     """Shard, run forward, and gather the values in the order and shape of `batch`."""
-    share = engine.shard_data(batch)
+    share = engine.shard_data(unrouted(batch))
     with engine.eval_mode():
         predictions, _ = engine.forward_backward_step(share, forward_only=True)
     return engine.unshard_data(predictions.select("values"))["values"]

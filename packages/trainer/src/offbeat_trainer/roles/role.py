@@ -100,6 +100,7 @@ class Role:
         """Take an initialised engine; with `base` the one that trains adapters, for the model under them."""
         self.engine = engine
         self.step = 0  # steps of the run that are done, those before a resume included
+        self.replays = False  # see `unrouted`; the policy's learner sets it
         self._mode = engine.base_mode if base else engine.eval_mode
 
     def shares(self, batch: TrainBatch, num_updates: int = 1) -> list[TrainBatch]:
@@ -119,7 +120,7 @@ class Role:
 
     def whole_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Return log-probs [B, T] float32 of `batch`, which is the same on every rank, in its order, on the CPU, on every rank."""
-        share = self.engine.shard_data(batch)
+        share = self.engine.shard_data(self._own(batch))
         with self._mode():
             answers, _ = self.engine.forward_backward_step(share, forward_only=True)
         return self.engine.unshard_data(answers.select("logprobs", strict=False))["logprobs"]
@@ -142,12 +143,26 @@ class Role:
         self.engine.set_loss_fn(loss_fn)
         derived = getattr(loss_fn, "derived", None)
         with self.engine.train_mode():  # once for all: weights may wait in host memory outside
-            return [metric for share in shares for metric in _step(self.engine, share, derived)]
+            return [metric for share in shares for metric in _step(self.engine, self._own(share), derived)]
 
     def _logprobs_of(self, shares: list[TrainBatch]) -> list[torch.Tensor | None]:
         with self._mode():
-            answers = [self.engine.forward_backward_step(share, forward_only=True)[0] for share in shares]
+            answers = [
+                self.engine.forward_backward_step(self._own(share), forward_only=True)[0] for share in shares
+            ]
         return [cast("torch.Tensor | None", answer.get("logprobs", None)) for answer in answers]
+
+    def _own(self, batch: TrainBatch) -> TrainBatch:
+        return batch if self.replays else unrouted(batch)
+
+
+def unrouted(batch: TrainBatch) -> TrainBatch:
+    """Return `batch` without the experts that the sampler's routers chose, which are replayed by the policy alone.
+
+    It has the weights that sampled, or those of a few steps later. A critic, a reference and a teacher have others, and routers
+    that choose for them.
+    """
+    return batch.exclude("routed_experts") if "routed_experts" in batch else batch
 
 
 def _step(

@@ -207,7 +207,8 @@ class MultiTurn:
                 await asked("step", environment.step, self._action(len(talk.turns), completion))
             )
             self._watchdog.progress(GENERATION, f"turn {len(talk.turns)} of {talk.session}")
-            talk.turns.append(Turn(completion=completion, observed=observed, reward=feedback.reward))
+            turn = Turn(completion=completion, observed=observed, reward=feedback.reward)
+            talk.turns.append(turn.without_past() if talk.turns else turn)
             talk.feedbacks.append(feedback)
             ending = self._ending(talk, completion, feedback)
             if ending is not None:

@@ -9,7 +9,8 @@ Trajectories are bytes: exact, small, readable without us. A line of JSON comes 
 who made which tokens, rows of (version, start, end). `stop_reason` is there if any has one. Each completion is a trajectory of
 its own, unless there is `turns`: per trajectory a row of (tokens observed, reward), one a completion; then `endings` says how the
 trajectories ended. The arrays follow, int32 token ids and then float32 log-probs, each over all completions, and int32 ids of
-what was observed, little-endian.
+what was observed, little-endian. Where experts were recorded, the line says `format` 3, `routed` (layers, experts of a token) and
+`fed`, of how many tokens each completion tells them; int16 numbers of experts come last, over all completions.
 
 Format 1, without `format`, has no turns. In its first journals there are no `spans`: int32 versions lie between the two arrays,
 one a token, and log-probs are float64. Both are read as well.
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.data.types import Ending
 
 FORMAT = 2
+WITH_EXPERTS = 3  # of completions alone: a file may hold both
 _READ = (0, 1, FORMAT)  # 0 is a new file; 1 is the same without turns
 BUSY_TIMEOUT_S = 10.0
 LOG_PAGES = 1 << 15  # of 4 KiB
@@ -205,7 +207,13 @@ def pack(trajectories: Sequence[Trajectory]) -> bytes:
     tokens = [np.asarray(one.token_ids, "<i4").tobytes() for one in completions]
     logprobs = [np.asarray(one.logprobs, "<f4").tobytes() for one in completions]
     observed = [np.asarray(turn.observed, "<i4").tobytes() for turn in turns]
-    return b"".join((ENCODE(head).encode(), b"\n", *tokens, *logprobs, *observed))
+    routed = [one.routed_experts for one in completions]
+    known = [experts for experts in routed if experts is not None]
+    if known:
+        fed = [0 if experts is None else len(experts) for experts in routed]
+        head |= {"format": WITH_EXPERTS, "routed": known[0].shape[1:], "fed": fed}
+    experts = [np.asarray(one, "<i2").tobytes() for one in known]
+    return b"".join((ENCODE(head).encode(), b"\n", *tokens, *logprobs, *observed, *experts))
 
 
 def unpack(body: bytes) -> tuple[Trajectory, ...]:
@@ -217,9 +225,9 @@ def unpack(body: bytes) -> tuple[Trajectory, ...]:
     head, _, rest = body.partition(b"\n")
     try:
         fields = json.loads(head)
-        if fields.get("format", 1) > FORMAT:
+        if fields.get("format", 1) > WITH_EXPERTS:
             raise ResumeError(
-                f"the journal was written by a later version (format {fields['format']}, this one reads {FORMAT}); "
+                f"the journal was written by a later version (format {fields['format']}, this one reads {WITH_EXPERTS}); "
                 "go on with that version, or start anew"
             )
         counts: list[int] = fields["count"]
@@ -234,9 +242,16 @@ def unpack(body: bytes) -> tuple[Trajectory, ...]:
                 spans=made_by,
                 finish=Finish(finish),
                 stop_reason=reason,
+                routed_experts=experts,
             )
-            for name, finish, made_by, reason, (a, b) in zip(
-                fields["request_id"], fields["finish"], spans, reasons, ends, strict=True
+            for name, finish, made_by, reason, experts, (a, b) in zip(
+                fields["request_id"],
+                fields["finish"],
+                spans,
+                reasons,
+                _experts(fields, rest),
+                ends,
+                strict=True,
             )
         ]
         if "turns" not in fields:
@@ -254,7 +269,7 @@ _Parts = tuple["npt.NDArray[np.int32]", "npt.NDArray[np.float32]", "list[tuple[V
 def _read(fields: dict[str, Any], rest: bytes, counts: list[int]) -> _Parts:
     """Return token ids, log-probs and spans; the arrays are copies, so that `rest` need not stay."""
     total = sum(counts)
-    _check_size(rest, total, 8, _num_observed(fields))
+    _check_size(rest, total, 8, 4 * _num_observed(fields) + 2 * _num_routed(fields))
     tokens = np.frombuffer(rest, "<i4", total).astype(np.int32)
     logprobs = np.frombuffer(rest, "<f4", total, offset=4 * total).astype(np.float32)
     return tokens, logprobs, [tuple(VersionSpan(*span) for span in one) for one in fields["spans"]]
@@ -295,10 +310,27 @@ def _ending(name: str) -> Ending:
     return Limit(name) if name in set(Limit) else Finish(name)
 
 
+def _experts(fields: dict[str, Any], rest: bytes) -> Iterator[npt.NDArray[np.int16] | None]:
+    """Yield the experts of each completion; None where it tells none."""
+    fed: list[int] = fields.get("fed", [0] * len(fields["count"]))
+    count = _num_routed(fields)
+    routed = np.frombuffer(rest, "<i2", count, offset=len(rest) - 2 * count).astype(np.int16)
+    each = routed.reshape(sum(fed), *fields.get("routed", (0, 0)))
+    for a, b in pairwise(accumulate(fed, initial=0)):
+        yield each[a:b] if b > a else None
+
+
+def _num_routed(fields: dict[str, Any]) -> int:
+    layers, top_k = fields.get("routed", (0, 0))
+    return sum(fields.get("fed", ())) * layers * top_k
+
+
 def _num_observed(fields: dict[str, Any]) -> int:
     return sum(count for one in fields.get("turns", ()) for count, _ in one)
 
 
-def _check_size(rest: bytes, total: int, token_bytes: int, num_observed: int = 0) -> None:
-    if len(rest) != total * token_bytes + 4 * num_observed:
-        raise ValueError(f"{len(rest)} bytes of arrays for {total} tokens, and {num_observed} observed")
+def _check_size(rest: bytes, total: int, token_bytes: int, num_others: int = 0) -> None:
+    if len(rest) != total * token_bytes + num_others:
+        raise ValueError(
+            f"{len(rest)} bytes of arrays for {total} tokens, and {num_others} of what stands beside them"
+        )
