@@ -11,7 +11,8 @@ SGLang's own. What is done, in every process of the server, before SGLang is imp
 - `murmur_hash32_cpu`, from which a seeded draw takes its random numbers, is written in torch;
 - the models' other families are not imported: the one in `--model-path` is enough;
 - in deterministic mode, attention is torch's, whose results do not depend on the batch here, and Triton's
-  replacements of matrix products, which no CPU runs, stay out.
+  replacements of matrix products, which no CPU runs, stay out;
+- experts that routers chose are kept in memory that is not pinned for a GPU.
 """
 
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -77,6 +78,11 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, cols: torch.Tenso
     return (h ^ (h >> 16)).to(torch.uint32)
 
 
+def unpinned(dims: tuple[int, ...], dtype: torch.dtype, **_: object) -> torch.Tensor:
+    """Return memory for a table beside the model, as SGLang asks for it on a GPU's host."""
+    return torch.empty(dims, dtype=dtype)
+
+
 def other_families(arguments: list[str]) -> str:
     """Return the modules of SGLang's models that do not hold the one in `--model-path`, joined by commas."""
     spec = find_spec("sglang")
@@ -108,7 +114,9 @@ def prepare() -> None:
 
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups import choices
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
+    ALLOC_MEMORY_FUNCS["cpu"] = unpinned
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     setattr(batch_invariant_ops, "enable_batch_invariant_mode", lambda *_, **__: None)  # noqa: B010 it is typed
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from offbeat_rollout import ConfigError, Finish, GenerateRequest, RolloutConfig, SamplingParams, adapter_class
-from offbeat_rollout.errors import CompletionError
+from offbeat_rollout.errors import CompletionError, UpdateRefused
 from offbeat_rollout.hf import HfEngine
-from offbeat_rollout.testing import make_tiny_model
+from offbeat_rollout.testing import make_tiny_model, reference_logprobs
 
 LAYERS, TOP_K = 3, 2
 
@@ -88,6 +89,9 @@ def test_they_are_cut_joined_and_sent_with_their_completion(mixture):
         routed_experts=other.astype(np.int16),
     )
     assert begun.followed_by(rest) == whole
+    none = whole.cut(0, Finish.ABORT)
+    assert none.followed_by(whole) == whole, "what has no tokens takes nothing away"
+    assert np.array_equal(begun.followed_by(none).routed_experts, begun.routed_experts)
     with pytest.raises(CompletionError, match="routed_experts"):
         replace(whole, routed_experts=whole.routed_experts[:3])
 
@@ -96,7 +100,58 @@ def test_who_cannot_tell_says_so(tmp_path):
     config = RolloutConfig(model_path=make_tiny_model(tmp_path / "dense"), record_experts=True)
     with pytest.raises(ConfigError, match="has no routers"):
         asyncio.run(generated(config))
-    for name, says in (("vllm", "Triton"), ("sglang", "not tried")):
+    for name, says in (("vllm", "Triton"), ("sglang", "has no experts")):
         adapter = adapter_class(name)
         with pytest.raises(ConfigError, match=says):
             adapter.check(adapter.Config(model_path=config.model_path, record_experts=True))
+
+
+async def updated(path, version_of):
+    """Return what an engine of `path` says after an update, and what it takes."""
+    engine = HfEngine(RolloutConfig(model_path=path, max_model_len=128))
+    await engine.start()
+    try:
+        updates = engine.weight_updates()
+        specs = await updates.specs()
+        tensors = list(load_file(f"{version_of}/model.safetensors").items())
+        if not await updates.adopt(tensors, 1):
+            await updates.load(tensors, 1)
+        with pytest.raises(UpdateRefused, match=r"experts.3.*is missing"):
+            await updates.load([(name, one) for name, one in tensors if ".experts.3." not in name], 2)
+        return specs, await engine.generate_many(requests())
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("family", [Qwen3MoeConfig, MixtralConfig])
+def test_an_update_brings_experts_by_the_names_of_their_checkpoint(family, tmp_path):
+    shape = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    shape |= {"num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3, "num_experts_per_tok": 2}
+    own = (
+        {"num_experts": 4, "moe_intermediate_size": 48}
+        if family is Qwen3MoeConfig
+        else {"num_local_experts": 4}
+    )
+    for name in ("old", "new"):
+        torch.manual_seed(len(name) + ord(name[0]))
+        AutoModelForCausalLM.from_config(family(**shape, **own, eos_token_id=None)).save_pretrained(
+            tmp_path / name
+        )
+    specs, made = asyncio.run(updated(str(tmp_path / "old"), tmp_path / "new"))
+    held = load_file(tmp_path / "new" / "model.safetensors")
+    assert {(name, size) for name, size, _ in specs} == {
+        (name, tuple(one.shape)) for name, one in held.items()
+    }
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32).eval()
+    for request, completion in zip(requests(), made, strict=True):
+        assert completion.policy_versions.tolist() == [1] * completion.num_tokens
+        expected = reference_logprobs(
+            model, request.prompt_ids, completion.token_ids.tolist(), request.sampling
+        )
+        assert completion.logprobs.tolist() == pytest.approx(expected, abs=1e-4)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.testing import (
     Subject,
     make_tiny_model,
+    reference_experts,
     reference_logprobs,
     rollout_contract,
     write_tokenizer,
@@ -39,7 +48,13 @@ FAMILIES = {
     "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True),
     "llama, tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE),
+    "qwen3, experts": lambda: Qwen3MoeConfig(
+        **SHAPE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=False
+    ),
+    # SGLang's Mixtral has the hidden size shared out among heads, whatever its config says.
+    "mixtral": lambda: MixtralConfig(**{**SHAPE, "head_dim": 16}, num_local_experts=4, num_experts_per_tok=2),
 }
+MIXTURES = ("qwen3, experts", "mixtral")
 
 
 def make_model(folder: Path, family: str, dtype: torch.dtype) -> str:
@@ -58,6 +73,8 @@ KINDS = [
     ("llama", "float32"),
     ("llama, tied", "float32"),
     ("qwen3", "float32"),
+    ("qwen3, experts", "float32"),
+    ("mixtral", "float32"),
     ("qwen2, tied", "float32"),
     ("qwen2, tied", "bfloat16"),
 ]
@@ -77,6 +94,7 @@ async def subject(request, tmp_path_factory):
             max_num_seqs=64,
             kv_cache_gib=0.25,
             stop_strings=True,
+            record_experts=family in MIXTURES,
             start_timeout_s=600,
         )
     )
@@ -89,6 +107,7 @@ async def subject(request, tmp_path_factory):
         tolerance=TOLERANCE[dtype],
         same_bits=False,
         decode=AutoTokenizer.from_pretrained(path).decode,
+        experts=lambda ids: reference_experts(model, ids),
     )
     await engine.stop()
 
@@ -98,16 +117,15 @@ async def test_contract(check, subject):
     await rollout_contract[check](subject)
 
 
-async def test_new_weights_are_served_and_proven(subject):
+async def test_new_weights_are_served_and_proven(subject, tmp_path):
     """The update is refused unless SGLang holds, parameter by parameter, what was sent."""
     path = subject.engine.config.model_path
     weights = load_file(f"{path}/model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            tensor += 0.02 * torch.randn(tensor.shape).to(tensor.dtype)
-            model.state_dict()[name].copy_(tensor)
-    model.tie_weights()
+    for tensor in weights.values():
+        tensor += 0.02 * torch.randn(tensor.shape).to(tensor.dtype)
+    shutil.copytree(path, tmp_path / "new")
+    save_file(weights, tmp_path / "new" / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
     await subject.engine.weight_updates().load(weights.items(), 1)
     asked = subject.request(seed=9, max_tokens=24)
     done = await subject.engine.generate(asked)

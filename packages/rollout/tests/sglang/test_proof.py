@@ -46,6 +46,24 @@ def test_a_parameter_is_a_tensor_or_several_or_one_with_rows_of_zeros():
     }
 
 
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+def test_experts_are_stacked_one_after_the_other(names):
+    prefix = "model.layers.0.mlp.experts."
+    gate, up, down = names
+    tensors = {f"{prefix}{expert}.{name}.weight": torch.randn(3, 4) for name in names for expert in range(12)}
+    held = {f"{prefix}w13_weight", f"{prefix}w2_weight"}
+    found = checksums(sources_of(held, tensors, tied=False), tensors.__getitem__)
+    first = [tensors[f"{prefix}{expert}.{name}.weight"] for expert in range(12) for name in (gate, up)]
+    second = [tensors[f"{prefix}{expert}.{down}.weight"] for expert in range(12)]
+    assert found == {
+        f"{prefix}w13_weight": hashed(torch.cat(first)),
+        f"{prefix}w2_weight": hashed(torch.cat(second)),
+    }
+    missing = {name for name in tensors if ".7." not in name}
+    with pytest.raises(ConfigError, match=r"experts\.11"):  # what comes behind it belongs to nothing
+        sources_of(held, missing, tied=False)
+
+
 def test_half_precision_and_strides_are_read_as_they_lie():
     tensor = torch.randn(4, 3).to(torch.bfloat16).t()
     (found,) = checksums({"w": ("w",)}, lambda _: tensor).values()

@@ -12,6 +12,7 @@ import torch
 
 from offbeat_rollout.errors import ConfigError, UpdateRefused
 from offbeat_rollout.hf.cache import ATTENTION_NAME, register_attention
+from offbeat_rollout.hf.places import places_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -90,7 +91,7 @@ def _check_attention(config: PretrainedConfig, max_model_len: int) -> None:
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the live weights under the names `save_pretrained` writes: tied tensors once, under the name it keeps."""
+    """Return the live weights: tied tensors once, under the name `save_pretrained` keeps."""
     tied = getattr(model, "_tied_weights_keys", None)
     secondary: set[str] = set(cast("Iterable[str]", tied)) if tied else set()
     state = cast("dict[str, torch.Tensor]", model.state_dict(keep_vars=True))
@@ -109,11 +110,6 @@ def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return the torch name of the dtype without its prefix, say "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def weight_specs(model: PreTrainedModel) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return (name, shape, dtype name) of every weight, in the model's order."""
-    return [(name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in named_weights(model).items()]
 
 
 def check_given(
@@ -148,21 +144,31 @@ def check_given(
 
 
 class WholeWeights:
-    """Updates that bring every weight of the model."""
+    """Updates that bring every weight of the model, by the names and shapes of its checkpoint."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Write into `model`."""
+        """Write into `model`.
+
+        Raises:
+            ConfigError: it holds weights in a way that they cannot be written into.
+        """
         self._model = model
+        self._places = places_of(model, named_weights(model))
+
+    @property
+    def adopts(self) -> bool:
+        """Whether what an update brings can be the live weights: a mixture's experts, which are one tensor there, cannot."""
+        return not self._places
 
     def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Return what an update must bring."""
-        return weight_specs(self._model)
+        """Return what an update must bring, in the model's order."""
+        return [(name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in self._live().items()]
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Check all, then copy all into the live weights (tied ones change together, they share memory)."""
         given = check_given(self.specs(), tensors)
         with torch.no_grad():
-            for name, tensor in named_weights(self._model).items():
+            for name, tensor in self._live().items():
                 tensor.copy_(given[name])
 
     def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -174,5 +180,11 @@ class WholeWeights:
             for name, tensor in named_weights(self._model).items()
             if tensor.numel()
         }
+        assert self.adopts
         for tensor, data in [(each, fresh[_memory_of(each)]) for each in state.values() if each.numel()]:
             tensor.data = data
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        """Return the live weights, or their parts, by the names of the checkpoint."""
+        live = named_weights(self._model)
+        return {name: place.view(live[place.held]) for name, place in self._places.items()} or live

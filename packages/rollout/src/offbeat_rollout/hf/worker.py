@@ -153,9 +153,10 @@ class Worker:
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, recompute_kv: bool
     ) -> bool:
         """As `load_weights`, from where the tensors lie; False, and nothing done, where the model must have its own."""
-        if self._config.device != "cpu" or not isinstance(self._weights, WholeWeights):
+        weights = self._weights
+        if self._config.device != "cpu" or not isinstance(weights, WholeWeights) or not weights.adopts:
             return False
-        self._weights.adopt(tensors)
+        weights.adopt(tensors)
         self.version = version
         if recompute_kv:
             self._batch.recompute()

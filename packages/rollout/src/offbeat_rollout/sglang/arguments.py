@@ -60,6 +60,7 @@ OURS: dict[str, str] = {
     "weight_version": _UPDATES,
     "quantization": _UPDATES,
     "load_format": _UPDATES,
+    "enable_return_routed_experts": "set `record_experts`",
     "speculative_algorithm": _UPDATES,
 }
 """Arguments that are not taken in `server_args`, each with what to do or why."""
@@ -162,6 +163,7 @@ def server_args(config: SglangConfig, port: int) -> dict[str, object]:
         "weight_version": "0",
         "sampling_defaults": "openai",  # nothing from the model folder
         "enable_deterministic_inference": config.deterministic,
+        "enable_return_routed_experts": config.record_experts,
         "sampling_mask_max_tokens": int(model_settings(config.model_path)["vocab_size"]),
         "incremental_streaming_output": True,
         "stream_interval": 8,  # tokens of a request between two messages about it
@@ -203,6 +205,30 @@ def check_model(config: SglangConfig) -> None:
             f"sglang: `max_model_len` is {config.max_model_len}, and the model in {config.model_path!r} was made for {longest} "
             "tokens (`max_position_embeddings`); lower it"
         )
+    experts_of(config)
+
+
+def experts_of(config: SglangConfig) -> tuple[int, int] | None:
+    """Return layers and experts of a token, as SGLang records them; None where `record_experts` does not ask for them.
+
+    Raises:
+        ConfigError: the model has no experts, or layers without any among the others, for which SGLang would name some.
+    """
+    if not config.record_experts:
+        return None
+    text = model_settings(config.model_path)
+    dense = (
+        text.get("mlp_only_layers")
+        or text.get("first_k_dense_replace")
+        or text.get("decoder_sparse_step", 1) > 1
+    )
+    top_k = text.get("num_experts_per_tok")
+    if not top_k or dense:
+        raise ConfigError(
+            f"sglang: `record_experts`: the model in {config.model_path!r} has {'dense layers' if top_k else 'no experts'}"
+            f"{' among those of experts' if top_k else ''}; leave the setting out"
+        )
+    return int(text["num_hidden_layers"]), int(top_k)
 
 
 def cache_tokens(config: SglangConfig) -> int:

@@ -31,7 +31,7 @@ from offbeat_rollout.clock import RequestClock
 from offbeat_rollout.config import require_config
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, RolloutError
 from offbeat_rollout.interface import RolloutEngine
-from offbeat_rollout.sglang.arguments import check_arguments, check_model, model_settings
+from offbeat_rollout.sglang.arguments import check_arguments, check_model, experts_of, model_settings
 from offbeat_rollout.sglang.client import Client
 from offbeat_rollout.sglang.config import SglangConfig
 from offbeat_rollout.sglang.requests import Requests
@@ -68,6 +68,7 @@ class SglangEngine(RolloutEngine):
         self._vocab_size = 0
         self._eos: tuple[int, ...] = ()
         self._tokenizer: Tokenizer | None = None
+        self._routed: tuple[int, int] | None = None
         self._clock = RequestClock(config.request_timeout_s, self._requests.work)
 
     @classmethod
@@ -87,10 +88,10 @@ class SglangEngine(RolloutEngine):
                     RolloutFeature.CONTINUOUS_BATCHING,
                     RolloutFeature.PREFIX_CACHING,
                     RolloutFeature.STOP_STRINGS,
+                    RolloutFeature.ROUTED_EXPERTS,
                 }
             ),
             missing={
-                "routed_experts": "its server's recording was not tried here",
                 "cuda": "updates are proven by checksums that SGLang computes in another way on GPUs, and this adapter was "
                 "never run there; use vllm",
                 "tensor_parallel": "updates of one rank can be proven; use vllm",
@@ -126,6 +127,7 @@ class SglangEngine(RolloutEngine):
         check_model(self.config)
         self._eos = eos_token_ids(self.config.model_path)
         self._vocab_size = int(model_settings(self.config.model_path)["vocab_size"])
+        self._routed = experts_of(self.config)
         if self.config.stop_strings:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model_path)
         self._version, self._num_flips, self._requests.failure = 0, 0, ""
@@ -155,6 +157,7 @@ class SglangEngine(RolloutEngine):
             watch=StopStrings(tokenizer, request.prompt_ids, stop)
             if stop and tokenizer is not None
             else None,
+            routed=self._routed,
         )
         async with self._clock.over([request.request_id]):
             await self._requests.run(running)

@@ -10,6 +10,7 @@ reads no tokenizer.
 from __future__ import annotations
 
 import math
+from base64 import b64decode
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from offbeat_rollout.types import Completion, Finish, version_spans
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
+
+    import numpy.typing as npt
 
     from offbeat_rollout.stop_strings import StopStrings
     from offbeat_rollout.types import GenerateRequest
@@ -59,11 +62,21 @@ class Running:
     """What has come of one request."""
 
     def __init__(
-        self, request: GenerateRequest, *, truncated: bool, watch: StopStrings | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        truncated: bool,
+        watch: StopStrings | None = None,
+        routed: tuple[int, int] | None = None,
     ) -> None:
-        """Nothing has come yet; tokens are left out of the drawn distribution if it is `truncated`; `watch` looks for texts."""
+        """Nothing has come yet; tokens are left out of the drawn distribution if it is `truncated`; `watch` looks for texts.
+
+        `routed` are layers and experts of a token, where experts are recorded.
+        """
         self.request = request
         self._truncated = truncated
+        self._routed = routed
+        self._experts: npt.NDArray[np.int16] | None = None
         self._watch = watch
         self._stopped: tuple[int, str] | None = None  # after how many tokens which text was complete
         self.call: asyncio.Task[None] | None = None
@@ -98,6 +111,8 @@ class Running:
         """What the body of `/generate` says of log-probs."""
         num_top = self.request.sampling.top_logprobs
         body: dict[str, object] = {"return_logprob": True, "top_logprobs_num": num_top}
+        if self._routed is not None:
+            body["return_routed_experts"] = True
         if self._truncated:
             body |= {
                 "return_sampling_mask": True,
@@ -160,6 +175,19 @@ class Running:
         self._stop_reason = matched if isinstance(matched, int) else None
         told: list[dict[str, Any]] = meta.get("weight_versions") or []
         self._spans = [(int(one["version"]), one["end"] - one["start"]) for one in told]
+        if self._routed is not None and self._token_ids:
+            self._experts = self._experts_in(meta, self._routed)
+
+    def _experts_in(self, meta: dict[str, Any], routed: tuple[int, int]) -> npt.NDArray[np.int16]:
+        """Return the experts of every token that was fed [P + T - 1, L, K], which come with the end."""
+        experts = np.frombuffer(b64decode(meta.get("routed_experts") or ""), np.int32).astype(np.int16)
+        fed = len(self.request.prompt_ids) + self.num_tokens - 1
+        if experts.size != fed * math.prod(routed):
+            raise EngineStateError(
+                f"SGLang gave {experts.size} numbers of experts for {self.request.request_id!r}, of {fed} tokens x "
+                f"{' x '.join(map(str, routed))}"
+            )
+        return experts.reshape(fed, *routed)
 
     def completion(self, version: int) -> Completion:
         """Return the completion, by weights of `version` at its end; one that the server did not end is an aborted one.
@@ -179,6 +207,7 @@ class Running:
             stop_reason=self._stop_reason,
             num_cached_tokens=self._num_cached,
             top_logprobs=self._top_logprobs(count),
+            routed_experts=self._experts,
         )
         if self._stopped is None or self._stopped[0] > count:
             return made

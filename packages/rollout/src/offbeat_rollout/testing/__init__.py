@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from offbeat_rollout.testing.contract import rollout_contract
-from offbeat_rollout.testing.models import make_tiny_model, reference_logprobs, write_tokenizer
+from offbeat_rollout.testing.models import (
+    make_tiny_model,
+    reference_experts,
+    reference_logprobs,
+    write_tokenizer,
+)
 from offbeat_rollout.testing.scripted import ScriptedRollout
 from offbeat_rollout.testing.subject import Subject, wait_for_tokens
 
@@ -11,6 +16,7 @@ __all__ = [
     "ScriptedRollout",
     "Subject",
     "make_tiny_model",
+    "reference_experts",
     "reference_logprobs",
     "rollout_contract",
     "wait_for_tokens",

@@ -11,6 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from offbeat_rollout.errors import EngineStateError, RequestError
+from offbeat_rollout.testing.contract_experts import routed_experts
 from offbeat_rollout.testing.contract_stops import stop_strings, stop_tokens
 from offbeat_rollout.testing.subject import DEADLINE_S
 from offbeat_rollout.types import Completion, Finish, PauseMode
@@ -275,6 +276,7 @@ rollout_contract: dict[str, Callable[[Subject], Awaitable[None]]] = {
     "greedy": _greedy,
     "stop_tokens": stop_tokens,
     "stop_strings": stop_strings,
+    "routed_experts": routed_experts,
     "seeds": _seeds,
     "concurrent": _concurrent,
     "refusals": _refusals,

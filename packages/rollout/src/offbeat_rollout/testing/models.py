@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    import numpy as np
+    import numpy.typing as npt
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from offbeat_rollout.types import SamplingParams
@@ -62,6 +64,16 @@ def reference_logprobs(
         _logprob(logits[len(prompt_ids) - 1 + position].tolist(), token, sampling)
         for position, token in enumerate(token_ids)
     ]
+
+
+def reference_experts(model: PreTrainedModel, token_ids: Sequence[int]) -> npt.NDArray[np.int16]:
+    """Return the experts that the routers of a mixture choose for each of `token_ids` [N, L, K], in one plain forward."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([[*token_ids]]), output_router_logits=True).router_logits
+    top_k = model.config.num_experts_per_tok
+    return torch.stack([one.topk(top_k, -1).indices for one in logits], 1).to(torch.int16).numpy()
 
 
 def write_tokenizer(folder: Path | str, vocab_size: int = 96) -> PreTrainedTokenizerFast:

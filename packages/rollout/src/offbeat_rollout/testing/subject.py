@@ -12,6 +12,9 @@ from offbeat_rollout.types import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from offbeat_rollout.interface import RolloutEngine
 
 _ids = count()
@@ -23,7 +26,8 @@ class Subject:
     """An engine under test: started, not paused, with nothing running; and who to compare it with.
 
     `decode` gives the text of tokens, special ones included, where the engine ends completions at texts
-    (`RolloutFeature.STOP_STRINGS`); it must have been started with `stop_strings` then. `same_bits` says that log-probs of a
+    (`RolloutFeature.STOP_STRINGS`); it must have been started with `stop_strings` then. `experts` gives those of every token of a
+    sequence [N, L, K], where it was started with `record_experts`. `same_bits` says that log-probs of a
     request have the same bits whatever else is in the batch; else they are the same within `tolerance`.
     """
 
@@ -35,6 +39,7 @@ class Subject:
     tolerance: float = 1e-4  # of log-probs; what fp32 reaches
     same_bits: bool = True
     decode: Callable[[Sequence[int]], str] | None = None
+    experts: Callable[[Sequence[int]], npt.NDArray[np.int16]] | None = None
 
     def request(self, prompt: Sequence[int] = (5, 6, 7), **sampling: object) -> GenerateRequest:
         """Return a request with an id of its own."""

@@ -101,8 +101,8 @@ class VllmEngine(RolloutEngine):
                 }
             ),
             missing={
-                "routed_experts": "vLLM 0.32 records them in its second model runner alone, which takes Triton, so a GPU: not "
-                "tried here",
+                "routed_experts": "vLLM 0.32 records them in its Model Runner V2 alone, which takes Triton: on a CPU one with a CPU "
+                "backend, which its wheel has not; on a GPU not tried",
                 "peer_copy": "weights are served in the form of vLLM's kernels (fused, prepacked), from which the checkpoint's "
                 "tensors do not come back: a replacement is sent them by the trainer",
             },

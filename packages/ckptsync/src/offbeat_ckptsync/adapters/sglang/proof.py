@@ -2,20 +2,21 @@
 
 SGLang answers an update with success whatever names were in it. Its checker hashes each parameter where it lies: SHA-256 of the
 bytes, the first eight of them (`weight_checker.py`, 0.5.23, on CPU; on GPUs another hash, which is not known here). A parameter is
-a tensor of the checkpoint, several of them one after the other (`_FUSED`), or one with rows of zeros up to a multiple of
+a tensor of the checkpoint, several of them one after the other (`_FUSED`, `_STACKED` by experts), or one with rows of zeros up to a multiple of
 64 (embeddings). A server with parameters, or on a device, of which that is not so is refused before the first sync.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.buckets import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     import torch
 
@@ -23,6 +24,12 @@ _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+_STACKED = (
+    ("w13_weight", ("gate_proj", "up_proj")),
+    ("w13_weight", ("w1", "w3")),
+    ("w2_weight", ("down_proj",)),
+    ("w2_weight", ("w2",)),
+)
 _PADDED = ("embed_tokens.weight", "lm_head.weight")
 _ROWS = 64
 _HEAD = "lm_head.weight"  # left out by a server that ties it to the embedding
@@ -68,7 +75,23 @@ def _source(name: str, given: Collection[str]) -> tuple[str, ...]:
         made_of = tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
         if made_of[0] != name and all(one in given for one in made_of):
             return made_of
+    for stacked, parts in _STACKED:
+        if name.endswith(f".experts.{stacked}"):
+            made_of = _of_experts(name.removesuffix(stacked), parts, given)
+            if made_of:
+                return made_of
     return ()
+
+
+def _of_experts(prefix: str, parts: Sequence[str], given: Collection[str]) -> tuple[str, ...]:
+    """Return the tensors of all experts below `prefix`, of each those called `parts`."""
+    found: list[str] = []
+    for expert in itertools.count():
+        each = [f"{prefix}{expert}.{part}.weight" for part in parts]
+        if not all(one in given for one in each):
+            return tuple(found)
+        found += each
+    raise AssertionError("numbers do not end")
 
 
 def _checksum(name: str, tensors: list[torch.Tensor]) -> str:
