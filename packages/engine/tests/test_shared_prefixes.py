@@ -33,7 +33,7 @@ def test_every_prefix_is_computed_once_by_a_row_that_has_it(rows):
     width = max(1, *map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     fed = torch.arange(width)[None] < torch.tensor([len(row) for row in rows])[:, None]
-    own, owner = _owners(ids, fed)
+    own, owner = _owners(ids[..., None], fed)
     prefixes = {tuple(row[: t + 1]) for row in rows for t in range(len(row))}
     assert int(own.sum()) == len(prefixes)
     assert {tuple(rows[r][: t + 1]) for r, t in own.nonzero().tolist()} == prefixes
@@ -146,6 +146,6 @@ def test_layers_with_a_window_share_beginnings_too(tmp_path, attention):
 def test_a_token_that_is_no_longer_common_is_not_shared():
     """The defect this feature could have: one sequence reads the token of another."""
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8]])
-    own, owner = _owners(ids, torch.ones_like(ids, dtype=torch.bool))
+    own, owner = _owners(ids[..., None], torch.ones_like(ids, dtype=torch.bool))
     assert own.tolist() == [[True, True, True, True], [False, False, True, True]]
     assert owner[1].tolist() == [0, 0, 1, 1]

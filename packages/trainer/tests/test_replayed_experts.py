@@ -47,10 +47,10 @@ def batch_of(requests, made):
     )
 
 
-def scores(world, path, batches):
+def scores(world, name, path, batches):
     torch.set_num_threads(1)
-    config = engine_config_class("megatron")(model=ModelConfig(path=path))
-    engine = engine_class("megatron")(config, world)
+    config = engine_config_class(name)(model=ModelConfig(path=path))
+    engine = engine_class(name)(config, world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     with engine.eval_mode():
@@ -59,7 +59,8 @@ def scores(world, path, batches):
     return answers
 
 
-def test_what_the_sampler_chose_gives_its_own_logprobs_and_other_experts_do_not(tmp_path):
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+def test_what_the_sampler_chose_gives_its_own_logprobs_and_other_experts_do_not(tmp_path, engine):
     path = make_tiny_model(tmp_path / "mixture", family="qwen3_moe", eos_token_id=None, **MIXTURE)
     requests = [
         GenerateRequest(
@@ -73,7 +74,7 @@ def test_what_the_sampler_chose_gives_its_own_logprobs_and_other_experts_do_not(
     some = other["routed_experts"] >= 0
     other["routed_experts"][some] = (other["routed_experts"][some] + 1) % 4
     same, changed, chosen = run_ranks(
-        scores, 1, path, [recorded, other, recorded.exclude("routed_experts")], timeout_s=600.0
+        scores, 1, engine, path, [recorded, other, recorded.exclude("routed_experts")], timeout_s=600.0
     )[0]
     torch.testing.assert_close(same, recorded["rollout_logprobs"], atol=1e-5, rtol=0)
     torch.testing.assert_close(same, chosen, atol=1e-5, rtol=0)

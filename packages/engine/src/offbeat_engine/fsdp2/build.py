@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import model, sharding
 from offbeat_engine.fsdp2.offload import Offloadable, own_memory
+from offbeat_engine.fsdp2.replay import Routers
 from offbeat_engine.fsdp2.updater import Updater
 from offbeat_engine.toolkit.collectives import first_failure
 from offbeat_engine.toolkit.throughput import ModelCost
@@ -29,6 +30,7 @@ class Parts:
     """A built engine: `weights` are all parameters with their gradients, `moments` the optimizer's state."""
 
     scorer: model.Scorer
+    routers: Routers
     updater: Updater
     peers: SubGroup | None
     sharded: bool
@@ -78,6 +80,7 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
 
     parts = Parts(
         scorer=scorer,
+        routers=Routers(scorer.hf, config.compile),
         updater=updater,
         peers=sharding.peers_of(config, world),
         sharded=sharded,

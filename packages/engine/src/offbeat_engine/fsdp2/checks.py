@@ -33,7 +33,6 @@ _MISSING: dict[str, str] = {
     "(`sequence_parallel_size`)",
     Feature.EXPERT_PARALLEL: "experts are sharded as all weights are, and every rank computes those that its tokens choose",
     Feature.FP8: "it computes in float32 or bfloat16",
-    Feature.ROUTED_EXPERTS: "its routers are transformers' own and choose experts themselves",
     Feature.MULTIMODAL: "a batch holds tokens alone, no images and no sound",
 }
 

@@ -121,6 +121,7 @@ class Fsdp2Engine(EngineBase[Parts]):
         try:
             return run_step(step_of(parts, self._config, asked), batch, ctx)
         finally:
+            parts.routers.take(None)
             parts.reshard()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:

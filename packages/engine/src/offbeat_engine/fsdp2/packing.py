@@ -15,6 +15,7 @@ from torch.nn import functional
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2.ulysses import padded_length
 from offbeat_engine.toolkit import layouts
+from offbeat_engine.toolkit.replaying import KEY
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
@@ -35,8 +36,10 @@ def lay_out(
 
     `Layout.counts_P` says how many answers each peer gives then; `place_M` is still the place of all of them.
     """
+    if isinstance(make_inputs, RowInputs) and batch is not None and KEY in batch:
+        make_inputs = replace(make_inputs, told=batch[KEY])
     return layouts.lay_out(
-        batch, make_inputs, device, None if peers is None else partial(_slice, peers=peers)
+        batch, make_inputs, device, None if peers is None else partial(_slice, peers=peers), experts=True
     )
 
 
@@ -61,9 +64,12 @@ def _slice(layout: Layout, peers: SubGroup) -> Layout:
         inputs[name] = functional.pad(row_1N, (0, padding))[:, start : start + share]
     owner_M = layout.select_M // share
     mine_M = owner_M == peers.rank
-    temperature_M = layout.temperature_M
+    temperature_M, experts_NK = layout.temperature_M, layout.experts_NK
+    if experts_NK is not None:
+        experts_NK = functional.pad(experts_NK, (0, 0, 0, padding), value=-1)[start : start + share]
     return replace(
         layout,
+        experts_NK=experts_NK,
         model_inputs={**inputs, "packed": replace(cast("Any", plan), peers=peers)},
         select_M=layout.select_M[mine_M] - start,
         targets_M=layout.targets_M[mine_M],
@@ -78,11 +84,13 @@ class RowInputs:
 
     With `share` a beginning that several sequences have in common lies in it once. What a causal model makes of a token
     depends on the tokens before it alone. So the prompt of a group of completions is computed once, its keys and values
-    are looked up by each of them, and its gradient is the sum over all.
+    are looked up by each of them, and its gradient is the sum over all. With `told` [b, T, K], tokens of which different things are told
+    are different tokens.
     """
 
     plan: PlanRows
     share: bool = False
+    told: torch.Tensor | None = None
 
     def __call__(
         self, ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
@@ -90,7 +98,8 @@ class RowInputs:
         """Lay out the row; see `MakeInputs`."""
         own_bT, owner_bT = fed_bT, None
         if self.share:
-            owned_bT, found_bT = _owners(ids_bT, fed_bT)
+            words = [ids_bT[..., None]] if self.told is None else [ids_bT[..., None], self.told + 1]
+            owned_bT, found_bT = _owners(torch.cat(words, -1), fed_bT)
             if int(owned_bT.sum()) <= (1 - MIN_SHARED) * int(fed_bT.sum()):
                 own_bT, owner_bT = owned_bT, found_bT
         row_N, position_N = own_bT.nonzero(as_tuple=True)
@@ -109,21 +118,23 @@ class RowInputs:
         return inputs, where_bT
 
 
-def _owners(ids_bT: torch.Tensor, fed_bT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _owners(words_bTW: torch.Tensor, fed_bT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which fed tokens must be computed, bool, and for each fed token the row that computes it, int64.
+
+    A token is as many numbers >= 0 as say all that is known of it.
 
     In the order of a dictionary, what two sequences have in common at their beginning they have in common with all
     between them: comparing neighbours finds everything.
     """
     lengths = fed_bT.sum(1).tolist()
-    words = ids_bT.cpu().numpy().astype(">i8")  # big-endian: bytes of numbers >= 0 sort as the numbers do
+    words = words_bTW.cpu().numpy().astype(">i8")  # big-endian: bytes of numbers >= 0 sort as the numbers do
     order = sorted(range(len(words)), key=lambda row: words[row, : lengths[row]].tobytes())
-    order_b = torch.tensor(order, device=ids_bT.device)
-    ids_bT, fed_bT = ids_bT[order_b], fed_bT[order_b]
+    order_b = torch.tensor(order, device=words_bTW.device)
+    words_bTW, fed_bT = words_bTW[order_b], fed_bT[order_b]
     same_bT = torch.zeros_like(fed_bT)
-    same_bT[1:] = (ids_bT[1:] == ids_bT[:-1]) & fed_bT[1:] & fed_bT[:-1]
+    same_bT[1:] = (words_bTW[1:] == words_bTW[:-1]).all(-1) & fed_bT[1:] & fed_bT[:-1]
     own_bT = fed_bT & ~same_bT.int().cumprod(1).bool()
-    place_b1 = torch.arange(len(words), device=ids_bT.device)[:, None]
+    place_b1 = torch.arange(len(words), device=words_bTW.device)[:, None]
     owner_bT = order_b[torch.where(own_bT, place_b1, 0).cummax(0).values]
     back_b = order_b.argsort()
     return own_bT[back_b], owner_bT[back_b]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.fsdp2.build import Parts
     from offbeat_engine.fsdp2.config import Fsdp2Config
+    from offbeat_engine.fsdp2.replay import Routers
     from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.toolkit.layouts import MakeInputs
     from offbeat_engine.toolkit.micro_batches import Asked
@@ -43,6 +44,7 @@ class Step:
 
     asked: Asked
     scorer: Scorer
+    routers: Routers
     peers: SubGroup | None
     make_inputs: MakeInputs
     max_tokens: int
@@ -70,8 +72,9 @@ def step_of(parts: Parts, config: Fsdp2Config, asked: Asked) -> Step:
     """Return how an engine of `parts` and `config` answers the call `asked`."""
     peak = peak_flops(asked.device, compute_dtype(config))
     return Step(
-        asked=replace(asked, cost=parts.cost, peak_flops=peak),
+        asked=replace(asked, cost=parts.cost, peak_flops=peak, replays_experts=True),
         scorer=parts.scorer,
+        routers=parts.routers,
         peers=parts.peers,
         make_inputs=inputs_maker(config),
         max_tokens=config.micro_batch_tokens * config.model_parallel_size,
@@ -110,6 +113,7 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
 
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     _check_lengths(batch, step.scorer.sequence_limit)
+    step.routers.check(batch)
     lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
     together = isinstance(step.make_inputs, RowInputs) and step.make_inputs.share and "group" in batch
     groups = [int(group) for group in batch["group"].tolist()] if together else None
@@ -156,6 +160,7 @@ def _forward(step: Step, run: MicroBatches, number: int) -> tuple[dict[str, torc
     """Return the predictions [b, T] of a micro-batch, and an outcome of the pass that is there on ranks without one."""
     asked, micro = step.asked, run.rows(number)
     layout = lay_out(micro, step.make_inputs, asked.device, step.peers)
+    step.routers.take(layout.experts_NK)
     run.on_device(number)
     wants_entropy_gradient = bool(getattr(asked.loss_fn, "entropy_gradient", False))
     with nullcontext() if step.activations is None else step.activations.kept():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.errors import BatchError
+from offbeat_engine.toolkit.replaying import KEY, check_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # S = tokens of a row on this rank, L = layers of the model, K = experts of a token, E = all experts.
 
-KEY = "routed_experts"
+__all__ = ["KEY", "Replay", "check", "forget", "hand_over", "install"]
 
 
 class Replay:
@@ -91,23 +91,4 @@ def _routers(chunk: Any) -> list[tuple[int, Any]]:  # noqa: ANN401
 
 def check(batch: TrainBatch, shape: Shape) -> None:
     """Raise `BatchError` where what a batch brings is not what routers of `shape` can take."""
-    if KEY not in batch:
-        return
-    experts_BTK = batch[KEY]
-    if not shape.num_experts:
-        raise BatchError(f"`{KEY}` came for a model that has no experts; leave the key out")
-    layers, top_k = shape.num_layers, shape.experts_per_token
-    if experts_BTK.shape[2] != layers * top_k:
-        raise BatchError(
-            f"`{KEY}` must have {layers} layers x {top_k} experts for each token, in the order of layers; got {experts_BTK.shape[2]}"
-        )
-    if not experts_BTK.numel():
-        return
-    experts_BTLK = experts_BTK.unflatten(2, (layers, top_k)).sort(-1).values
-    none_BTLK = experts_BTLK < 0
-    twice_BTLK = (experts_BTLK[..., 1:] == experts_BTLK[..., :-1]) & ~none_BTLK[..., 1:]
-    low, high = int(experts_BTLK.min()), int(experts_BTLK.max())
-    if low < -1 or high >= shape.num_experts:
-        raise BatchError(f"`{KEY}` must lie in 0..{shape.num_experts - 1}, or be -1; got {low} to {high}")
-    if bool(twice_BTLK.any()) or bool((none_BTLK.any(-1) != none_BTLK.all(-1)).any()):
-        raise BatchError(f"`{KEY}` must name {top_k} different experts of a token in a layer, or -1 for all")
+    check_experts(batch, shape.num_layers, shape.num_experts, shape.experts_per_token)

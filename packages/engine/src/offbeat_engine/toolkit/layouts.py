@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from offbeat_engine.toolkit.replaying import KEY, experts_fed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,6 +37,8 @@ class Layout:
 
     Under sequence parallelism this is one rank's slice of the row: it feeds its tokens and answers what is asked
     for there. `counts_P` says how many answers each peer gives; `place_M` is still the place of all of them.
+
+    `experts_NK` are those that come with the batch, of the tokens as the model sees them.
     """
 
     model_inputs: dict[str, object]
@@ -44,6 +48,7 @@ class Layout:
     place_M: torch.Tensor
     dummy: bool
     counts_P: tuple[int, ...] = ()
+    experts_NK: torch.Tensor | None = None
 
 
 class MakeInputs(Protocol):
@@ -69,13 +74,17 @@ def lay_out(
     make_inputs: MakeInputs,
     device: torch.device,
     cut: Callable[[Layout], Layout] | None = None,
+    *,
+    experts: bool = False,
 ) -> Layout:
     """Lay out one micro-batch; None, or one that asks for nothing, gives a dummy. `cut` takes this rank's part of it.
+
+    With `experts` those that the batch brings are laid out with it.
 
     All is planned where the batch is, and moved once: nothing is read back from `device`.
     """
     asked = None if batch is None or not bool(batch["loss_mask"].any()) else batch
-    layout = _dummy(make_inputs, device) if asked is None else _whole(asked, make_inputs, device)
+    layout = _dummy(make_inputs, device) if asked is None else _whole(asked, make_inputs, device, experts)
     if cut is not None:
         layout = cut(layout)
     temperature_M = layout.temperature_M
@@ -85,10 +94,11 @@ def lay_out(
         targets_M=layout.targets_M.to(device),
         temperature_M=None if temperature_M is None else temperature_M.to(device),
         place_M=layout.place_M.to(device),
+        experts_NK=None if layout.experts_NK is None else layout.experts_NK.to(device),
     )
 
 
-def _whole(batch: TrainBatch, make_inputs: MakeInputs, device: torch.device) -> Layout:
+def _whole(batch: TrainBatch, make_inputs: MakeInputs, device: torch.device, experts: bool) -> Layout:
     ids_bT, mask_bT = batch["input_ids"], batch["loss_mask"]
     position_T = torch.arange(ids_bT.shape[1], device=ids_bT.device)
     fed_bT = position_T[None] < fed_lengths(mask_bT)[:, None]
@@ -103,7 +113,16 @@ def _whole(batch: TrainBatch, make_inputs: MakeInputs, device: torch.device) -> 
         temperature_M=None if cool else batch["temperature"][row_M],
         place_M=row_M * ids_bT.shape[1] + position_M,
         dummy=False,
+        experts_NK=_experts(batch, inputs, fed_bT, where_bT) if experts and KEY in batch else None,
     )
+
+
+def _experts(
+    batch: TrainBatch, inputs: dict[str, object], fed_bT: torch.Tensor, where_bT: torch.Tensor
+) -> torch.Tensor:
+    ids = inputs["input_ids"]
+    assert isinstance(ids, torch.Tensor)
+    return experts_fed(batch[KEY], fed_bT, where_bT, ids.numel())
 
 
 def _dummy(make_inputs: MakeInputs, device: torch.device) -> Layout:

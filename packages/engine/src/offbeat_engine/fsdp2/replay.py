@@ -1,0 +1,105 @@
+"""Experts of the batch in place of the choice of transformers' routers: `torch.topk`, asked for inside one, answers with them.
+
+A router of transformers 5 is a module: it scores all experts, takes the `topk`, and makes weights of these scores. What comes of
+other experts is then what its own code makes of their scores, whatever the family.
+"""
+
+# transformers' models and torch's modes are untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from offbeat_engine.errors import BatchError
+from offbeat_engine.toolkit.replaying import KEY, check_experts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from offbeat_engine.batch import TrainBatch
+
+# N = tokens fed, L = routers, K = experts of a token, E = all experts.
+
+# By their class. Others choose in other ways (by groups, or by a score that is not the weight's).
+ROUTERS = (
+    "GptOssTopKRouter",
+    "MixtralTopKRouter",
+    "OlmoeTopKRouter",
+    "Qwen2MoeTopKRouter",
+    "Qwen3MoeTopKRouter",
+)
+
+
+class Routers:
+    """The routers of a model, layer after layer. They are left as they are until a batch brings experts."""
+
+    def __init__(self, hf: Any, compiled: bool) -> None:  # noqa: ANN401
+        """Find them in `hf`; compiled layers (`compiled`) cannot be told what to take."""
+        found = [module for module in hf.modules() if type(module).__name__.endswith("Router")]
+        self._routers = [router for router in found if type(router).__name__ in ROUTERS]
+        self._unknown = sorted({type(router).__name__ for router in found} - set(ROUTERS))
+        self._compiled = compiled
+        self._wrapped = False
+        self._now: torch.Tensor | None = None
+
+    def check(self, batch: TrainBatch) -> None:
+        """Raise `BatchError` where what a batch brings cannot be taken here."""
+        if KEY not in batch:
+            return
+        if self._unknown:
+            raise BatchError(
+                f"`{KEY}`: routers of the kind {', '.join(self._unknown)} cannot be given experts here; leave the key out"
+            )
+        if self._compiled:
+            raise BatchError(f"`{KEY}`: compiled layers choose experts themselves; set `compile: false`")
+        num_experts, top_k = (
+            (int(self._routers[0].num_experts), int(self._routers[0].top_k)) if self._routers else (0, 0)
+        )
+        check_experts(batch, len(self._routers), num_experts, top_k)
+
+    def take(self, experts_NK: torch.Tensor | None) -> None:
+        """Take these in the pass that follows, and where its backward computes layers again; None: their own choice."""
+        if experts_NK is None:
+            self._now = None
+            return
+        if not self._wrapped:
+            self._wrapped = True
+            for layer, router in enumerate(self._routers):
+                router.forward = self._replaying(layer, router.forward)
+        self._now = experts_NK.unflatten(1, (len(self._routers), -1)).long()
+
+    def _replaying(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 a router's own
+            if self._now is None:
+                return forward(*args, **options)
+            with _Taken(self._now[:, layer]):
+                return forward(*args, **options)
+
+        return call
+
+
+class _Taken(TorchFunctionMode):
+    """Within it `torch.topk` of scores [N, E] answers with given experts, and their scores; with its own where they are -1."""
+
+    def __init__(self, experts_NK: torch.Tensor) -> None:
+        super().__init__()
+        self._experts_NK = experts_NK
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 what `func` answers
+        found = func(*args, **(kwargs or {}))
+        if func is not torch.topk:
+            return found
+        index_NK = torch.where(self._experts_NK < 0, found[1], self._experts_NK)
+        return args[0].gather(-1, index_NK), index_NK
