@@ -190,7 +190,6 @@ def test_an_adapter_of_another_package_has_settings_of_its_own():
         ("rollout.color=red", "did you mean `rollout.colour`?"),
         ("rollout.enforce_eager=true", "`rollout.enforce_eager` belongs to rollout=vllm; this run has rollout=parrot"),
         ("rollout.model_path=x", "`rollout.model_path` cannot be set: it follows from model.path"),
-        ("rollout.record_experts=true", "it follows from the run, which brings none along"),
     ):  # fmt: skip
         with pytest.raises(SettingError) as caught:
             compose_run(["rollout.name=parrot", setting])

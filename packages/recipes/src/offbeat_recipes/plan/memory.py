@@ -207,7 +207,7 @@ def staged_memory(config: RunConfig, facts: Facts) -> Memory | None:
 
 
 def batch_bytes(tokens: int) -> int:
-    """Return what a step's batch of `tokens`, padding included, takes on its way to the ranks."""
+    """Return what a step's batch of `tokens`, padding included, takes on its way to the ranks; recorded experts come on top."""
     # input_ids and policy_version in eight bytes each, advantages and rollout_logprobs in four, the mask in one.
     return 25 * tokens
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
 from offbeat_recipes.plan.algorithm import algorithm_of
+from offbeat_recipes.plan.experts import expert_bytes, expert_memory, expert_refusals
 from offbeat_recipes.plan.memory import (
     GIB,
     MIB,
@@ -94,6 +95,7 @@ def plan_run(config: RunConfig, facts: Facts) -> Plan:
         *_sampling_and_sync(config),
         *mode_refusals(config, facts),
         *_prompts(config, facts),
+        *expert_refusals(config, facts),
         *_too_large(config, facts, memory),
     ]
     return Plan(
@@ -102,7 +104,11 @@ def plan_run(config: RunConfig, facts: Facts) -> Plan:
         memory=tuple(one for one in memory if one.num),
         num_params=0 if facts.model is None else facts.model.num_params,
         refusals=tuple(refusals),
-        warnings=(*_warnings(config, facts, memory), *_object_store(config, batch), *_staging(config, facts)),
+        warnings=(
+            *_warnings(config, facts, memory),
+            *_object_store(config, facts, batch),
+            *_staging(config, facts),
+        ),
     )
 
 
@@ -212,7 +218,12 @@ def _memory(config: RunConfig, facts: Facts, batch: BatchPlan) -> tuple[Memory, 
         replica_memory(config, facts.model, facts.gpu_gib),
         driver_memory(config),
         *filter(
-            None, [host_memory(config, facts), staged_memory(config, facts) if config.generates else None]
+            None,
+            [
+                host_memory(config, facts),
+                staged_memory(config, facts) if config.generates else None,
+                expert_memory(config, facts, batch.max_tokens_per_step),
+            ],
         ),
     )
 
@@ -267,9 +278,10 @@ def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> I
         )
 
 
-def _object_store(config: RunConfig, batch: BatchPlan) -> Iterator[str]:
+def _object_store(config: RunConfig, facts: Facts, batch: BatchPlan) -> Iterator[str]:
     """Say where the batch of a step may not fit into the object store of a Ray of our own, which then goes through files."""
-    need, have = batch_bytes(batch.max_tokens_per_step), config.cluster.object_store_mib * MIB
+    tokens, have = batch.max_tokens_per_step, config.cluster.object_store_mib * MIB
+    need = batch_bytes(tokens) + expert_bytes(config, facts, tokens)
     if need > have and not config.cluster.ray_address:
         yield (
             f"the batch of a step may take {need / MIB:.0f} MiB, and the object store has {have / MIB:.0f}: what does not fit goes "

@@ -84,7 +84,6 @@ class RolloutSection(RolloutConfig):
     lora: LoraConfig = field(default_factory=LoraConfig, metadata={"derived": "engine.lora"})
     start_timeout_s: float = field(default=300.0, metadata={"derived": "cluster.start_timeout_s"})
     stop_strings: bool = field(default=False, metadata={"derived": "sampling.stop"})
-    record_experts: bool = field(default=False, metadata={"derived": "the run, which brings none along"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
