@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat_engine import ModelConfig, SftLoss, engine_class, engine_config_class, train_batch
+from offbeat_engine import Dtype, ModelConfig, SftLoss, engine_class, engine_config_class, train_batch
 from offbeat_engine.testing import make_tiny_model, run_ranks
 from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams, adapter_class
 
@@ -31,7 +31,10 @@ async def completions(config, requests):
 def batch_of(requests, made):
     rows = [[*one.prompt_ids, *answer.token_ids.tolist()] for one, answer in zip(requests, made, strict=True)]
     longest = max(map(len, rows))
-    ids, experts = np.zeros((len(rows), longest), np.int64), np.full((len(rows), longest, 4), -1, np.int16)
+    ids, experts = (
+        np.zeros((len(rows), longest), np.int64),
+        np.full((len(rows), longest, made[0].routed_experts[0].size), -1, np.int16),
+    )
     mask, logprobs = np.zeros(ids.shape, bool), np.zeros(ids.shape, np.float32)
     for row, (tokens, answer) in enumerate(zip(rows, made, strict=True)):
         ids[row, : len(tokens)] = tokens
@@ -47,9 +50,9 @@ def batch_of(requests, made):
     )
 
 
-def scores(world, name, path, batches):
+def scores(world, name, path, batches, dtype=Dtype.FLOAT32):
     torch.set_num_threads(1)
-    config = engine_config_class(name)(model=ModelConfig(path=path))
+    config = engine_config_class(name)(model=ModelConfig(path=path), dtype=dtype)
     engine = engine_class(name)(config, world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())
@@ -79,3 +82,30 @@ def test_what_the_sampler_chose_gives_its_own_logprobs_and_other_experts_do_not(
     torch.testing.assert_close(same, recorded["rollout_logprobs"], atol=1e-5, rtol=0)
     torch.testing.assert_close(same, chosen, atol=1e-5, rtol=0)
     assert (changed - same).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+def test_in_bfloat16_routers_choose_otherwise_and_what_they_chose_brings_the_logprobs_together(
+    tmp_path, engine
+):
+    """What replay is for: rounding tips a router that was undecided, and from there on it is another model."""
+    shape = {**MIXTURE, "num_experts": 16, "initializer_range": 0.05}
+    path = make_tiny_model(tmp_path / "mixture", family="qwen3_moe", eos_token_id=None, **shape)
+    requests = [
+        GenerateRequest(
+            request_id=str(n),
+            prompt_ids=tuple(5 + n * place % 50 for place in range(1, 9)),
+            sampling=SamplingParams(max_tokens=40, seed=n),
+        )
+        for n in range(48)
+    ]
+    told = RolloutConfig(model_path=path, record_experts=True, dtype="bfloat16")
+    recorded = batch_of(requests, asyncio.run(completions(told, requests)))
+    batches = [recorded, recorded.exclude("routed_experts")]
+    answers = run_ranks(scores, 1, engine, path, batches, Dtype.BFLOAT16, timeout_s=600.0)[0]
+    with_them, without = (
+        (one - recorded["rollout_logprobs"])[recorded["loss_mask"]].abs() for one in answers
+    )
+    assert without.mean() > 1.2 * with_them.mean()
+    assert without.quantile(0.99) > 2 * with_them.quantile(0.99)
+    assert without.max() > 5 * with_them.max()
