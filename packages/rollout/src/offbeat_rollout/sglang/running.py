@@ -178,16 +178,18 @@ class Running:
         if self._routed is not None and self._token_ids:
             self._experts = self._experts_in(meta, self._routed)
 
-    def _experts_in(self, meta: dict[str, Any], routed: tuple[int, int]) -> npt.NDArray[np.int16]:
-        """Return the experts of every token that was fed [P + T - 1, L, K], which come with the end."""
-        experts = np.frombuffer(b64decode(meta.get("routed_experts") or ""), np.int32).astype(np.int16)
+    def _experts_in(self, meta: dict[str, Any], routed: tuple[int, int]) -> npt.NDArray[np.int16] | None:
+        """Return the experts of every token that was fed [P + T - 1, L, K], which come with the end; of an aborted request maybe none."""
+        told = np.frombuffer(b64decode(meta.get("routed_experts") or ""), np.int32)
+        experts = told.astype(np.int16).reshape(-1, *routed)
         fed = len(self.request.prompt_ids) + self.num_tokens - 1
-        if experts.size != fed * math.prod(routed):
-            raise EngineStateError(
-                f"SGLang gave {experts.size} numbers of experts for {self.request.request_id!r}, of {fed} tokens x "
-                f"{' x '.join(map(str, routed))}"
-            )
-        return experts.reshape(fed, *routed)
+        if len(experts) >= fed:
+            return experts[:fed]
+        if self._finish is Finish.ABORT:
+            return None
+        raise EngineStateError(
+            f"SGLang told the experts of {len(experts)} tokens of {self.request.request_id!r}, and {fed} were fed"
+        )
 
     def completion(self, version: int) -> Completion:
         """Return the completion, by weights of `version` at its end; one that the server did not end is an aborted one.

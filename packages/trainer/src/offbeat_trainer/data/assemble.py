@@ -107,7 +107,8 @@ def _routed_experts(
         )
     layers, top_k = shapes.pop()
     experts_BTK = np.full((*frame["input_ids"].shape, layers * top_k), -1, np.int16)
-    for row, (experts, length) in enumerate(zip(recorded, frame["lengths"].tolist(), strict=True)):
+    for row, experts in enumerate(recorded):
+        length = int(frame["lengths"][row])
         if experts is None:
             continue
         if len(experts) >= length:
