@@ -105,6 +105,9 @@ class RolloutEngine(ABC):
 
     Config: ClassVar[type[RolloutConfig]] = RolloutConfig
 
+    stop_timeout_s: ClassVar[float] = 60.0
+    """`stop` has ended by then, whatever the library does; whoever waits for it elsewhere waits longer."""
+
     def __init__(self, config: RolloutConfig) -> None:
         """Keep `config`; nothing heavy happens before `start`.
 

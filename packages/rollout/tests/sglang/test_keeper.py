@@ -12,19 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from offbeat_rollout.sglang import keeper
+from offbeat_rollout.sglang import SglangEngine, keeper
+from offbeat_rollout.sglang.requests import GRACE_S
+from offbeat_rollout.sglang.server import STOP_TIMEOUT_S
 
 pytestmark = pytest.mark.spawns
 
 # A server with a process of its own, which shares memory as SGLang's do; the server says where they are, and waits.
-SERVER = """
+SERVER = '''
 import os, subprocess, sys
-lines = "import mmap, sys, time; file = open(sys.argv[1], 'r+b'); shared = mmap.mmap(file.fileno(), 0); print(flush=True); time.sleep(3600)"
-child = subprocess.Popen([sys.executable, "-c", lines, sys.argv[1]], stdout=subprocess.PIPE)
-child.stdout.readline()
-print(os.getpid(), child.pid, os.environ["TMPDIR"], flush=True)
-child.wait()
+lines = """
+import mmap, multiprocessing, sys, time
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+files = [open(name, "r+b") for name in sys.argv[1:]]
+mapped = [mmap.mmap(file.fileno(), 0) for file in files]
+print(semaphore._semlock.name, flush=True)
+time.sleep(3600)
 """
+child = subprocess.Popen([sys.executable, "-c", lines, *sys.argv[1:]], stdout=subprocess.PIPE)
+semaphore = child.stdout.readline().decode().strip()
+print(os.getpid(), child.pid, os.environ["TMPDIR"], semaphore, flush=True)
+child.wait()
+'''
 SHARED = Path("/dev/shm")
 DEADLINE_S = 300
 
@@ -35,23 +44,31 @@ def kept(tmp_path):
     folder.mkdir()
     memory.mkdir()
     (memory / "model.safetensors").write_text("weights that the holder was about to load")
-    shared = SHARED / f"sglang_loads_of_a_test_{os.getpid()}.shm"
-    shared.write_bytes(bytes(4096))
-    server = [sys.executable, "-c", SERVER, str(shared)]
+    kinds = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-", "strange_")
+    mapped = [SHARED / f"{kind}of_a_test_{os.getpid()}" for kind in kinds]
+    others = SHARED / f"sem.mp-of_another_{os.getpid()}"
+    for each in (*mapped, others):
+        each.write_bytes(bytes(4096))
+    server = [sys.executable, "-c", SERVER, *map(str, mapped)]
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", keeper.__file__, str(folder), str(memory), *server],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    server, child, where = process.stdout.readline().split()
+    server, child, where, name = process.stdout.readline().split()
+    semaphore = SHARED / f"sem.{name.removeprefix('/')}"
+    assert semaphore.exists()
     assert where == str(folder)
-    yield process, (int(server), int(child)), (folder, memory, shared)
+    yield process, (int(server), int(child)), (folder, memory, semaphore, *mapped[:3])
+    stay = [mapped[3], others]
+    assert all(each.exists() for each in stay), "what is of another kind, or somebody else's, stays"
     process.stdin.close()
     process.kill()
     process.wait()
     process.stdout.close()
-    shared.unlink(missing_ok=True)
+    for each in (*mapped, others):
+        each.unlink(missing_ok=True)
     with suppress(ProcessLookupError):  # a killed keeper leaves what a server of SGLang would end itself
         os.kill(int(child), signal.SIGKILL)
 
@@ -90,3 +107,9 @@ def test_a_killed_keeper_takes_the_server_along(kept):
     process, (server, _), _ = kept
     process.kill()
     wait_for(lambda: not alive(server))
+
+
+def test_whoever_stops_waits_longer_than_what_is_waited_for():
+    """The keeper for its group, the server's holder for the keeper, whoever told the engine to stop for that."""
+    limits = [keeper.LEAVE_S, STOP_TIMEOUT_S, STOP_TIMEOUT_S + GRACE_S, SglangEngine.stop_timeout_s]
+    assert limits == sorted(set(limits))

@@ -19,8 +19,10 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36  # who is left by its parent is ours
-_LEAVE_S = 30.0
-_SHARED = "/dev/shm/sglang_loads_"  # then a name that SGLang draws at its start; its processes share their load there
+LEAVE_S = 30.0
+_SHARED = "/dev/shm"
+# Then names that are drawn: loads and messages of SGLang, whose processes share them, and Python's semaphores between processes.
+_KINDS = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-")
 
 
 def _end_with_parent() -> None:
@@ -28,25 +30,30 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _kill(group: int) -> None:
+def _signal(group: int, number: int) -> None:
     with suppress(ProcessLookupError):  # nothing was left
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, number)
 
 
 def _shared(group: int) -> set[str]:
-    """Return SGLang's files in shared memory that processes of `group` have mapped: nobody else knows their names."""
-    found: set[str] = set()
+    """Return files in shared memory that processes of `group` have mapped: they made them, as nobody else knows their names.
+
+    By their inodes: a semaphore was mapped under another name, before it got its own.
+    """
+    inodes: set[int] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has just ended
             if os.getpgid(int(pid)) == group:
                 with open(f"/proc/{pid}/maps") as maps:
-                    found |= {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if _SHARED in line}
-    return found
+                    inodes |= {int(line.split()[4]) for line in maps if f" {_SHARED}/" in line}
+    with suppress(OSError), os.scandir(_SHARED) as files:
+        return {file.path for file in files if file.name.startswith(_KINDS) and file.inode() in inodes}
+    return set()
 
 
 def _wait_for_all() -> None:
     """Wait until none is left, for so long as it may take a killed process to give its memory back."""
-    end = time.monotonic() + _LEAVE_S
+    end = time.monotonic() + LEAVE_S
     with suppress(ChildProcessError):
         while time.monotonic() < end:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
@@ -66,8 +73,9 @@ def keep(folder: str, memory: str, words: list[str]) -> int:
     left: set[str] = set()
 
     def end() -> None:
+        _signal(server.pid, signal.SIGSTOP)  # none of them makes another file while its files are looked for
         left.update(_shared(server.pid))
-        _kill(server.pid)
+        _signal(server.pid, signal.SIGKILL)
 
     def watch() -> None:
         sys.stdin.buffer.read()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from offbeat_rollout.sglang.running import Running
 
 _INSIST_S = 0.25
-_GRACE_S = 5.0
+GRACE_S = 5.0
+"""The longest that `Requests.leave` takes."""
 
 
 class Requests:
@@ -79,7 +80,7 @@ class Requests:
             one.begin_anew = False
         if not self.server_rests:  # a server that rests ends nothing
             with suppress(TimeoutError):
-                async with asyncio.timeout(_GRACE_S):
+                async with asyncio.timeout(GRACE_S):
                     await self._insist(found)
         for call in calls:
             call.cancel()
@@ -118,7 +119,7 @@ class Requests:
     async def leave(self) -> None:
         """Wait for what is being said to the server of requests nobody waits for any more."""
         if self._leaving:
-            await asyncio.wait(self._leaving, timeout=_GRACE_S)
+            await asyncio.wait(self._leaving, timeout=GRACE_S)
 
     async def _follow(self, running: Running) -> None:
         await self.open.wait()

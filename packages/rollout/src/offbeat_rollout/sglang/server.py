@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.2
 _MEMORY = Path("/dev/shm")
-_STOP_TIMEOUT_S = 60.0  # more than a keeper waits
+_END_S = 1.5 * keeper.LEAVE_S  # more than a keeper waits
+_KILLED_S = 5.0
+STOP_TIMEOUT_S = _END_S + _KILLED_S
+"""The longest that `Server.end` takes."""
 
 
 class Server:
@@ -81,10 +84,10 @@ class Server:
         with suppress(BrokenPipeError):
             stdin.close()
         try:
-            self._keeper.wait(_STOP_TIMEOUT_S)
+            self._keeper.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._keeper.kill()  # the server's first process goes with it
-            self._keeper.wait(_STOP_TIMEOUT_S)
+            self._keeper.wait(_KILLED_S)
         for folder in self._folders:
             folder.close()
 

@@ -12,6 +12,7 @@ import ray
 from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_rollout import NoReplica
 from offbeat_rollout.pool import ReplicaPool
+from offbeat_rollout.registry import adapter_class
 from offbeat_trainer.cluster.carrier import to_replica
 from offbeat_trainer.cluster.replicas import RemoteReplica, ReplicaStarter
 from offbeat_trainer.cluster.supplies import Supplies
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 20.0
+_REPLY_S = 10.0
 FULL_HOUSES = 2
 """A replica is given so many times the requests it works on at once; the rest wait for whoever has room first."""
 MAX_STARTS = 3
@@ -228,7 +229,8 @@ class RolloutGroup:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         handles, self.handles = self.handles, {}
-        await asyncio.gather(*(_end(name, handle) for name, handle in handles.items()))
+        limit_s = stop_limit_s(self._spec.rollout.adapter_name)
+        await asyncio.gather(*(_end(name, handle, limit_s) for name, handle in handles.items()))
 
     async def _watch(self, pool: ReplicaPool) -> None:
         cluster = self._spec.cluster
@@ -325,9 +327,14 @@ class RolloutGroup:
             log.error("%s failed", task.get_name(), exc_info=error)
 
 
-async def _end(name: str, handle: Any) -> None:  # noqa: ANN401
+def stop_limit_s(adapter_name: str) -> float:
+    """Return how long a replica is waited for that was told to stop: longer than its engine takes at most."""
+    return adapter_class(adapter_name).stop_timeout_s + _REPLY_S
+
+
+async def _end(name: str, handle: Any, limit_s: float) -> None:  # noqa: ANN401
     try:
-        await answer(handle.do.remote("stop"), owner=name, what="stop", timeout_s=STOP_TIMEOUT_S)
+        await answer(handle.do.remote("stop"), owner=name, what="stop", timeout_s=limit_s)
     except Exception:
         log.warning("%s did not stop by itself", name, exc_info=True)
     ray.kill(handle)
