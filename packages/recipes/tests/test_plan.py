@@ -9,7 +9,7 @@ import pytest
 from offbeat_engine.capabilities import Refusal
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.plan.facts import Facts, ModelFacts
-from offbeat_recipes.plan.memory import GIB, kv_bytes_per_token, rank_memory, replica_memory
+from offbeat_recipes.plan.memory import GIB, file_memory, kv_bytes_per_token, rank_memory, replica_memory
 from offbeat_recipes.plan.plan import Plan, plan_run
 
 MODEL = ModelFacts(
@@ -328,6 +328,22 @@ def test_memory_of_a_replica_by_hand():
     assert gpu.num == 2
     assert [num_bytes for _, num_bytes in gpu.items] == [2_000_000, 40 * GIB - 2_000_000, 4_000_000]
     assert kv_bytes_per_token(config, MODEL) == 2 * 2 * 2 * 32 * 4
+
+
+def test_memory_of_an_sglang_replica_by_hand():
+    """What drives a server holds new weights once for all its devices, and the file twice."""
+    ranks = replica_memory(
+        compose_run(["rollout=sglang", "rollout.tensor_parallel_size=2"]), MODEL, gpu_gib=0
+    )
+    assert ranks.num == 2
+    assert [num_bytes for _, num_bytes in ranks.items] == [2_000_000, GIB, 2_000_000, 4_000_000]
+    config = compose_run(["rollout=sglang", "device=cuda", "rollout.gpu_memory_fraction=0.5"])
+    gpu = replica_memory(config, MODEL, gpu_gib=80)
+    assert [num_bytes for _, num_bytes in gpu.items] == [4_000_000, 40 * GIB - 4_000_000, 4_000_000]
+    file = file_memory(config, CPU)
+    assert file is not None
+    assert (file.num, file.total) == (1, 8_000_000)
+    assert file_memory(compose_run(["device=cuda"]), CPU) is None
 
 
 def test_a_role_with_a_folder_of_its_own_is_counted_by_its_own_size():

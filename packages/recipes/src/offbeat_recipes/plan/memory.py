@@ -29,6 +29,10 @@ _LAYER_BYTES = 34
 _CHECKPOINTED_LAYER_BYTES = 2
 
 
+# SGLang loads from a file in memory, which is written from copies of tensors that lie in one buffer.
+_FILE = "the file new weights are loaded from, and what it is written of"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """What one process of a kind takes, item by item, in bytes; `num` processes of that kind run.
@@ -153,8 +157,11 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
     width, devices = bytes_of(config.model.dtype), config.rollout.tensor_parallel_size
     weights = -(-model.num_params * width // devices)
     staged = model.num_params * width
+    by_file = config.rollout.name == "sglang"
+    if by_file:
+        staged = -(-staged // devices)  # in the process that drives the server, once for all its devices
     if config.device == "cuda":
-        # vLLM takes its fraction whole: weights, activations, and keys and values in what is left.
+        # vLLM takes its fraction whole: weights, activations, and keys and values in what is left. SGLang's activations come on top.
         cache = max(0, int(config.rollout.gpu_memory_fraction * gpu_gib * GIB) - weights)
         cache_item = ("keys, values and activations, what is left of gpu_memory_fraction", cache)
     else:
@@ -163,8 +170,7 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
     # The Transformers adapter merges: it starts from the base again at every update.
     merges = config.sends_adapter_alone and config.rollout.name == "hf" and config.device == "cpu"
     base = [("base weights under the adapter, at most", weights)] if merges else []
-    # SGLang loads from a file in memory, which is written from copies of tensors that lie in one buffer.
-    file = ("the file new weights are loaded from, and what it is written of", 2 * staged)
+    file = (_FILE, 2 * staged)
     copy = [("what is served, as it was sent, for deltas, at most", staged)] if _sends_deltas(config) else []
     return Memory(
         process="replica",
@@ -178,7 +184,7 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
                 if stages_in_host_memory(config, model, gpu_gib)
                 else (("new weights, staged until verified", staged),)
             ),
-            *([file] if config.rollout.name == "sglang" else []),
+            *([file] if by_file and config.device == "cpu" else []),
             *copy,
         ),
         certain=weights + cache,
@@ -202,6 +208,19 @@ def staged_memory(config: RunConfig, facts: Facts) -> Memory | None:
         process="all replicas of a machine, in host memory",
         num=1,
         items=(("new weights, staged until verified", whole),),
+        certain=0,
+    )
+
+
+def file_memory(config: RunConfig, facts: Facts) -> Memory | None:
+    """Return what a replica on GPUs takes in host memory for the file that its new weights are loaded from, if it does so."""
+    if facts.model is None or config.rollout.name != "sglang" or config.device == "cpu":
+        return None
+    whole = facts.model.num_params * bytes_of(config.model.dtype)
+    return Memory(
+        process="replica, in host memory",
+        num=config.rollout.num_replicas,
+        items=((_FILE, 2 * whole),),
         certain=0,
     )
 
