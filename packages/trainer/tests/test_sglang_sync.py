@@ -22,6 +22,7 @@ from offbeat_ckptsync.adapters.sglang import member as member_module
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing import Fault, FaultyTransport
+from offbeat_ckptsync.transports.topology import gpu_uuid
 from offbeat_rollout import GenerateRequest, SamplingParams
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs
@@ -78,11 +79,34 @@ class House:
         )
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def house(tmp_path_factory):
-    path = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", tie_word_embeddings=False)
+DEVICES = [
+    pytest.param(("cpu", 1), id="one rank"),
+    pytest.param(("cpu", 2), id="two ranks"),
+    # Never run: no GPU was there. The server takes the first, and whoever sends over NCCL the last.
+    pytest.param(("cuda", 1), id="one GPU", marks=pytest.mark.gpu(2)),
+    pytest.param(("cuda", 2), id="two GPUs", marks=pytest.mark.gpu(3)),
+]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=DEVICES)
+async def house(request, tmp_path_factory):
+    device, num_ranks = request.param
+    path = make_tiny_model(
+        tmp_path_factory.mktemp("model") / "tiny",
+        tie_word_embeddings=False,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     engine = SglangEngine(
-        SglangConfig(model_path=path, max_model_len=128, kv_cache_gib=0.1, start_timeout_s=800)
+        SglangConfig(
+            model_path=path,
+            max_model_len=128,
+            kv_cache_gib=0.1,
+            start_timeout_s=800,
+            device=device,
+            gpu_memory_fraction=0.2,
+            tensor_parallel_size=num_ranks,
+        )
     )
     await engine.start()
     yield House(path, engine)
@@ -116,7 +140,17 @@ async def test_a_flipped_byte_is_refused_and_the_old_version_serves_on(house):
     assert (await house.gap())[0] <= 1e-4
 
 
+def ways_from(engine, by):
+    """Where a member sends from, and what it knows of the server's devices."""
+    ranks = engine.config.tensor_parallel_size
+    if engine.config.device == "cpu" or by is Way.FILES:
+        return {}
+    sender = torch.cuda.device_count() - 1 if by is Way.GROUP else 0
+    return {"device": f"cuda:{sender}", "gpus": tuple(gpu_uuid(index) for index in range(ranks))}
+
+
 def member(house, folder, **loading):
+    loading |= ways_from(house.engine, loading["by"])
     transport = make_transport("loopback", SYNC)
     # The folder that the adapter had the server load from is there no more.
     expected = manifest_of(house.model.named_parameters())
@@ -140,9 +174,9 @@ async def test_a_name_that_sglang_does_not_know_is_a_success_to_it_and_none_to_t
 ):
     in_parts = member_module.in_parts
 
-    def renamed(whole):
+    def renamed(whole, *how):
         return in_parts(
-            {name + "s" * (name == "model.norm.weight"): tensor for name, tensor in whole.items()}
+            {name + "s" * (name == "model.norm.weight"): tensor for name, tensor in whole.items()}, *how
         )
 
     manager = house.manager(member(house, tmp_path, by=Way.TENSORS))

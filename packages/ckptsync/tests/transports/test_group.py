@@ -28,7 +28,7 @@ def devices(request, monkeypatch):
     def gloo(store, rank, world, device, timeout_s):
         return groups._gloo(store, rank, world, "127.0.0.1", timeout_s)
 
-    monkeypatch.setattr(groups, "_nccl", gloo)
+    monkeypatch.setattr(groups, "nccl_group", gloo)
     return ["cpu:0", "cpu:0"]  # torch's own name for the CPU, and not the one that means gloo
 
 
@@ -160,6 +160,6 @@ def test_only_the_group_that_is_made_has_no_watchdog(monkeypatch):
     for before in (None, "0"):
         if before is not None:
             monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", before)
-        groups._nccl(None, 0, 2, "cuda:1", 5.0)
+        groups.nccl_group(None, 0, 2, "cuda:1", 5.0)
         assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
     assert seen == ["cuda:1", "1", "cuda:1", "1"]

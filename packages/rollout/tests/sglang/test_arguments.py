@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from offbeat_rollout import ConfigError, EngineStateError
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.sglang.arguments import (
+    CPU_LAUNCHER,
     MARGIN,
     OURS,
     argument_names,
@@ -108,14 +111,40 @@ def test_what_is_not_taken_is_named(config, name, named):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"device": "cuda"}, "never run there; use vllm"),
         ({"stop_strings": True}, "holds no tokenizer.json"),
-        ({"tensor_parallel_size": 2}, "`tensor_parallel_size` is 2"),
+        ({"tensor_parallel_size": 2}, "2 attention heads and 1 of keys and values, which so many devices"),
+        ({"device": "cuda", "tensor_parallel_size": 4}, "`tensor_parallel_size` is 4, and the model"),
     ],
 )
 def test_settings_it_cannot_honour_are_refused(config, change, named):
     with pytest.raises(ConfigError, match=named):
         SglangEngine.check(replace(config, **change))
+
+
+def test_on_gpus_the_server_is_sglang_s_own_with_its_fraction_of_their_memory(config, environment):
+    """And nothing of what CPUs need: the launcher for them lies in the same folder."""
+    (environment / "bin" / CPU_LAUNCHER).write_text("")
+    gpus = replace(config, device="cuda", tensor_parallel_size=2, gpu_memory_fraction=0.5)
+    SglangEngine.check(gpus)
+    words = server_command(gpus, 31000)
+    python = words.index(str(environment / "bin" / "python"))
+    assert words[python + 1 : python + 3] == ["-m", "sglang.launch_server"]
+    arguments = dict(pairwise(words))
+    assert (arguments["--device"], arguments["--tp-size"]) == ("cuda", "2")
+    assert arguments["--mem-fraction-static"] == "0.5"
+    assert not [word for word in words if "CPU" in word or "sglang_cpu" in word or "OMP" in word]
+    assert not {"--attention-backend", "--max-total-tokens", "--disable-overlap-schedule"} & set(words)
+    on_cpu = server_command(config, 31000)
+    assert on_cpu[on_cpu.index(str(environment / "bin" / "python")) + 1].endswith(CPU_LAUNCHER)
+
+
+def test_ranks_on_a_cpu_are_given_cores(config):
+    words = server_command(replace(config, tensor_parallel_size=3, cpu_threads=2), 31000)
+    (bound,) = (word.split("=")[1] for word in words if word.startswith("SGLANG_CPU_OMP_THREADS_BIND="))
+    cores = [rank.split(",") for rank in bound.split("|")]
+    assert [len(of_rank) for of_rank in cores] == [2, 2, 2]
+    assert {int(core) for of_rank in cores for core in of_rank} <= os.sched_getaffinity(0)
+    assert not [word for word in server_command(config, 31000) if "OMP_THREADS_BIND" in word]
 
 
 def test_a_model_shorter_than_the_context_is_refused(config):
@@ -136,6 +165,8 @@ def test_the_cache_is_what_was_given_and_at_least_two_sequences(config):
     token_bytes = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, width, float32
     assert cache_tokens(replace(config, kv_cache_gib=2**-10)) == 2**20 // token_bytes
     assert cache_tokens(replace(config, kv_cache_gib=1e-9)) == 2 * (100 + MARGIN)
+    of_two = cache_tokens(replace(config, kv_cache_gib=2**-10, tensor_parallel_size=2))
+    assert of_two == 2**20 // token_bytes, "one head of keys is on both"
 
 
 def test_ours_are_arguments_of_the_installed_sglang():

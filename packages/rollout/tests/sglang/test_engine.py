@@ -110,6 +110,36 @@ async def test_contract(check, subject):
     await rollout_contract[check](subject)
 
 
+def left_by(probs, top_k, top_p):
+    """Return which tokens are left: `top_p` of all tokens, as SGLang, and of the `top_k` likeliest, as the other adapters."""
+    order = probs.argsort(descending=True)[:top_k].tolist()
+    found = []
+    for whole in (1.0, float(probs[order].sum())):
+        before = [float(probs[order[:place]].sum()) / whole for place in range(top_k)]
+        found.append({token for token, mass in zip(order, before, strict=True) if mass < top_p})
+    return found
+
+
+async def test_beside_top_k_sglang_takes_top_p_of_all_tokens_which_is_why_it_is_refused(engine, paths):
+    """Should this fail because SGLang does as the others do, the two can be given at once."""
+    prompt, cuts = [3, 4, 5], {"top_k": 6, "top_p": 0.7}
+    sampling = {"max_new_tokens": 24, "temperature": 1.5, "sampling_seed": 1, **cuts}
+    asked = {
+        "input_ids": prompt,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "return_sampling_mask": True,
+    }
+    said = await engine._client().post("/generate", asked)
+    model, whole = AutoModelForCausalLM.from_pretrained(paths[0]).eval(), [*prompt, *said["output_ids"]]
+    with torch.no_grad():
+        probs = (model(torch.tensor([whole])).logits[0, len(prompt) - 1 : -1] / 1.5).softmax(-1)
+    masks = [set(mask) for mask in said["meta_info"]["output_token_sampling_mask"]]
+    of_all, of_likeliest = zip(*(left_by(one, **cuts) for one in probs), strict=True)
+    assert masks == list(of_all)
+    assert masks != list(of_likeliest)
+
+
 async def test_what_sglang_would_not_do_as_it_is_asked_is_refused(engine):
     with pytest.raises(
         RequestError, match=r"'p': `top_k` is 4 and `top_p` 0\.9: SGLang takes `top_p` of all"

@@ -44,17 +44,24 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
+}  # fmt: skip
 FAMILIES = {
     "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True),
+    "llama, on two ranks": lambda: LlamaConfig(**SHAPE, attention_bias=True),
     "llama, tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE),
-    "qwen3, experts": lambda: Qwen3MoeConfig(
-        **SHAPE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=False
+    "qwen3, tied, on two ranks": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3, experts": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS),
+    # On a CPU SGLang fills the experts of several ranks up to 32 rows each.
+    "qwen3, experts on two ranks": lambda: Qwen3MoeConfig(
+        **SHAPE, **{**EXPERTS, "moe_intermediate_size": 64}
     ),
     # SGLang's Mixtral has the hidden size shared out among heads, whatever its config says.
     "mixtral": lambda: MixtralConfig(**{**SHAPE, "head_dim": 16}, num_local_experts=4, num_experts_per_tok=2),
 }
-MIXTURES = ("qwen3, experts", "mixtral")
+MIXTURES = ("qwen3, experts", "qwen3, experts on two ranks", "mixtral")
 
 
 def make_model(folder: Path, family: str, dtype: torch.dtype) -> str:
@@ -71,12 +78,19 @@ def make_model(folder: Path, family: str, dtype: torch.dtype) -> str:
 
 KINDS = [
     ("llama", "float32"),
+    ("llama, on two ranks", "float32"),
+    ("qwen3, tied, on two ranks", "float32"),
     ("llama, tied", "float32"),
     ("qwen3", "float32"),
     ("qwen3, experts", "float32"),
+    ("qwen3, experts on two ranks", "float32"),
     ("mixtral", "float32"),
     ("qwen2, tied", "float32"),
     ("qwen2, tied", "bfloat16"),
+    # Never run: no GPU was there.
+    pytest.param(("llama", "float32", "cuda"), marks=pytest.mark.gpu(1)),
+    pytest.param(("llama, on two ranks", "float32", "cuda"), marks=pytest.mark.gpu(2)),
+    pytest.param(("qwen2, tied", "bfloat16", "cuda"), marks=pytest.mark.gpu(1)),
 ]
 # Each sum of a layer is rounded to eight bits; these weights are ten times as large as those of real models.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
@@ -84,18 +98,21 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=KINDS, ids=" ".join)
 async def subject(request, tmp_path_factory):
-    family, dtype = request.param
+    family, dtype, *device = request.param
     path = make_model(tmp_path_factory.mktemp("model"), family, getattr(torch, dtype))
     engine = SglangEngine(
         SglangConfig(
             model_path=path,
             dtype=dtype,
+            device=device[0] if device else "cpu",
+            gpu_memory_fraction=0.2,
             max_model_len=512,
             max_num_seqs=64,
             kv_cache_gib=0.25,
             stop_strings=True,
             record_experts=family in MIXTURES,
             start_timeout_s=600,
+            tensor_parallel_size=2 if "on two ranks" in family else 1,
         )
     )
     await engine.start()

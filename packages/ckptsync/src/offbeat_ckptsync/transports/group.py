@@ -84,7 +84,7 @@ class Group:
             self._met_at = self._torch_store(store, rank, timeout_s)
             own = PrefixStore(self.prefix, self._met_at)
             self._chunk_bytes = 1 << 62
-            self._connect(lambda: _nccl(own, rank, world, device, timeout_s), device, timeout_s)
+            self._connect(lambda: nccl_group(own, rank, world, device, timeout_s), device, timeout_s)
         except (RuntimeError, ValueError, TransferError) as error:
             self.leave()
             names = ", ".join(f"rank {seat_rank} of {member}" for member, seat_rank in self.seats)
@@ -308,7 +308,8 @@ def _gloo(store: PrefixStore, rank: int, world: int, host: str, timeout_s: float
     return ProcessGroupGloo(store, rank, world, options)
 
 
-def _nccl(store: PrefixStore, rank: int, world: int, device: str, timeout_s: float) -> Any:  # noqa: ANN401 -- as above
+def nccl_group(store: PrefixStore, rank: int, world: int, device: str, timeout_s: float) -> Any:  # noqa: ANN401 -- as above
+    """Make a group over NCCL, on `device`, of which no lost peer ends this process; its first call connects, and looks at no clock."""
     from torch.distributed import ProcessGroupNCCL
 
     use_device(device)

@@ -3,7 +3,7 @@
 It loads safetensors files in place, tensor by tensor, as SGLang does; generates only while it is not paused; and keeps a
 record of what it was asked, in order. `python protocol_server.py MODEL_FOLDER` prints its port.
 
-`/weights_checker` hashes what it holds as SGLang 0.5.23 does on CPU.
+`/weights_checker` hashes what it holds as SGLang 0.5.23 does on CPU; told to be on a GPU, as it does there.
 
 Beside the documented calls: GET /record; POST /misbehave {"how": ..} for the next load: "torn" fails half-way, "silent"
 answers after the caller has given up, "liar" keeps its old weight version, "stranger" takes a tensor for one of a name that it does not know;
@@ -20,8 +20,11 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+
+from offbeat_ckptsync.adapters.sglang.proof import gpu_hash
 
 
 class Model:
@@ -40,6 +43,7 @@ class Model:
             self.paused = False
             self.how = ""
             self.device = "cpu"
+            self.num_ranks = 1
             self.record = []
 
     def answer(self, ids):
@@ -47,10 +51,12 @@ class Model:
         return (self.weights["head.weight"] @ hidden).log_softmax(-1).tolist()
 
     def checksums(self):
-        return {
-            name: hashlib.sha256(tensor.numpy().tobytes()).digest()[:8].hex()
-            for name, tensor in self.weights.items()
-        }
+        return {name: self.hashed(tensor) for name, tensor in self.weights.items()}
+
+    def hashed(self, tensor):
+        if self.device == "cuda":
+            return f"{gpu_hash(tensor.reshape(-1).view(torch.uint8)):016x}"
+        return hashlib.sha256(tensor.numpy().tobytes()).digest()[:8].hex()
 
     def load(self, folder, version):
         how, self.how = self.how, ""
@@ -76,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
                     200, {"model_path": model.path, "weight_version": model.version, "is_generation": True}
                 )
             case "/server_info":
-                self.reply(200, {"device": model.device})
+                self.reply(200, {"device": model.device, "tp_size": model.num_ranks})
             case "/record":
                 self.reply(200, {"record": model.record, "paused": model.paused})
             case _:
@@ -99,6 +105,7 @@ class Handler(BaseHTTPRequestHandler):
             case "/misbehave":
                 model.how = body["how"]
                 model.device = body.get("device", "cpu")
+                model.num_ranks = body.get("num_ranks", 1)
                 self.reply(200, {})
             case "/pause_generation" | "/continue_generation":
                 model.record.append((self.path, body))

@@ -18,9 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, SglangMember, SglangServer
+from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, SglangMember, SglangServer, Way
 from offbeat_ckptsync.adapters.sglang import files as files_module
-from offbeat_ckptsync.adapters.sglang.group import met
+from offbeat_ckptsync.adapters.sglang.group import Ends, met
+from offbeat_ckptsync.adapters.sglang.member import kv_heads_of, require_way
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
@@ -271,13 +272,87 @@ async def test_fencing_stops_it_until_the_next_flip(local):
 async def test_what_cannot_be_proven_is_refused_before_the_server_is_asked_or_goes_unproven_when_told_to(
     local,
 ):
+    """It says that two ranks share its model, and what one of them holds."""
     local.train()
-    local.ask("/misbehave", {"how": "", "device": "cuda"})
-    await refused(local, r"cannot be proven; `Loading\(prove=False\)` .* on 'cuda' SGLang hashes in a way")
+    local.ask("/misbehave", {"how": "", "num_ranks": 2})
+    await refused(local, r"cannot be proven; `Loading\(prove=False\)` .* no checksums of 2 rank\(s\)")
     local.manager.remove("sglang-0")
     local.manager.add(local.make_member(prove=False))
     await local.manager.sync(10)
     assert local.answer()["weight_version"] == "10"
+
+
+@pytest.mark.parametrize("prove", [True, False])
+async def test_a_server_of_which_nothing_says_what_it_takes_is_sent_nothing(local, prove):
+    local.train()
+    local.manager.remove("sglang-0")
+    local.manager.add(local.make_member(prove=prove))
+    (local.base / "model.safetensors").rename(local.base / "away")
+    try:
+        await refused(local, "what tensors it takes cannot be told: its model folder .* would end it")
+    finally:
+        (local.base / "away").rename(local.base / "model.safetensors")
+    await local.manager.sync(10)
+    assert local.answer()["weight_version"] == "10"
+
+
+async def test_a_server_on_a_gpu_is_held_to_the_hashes_of_one(local):
+    for how in ("", "stranger"):
+        local.ask("/misbehave", {"how": how, "device": "cuda"})
+        local.train()
+        if not how:
+            await local.manager.sync(1)
+            assert local.answer()["weight_version"] == "1"
+            continue
+        with pytest.raises(SyncFailed, match="does not hold what it was given: 1 parameters"):
+            await local.manager.sync(2)
+
+
+GPUS = ("GPU-a", "GPU-b")
+
+
+@pytest.mark.parametrize(
+    ("loading", "kind", "named"),
+    [
+        ({"by": Way.GROUP}, "cuda", "the server computes on 'cuda', and `device` is 'cpu'"),
+        ({"by": Way.TENSORS, "device": "cuda:1"}, "cpu", "both must be CPUs or GPUs"),
+        ({"by": Way.GROUP, "device": "cuda:2"}, "cuda", r"must name the server's 2 GPU\(s\), got 0"),
+        (
+            {"by": Way.GROUP, "device": "cuda:1", "gpus": GPUS},
+            "cuda",
+            "cuda:1 is the server's, too, which NCCL",
+        ),
+        ({"by": Way.TENSORS, "device": "cuda:2", "gpus": GPUS}, "cuda", "cuda:2 is none of the server's"),
+        ({"by": Way.GROUP, "device": "cuda:2", "gpus": GPUS}, "cuda", ""),
+        ({"by": Way.TENSORS, "device": "cuda", "gpus": GPUS}, "cuda", ""),
+        ({"by": Way.FILES}, "cuda", ""),
+        ({"by": Way.TENSORS}, "cpu", ""),
+        ({"by": Way.GROUP}, "cpu", ""),
+    ],
+)
+def test_a_way_that_would_end_the_server_or_this_process_is_refused(loading, kind, named):
+    """This process has three GPUs, of which the server has two."""
+    asked = Loading(folder=Path("nowhere"), **loading)
+
+    def gpu(index):
+        return (*GPUS, "GPU-c")[index]
+
+    if not named:
+        require_way(asked, kind, 2, gpu)
+        return
+    with pytest.raises(TransferError, match=named):
+        require_way(asked, kind, 2, gpu)
+
+
+def test_heads_are_read_from_the_model_folder(tmp_path):
+    assert kv_heads_of(tmp_path) == 0
+    for said, heads in (
+        ({"num_attention_heads": 4}, 4),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2}, 2),
+        ({"text_config": {"num_key_value_heads": 8}}, 8),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        assert kv_heads_of(tmp_path) == heads
 
 
 def test_the_url_must_be_one_of_http():
@@ -308,6 +383,6 @@ def test_a_group_with_a_server_that_is_gone_is_given_up_for_what_it_said():
     """Not for the deadline of gloo, which waits for the other rank."""
     with (
         pytest.raises(TransferError, match="init_weights_update_group gave no answer"),
-        met(SglangServer("http://127.0.0.1:1"), "nobody", 100.0),
+        met(SglangServer("http://127.0.0.1:1"), Ends(), "nobody", 100.0),
     ):
         raise AssertionError("there is no group")

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from offbeat_ckptsync.adapters.sglang import Loading, SglangMember, SglangServer, Way
-from offbeat_ckptsync.adapters.sglang.proof import Proof
+from offbeat_ckptsync.adapters.sglang.proof import Layout, Proof, held_by_ranks
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.network.agent import Agent
 from offbeat_ckptsync.store import Store
@@ -94,8 +94,8 @@ class Replica:
         """Return what the member says it serves: [version, content, committed], the content as seen at the server."""
         status = await self.member.status()
         whole = weights_of(self._model, status.version)
-        held = await asyncio.to_thread(self._asked.checksums, DEADLINE_S)
-        right = held == Proof(held, whole, "cpu").expected(whole)
+        held = held_by_ranks(await asyncio.to_thread(self._asked.checksums, DEADLINE_S), 1)
+        right = held == Proof(held[0], whole, Layout()).expected(whole.__getitem__)
         right = right and await self._gap(whole) <= 1e-4
         # Weights that were never committed are those that a server starts with: nobody has vouched for them.
         return [status.version, content_of(whole) if right else f"other weights: {held}", status.committed]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
+import os
 import re
 import sys
 from functools import cache
@@ -47,7 +48,7 @@ OURS: dict[str, str] = {
     "context_length": "set `max_model_len`",
     "max_running_requests": "set `max_num_seqs`",
     "max_total_tokens": "set `kv_cache_gib`",
-    "tp_size": _REPLICAS,
+    "tp_size": "set `tensor_parallel_size`",
     "pp_size": _REPLICAS,
     "dp_size": _REPLICAS,
     "nnodes": _REPLICAS,
@@ -140,6 +141,8 @@ def server_command(config: SglangConfig, port: int) -> list[str]:
     if config.device == "cpu":
         # A kernel of the sampler would be compiled at the first request, which takes longer than all requests of a test.
         words += [f"OMP_NUM_THREADS={config.cpu_threads}", "TORCHDYNAMO_DISABLE=1"]
+        if config.tensor_parallel_size > 1:
+            words += _ranks_on_cores(config)
     words += [
         str(folder / "bin" / "python"),
         *([str(launcher)] if by_launcher else ["-m", "sglang.launch_server"]),
@@ -147,6 +150,17 @@ def server_command(config: SglangConfig, port: int) -> list[str]:
     for name, value in server_args(config, port).items():
         words += _words(name, value)
     return words
+
+
+def _ranks_on_cores(config: SglangConfig) -> list[str]:
+    """Give each rank cores of its own while they last; by itself SGLang wants a NUMA node for each. Replicas get the same ones."""
+    cores, threads = sorted(os.sched_getaffinity(0)), config.cpu_threads
+    ranks = [
+        ",".join(str(cores[(rank * threads + one) % len(cores)]) for one in range(threads))
+        for rank in range(config.tensor_parallel_size)
+    ]
+    # There is no GPU for the NCCL that comes with torch: not to find it is what keeps SGLang from trying.
+    return [f"SGLANG_CPU_OMP_THREADS_BIND={'|'.join(ranks)}", "SGLANG_NCCL_SO_PATH=/nonexistent"]
 
 
 def server_args(config: SglangConfig, port: int) -> dict[str, object]:
@@ -160,6 +174,7 @@ def server_args(config: SglangConfig, port: int) -> dict[str, object]:
         "dtype": config.dtype,
         "context_length": config.max_model_len + MARGIN,
         "max_running_requests": config.max_num_seqs,
+        "tp_size": config.tensor_parallel_size,
         "weight_version": "0",
         "sampling_defaults": "openai",  # nothing from the model folder
         "enable_deterministic_inference": config.deterministic,
@@ -199,6 +214,7 @@ def check_model(config: SglangConfig) -> None:
             f"sglang: config.json of {config.model_path!r} ends sequences at {sorted(theirs)}, its generation_config.json at "
             f"{sorted(ours)}: SGLang would end completions at both, other adapters at the second; make them agree"
         )
+    _check_heads(config, text)
     longest = text.get("max_position_embeddings")
     if longest is not None and config.max_model_len > longest:
         raise ConfigError(
@@ -231,6 +247,19 @@ def experts_of(config: SglangConfig) -> tuple[int, int] | None:
     return int(text["num_hidden_layers"]), int(top_k)
 
 
+def _check_heads(config: SglangConfig, text: dict[str, Any]) -> None:
+    """Refuse heads that ranks cannot share: on a CPU SGLang would invent further ones, on GPUs end."""
+    ranks = config.tensor_parallel_size
+    heads = int(text.get("num_attention_heads") or 1)
+    of_keys = int(text.get("num_key_value_heads") or heads)
+    several_have_one = config.device == "cuda" and ranks % of_keys == 0
+    if ranks > 1 and (heads % ranks or (of_keys % ranks and not several_have_one)):
+        raise ConfigError(
+            f"sglang: `tensor_parallel_size` is {ranks}, and the model in {config.model_path!r} has {heads} attention heads and "
+            f"{of_keys} of keys and values, which so many devices cannot share; lower it"
+        )
+
+
 def cache_tokens(config: SglangConfig) -> int:
     """Return how many tokens have room in `kv_cache_gib`; at least two whole sequences.
 
@@ -242,7 +271,8 @@ def cache_tokens(config: SglangConfig) -> int:
         heads = int(text["num_attention_heads"])
         head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
         kv_heads = int(text.get("num_key_value_heads") or heads)
-        token_bytes = 2 * int(text["num_hidden_layers"]) * kv_heads * head_dim * BYTES[config.dtype]
+        of_rank = -(-kv_heads // config.tensor_parallel_size)
+        token_bytes = 2 * int(text["num_hidden_layers"]) * of_rank * head_dim * BYTES[config.dtype]
     except KeyError as error:
         raise ConfigError(f"sglang: config.json of {config.model_path!r} has no {error}") from error
     return max(int(config.kv_cache_gib * GIB) // token_bytes, 2 * (config.max_model_len + MARGIN))

@@ -1,10 +1,10 @@
-"""`SglangEngine`: the generation interface over SGLang's HTTP server (0.5.23, on CPU).
+"""`SglangEngine`: the generation interface over SGLang's HTTP server (run with 0.5.23 on CPU, never on a GPU).
 
 What it promises beyond the interface:
 
 - One server, in processes of its own and in an environment of its own, that end with the process that holds the engine.
 - Log-probs are those of the distribution that was drawn from. SGLang leaves truncation out of them, and is asked for those among
-  the tokens that `top_k` or `top_p` left. Both at once are refused: SGLang takes `top_p` of all tokens, others of the `top_k`.
+  the tokens that `top_k` or `top_p` left. Both at once are refused: `missing` says why.
 - Texts to stop at are looked for here, so the server makes a few tokens more than are wanted, which are dropped.
 - Versions per token come from SGLang's own spans; the weights loaded at start are version 0.
 - A request with a `seed` is drawn by a hash of the seed and the position (`SglangConfig.deterministic`; without it seeds are
@@ -15,7 +15,8 @@ What it promises beyond the interface:
   update ends begins anew.
 - What would end the server is refused before it is sent: tokens outside the vocabulary, prompts beyond the context, tensors of
   another shape. After an update that failed while the server loaded, the engine serves no more; see `updates`.
-- `sleep` and `wake` release nothing on CPU.
+- `sleep` and `wake` release nothing.
+- On GPUs the server is SGLang's own, started by SGLang's own launcher on the devices that this process sees; that was never run.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class SglangEngine(RolloutEngine):
         """Say what this adapter does."""
         return RolloutCapabilities(
             adapter="sglang",
-            devices=frozenset({"cpu"}),
+            devices=frozenset({"cpu", "cuda"}),
             dtypes=frozenset({"float32", "bfloat16"}),
             features=frozenset(
                 {
@@ -89,15 +90,14 @@ class SglangEngine(RolloutEngine):
                     RolloutFeature.PREFIX_CACHING,
                     RolloutFeature.STOP_STRINGS,
                     RolloutFeature.ROUTED_EXPERTS,
+                    RolloutFeature.TENSOR_PARALLEL,
                 }
             ),
             missing={
-                "cuda": "updates are proven by checksums that SGLang computes in another way on GPUs, and this adapter was "
-                "never run there; use vllm",
-                "tensor_parallel": "updates of one rank can be proven; use vllm",
                 "lora": "it is sent whole weights; use engine.lora.export=merged, or vllm",
-                "top_k_and_top_p": "SGLang takes `top_p` of all tokens, other adapters of the `top_k` likeliest; give one of them",
-                "sleep_2": "SGLang gives memory back on GPUs alone",
+                "top_k_and_top_p": "SGLang takes `top_p` of all tokens, other adapters of the `top_k` likeliest, and beside a logit "
+                "processor that cuts those first it does not say what was left to draw from; give one of them",
+                "sleep_2": "a server that sleeps keeps its memory: SGLang's memory saver, which GPUs alone have, was never run here",
                 "peer_copy": "weights are served in the form of SGLang's kernels (fused), from which the checkpoint's tensors "
                 "do not come back: a replacement is sent them by the trainer",
             },
@@ -106,8 +106,6 @@ class SglangEngine(RolloutEngine):
     @classmethod
     def check(cls, config: RolloutConfig) -> None:
         """Refuse what SGLang cannot honour, `server_args` included; see `arguments`."""
-        if config.device == "cuda":
-            raise ConfigError(f"sglang: device 'cuda': {cls.capabilities().missing['cuda']}")
         super().check(config)
         own = require_config(config, SglangConfig)
         check_arguments(own)
@@ -211,7 +209,7 @@ class SglangEngine(RolloutEngine):
         self._requests.open.set()
 
     async def sleep(self, level: int) -> None:
-        """End what is running and rest; on CPU no memory is given back."""
+        """End what is running and rest; no memory is given back."""
         if level != 1:
             raise ConfigError(
                 f"sglang sleeps at level 1 only, got {level}: {self.capabilities().missing['sleep_2']}"

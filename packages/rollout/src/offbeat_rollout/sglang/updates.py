@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from offbeat_rollout.errors import EngineStateError, UpdateRefused
+from offbeat_rollout.errors import ConfigError, EngineStateError, UpdateRefused
 from offbeat_rollout.interface import TensorUpdates
 from offbeat_rollout.sglang.arguments import model_settings
-from offbeat_rollout.sglang.proof import checksums, differing, sources_of
+from offbeat_rollout.sglang.proof import Layout, NotProvableError, Proof, differing, held_by_ranks
 from offbeat_rollout.weight_files import folder_files, folder_specs
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class SglangUpdates(TensorUpdates):
         self._memory = memory
         self._resting = resting
         self._specs: list[WeightSpec] = []
-        self._sources: dict[str, tuple[str, ...]] = {}
+        self._proof: Proof | None = None
 
     async def specs(self) -> list[WeightSpec]:
         """Return what the model folder holds, in the dtype served; no engine has to run for it."""
@@ -72,10 +72,22 @@ class SglangUpdates(TensorUpdates):
             ConfigError: what SGLang holds of this model cannot be told.
             EngineStateError: it is not what is in the folder.
         """
-        given, held = [name for name, *_ in await self.specs()], await self._held()
-        tied = bool(model_settings(self._config.model_path).get("tie_word_embeddings"))
-        self._sources = sources_of(held, given, tied=tied)
-        await self._require(await asyncio.to_thread(self._of_folder), held)
+        config, text = self._config, model_settings(self._config.model_path)
+        given = [name for name, *_ in await self.specs()]
+        layout = Layout(
+            on_gpu=config.device == "cuda",
+            num_ranks=config.tensor_parallel_size,
+            num_kv_heads=int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0),
+        )
+        held = await self._held()
+        try:
+            self._proof = Proof(held[0], given, layout, tied=bool(text.get("tie_word_embeddings")))
+        except NotProvableError as error:
+            raise ConfigError(
+                f"sglang: what SGLang holds cannot be told from the model folder: {error}; updates could not be proven. "
+                "Use rollout=vllm"
+            ) from error
+        await self._require(await asyncio.to_thread(self._of_folder, self._proof), held)
 
     async def load(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, recompute_kv: bool = False
@@ -84,7 +96,8 @@ class SglangUpdates(TensorUpdates):
         whole = dict(tensors)
         specs = await self.specs()
         refuse_unless(specs, whole)
-        expected = await asyncio.to_thread(lambda: checksums(self._sources, whole.__getitem__))
+        assert self._proof is not None  # made at the start
+        expected = await asyncio.to_thread(self._proof.expected, whole.__getitem__)
         with _folder_in(self._memory()) as folder:
             await asyncio.to_thread(self._write, folder, whole)
             async with self._resting(version, recompute_kv):
@@ -116,22 +129,24 @@ class SglangUpdates(TensorUpdates):
                 f"{folder}: {wrong[:5]} are not what was written; look at the machine's memory"
             )
 
-    async def _held(self) -> dict[str, str]:
+    async def _held(self) -> list[dict[str, str]]:
         said = await self._client().post("/weights_checker", {"action": "checksum"})
-        ranks = said.get("ranks")
-        if said.get("success") is not True or not isinstance(ranks, list) or len(ranks) != 1:
-            raise EngineStateError(f"SGLang's /weights_checker gave no checksums of one rank: {said}")
-        return ranks[0]["checksums"]
+        if said.get("success") is not True:
+            raise EngineStateError(f"SGLang's /weights_checker failed: {said}")
+        try:
+            return held_by_ranks(said, self._config.tensor_parallel_size)
+        except NotProvableError as error:
+            raise EngineStateError(f"SGLang's {error}") from error
 
-    async def _require(self, expected: dict[str, str], held: dict[str, str]) -> None:
+    async def _require(self, expected: list[dict[str, str]], held: list[dict[str, str]]) -> None:
         wrong = differing(expected, held)
         if wrong:
             raise EngineStateError(
-                f"SGLang does not hold what it was given: {len(wrong)} of {len(expected)} parameters differ, "
+                f"SGLang does not hold what it was given: {len(wrong)} of {len(expected[0])} parameters differ, "
                 f"among them {wrong[:5]} (/weights_checker)"
             )
 
-    def _of_folder(self) -> dict[str, str]:
+    def _of_folder(self, proof: Proof) -> list[dict[str, str]]:
         import torch
         from safetensors import safe_open
 
@@ -142,7 +157,7 @@ class SglangUpdates(TensorUpdates):
                 found = file.get_tensor(name)
             return found.to(dtype) if found.is_floating_point() else found
 
-        return checksums(self._sources, tensor)
+        return proof.expected(tensor)
 
 
 def refuse_unless(specs: list[WeightSpec], whole: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,9 @@
-"""Tensors over a process group of this process, its rank 0, and an SGLang server (`init_weights_update_group`)."""
+"""Tensors over a process group of this process, its rank 0, and an SGLang server's ranks (`init_weights_update_group`).
+
+Gloo from host memory, NCCL from a GPU of this process, which must be none of the server's; NCCL was never run. Whoever waits here
+waits in threads of others, to a deadline, and gives the group up for what the server says. A sender that is lost is found out on
+the server's side by torch alone: gloo's sockets close at once, NCCL's watchdog there ends the server after torch's ten minutes.
+"""
 
 # torch types its distributed bindings in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -10,12 +15,15 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat_ckptsync.adapters.sglang.tensors import parts_of
 from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.threads import use_device
+from offbeat_ckptsync.transports.group import nccl_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -31,10 +39,11 @@ _LOOK_S = 0.0005
 
 
 class ServerGroup:
-    """A group of two over gloo, which is made by `met`."""
+    """A group with a server, which is made by `met`."""
 
-    def __init__(self, server: SglangServer, name: str, made: Any, timeout_s: float) -> None:  # noqa: ANN401 torch's groups have no type in common
+    def __init__(self, server: SglangServer, ends: Ends, name: str, made: Any, timeout_s: float) -> None:  # noqa: ANN401 torch's groups have no type in common
         self._server = server
+        self._device = ends.device
         self._name = name
         self._made = made
         self._timeout_s = timeout_s
@@ -49,26 +58,47 @@ class ServerGroup:
             for part in parts_of(whole):
                 receive = partial(self._server.receive, part, version, group=self._name)
                 told = _begun(partial(receive, flush_cache=flush_cache, timeout_s=self._timeout_s))
-                self._broadcast([tensor.contiguous() for _, tensor in part], told)
+                self._broadcast([tensor for _, tensor in part], told)
                 told.result()
 
     def _broadcast(self, tensors: list[torch.Tensor], told: Future[None]) -> None:
-        from torch.distributed.distributed_c10d import BroadcastOptions
-
-        options: Any = BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=self._timeout_s)
         try:
-            works = [self._made.broadcast([tensor], options) for tensor in tensors]
+            # NCCL connects in the first call, which looks at no clock.
+            started = _begun(partial(self._start, tensors))
+            _until(started.done, told, self._timeout_s)
+            works, _kept = started.result()
             _until(lambda: all(work.is_completed() for work in works), told, self._timeout_s)
             for work in works:
                 work.wait()  # raises what went wrong
         except RuntimeError as error:
             raise TransferError(f"{self._server.url}: its process group broke: {error}") from error
 
+    def _start(self, tensors: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+        from torch.distributed.distributed_c10d import BroadcastOptions
+
+        use_device(self._device)
+        options: Any = BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=self._timeout_s)
+        sent = [tensor.to(self._device).contiguous() for tensor in tensors]
+        return [self._made.broadcast([tensor], options) for tensor in sent], sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """Who meets in a group: this process with a torch `device`, "cpu" or "cuda:1" say, and the server's `num_ranks`."""
+
+    device: str = "cpu"
+    num_ranks: int = 1
+
+    @property
+    def backend(self) -> str:
+        """By what bytes go."""
+        return "gloo" if self.device == "cpu" else "nccl"
+
 
 @contextmanager
-def met(server: SglangServer, name: str, timeout_s: float) -> Generator[ServerGroup]:
+def met(server: SglangServer, ends: Ends, name: str, timeout_s: float) -> Generator[ServerGroup]:
     """Make a group with the server, within `timeout_s`, and leave it in the end.
 
     Raises:
@@ -78,32 +108,41 @@ def met(server: SglangServer, name: str, timeout_s: float) -> Generator[ServerGr
 
     limit = timedelta(seconds=timeout_s)
     try:
-        store = TCPStore(_HOST, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
-        told = _begun(partial(server.join, name, (_HOST, store.port), timeout_s))
-        # It waits for the other rank as long as the limit allows, also for one that says no or has ended.
-        forming = _begun(partial(_form, store, name, limit))
+        store = TCPStore(_HOST, 0, 1 + ends.num_ranks, is_master=True, timeout=limit, wait_for_workers=False)
+        address = (_HOST, store.port)
+        told = _begun(partial(server.join, name, address, ends.num_ranks, ends.backend, timeout_s))
+        # It waits for the other ranks as long as the limit allows, also for one that says no or has ended.
+        forming = _begun(partial(_form, store, name, ends, timeout_s))
         _until(forming.done, told, timeout_s)
         made = forming.result()
         told.result()
     except RuntimeError as error:
-        raise TransferError(f"{server.url}: the group of two did not form: {error}") from error
+        raise TransferError(
+            f"{server.url}: the group of {1 + ends.num_ranks} did not form: {error}"
+        ) from error
     try:
-        yield ServerGroup(server, name, made, timeout_s)
+        yield ServerGroup(server, ends, name, made, timeout_s)
     finally:
-        made.abort()
+        left = _begun(made.abort)
         with suppress(TransferError):  # a server that is gone is found out by who asks what it serves
             server.leave(name, timeout_s)
+        with suppress(TimeoutError):  # what hangs in NCCL holds nobody up
+            left.result(timeout_s)
 
 
-def _form(store: TCPStore, name: str, limit: timedelta) -> Any:  # noqa: ANN401 as above
+def _form(store: TCPStore, name: str, ends: Ends, timeout_s: float) -> Any:  # noqa: ANN401 as above
     from torch.distributed import PrefixStore, ProcessGroupGloo
 
+    world = 1 + ends.num_ranks
     # The prefixes are those that torch gives a group of this name there.
-    own = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+    kind = "cpu" if ends.device == "cpu" else "cuda"
+    own = PrefixStore(f"{kind}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+    if kind == "cuda":
+        return nccl_group(own, 0, world, ends.device, timeout_s)
     options: Any = ProcessGroupGloo._Options()  # noqa: SLF001 -- torch gives no public way
-    options._timeout = limit  # noqa: SLF001 -- as above
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 -- as above
     options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]  # noqa: SLF001 -- as above
-    return ProcessGroupGloo(own, 0, 2, options)
+    return ProcessGroupGloo(own, 0, world, options)
 
 
 def _begun(work: Callable[[], T]) -> Future[T]:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.adapters.sglang.files import keep_only, write_verified
-from offbeat_ckptsync.adapters.sglang.group import met
-from offbeat_ckptsync.adapters.sglang.proof import Proof
+from offbeat_ckptsync.adapters.sglang.group import Ends, met
+from offbeat_ckptsync.adapters.sglang.proof import (
+    Layout,
+    NotProvableError,
+    Proof,
+    differing,
+    held_by_ranks,
+)
 from offbeat_ckptsync.adapters.sglang.tensors import in_parts
 from offbeat_ckptsync.control.members import AskCanary, LocalMember
 from offbeat_ckptsync.errors import TransferError, VersionError
@@ -21,6 +28,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.plan.manifest import make_manifest
 from offbeat_ckptsync.seams import Transport, WeightSink
 from offbeat_ckptsync.threads import in_thread
+from offbeat_ckptsync.transports.topology import gpu_uuid
 from offbeat_ckptsync.transports.weight_files import folder_specs
 from offbeat_ckptsync.values import Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_ckptsync.adapters.sglang.server import SglangServer
+    from offbeat_ckptsync.adapters.sglang.server import SglangServer, Started
     from offbeat_ckptsync.config import SyncConfig
 
 
@@ -42,7 +50,11 @@ class PauseMode(StrEnum):
 
 
 class Way(StrEnum):
-    """How tensors get from this process into the server: through a file, in the bodies of its session's calls, or over gloo."""
+    """How tensors get from this process into the server: through a file, by the calls of its session, or over a process group.
+
+    By `TENSORS` bytes travel in the calls to a server on a CPU; one on GPUs is told where they lie on a GPU (CUDA IPC). By
+    `GROUP` they go over gloo there, over NCCL here.
+    """
 
     FILES = "files"
     TENSORS = "tensors"
@@ -54,8 +66,11 @@ class Loading:
     """How the server gets its weights: through files in `folder`, the same path here and there, this member's own.
 
     Two versions lie there at a time; a folder in memory (/dev/shm) is best. By `TENSORS` and `GROUP` nothing is written, and the
-    bytes travel in the pause, by `TENSORS` a third more of them. Without `expected`, tensors are checked against the model folder that the server
+    bytes travel in the pause, by `TENSORS` on a CPU a third more of them. Without `expected`, tensors are checked against the model folder that the server
     names, if it can be read here. With `prove` what the server holds after a load is compared with what was sent; see `proof`.
+
+    With a server on GPUs, `TENSORS` and `GROUP` send from `device`, a GPU of this process ("cuda:0"), and `gpus` are the UUIDs of the
+    server's own, rank by rank ("GPU-..", as nvidia-smi -L says them): CUDA IPC wants one that both sides see, NCCL one of its own.
     """
 
     folder: Path
@@ -63,6 +78,8 @@ class Loading:
     expected: Manifest | None = None
     by: Way = Way.FILES
     prove: bool = True
+    device: str = "cpu"
+    gpus: tuple[str, ...] = ()
 
 
 class SglangMember(LocalMember):
@@ -138,6 +155,7 @@ class _ServerSink(WeightSink):
         self._expected = loading.expected
         self._looked = False
         self._proof: Proof | None = None
+        self._num_ranks = 1
         self.pause_s = self.load_s = self.drain_s = 0.0
 
     def expected(self) -> Manifest | None:
@@ -146,21 +164,45 @@ class _ServerSink(WeightSink):
             limit_s = self._config.begin_timeout_s
             place = Path(self._server.model_info(limit_s)[1])
             specs = folder_specs(place) if place.is_dir() else ()
-            if self._expected is None and specs:
+            if self._expected is None and not specs:
+                raise TransferError(
+                    f"{self._server.url}: what tensors it takes cannot be told: its model folder {str(place)!r} cannot be read here, "
+                    "and `expected` was not given; one of another shape would end it"
+                )
+            if self._expected is None:
                 self._expected = make_manifest(specs)
+            started = self._server.started(limit_s)
+            require_way(self._loading, started.kind, started.num_ranks, gpu_uuid)
+            self._num_ranks = started.num_ranks
             if self._loading.prove:
-                names = [] if self._expected is None else [spec.name for spec in self._expected.specs]
-                self._proof = Proof(self._server.checksums(limit_s), names, self._server.device(limit_s))
+                self._proof = self._make_proof(started)
             self._looked = True
         return self._expected
 
+    def _make_proof(self, started: Started) -> Proof:
+        assert self._expected is not None
+        layout = Layout(
+            on_gpu=started.kind == "cuda",
+            num_ranks=started.num_ranks,
+            num_kv_heads=kv_heads_of(Path(started.folder)),
+        )
+        answer = self._server.checksums(self._config.begin_timeout_s)
+        try:
+            held = held_by_ranks(answer, started.num_ranks)
+            return Proof(held[0], [spec.name for spec in self._expected.specs], layout)
+        except NotProvableError as error:
+            raise TransferError(f"{_NOT_PROVABLE}: {error}") from error
+
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         whole = dict(tensors)
-        expected = None if self._proof is None else self._proof.expected(whole)
+        device = self._loading.device  # hashes are computed where they are sent from
+        expected = None if self._proof is None else self._proof.expected(lambda name: whole[name].to(device))
         with self._ready(whole, str(version)) as load:
             self._rest_and(load, expected, str(version))
 
-    def _rest_and(self, load: Callable[[], None], expected: dict[str, str] | None, version: str) -> None:
+    def _rest_and(
+        self, load: Callable[[], None], expected: list[dict[str, str]] | None, version: str
+    ) -> None:
         mark = time.perf_counter()
         try:
             self._server.pause(self._loading.pause_mode, self._config.flip_timeout_s)
@@ -193,23 +235,28 @@ class _ServerSink(WeightSink):
                 keep_only(folder, self._loading.folder)
             case Way.TENSORS:
                 yield lambda: self._server.take(
-                    in_parts(whole), version, flush_cache=flush, timeout_s=limit_s
+                    in_parts(whole, self._loading.device, self._num_ranks),
+                    version,
+                    flush_cache=flush,
+                    timeout_s=limit_s,
                 )
             case Way.GROUP:
-                with met(self._server, f"version {version}", limit_s) as group:
+                ends = Ends(device=self._loading.device, num_ranks=self._num_ranks)
+                with met(self._server, ends, f"version {version}", limit_s) as group:
                     yield lambda: group.send(whole, version, flush_cache=flush)
 
-    def _look(self, expected: dict[str, str] | None, version: str) -> None:
+    def _look(self, expected: list[dict[str, str]] | None, version: str) -> None:
         """Make sure that the server says the version back and, if that can be proven, holds what it was given."""
         limit_s = self._config.flip_timeout_s
         there = self._server.model_info(limit_s)[0]
         if there != version:
             raise TransferError(f"it was given weight version {version!r} and says {there!r}")
         if expected is not None:
-            held = self._server.checksums(limit_s)
-            wrong = sorted(
-                name for name in expected.keys() | held.keys() if expected.get(name) != held.get(name)
-            )
+            try:
+                held = held_by_ranks(self._server.checksums(limit_s), self._num_ranks)
+            except NotProvableError as error:
+                raise TransferError(str(error)) from error
+            wrong = differing(expected, held)
             if wrong:
                 raise TransferError(
                     f"it does not hold what it was given: {len(wrong)} parameters, among them {wrong[:5]}"
@@ -220,3 +267,47 @@ class _ServerSink(WeightSink):
             self._server.resume(self._config.begin_timeout_s)
         except TransferError:
             return  # the pause failed for the same reason; that error is the one to tell
+
+
+def require_way(loading: Loading, kind: str, num_ranks: int, uuid_of: Callable[[int], str]) -> None:
+    """Refuse a way that a server of `num_ranks` on devices of this `kind` would end by; `uuid_of` knows this process's GPUs.
+
+    Raises:
+        TransferError: naming the setting.
+    """
+    by, here = loading.by, loading.device
+    if by is Way.FILES:
+        return
+    if kind != "cuda" or here == "cpu":
+        if kind == here == "cpu":
+            return
+        raise TransferError(
+            f"`by` is {by.value!r}, the server computes on {kind!r}, and `device` is {here!r}: both must be CPUs or GPUs; "
+            "by `files` they need not"
+        )
+    if len(loading.gpus) != num_ranks:
+        raise TransferError(
+            f"`gpus` must name the server's {num_ranks} GPU(s), got {len(loading.gpus)}: which are its own decides whether "
+            f"{by.value!r} can be"
+        )
+    index = int(here.partition(":")[2] or 0)
+    shared = uuid_of(index) in loading.gpus
+    if by is Way.GROUP and shared:
+        raise TransferError(
+            f"{here} is the server's, too, which NCCL refuses; send from another, or by `tensors`"
+        )
+    if by is Way.TENSORS and not shared:
+        raise TransferError(
+            f"{here} is none of the server's, which may not see it, and would end; send from one of them, or by `group`"
+        )
+
+
+def kv_heads_of(folder: Path) -> int:
+    """Return how many heads of keys config.json in `folder` names; 0 where there is none."""
+    path = folder / "config.json"
+    said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    said = said.get("text_config", said)
+    return int(said.get("num_key_value_heads") or said.get("num_attention_heads") or 0)
+
+
+_NOT_PROVABLE = "what the server holds cannot be proven; `Loading(prove=False)` goes on without: then the version it says is all there is"

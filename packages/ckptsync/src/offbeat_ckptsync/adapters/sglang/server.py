@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.errors import TransferError
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.wire import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What a server computes on ("cpu", "cuda"), how many ranks share its model, and the folder that it first loaded."""
+
+    kind: str
+    num_ranks: int
+    folder: str
 
 
 class SglangServer:
@@ -38,9 +48,14 @@ class SglangServer:
             info = self._call("GET", "/get_model_info", None, timeout_s)  # its name before 0.5.6
         return str(info.get("weight_version", "")), str(info.get("model_path", ""))
 
-    def device(self, timeout_s: float) -> str:
-        """Return the kind of device that the server computes on."""
-        return str(self._call("GET", "/server_info", None, timeout_s).get("device", ""))
+    def started(self, timeout_s: float) -> Started:
+        """Return how the server was started."""
+        info = self._call("GET", "/server_info", None, timeout_s)
+        return Started(
+            kind=str(info.get("device", "")),
+            num_ranks=int(cast("int", info.get("tp_size", 1))),
+            folder=str(info.get("model_path", "")),
+        )
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop generating; `mode` is SGLang's: "retract", "in_place" or "abort"."""
@@ -55,12 +70,13 @@ class SglangServer:
         body: Json = {"model_path": folder, "weight_version": version, "flush_cache": flush_cache}
         self._do("/update_weights_from_disk", body, timeout_s)
 
-    def take(self, parts: Iterable[str], version: str, *, flush_cache: bool, timeout_s: float) -> None:
-        """Load tensors in a session of SGLang's (0.5.21 and later); each of `parts` is as SGLang reads them, in base64."""
+    def take(self, parts: Iterable[list[str]], version: str, *, flush_cache: bool, timeout_s: float) -> None:
+        """Load tensors in a session of SGLang's (0.5.21 and later); `parts` as SGLang reads them, in base64, for each rank."""
         with self.session(timeout_s):
             for part in parts:
                 body: Json = {
-                    "serialized_named_tensors": [part],
+                    "serialized_named_tensors": part,
+                    "load_format": "flattened_bucket",
                     "flush_cache": flush_cache,
                     "weight_version": version,
                 }
@@ -73,15 +89,18 @@ class SglangServer:
         yield
         self._do("/end_weight_update", {}, timeout_s)
 
-    def join(self, group: str, address: tuple[str, int], timeout_s: float) -> None:
-        """Meet at `address`, as rank 1 of two, in a process group over gloo; returns when it has formed."""
+    def join(self, group: str, address: tuple[str, int], seats: int, backend: str, timeout_s: float) -> None:
+        """Meet at `address`, as ranks 1 to `seats`, in a process group over `backend`; returns when it has formed.
+
+        Over NCCL that is when all know of each other: the first broadcast connects them.
+        """
         body: Json = {
             "master_address": address[0],
             "master_port": address[1],
             "rank_offset": 1,
-            "world_size": 2,
+            "world_size": 1 + seats,
             "group_name": group,
-            "backend": "gloo",
+            "backend": backend,
         }
         self._do("/init_weights_update_group", body, timeout_s)
 
@@ -109,13 +128,9 @@ class SglangServer:
         """Let go of a process group."""
         self._do("/destroy_weights_update_group", {"group_name": group}, timeout_s)
 
-    def checksums(self, timeout_s: float) -> dict[str, str]:
-        """Return the checksum of every parameter that the server holds, by the server's names for them."""
-        answer = self._do("/weights_checker", {"action": "checksum"}, timeout_s)
-        ranks = cast("list[Json]", answer.get("ranks") or [])
-        if len(ranks) != 1:
-            raise TransferError(f"{self.url}/weights_checker: expected checksums of one rank, got {ranks!r}")
-        return cast("dict[str, str]", ranks[0]["checksums"])
+    def checksums(self, timeout_s: float) -> Json:
+        """Return what it says of the parameters that its ranks hold; `proof.held_by_ranks` reads it."""
+        return self._do("/weights_checker", {"action": "checksum"}, timeout_s)
 
     def _do(self, path: str, body: Json, timeout_s: float) -> Json:
         answer = self._call("POST", path, body, timeout_s)
