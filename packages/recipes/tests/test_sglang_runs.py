@@ -74,6 +74,21 @@ def test_the_same_seed_is_the_same_run_and_the_sampler_is_the_trainer(tmp_path: 
     assert not servers_of(tmp_path / "one")
 
 
+# Of bfloat16's eight bits: the log-probs of one token by two libraries that round each layer's sums in orders of their own.
+HALVES_DIFFER = 0.1
+
+
+@pytest.mark.timeout(1000)
+def test_in_bfloat16_the_sampler_is_the_trainer_to_its_rounding(tmp_path: Path, shared_ray: str):
+    folder = tmp_path / "run"
+    begin(folder, shared_ray, "model.dtype=bfloat16", "trainer.steps=4").succeed(RUN_TIMEOUT_S)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    worst = max(line["mismatch/max_abs_logprob_diff"] for line in lines)
+    assert 1e-4 < worst <= HALVES_DIFFER
+    assert not servers_of(folder)
+
+
 @pytest.mark.timeout(1000)
 def test_a_replica_on_the_trainer_s_devices_rests_while_it_trains(tmp_path: Path, shared_ray: str):
     folder = tmp_path / "run"
