@@ -114,6 +114,11 @@ class Handler(BaseHTTPRequestHandler):
             case "/weights_checker":
                 ranks = [{"checksums": model.checksums()}]
                 self.reply(200, {"success": True, "message": "Success.", "ranks": ranks})
+            case (
+                "/init_weights_update_group" | "/destroy_weights_update_group"
+            ):  # it says so, and meets nobody
+                model.record.append((self.path, body))
+                self.reply(200, {"success": True, "message": "done"})
             case "/update_weights_from_disk":
                 model.record.append((self.path, body))
                 with model.lock:

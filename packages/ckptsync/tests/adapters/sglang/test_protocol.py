@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, SglangMember, SglangServer, Way
 from offbeat_ckptsync.adapters.sglang import files as files_module
+from offbeat_ckptsync.adapters.sglang import group as group_module
 from offbeat_ckptsync.adapters.sglang.group import Ends, met
 from offbeat_ckptsync.adapters.sglang.member import kv_heads_of, require_way
 from offbeat_ckptsync.config import SyncConfig, make_transport
@@ -386,3 +388,35 @@ def test_a_group_with_a_server_that_is_gone_is_given_up_for_what_it_said():
         met(SglangServer("http://127.0.0.1:1"), Ends(), "nobody", 100.0),
     ):
         raise AssertionError("there is no group")
+
+
+def test_over_nccl_the_server_s_ranks_are_asked_to_meet_where_this_process_waits_for_them(local, monkeypatch):
+    """The group itself takes GPUs; what is around it does not."""
+    seen = []
+
+    def made(store, rank, world, device, timeout_s):
+        store.set("0", b"the id of the communicator")
+        seen.append((rank, world, device, timeout_s))
+        deadline = time.monotonic() + 300
+        while not local.ask("/record")["record"]:  # it is asked at the same time
+            assert time.monotonic() < deadline
+        raise RuntimeError("there is no GPU here")
+
+    monkeypatch.setattr(group_module, "nccl_group", made)
+    with (
+        pytest.raises(TransferError, match="the group of 3 did not form: there is no GPU here"),
+        met(SglangServer(local.server.url), Ends(device="cuda:1", num_ranks=2), "version 7", 60.0),
+    ):
+        raise AssertionError("there is no group")
+    assert seen == [(0, 3, "cuda:1", 60.0)]
+    ((path, asked),) = local.ask("/record")["record"]
+    assert path == "/init_weights_update_group"
+    port = asked.pop("master_port")
+    assert asked == {
+        "master_address": "127.0.0.1",
+        "rank_offset": 1,
+        "world_size": 3,
+        "group_name": "version 7",
+        "backend": "nccl",
+    }
+    assert port > 0
