@@ -8,6 +8,7 @@ import multiprocessing as mp
 import os
 import signal
 import uuid
+from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
@@ -123,37 +124,28 @@ class LocalSync(GenerationGate):
         assert (got - self.reference(ids)).abs().max() <= 1e-4
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=[1, pytest.param(2, marks=pytest.mark.deep)],
-    ids=["one_rank", "two_ranks"],
-)
-async def local(request, tmp_path_factory):
+@asynccontextmanager
+async def serving(folder, config, num_ranks=1):
+    """Serve a model of `config`, which is written to `folder`."""
     # By itself vLLM gives each of several workers a NUMA node of its own, and refuses where there are fewer.
-    binding = {} if request.param == 1 else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    binding = {} if num_ranks == 1 else {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     saved = dict(os.environ)
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
         **binding,
     }  # fmt: skip
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    folder = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(folder)
     args = AsyncEngineArgs(
         model=str(folder), dtype="float32", max_model_len=512, enforce_eager=True, skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs", weight_transfer_config=WeightTransferConfig(backend="offbeat"),
-        enable_prefix_caching=False, tensor_parallel_size=request.param,
+        enable_prefix_caching=False, tensor_parallel_size=num_ranks,
     )  # fmt: skip
     llm = AsyncLLM.from_engine_args(args)
     made = LocalSync(llm, model, Mailbox())
@@ -164,6 +156,48 @@ async def local(request, tmp_path_factory):
         llm.shutdown()
         os.environ.clear()
         os.environ.update(saved)
+
+
+SHAPE = {
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.deep)],
+    ids=["one_rank", "two_ranks"],
+)
+async def local(request, tmp_path_factory):
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(**SHAPE, tie_word_embeddings=True)
+    async with serving(tmp_path_factory.mktemp("tiny"), config, request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("expert_size", [64, pytest.param(48, marks=pytest.mark.deep)])
+async def test_experts_are_served_as_they_were_sent(tmp_path, expert_size):
+    """On a CPU vLLM prepacks them, and of 48 channels fills up what its kernel lacks; updates must come by the same way."""
+    from transformers import Qwen3MoeConfig
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = Qwen3MoeConfig(
+        **SHAPE,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=expert_size,
+        initializer_range=0.1,
+    )
+    async with serving(tmp_path, config) as made:
+        made.source.change = lambda named: revert_weight_conversion(made.model, named)
+        await made.assert_serves_the_model()
+        for _ in range(2):
+            await made.sync()
+            await made.assert_serves_the_model()
 
 
 async def test_several_versions_are_each_served_as_transformers_computes_them(local):

@@ -132,6 +132,8 @@ class VllmSink(WeightSink):
         if not whole:
             raise ManifestError(f"version {version} has no tensors; nothing was changed")
         with torch.no_grad():
+            if self._device.type == "cpu":
+                _forget_expert_kernels(self._model)
             initialize_layerwise_reload(self._model)
             self._model.load_weights(iter(whole))  # type: ignore[operator]
             finalize_layerwise_reload(self._model, self._model_config)
@@ -139,6 +141,18 @@ class VllmSink(WeightSink):
         settle(self._device)  # until then only queued: neither over nor known to have worked
         if self._expected is None:
             self._expected = manifest_of(whole)
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Let the experts of mixtures be prepared as they were at the start, where their kernel is made.
+
+    vLLM 0.32 does no more than copy what an update brings where there is a kernel already. On a CPU that kernel reads weights that
+    are prepacked, and filled up, in another place: it would multiply by what came as if it were that.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            setattr(method, "moe_kernel", None)  # noqa: B010 vLLM does not say that it may be
 
 
 def _repack_tied(model: torch.nn.Module) -> None:
