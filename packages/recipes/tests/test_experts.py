@@ -86,11 +86,12 @@ class Choosing(Fsdp2Engine):
 
 
 def test_who_cannot_record_or_replay_is_refused(shape, monkeypatch):
-    silent = refused(planned(*of(shape, "engine=megatron", "rollout=vllm", "rollout.record_experts=true")))
+    on_gpus = of(shape, "rollout=vllm", "device=cuda", RECORDING[2])
     assert (
-        "`record_experts`: routed experts cannot be recorded here: vLLM 0.32 records them"
-        in silent["rollout"]
+        "`record_experts` on device 'cuda': vLLM 0.32 records them" in refused(planned(*on_gpus))["rollout"]
     )
+    for adapter in ("hf", "vllm"):
+        assert not refused(planned(*of(shape, f"rollout={adapter}", RECORDING[2])))
     for engine in ("fsdp2", "megatron"):
         assert not refused(planned(*of(shape, *RECORDING[1:], f"engine={engine}")))
     compiled = refused(planned(*of(shape, *RECORDING[1:], "engine.compile=true")))
@@ -109,13 +110,82 @@ def history(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def ran(shape, shared_ray, folder, *settings):
+    """Run to the end; return the metrics of each step."""
+    words = [*of(shape, *settings), f"run_dir={folder}", shared_ray]
+    Command("train", words, folder.with_name(f"{folder.name}-said") / "train").succeed(RUN_TIMEOUT_S)
+    return history(folder)
+
+
+def worst(lines):
+    return max(line["mismatch/max_abs_logprob_diff"] for line in lines)
+
+
 @pytest.mark.ray
 @pytest.mark.spawns
 @pytest.mark.timeout(900)
 def test_a_run_trains_by_the_experts_that_sampled(shape, shared_ray, tmp_path):
-    folder = tmp_path / "run"
-    words = of(shape, *SMALL, *RECORDING, f"run_dir={folder}", "trainer.updates_per_step=2")
-    Command("train", [*words, shared_ray], tmp_path / "said" / "train").succeed(RUN_TIMEOUT_S)
-    lines = history(folder)
+    lines = ran(shape, shared_ray, tmp_path / "run", *SMALL, *RECORDING, "trainer.updates_per_step=2")
     assert [line["step"] for line in lines] == [1, 2]
-    assert max(line["mismatch/max_abs_logprob_diff"] for line in lines) <= 1e-4
+    assert worst(lines) <= 1e-4
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("adapter", "engine"),
+    [
+        ("hf", "fsdp2"),
+        pytest.param("vllm", "megatron", marks=pytest.mark.vllm),
+        pytest.param("sglang", "fsdp2", marks=[pytest.mark.vllm, pytest.mark.sglang]),
+    ],
+)
+def test_every_adapter_records_for_every_engine(shape, shared_ray, tmp_path, adapter, engine):
+    lines = ran(
+        shape, shared_ray, tmp_path / "run", *SMALL, f"rollout={adapter}", RECORDING[2], f"engine={engine}"
+    )
+    assert len(lines) == 2
+    assert worst(lines) <= 1e-4
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+def test_a_critic_and_a_reference_beside_it_and_a_run_that_goes_on_in_the_background(
+    shape, shared_ray, tmp_path
+):
+    """Neither of them is given experts of others; what waited in the journal has them still."""
+    settings = [
+        *SMALL, "engine=fsdp2", "rollout=hf", RECORDING[2], "engine.num_ranks=2", "algorithm=ppo", "algorithm.kl_coef=0.01",
+        "algorithm.critic_engine=megatron", "mode=one_step_off", "trainer.updates_per_step=2", "trainer.save_every=1",
+    ]  # fmt: skip
+    settings.remove("trainer.steps=2")
+    lines = ran(shape, shared_ray, tmp_path / "run", *settings, "trainer.steps=3")
+    assert len(lines) == 3
+    again = ran(shape, shared_ray, tmp_path / "run", *settings, "trainer.steps=5", "resume=auto")
+    assert [line["step"] for line in again] == [1, 2, 3, 4, 5]
+    assert again[0]["mismatch/max_abs_logprob_diff"] <= 1e-4, (
+        "the first step trains tokens of its own weights"
+    )
+    assert "value/explained_variance" in again[-1]
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+@pytest.mark.timeout(1800)
+def test_a_mixture_learns(shape, shared_ray, tmp_path):
+    lines = ran(
+        shape,
+        shared_ray,
+        tmp_path / "run",
+        "task=arithmetic",
+        *RECORDING,
+        "warmup.steps=600",
+        "trainer.steps=30",
+    )
+    assert worst(lines) <= 1e-4
+    assert lines[-1]["accuracy/validation"] >= 0.9
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-3:]) / 3 >= 0.9
+    assert sum(rewards[:3]) / 3 < 0.8

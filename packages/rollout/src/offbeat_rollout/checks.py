@@ -36,11 +36,24 @@ def check_config(config: RolloutConfig, capabilities: RolloutCapabilities) -> No
         raise ConfigError(
             f"{who}: `tensor_parallel_size` is {config.tensor_parallel_size}; this adapter has no more than 1"
         )
-    if config.record_experts and RolloutFeature.ROUTED_EXPERTS not in capabilities.features:
-        why = capabilities.missing.get(RolloutFeature.ROUTED_EXPERTS, "it does not say them")
-        raise ConfigError(f"{who}: `record_experts`: routed experts cannot be recorded here: {why}; use hf")
+    if config.record_experts:
+        _check_recording(config, capabilities)
     _check_lora(config, capabilities)
     _check_tokenizer(config, capabilities)
+
+
+def _check_recording(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
+    who, path = capabilities.adapter, Path(config.model_path) / "config.json"
+    if RolloutFeature.ROUTED_EXPERTS not in capabilities.features:
+        why = capabilities.missing.get(RolloutFeature.ROUTED_EXPERTS, "it does not say them")
+        raise ConfigError(f"{who}: `record_experts`: routed experts cannot be recorded here: {why}; use hf")
+    if not path.is_file():
+        return  # not made yet, or refused elsewhere
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not any("expert" in key for key in found.get("text_config", found)):
+        raise ConfigError(
+            f"{who}: `record_experts`: the model in {config.model_path!r} has no experts; leave the setting out"
+        )
 
 
 def _check_lora(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:

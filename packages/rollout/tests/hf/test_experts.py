@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, Qw
 from offbeat_rollout import ConfigError, Finish, GenerateRequest, RolloutConfig, SamplingParams, adapter_class
 from offbeat_rollout.errors import CompletionError, UpdateRefused
 from offbeat_rollout.hf import HfEngine
-from offbeat_rollout.testing import make_tiny_model, reference_logprobs
+from offbeat_rollout.hf.experts import Recorder
+from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, reference_logprobs
 
 LAYERS, TOP_K = 3, 2
 
@@ -97,13 +98,15 @@ def test_they_are_cut_joined_and_sent_with_their_completion(mixture):
 
 
 def test_who_cannot_tell_says_so(tmp_path):
-    config = RolloutConfig(model_path=make_tiny_model(tmp_path / "dense"), record_experts=True)
-    with pytest.raises(ConfigError, match="has no routers"):
-        asyncio.run(generated(config))
-    for name, says in (("vllm", "Triton"), ("sglang", "has no experts")):
+    path = make_tiny_model(tmp_path / "dense")
+    for name in ("hf", "vllm", "sglang"):
         adapter = adapter_class(name)
-        with pytest.raises(ConfigError, match=says):
-            adapter.check(adapter.Config(model_path=config.model_path, record_experts=True))
+        with pytest.raises(ConfigError, match="has no experts"):
+            adapter.check(adapter.Config(model_path=path, record_experts=True))
+    with pytest.raises(ConfigError, match=r"scripted: .*it does not say them"):
+        ScriptedRollout.check(RolloutConfig(model_path=path, record_experts=True))
+    with pytest.raises(ConfigError, match="no routers that tell what they choose"):
+        Recorder(AutoModelForCausalLM.from_pretrained(path))
 
 
 async def updated(path, version_of):

@@ -46,6 +46,9 @@ class FileEngine(WeightTransferEngine):
         if sorted(tensors) != sorted(info.expected):
             raise UpdateRefused(f"unknown or missing: {sorted(set(tensors) ^ set(info.expected))}")
         with torch.no_grad():
+            for module in self.model.modules():  # on a CPU experts are prepacked where their kernel is made
+                if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                    module.quant_method.moe_kernel = None
             initialize_layerwise_reload(self.model)
             self.model.load_weights(iter(tensors.items()))
             finalize_layerwise_reload(self.model, self.vllm_config.model_config)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout.errors import ConfigError
 from offbeat_rollout.vllm.lora import lora_args
+from offbeat_rollout.vllm.recording import Recording
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -53,6 +54,7 @@ OURS: dict[str, str] = {
     "additional_config": _UPDATES,
     "enable_sleep_mode": "it follows from `device`",
     "skip_tokenizer_init": "set `stop_strings`",
+    "enable_return_routed_experts": "set `record_experts`",
     "logprobs_mode": "log-probs are those of the distribution that was drawn from",
     "max_logprobs": "a request says how many it wants",
     "generation_config": "sampling is what the request says",
@@ -66,6 +68,9 @@ OURS_ON_CPU = {
 }
 
 
+OURS_RECORDING = {"worker_extension_cls": "`record_experts` has one"}
+
+
 def check_arguments(config: VllmConfig) -> None:
     """Refuse what vLLM would not take, or not be itself with; vLLM is not imported.
 
@@ -75,7 +80,8 @@ def check_arguments(config: VllmConfig) -> None:
     cpu = config.device == "cpu"
     if cpu and config.enforce_eager is False:
         raise ConfigError("vllm: `enforce_eager` is false, and a CPU has no CUDA graphs; leave it out")
-    ours = {**OURS, **(OURS_ON_CPU if cpu else {})}
+    _check_recording(config)
+    ours = {**OURS, **(OURS_ON_CPU if cpu else {}), **(OURS_RECORDING if config.record_experts else {})}
     problems = [f"`{name}` is not taken there: {ours[name]}" for name in config.engine_args if name in ours]
     known = argument_names() - ours.keys()
     for name in config.engine_args.keys() - ours.keys() - known:
@@ -84,6 +90,20 @@ def check_arguments(config: VllmConfig) -> None:
             problems.append(f"vLLM has no `{name}`" + (f"; did you mean `{near[0]}`?" if near else ""))
     if problems:
         raise ConfigError(f"vllm: `engine_args`: {'; '.join(sorted(problems))}")
+
+
+def _check_recording(config: VllmConfig) -> None:
+    if not config.record_experts:
+        return
+    if config.device != "cpu":
+        raise ConfigError(
+            f"vllm: `record_experts` on device {config.device!r}: vLLM 0.32 records them there in its Model Runner V2, which this "
+            "adapter was not tried with; use hf"
+        )
+    if config.prefix_caching:
+        raise ConfigError(
+            "vllm: `record_experts`: what `prefix_caching` finds again is routed no more; leave one of them out"
+        )
 
 
 def check_heads(config: VllmConfig) -> None:
@@ -178,4 +198,6 @@ def engine_args(config: VllmConfig) -> AsyncEngineArgs:
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(_CPU_STEP_TOKENS, config.max_model_len, config.max_num_seqs)
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
+    if config.record_experts:
+        arguments["worker_extension_cls"] = f"{Recording.__module__}.{Recording.__qualname__}"
     return AsyncEngineArgs(**{**arguments, **lora_args(config.lora), **config.engine_args})

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from offbeat_rollout.config import require_config
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, RolloutError
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.types import Health, PauseMode, RolloutCapabilities, RolloutFeature
+from offbeat_rollout.vllm import recording
 from offbeat_rollout.vllm.arguments import check_arguments, check_heads
 from offbeat_rollout.vllm.calls import answer_of
 from offbeat_rollout.vllm.config import VllmConfig
@@ -92,6 +94,7 @@ class VllmEngine(RolloutEngine):
                     RolloutFeature.LORA,
                     RolloutFeature.TOP_LOGPROBS,
                     RolloutFeature.STOP_STRINGS,
+                    RolloutFeature.ROUTED_EXPERTS,
                     RolloutFeature.RECOMPUTE_KV,
                     RolloutFeature.SLEEP_1,
                     RolloutFeature.SLEEP_2,
@@ -101,8 +104,8 @@ class VllmEngine(RolloutEngine):
                 }
             ),
             missing={
-                "routed_experts": "vLLM 0.32 records them in its Model Runner V2 alone, which takes Triton: on a CPU one with a CPU "
-                "backend, which its wheel has not; on a GPU not tried",
+                "routed_experts_on_gpus": "vLLM 0.32 records them there in its Model Runner V2, which this adapter was not tried with; on a "
+                "CPU its routers are listened to",
                 "peer_copy": "weights are served in the form of vLLM's kernels (fused, prepacked), from which the checkpoint's "
                 "tensors do not come back: a replacement is sent them by the trainer",
             },
@@ -145,6 +148,8 @@ class VllmEngine(RolloutEngine):
                 await llm.get_supported_tasks()  # it remembers them: no request waits for it later
                 if self.config.lora.rank:
                     await serve_nothing_yet(llm, self.config.lora, specs)
+                if self.config.record_experts:
+                    await recording.begin(llm, timeout_s)
         except BaseException as error:  # also cancelled: nobody would end what the thread has begun
             self._launched = None
             await asyncio.to_thread(launched.end)
@@ -285,13 +290,16 @@ class VllmEngine(RolloutEngine):
         from offbeat_rollout.vllm.translate import completion
 
         while True:
-            done = completion(request, await self._output(llm, request))
+            key = secrets.token_hex(8) if self.config.record_experts else None
+            done = completion(request, await self._output(llm, request, key))
+            if key is not None:
+                done = await recording.recorded(llm, key, request, done, self.config.request_timeout_s)
             if done.num_tokens or request.request_id not in self._begin_anew:
                 self._progress.ended += done.num_tokens
                 return done
             self._begin_anew.discard(request.request_id)
 
-    async def _output(self, llm: AsyncLLM, request: GenerateRequest) -> Any:  # noqa: ANN401 - vllm.RequestOutput
+    async def _output(self, llm: AsyncLLM, request: GenerateRequest, key: str | None) -> Any:  # noqa: ANN401 - vllm.RequestOutput
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         from offbeat_rollout.vllm.translate import sampling_params
@@ -304,6 +312,8 @@ class VllmEngine(RolloutEngine):
             "cache_salt": f"update {self._num_flips}",
         }
         params = sampling_params(request, self._eos)
+        if key is not None:
+            params.extra_args = {recording.KEY: key}
         try:
             async for output in llm.generate(prompt, params, request.request_id, lora_request=self._lora):
                 if output.finished:
