@@ -15,10 +15,10 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+
+    import torch
 
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -190,6 +190,8 @@ def _is_whole(name: str) -> bool:
 
 def _part(name: str, whole: torch.Tensor, rank: int, layout: Layout) -> torch.Tensor:
     """Return what `rank` holds of a tensor."""
+    import torch
+
     ranks, size = layout.num_ranks, len(whole) if whole.dim() else 1
     if name.endswith(_PADDED):
         step = _ROWS if -(-size // _ROWS) * _ROWS % ranks == 0 else _ROWS * ranks
@@ -206,6 +208,8 @@ def _part(name: str, whole: torch.Tensor, rank: int, layout: Layout) -> torch.Te
 
 
 def _checksum(parts: Sequence[torch.Tensor], *, on_gpu: bool) -> str:
+    import torch
+
     if on_gpu:
         return f"{gpu_hash(torch.cat([_bytes(part) for part in parts])):016x}"
     hasher = hashlib.sha256()
@@ -215,6 +219,8 @@ def _checksum(parts: Sequence[torch.Tensor], *, on_gpu: bool) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -231,6 +237,8 @@ def gpu_hash(data: torch.Tensor) -> int:
     Tiles of 8,192 words of 32 bits: each word is mixed with its place, by the finalizer of MurmurHash3, twice; what comes of a
     tile is summed and mixed with the length; the tiles' 64 bits are summed, and mixed as in splitmix64.
     """
+    import torch
+
     words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
     if not len(words):
         return 0
