@@ -47,7 +47,7 @@ class Feedback:
 
     `reward` is for this turn; those of a trajectory add up. `parts` are rewards to be looked at by name, they add up as well.
     `correct` feeds accuracy: the last that was said counts; where none was, a trajectory is right whose rewards come to
-    `environment.correct_at`.
+    1 (`EnvironmentConfig.correct_at`).
     """
 
     observation: Observation = ""
