@@ -13,7 +13,7 @@ class SglangConfig(RolloutConfig):
 
     `environment` is the folder of the virtual environment that SGLang is installed in; empty means the one beside this,
     with `-sglang` behind its name, which `tools/setup` makes. `deterministic` makes SGLang honour seeds, whatever else
-    is in the batch: without it SGLang ignores them. It costs the prefix cache on CPU. `server_args` are further arguments of
+    is in the batch: without it SGLang ignores them. It costs the prefix cache on CPU, and on GPUs SGLang's faster products and sampler. `server_args` are further arguments of
     SGLang's `ServerArgs`, by SGLang's names; see `arguments` for those that are not taken.
     """
 
