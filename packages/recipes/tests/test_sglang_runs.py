@@ -90,6 +90,17 @@ def test_in_bfloat16_the_sampler_is_the_trainer_to_its_rounding(tmp_path: Path, 
 
 
 @pytest.mark.timeout(1000)
+def test_two_ranks_of_a_server_are_the_trainer_to_its_rounding(tmp_path: Path, shared_ray: str):
+    folder = tmp_path / "run"
+    settings = ("rollout.tensor_parallel_size=2", "rollout.cpu_threads=1", "trainer.steps=4")
+    begin(folder, shared_ray, *settings).succeed(RUN_TIMEOUT_S)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert max(line["mismatch/max_abs_logprob_diff"] for line in lines) <= 1e-4
+    assert not servers_of(folder)
+
+
+@pytest.mark.timeout(1000)
 def test_a_replica_on_the_trainer_s_devices_rests_while_it_trains(tmp_path: Path, shared_ray: str):
     folder = tmp_path / "run"
     begin(folder, shared_ray, "cluster.placement=colocated", "trainer.steps=4").succeed(RUN_TIMEOUT_S)

@@ -246,6 +246,13 @@ def test_however_much_is_hashed_at_a_time(monkeypatch):
     assert gpu_hash(data) == whole
 
 
+@pytest.mark.gpu(1)
+def test_the_hash_of_gpus_is_the_same_wherever_it_is_computed():
+    """Never run: no GPU was there."""
+    data = torch.randint(256, (4 * 8192 * 300 + 3,), dtype=torch.uint8)
+    assert gpu_hash(data.cuda()) == gpu_hash(data)
+
+
 def test_on_gpus_the_same_parts_go_into_the_hash_of_gpus(monkeypatch):
     tensors = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in SHAPES.items()}
     monkeypatch.setattr(proof_module, "gpu_hash", lambda data: int(hashed(data), 16))

@@ -52,8 +52,8 @@ class PauseMode(StrEnum):
 class Way(StrEnum):
     """How tensors get from this process into the server: through a file, by the calls of its session, or over a process group.
 
-    By `TENSORS` bytes travel in the calls to a server on a CPU; one on GPUs is told where they lie on a GPU (CUDA IPC). By
-    `GROUP` they go over gloo there, over NCCL here.
+    To a server on a CPU bytes travel in the calls by `TENSORS`, and over gloo by `GROUP`; one on GPUs is told where they lie on a
+    GPU (CUDA IPC), or gets them over NCCL.
     """
 
     FILES = "files"
