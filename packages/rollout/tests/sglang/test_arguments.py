@@ -99,6 +99,7 @@ def test_other_arguments_of_sglang_pass_through(config):
     [
         ("model_path", "`model_path` is not taken there: set `model_path`"),
         ("weight_version", "weight updates rest on it"),
+        ("mem_fraction_static", "set `gpu_memory_fraction`"),
         ("schedule_polcy", "SGLang has no `schedule_polcy`; did you mean `schedule_policy`?"),
     ],
 )
