@@ -20,7 +20,8 @@ pytestmark = pytest.mark.spawns
 
 # A server with a process of its own, which shares memory as SGLang's do; the server says where they are, and waits.
 SERVER = '''
-import os, subprocess, sys
+import multiprocessing, os, subprocess, sys
+own = multiprocessing.get_context("spawn").Semaphore()
 lines = """
 import mmap, multiprocessing, sys, time
 semaphore = multiprocessing.get_context("spawn").Semaphore()
@@ -31,7 +32,7 @@ time.sleep(3600)
 """
 child = subprocess.Popen([sys.executable, "-c", lines, *sys.argv[1:]], stdout=subprocess.PIPE)
 semaphore = child.stdout.readline().decode().strip()
-print(os.getpid(), child.pid, os.environ["TMPDIR"], semaphore, flush=True)
+print(os.getpid(), child.pid, os.environ["TMPDIR"], semaphore, own._semlock.name, flush=True)
 child.wait()
 '''
 SHARED = Path("/dev/shm")
@@ -56,11 +57,11 @@ def kept(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    server, child, where, name = process.stdout.readline().split()
-    semaphore = SHARED / f"sem.{name.removeprefix('/')}"
-    assert semaphore.exists()
+    server, child, where, *names = process.stdout.readline().split()
+    semaphores = [SHARED / f"sem.{name.removeprefix('/')}" for name in names]
+    assert all(each.exists() for each in semaphores)
     assert where == str(folder)
-    yield process, (int(server), int(child)), (folder, memory, semaphore, *mapped[:3])
+    yield process, (int(server), int(child)), (folder, memory, *semaphores, *mapped[:3])
     stay = [mapped[3], others]
     assert all(each.exists() for each in stay), "what is of another kind, or somebody else's, stays"
     process.stdin.close()
@@ -95,10 +96,19 @@ def test_when_nobody_holds_the_other_end_all_are_ended_and_nothing_is_left(kept)
     assert not any(each.exists() for each in left)
 
 
-def test_a_server_that_ends_takes_what_it_started_along(kept):
+def looks(process):
+    """How often the threads of a keeper have waited: one waits for the server all the time, one from look to look."""
+    told = [task.joinpath("status").read_text() for task in Path(f"/proc/{process.pid}/task").iterdir()]
+    return sum(int(one.split("\nvoluntary_ctxt_switches:")[1].split()[0]) for one in told)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_takes_along_what_it_started_and_what_it_alone_knew(kept, how):
     process, (server, child), left = kept
-    subprocess.run(["kill", "-TERM", str(server)], check=True)
-    assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    before = looks(process)
+    wait_for(lambda: looks(process) > before + 4)
+    os.kill(server, how)
+    assert process.wait(DEADLINE_S) == 128 + how
     assert not alive(child)
     assert not any(each.exists() for each in left)
 

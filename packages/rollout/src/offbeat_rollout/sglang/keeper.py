@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -17,9 +18,14 @@ import threading
 import time
 from contextlib import suppress
 
+TYPE_CHECKING = False  # of typing's, whose import would take as long as all else
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36  # who is left by its parent is ours
 LEAVE_S = 30.0
+LOOK_S = 1.0
 _SHARED = "/dev/shm"
 # Then names that are drawn: loads and messages of SGLang, whose processes share them, and Python's semaphores between processes.
 _KINDS = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-")
@@ -35,10 +41,10 @@ def _signal(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def _shared(group: int) -> set[str]:
+def _shared(group: int) -> dict[str, int]:
     """Return files in shared memory that processes of `group` have mapped: they made them, as nobody else knows their names.
 
-    By their inodes: a semaphore was mapped under another name, before it got its own.
+    With their inodes, by which they are found: a semaphore was mapped under another name, before it got its own.
     """
     inodes: set[int] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -47,8 +53,35 @@ def _shared(group: int) -> set[str]:
                 with open(f"/proc/{pid}/maps") as maps:
                     inodes |= {int(line.split()[4]) for line in maps if f" {_SHARED}/" in line}
     with suppress(OSError), os.scandir(_SHARED) as files:
-        return {file.path for file in files if file.name.startswith(_KINDS) and file.inode() in inodes}
-    return set()
+        return {
+            file.path: file.inode()
+            for file in files
+            if file.name.startswith(_KINDS) and file.inode() in inodes
+        }
+    return {}
+
+
+def _look_until_left(look: Callable[[], None]) -> None:
+    """Look twice at what is shared whenever that may have changed, until nobody holds the other end any more.
+
+    A process that others kill cannot be asked any more. The second look is for what was not mapped yet.
+    """
+    seen, again = 0, 0
+    while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+        with suppress(OSError):
+            changed = os.stat(_SHARED).st_mtime_ns
+            seen, again = changed, 2 if changed != seen else again
+        if again:
+            again -= 1
+            look()
+    sys.stdin.buffer.read()
+
+
+def _remove(left: dict[str, int]) -> None:
+    for path, inode in left.items():
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_ino == inode:
+                os.unlink(path)
 
 
 def _wait_for_all() -> None:
@@ -70,24 +103,25 @@ def keep(folder: str, memory: str, words: list[str]) -> int:
         preexec_fn=_end_with_parent,
     )
 
-    left: set[str] = set()
+    left: dict[str, int] = {}
+
+    def look() -> None:
+        left.update(_shared(server.pid))
 
     def end() -> None:
         _signal(server.pid, signal.SIGSTOP)  # none of them makes another file while its files are looked for
-        left.update(_shared(server.pid))
+        look()
         _signal(server.pid, signal.SIGKILL)
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        _look_until_left(look)
         end()
 
     threading.Thread(target=watch, name="watch", daemon=True).start()
     code = server.wait()
     end()  # what it started
     _wait_for_all()
-    for file in left:
-        with suppress(FileNotFoundError):
-            os.unlink(file)
+    _remove(dict(left))
     for each in (folder, memory):
         shutil.rmtree(each, ignore_errors=True)
     return code
