@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from engine_loops import LR, EngineSide
 
-from offbeat_engine import ModelConfig, OptimizerConfig, SftLoss, World
+from offbeat_engine import Dtype, ModelConfig, OptimizerConfig, SftLoss, World
 from offbeat_engine.megatron import MegatronConfig, MegatronEngine, families, model
 from offbeat_engine.megatron.groups import make_groups
 from offbeat_engine.megatron.loading import hf_config
@@ -33,13 +33,15 @@ def config_of(path: str, size: Size) -> MegatronConfig:
     return MegatronConfig(
         model=ModelConfig(path=path),
         optimizer=OptimizerConfig(lr=LR),
+        dtype=Dtype(size.dtype),
+        device="cuda" if size.device == "cuda" else "cpu",
         micro_batch_tokens=size.micro_batch_tokens,
     )
 
 
 def megatron_on(path: str, size: Size) -> EngineSide:
     """Return an initialised Megatron engine of one rank."""
-    engine = MegatronEngine(config_of(path, size), World())
+    engine = MegatronEngine(config_of(path, size), World(device=size.device))
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     return EngineSide(engine)

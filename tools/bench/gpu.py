@@ -38,6 +38,8 @@ PACKAGES = (
     "xxhash",
     "numpy",
     "safetensors",
+    "megatron-core",
+    "transformer-engine",
     "triton",
     "flash-attn",
 )
@@ -60,6 +62,7 @@ class Part:
 PARTS = (
     Part(name="train_1_5b", budget_s=110),
     Part(name="train_7b", budget_s=110, needs=("tensordict", "transformers", "peft")),
+    Part(name="train_megatron", budget_s=60, needs=("tensordict", "transformers", "megatron")),
     Part(name="cuda_ipc", budget_s=50, needs=("xxhash",)),
     Part(name="grpo", budget_s=60, needs=("tensordict", "transformers", "xxhash", "rich")),
     Part(name="tests_engine", budget_s=150, needs=("pytest", "hypothesis", "tensordict", "peft"), tests="engine"),

@@ -82,6 +82,43 @@ def train_large(size: Size = LARGE) -> dict[str, Any]:
     }
 
 
+def train_megatron(size: Size | None = None) -> dict[str, Any]:
+    """Train the same weights on the same batch with the Megatron engine and with FSDP2, in turns."""
+    from engine_megatron import megatron_on
+
+    size = replace(SMALL, layers=SMALL.layers // 2) if size is None else size  # both are in memory
+    batch = batch_of(size, [SEQUENCE_TOKENS] * (MICRO_BATCHES * size.micro_batch_tokens // SEQUENCE_TOKENS))
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(Path(folder) / "model", size)
+        sides = (megatron_on(model, size), engine_on(World(device=size.device), model, size))
+    said = [_logprobs(side, batch) for side in sides]
+    losses = [-float(row[batch["loss_mask"]].mean()) for row in said]
+    apart = (said[0] - said[1]).abs()[batch["loss_mask"]]
+    turns = take_turns(*sides, batch, size.rounds)
+    cost = cost_on_meta(size)
+    flops, peak = flops_per_token(cost), peak_flops(torch.device(size.device), torch.bfloat16)
+    return {
+        "trained": "all weights, AdamW, float32 master weights and moments",
+        "parameters": cost.num_params + size.vocab * size.hidden,
+        "transformer_engine": sides[0].engine._parts.with_te,  # noqa: SLF001 nothing else says it
+        "loss": losses[0],
+        "mean_logprob_difference": float(apart.mean()),
+        "max_logprob_difference": float(apart.max()),
+        "loss_difference_relative": abs(losses[0] - losses[1]) / abs(losses[1]),
+        "mfu": None if peak is None else turns.ours * flops / peak,
+        "mfu_fsdp2": None if peak is None else turns.theirs * flops / peak,
+        "tokens_per_s": turns.ours,
+        "fsdp2_tokens_per_s": turns.theirs,
+        "ratio": turns.ratio,
+    }
+
+
+def _logprobs(side: EngineSide, batch: Any) -> torch.Tensor:  # noqa: ANN401
+    with side.engine.eval_mode():
+        predictions, _ = side.engine.forward_backward_step(batch, forward_only=True)
+    return predictions["logprobs"].cpu()
+
+
 def random_model(folder: Path, size: Size) -> str:
     """Write a random model of `size`, drawn where it is trained and in the dtype in which it computes."""
     from transformers import Qwen2ForCausalLM
@@ -175,6 +212,7 @@ def grpo(size: Size | None = None, steps: int = 3) -> dict[str, Any]:
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "train_1_5b": train_small,
     "train_7b": train_large,
+    "train_megatron": train_megatron,
     "cuda_ipc": sync_cuda_ipc,
     "grpo": grpo,
 }

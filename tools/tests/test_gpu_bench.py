@@ -125,6 +125,19 @@ def test_the_training_parts_run():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # megatron-core's, of itself and of torch
+def test_the_engines_are_trained_in_turns_on_the_same_weights():
+    for size, largest in ((TINY, 1e-4), (HALF, 0.05)):
+        found = gpu_parts.train_megatron(size)
+        assert found["loss"] > 3.0  # about the logarithm of the vocabulary
+        assert found["max_logprob_difference"] < largest
+        assert found["loss_difference_relative"] < largest
+        assert found["ratio"] > 0
+        assert found["parameters"] > 0
+        assert (found["mfu"], found["mfu_fsdp2"], found["transformer_engine"]) == (None, None, False)
+
+
+@pytest.mark.slow
 def test_a_sync_and_a_run_of_grpo_answer_with_figures():
     synced = gpu_parts.sync_cuda_ipc(1 << 20, 16, "cpu")
     assert synced["num_bytes"] >= 1 << 20

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.megatron import families, model
+from offbeat_engine.megatron import families, model, transformer_engine
 from offbeat_engine.megatron.groups import make_groups
 from offbeat_engine.megatron.held import held_by
 from offbeat_engine.megatron.leaving import Leaving
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A built engine; `updater` is None where nothing is trained, and `trained` are the names of what is, on any rank."""
+    """A built engine; `updater` is None where nothing is trained, and `trained` are the names of what is, on any rank.
+
+    `with_te`: of Transformer Engine's layers.
+    """
 
     groups: Groups
     shape: Shape
@@ -44,6 +47,7 @@ class Parts:
     updater: Updater | None
     trained: frozenset[str]
     sequence_limit: int | None
+    with_te: bool
     cost: ModelCost
 
 
@@ -55,19 +59,21 @@ def build_parts(config: MegatronConfig, world: World) -> Parts:
     """
     found = hf_config(config.model)
     shape = families.shape_of(found, config.model.head)
-    groups = make_groups(config, world)
-    with groups.lent(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's, of packages that it would rather have
-        models = model.build(config, shape, found, groups)
-        plain = [model.Chunk(model=one, wrapped=one) for one in models]
-        held = held_by(plain, shape, groups, config.model.head)
-        trained = _freeze(config, held, shape)
-        chunks = wrapped(config, models)
-        updater = None if config.inference_only else Updater(config, chunks)
-        # After the wrapper, which copies weights into a buffer of its own: before, values would be in memory twice. And after
-        # the optimizer, whose master weights are as exact as the files.
-        _fill_together(config, world, held, found, updater)
-        leaving = Leaving.agreed(world, held, shape, config.model.head, groups.tensor)
+        groups = make_groups(config, world)
+        with_te = transformer_engine.is_used(config, world)
+        with groups.lent():
+            models = model.build(config, shape, found, groups, with_te)
+            plain = [model.Chunk(model=one, wrapped=one) for one in models]
+            held = held_by(plain, shape, groups, config.model.head)
+            trained = _freeze(config, held, shape)
+            chunks = wrapped(config, models)
+            updater = None if config.inference_only else Updater(config, chunks)
+            # After the wrapper, which copies weights into a buffer of its own: before, values would be in memory twice. And after
+            # the optimizer, whose master weights are as exact as the files.
+            _fill_together(config, world, held, found, updater)
+            leaving = Leaving.agreed(world, held, shape, config.model.head, groups.tensor)
     return Parts(
         groups=groups,
         shape=shape,
@@ -77,6 +83,7 @@ def build_parts(config: MegatronConfig, world: World) -> Parts:
         updater=updater,
         trained=trained,
         sequence_limit=sequence_limit(found),
+        with_te=with_te,
         cost=cost_of(shape, config.model.head, frozenset() if config.inference_only else trained),
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.megatron import families
+from offbeat_engine.megatron import families, transformer_engine
 from offbeat_engine.megatron.loading import check_files, hf_config
 from offbeat_engine.toolkit.rotary import sequence_limit
 
@@ -32,7 +32,7 @@ _MISSING: dict[str, str] = {
     Feature.DETERMINISTIC: "its kernels are not held to the same bits",
     Feature.HYBRID_SHARDING: "weights are cut by tensor and pipeline, and every other rank has a copy",
     Feature.SEQUENCE_PARALLEL: "ranks share the tokens of a sequence only beside a tensor's (`sequence_parallel`)",
-    Feature.FP8: "products in eight bits are Transformer Engine's, which nothing here could run: not written",
+    Feature.FP8: "products in eight bits are Transformer Engine's (`transformer_engine`), on GPUs: written, run by nobody yet and so not declared",
     Feature.MULTIMODAL: "a batch holds tokens alone, no images and no sound",
 }
 
@@ -59,6 +59,7 @@ def refusals(config: MegatronConfig, num_ranks: int) -> list[Refusal]:
         *_numbers(config),
         *_layout(config, num_ranks),
         *_asked_for(config),
+        *transformer_engine.refusals(config),
         *_model(config),
     ]
 
@@ -183,6 +184,7 @@ def _model(config: MegatronConfig) -> Iterator[Refusal]:
         )
     shape = families.shape_of(found, config.model.head)
     yield from _divided(config, shape)
+    yield from transformer_engine.size_refusals(config, shape)
     if shape.num_experts:
         yield from _experts(config)
     try:

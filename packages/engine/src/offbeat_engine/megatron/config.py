@@ -21,6 +21,10 @@ class MegatronConfig(EngineConfig):
     `packing` feeds the sequences of a micro-batch as one row without padding. `distributed_optimizer` shares moments and
     master weights among copies. With `activation_checkpointing`, `recompute` says what backward computes again: whole
     layers, or attention alone.
+
+    `transformer_engine` takes its matrices and its attention over packed rows, for bfloat16 on CUDA: where all ranks have it
+    (`auto`), or else refused (true). `e4m3` and `hybrid` are true with products in eight bits, whose tensors have a scale
+    each: forward in e4m3, and backward in that, too, or in e5m2.
     """
 
     packing: bool = field(default=True, metadata=SPEED)
@@ -33,6 +37,7 @@ class MegatronConfig(EngineConfig):
     dispatcher: Literal["allgather", "alltoall"] = field(default="alltoall", metadata=SPEED)
     distributed_optimizer: bool = field(default=True, metadata=SPEED)
     recompute: Literal["layers", "attention"] = field(default="layers", metadata=SPEED)
+    transformer_engine: Literal["auto", "e4m3", "hybrid"] | bool = "auto"
 
     @property
     def model_parallel_size(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from offbeat_engine.base import EngineBase
 from offbeat_engine.config import require_config
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.megatron import checkpoint, checks, export
+from offbeat_engine.megatron import checkpoint, checks, export, transformer_engine
 from offbeat_engine.megatron.build import Parts, build_parts
 from offbeat_engine.megatron.config import MegatronConfig
 from offbeat_engine.megatron.model import compute_dtype
@@ -88,7 +88,9 @@ class MegatronEngine(EngineBase[Parts]):
         self._check_new()
         if self.world.size > 1:
             self.world.ensure_group(self._config.collective_timeout_s)
-        refused = "; ".join(map(str, self.check(self._config, self.world.size)))
+        refusals = self.check(self._config, self.world.size)
+        refusals = refusals or transformer_engine.refusals_here(self._config, self.world)
+        refused = "; ".join(map(str, refusals))
         error = ConfigError(refused) if refused else None
         failure = first_failure(self.world, error)
         if failure is not None:
@@ -101,7 +103,8 @@ class MegatronEngine(EngineBase[Parts]):
 
     def _difference(self, parts: Parts) -> str | None:
         """Return why this model must not be used here (see `self_check`), the same on all ranks, or None."""
-        with self.eval_mode():
+        bits = transformer_engine.without_eight_bits(parts.chunks[0].model.config)
+        with self.eval_mode(), bits:
             # Reading a large model layer by layer may outlast the deadline of other calls.
             step = self._step(Asked.of(self, names=self._names()))
             return find_difference(step, parts, self._saves.world)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from offbeat_engine.config import Dtype
-from offbeat_engine.megatron import replay
+from offbeat_engine.megatron import replay, transformer_engine
 from offbeat_engine.megatron.blocks import padded_vocab, vocab_rows
 from offbeat_engine.megatron.context import SharedAttention
 from offbeat_engine.megatron.modules import Attention, RmsNorm, Rotary
@@ -71,6 +71,7 @@ def transformer_config(config: MegatronConfig, shape: Shape) -> Any:  # noqa: AN
         **_EVERY_MODEL,
         **_layout(config),
         **_recomputing(config),
+        **transformer_engine.settings(config),
         **(_mixture(config, shape) if shape.num_experts else {}),
     )
     made.offbeat_windows = shape.windows
@@ -131,20 +132,34 @@ def _recomputing(config: MegatronConfig) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def build(config: MegatronConfig, shape: Shape, hf_config: Any, groups: Groups) -> list[Any]:  # noqa: ANN401
-    """Return this rank's chunks of the model, with memory for weights and no values yet."""
+def build(
+    config: MegatronConfig,
+    shape: Shape,
+    hf_config: Any,  # noqa: ANN401
+    groups: Groups,
+    with_te: bool,
+) -> list[Any]:
+    """Return this rank's chunks of the model, with memory for weights and no values yet.
+
+    `with_te`: of Transformer Engine's layers.
+    """
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
 
-    ours = transformer_config(config, shape)
+    ours, rotary = transformer_config(config, shape), Rotary(hf_config)
+    ours.offbeat_rotary_scaling = rotary.scaling
+    if with_te:
+        transformer_engine.set_windows(ours, shape.windows)
     norm: Any = RmsNorm
     chunks: list[Any] = []
     for number in range(config.virtual_pipeline_size):
         stage = number if config.virtual_pipeline_size > 1 else None
         num_layers = get_num_layers_to_build(ours, vp_stage=stage, pp_rank=groups.stage)
-        block = TransformerBlockSubmodules(layer_specs=[_layer(config, shape)] * num_layers, layer_norm=norm)
+        block = TransformerBlockSubmodules(
+            layer_specs=[_layer(config, shape, with_te)] * num_layers, layer_norm=norm
+        )
         chunk = _model_class()(
             config=ours,
             transformer_layer_spec=block,
@@ -156,9 +171,7 @@ def build(config: MegatronConfig, shape: Shape, hf_config: Any, groups: Groups) 
             position_embedding_type="rope",
             vp_stage=stage,
         )
-        chunk.rotary_pos_emb = rotary = Rotary(hf_config)
-        for layer in chunk.decoder.layers:
-            layer.self_attention.core_attention.rotary_scaling = rotary.scaling
+        chunk.rotary_pos_emb = Rotary(hf_config)
         replay.install(chunk)
         if chunk.post_process and config.model.head == "value":
             chunk.output_layer = None
@@ -173,7 +186,7 @@ def _device(config: MegatronConfig) -> torch.device:
     )
 
 
-def _layer(config: MegatronConfig, shape: Shape) -> Any:  # noqa: ANN401
+def _layer(config: MegatronConfig, shape: Shape, with_te: bool) -> Any:  # noqa: ANN401
     """Return the spec of a layer: megatron-core's own matrices and mixtures, with norms and attention of this package."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -186,10 +199,20 @@ def _layer(config: MegatronConfig, shape: Shape) -> Any:  # noqa: ANN401
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = Attention if config.context_parallel_size == 1 else SharedAttention
+    attention.core_attention = _attention(config, shape, with_te)
     if shape.family.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
+    if with_te:
+        transformer_engine.put_linears(spec)
     return spec
+
+
+def _attention(config: MegatronConfig, shape: Shape, with_te: bool) -> Any:  # noqa: ANN401
+    if config.context_parallel_size == 1:
+        return transformer_engine.PackedAttention if with_te else Attention
+    # Its ring knows no windows.
+    with_te = with_te and not any(shape.windows)
+    return transformer_engine.PackedAttention if with_te else SharedAttention
 
 
 def _model_class() -> Any:  # noqa: ANN401
@@ -219,20 +242,20 @@ def predict(
     """
     from megatron.core import tensor_parallel
 
-    score = getattr(chunk, "score", None)
+    score, group = getattr(chunk, "score", None), _tensor_group()
     if chunk.config.sequence_parallel:
         states = tensor_parallel.gather_from_sequence_parallel_region(
-            states, tensor_parallel_output_grad=score is None
+            states, tensor_parallel_output_grad=score is None, group=group
         )
     elif score is None:
-        states = tensor_parallel.copy_to_tensor_model_parallel_region(states)
+        states = tensor_parallel.copy_to_tensor_model_parallel_region(states, group=group)
     hidden_MH = states.flatten(0, 1).index_select(0, layout.select_M)
     if score is not None:
         return (score(hidden_MH).float().squeeze(-1),)
     first, num_rows = vocab_rows(shape.vocab, groups.tensor)
     weight = chunk.shared_embedding_or_output_weight() if shape.tied else chunk.output_layer.weight
     head = SimpleNamespace(weight=weight[:num_rows], bias=None)
-    shard = None if groups.tensor.size == 1 else VocabShard(first, _tensor_group())
+    shard = None if groups.tensor.size == 1 else VocabShard(first, group)
     return token_logprobs(
         hidden_MH, cast("Any", head), layout.targets_M, layout.temperature_M, entropy_gradient, shard
     )

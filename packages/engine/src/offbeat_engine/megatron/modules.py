@@ -48,7 +48,7 @@ class Attention(torch.nn.Module):
     def __init__(self, config: Any, layer_number: int, **_: object) -> None:  # noqa: ANN401
         super().__init__()
         self.window: int | None = config.offbeat_windows[layer_number - 1]
-        self.rotary_scaling = 1.0
+        self.rotary_scaling: float = config.offbeat_rotary_scaling
 
     def forward(
         self,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from offbeat_engine.world import World
 
 _UNPACKED = "set `packing: false`, with which they agree"
+_WITHOUT_TE = "see whether they agree with `transformer_engine: false`"
 _NOTHING_HELPS = "no setting of this engine makes them agree: use the engine `fsdp2`, or another model"
 
 
@@ -61,7 +62,10 @@ def find_difference(step: Step, parts: Parts, waits: World) -> str | None:
     if step.config.packing:
         padded = replace(step, config=replace(step.config, packing=False))
         helps = _agreed(waits, _compared(padded, parts, judge, plain_BT, batch)) is None
-    return f"{found.model_type}: {difference}; {_UNPACKED if helps else _NOTHING_HELPS}"
+    remedy = _UNPACKED if helps else _NOTHING_HELPS
+    if parts.with_te:
+        remedy = f"{_WITHOUT_TE}; else {remedy}"
+    return f"{found.model_type}: {difference}; {remedy}"
 
 
 def _agreed(world: World, mine: str | None) -> str | None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from offbeat_engine.batch import units_of
 from offbeat_engine.errors import BatchError
-from offbeat_engine.megatron import context, replay
+from offbeat_engine.megatron import context, replay, transformer_engine
 from offbeat_engine.megatron.model import Chunk, predict
 from offbeat_engine.toolkit.collectives import gather_ints
 from offbeat_engine.toolkit.layouts import fed_lengths, lay_out, place
@@ -168,8 +168,9 @@ def _rounded(num_micro: int, config: MegatronConfig) -> int:
 
 
 def _of_row(step: Step, layout: Layout) -> int:
-    """Return how long the row of a micro-batch is, filled up so that ranks of a tensor, too, can share it."""
+    """Return how long the row of a micro-batch is, filled up so that ranks of a tensor, too, can share it, and multiply it."""
     share = step.config.tensor_parallel_size if step.config.sequence_parallel else 1
+    share *= transformer_engine.multiple_of(step.config)
     share *= context.filled_up(1, step.groups.context.size)
     return -(-len(_tensor(layout, "ids_S")) // share) * share
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from offbeat_engine.megatron.model import Chunk, compute_dtype
 from offbeat_engine.schedules import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from offbeat_engine.megatron.config import MegatronConfig
 
@@ -85,9 +86,10 @@ class Updater:
             use_distributed_optimizer=config.distributed_optimizer,
         )
         # No overrides: weight decay is for every weight, as in the other engines, and not for matrices alone.
-        self._optimizer: Any = get_megatron_optimizer(
-            settings, self._chunks, config_overrides={}, use_gloo_process_groups=False
-        )
+        with _torchs_adam():
+            self._optimizer: Any = get_megatron_optimizer(
+                settings, self._chunks, config_overrides={}, use_gloo_process_groups=False
+            )
         self._places = self._found_places()
 
     @property
@@ -173,6 +175,21 @@ class Updater:
         """Jump to the learning rate of optimizer step `num_steps` and return it."""
         self.num_steps = num_steps
         return learning_rate(self._config, num_steps)
+
+
+@contextmanager
+def _torchs_adam() -> Generator[None]:
+    """Let megatron-core step by torch's AdamW inside, also where it finds Transformer Engine's, which counts its steps elsewhere.
+
+    So there is one state to checkpoint, wherever a run goes on.
+    """
+    from megatron.core import optimizer
+
+    kept, optimizer.USING_PYTORCH_OPTIMIZER = optimizer.USING_PYTORCH_OPTIMIZER, True
+    try:
+        yield
+    finally:
+        optimizer.USING_PYTORCH_OPTIMIZER = kept
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:  # noqa: ANN401
