@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -11,6 +12,7 @@ import xxhash
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import ManifestError, PhaseError, TransferError
 from offbeat_ckptsync.plan.buckets import bytes_of, plan_buckets
+from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
@@ -331,3 +333,20 @@ def test_a_digest_of_pieces_is_that_of_the_bucket(monkeypatch, block_bytes):
                 filling.add(piece, bytes_of(tensors[names[piece.spec_index]]))
         assert both[0].digest() == both[1].digest()
         assert torch.equal(both[0].payload, both[1].payload)
+
+
+def test_what_copying_spoils_gets_no_digest_that_fits(monkeypatch):
+    source = StayingDict(awkward_weights(1))
+    offer = offer_of(source)
+    copied = np.copyto
+
+    def spoil(into, data):
+        copied(into, data)
+        into[len(into) // 2 :] ^= 1
+
+    monkeypatch.setattr("offbeat_ckptsync.source.buffers.np.copyto", spoil)
+    collector = Collector()
+    told = send_weights(source, offer, lambda: collector).bucket_digests
+    arrived = [digest(payload) for payload in collector.payloads]
+    assert len(told) == len(arrived) > 1
+    assert all(one != other for one, other in zip(told, arrived, strict=True))

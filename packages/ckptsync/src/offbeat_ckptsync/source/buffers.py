@@ -14,6 +14,8 @@ from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.threads import HostPages, cuda_runtime, mark_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from offbeat_ckptsync.values import Bucket, Piece
 
 
@@ -52,9 +54,10 @@ class Buffers:
 class BucketBuilder:
     """One bucket being filled: its pieces, then its digest.
 
-    With `digests_pieces` each block of a piece is digested right after it was copied, while a cache holds it: a GiB is then
-    read from memory once less, and memory is what bounds filling. Else the digest is taken of the whole bucket, by whichever
-    thread asks for it, so that the one that fills it can go on.
+    With `digests_pieces` each block of a tensor in host memory is digested right after it was copied, while a cache holds it: a
+    GiB is then read from memory once less, and memory is what bounds filling. It is digested where it came from: a long copy
+    may leave nothing of where it went in a cache, and what copying spoils gets no digest that fits. Else the digest is taken of
+    the whole bucket, by whichever thread asks for it, so that the one that fills it can go on.
     """
 
     def __init__(self, bucket: Bucket, buffer: torch.Tensor, *, digests_pieces: bool = False) -> None:
@@ -85,11 +88,17 @@ class BucketBuilder:
         # Not torch's copy: its threads would meet after every tensor. Not `numpy()`: it forbids torch for ever to resize
         # the storage, which an engine does that moves its weights.
         source = np.from_dlpack(given)
-        block_bytes = max(len(source), 1) if self._running is None else _BLOCK_BYTES
-        for first in range(0, len(source), block_bytes):
-            block = source[first : first + block_bytes]
-            np.copyto(self._bytes[start + first : start + first + len(block)], block)
-            self._digest_until(start + first + len(block))
+        if self._running is None:
+            np.copyto(self._bytes[start:end], source)
+            return
+        self._digest_until(start)
+        self._num_digested = end
+        for first, last in _blocks(len(source)):
+            block = source[first:last]
+            np.copyto(self._bytes[start + first : start + last], block)
+            mark = time.perf_counter()
+            self._running.update(block.data)
+            self.digest_s += time.perf_counter() - mark
 
     def settle(self) -> None:
         """Wait for what a GPU copies by itself."""
@@ -116,3 +125,12 @@ class BucketBuilder:
         self._running.update(self._bytes[self._num_digested : end].data)
         self._num_digested = end
         self.digest_s += time.perf_counter() - mark
+
+
+def _blocks(num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of blocks; the last one is longer, not shorter: the C library writes long ones past the caches."""
+    first = 0
+    while first < num_bytes:
+        last = num_bytes if num_bytes - first < 2 * _BLOCK_BYTES else first + _BLOCK_BYTES
+        yield first, last
+        first = last

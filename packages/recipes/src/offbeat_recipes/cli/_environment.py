@@ -27,6 +27,9 @@ _WANTED = {
     # Threads that wait for each other give the core away soon: ranks, replicas and the driver share the cores here,
     # and with the default a step of two threads took three times the CPU time on a busy machine.
     "GOMP_SPINCOUNT": "1000",
+    # The C library copies past the caches from half a MiB on. By itself it does from a size that it takes from the cache, and a
+    # virtual machine may tell it of its host's: 190 MB on one where a sync of weights then took a quarter longer.
+    "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x80000",
     "TOKENIZERS_PARALLELISM": "false",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
