@@ -39,12 +39,17 @@ BUCKET_MIB = {"shm": 64.0, "broadcast": 32.0, "disk": 32.0}
 RECEIVERS = {"shm": (1, 2, 4), "shm_adopted": (1, 4), "broadcast": (1,), "disk": (1,)}
 """How many receiving processes; all but `shm_adopted` copy what came into a module's own tensors, as vLLM's loaders do."""
 
-VLLM_LIMIT_S = 420.0
-SIDES = ("offbeat", "native")
+APART_LIMIT_S = 420.0
+VLLM, SIDES = "sync_vllm.py", ("offbeat", "native")
+
+
+# As the entrypoints do; read when a process starts, so this one's own copies stay as they are.
+TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x80000"
 
 
 def main() -> int:
     """Measure what was asked for and print it."""
+    os.environ.setdefault("GLIBC_TUNABLES", TUNABLES)
     options = _parser().parse_args()
     parts = options.only.split(",")
     answer: dict[str, Any] = {"machine": _machine()}
@@ -53,6 +58,7 @@ def main() -> int:
         limits = _limits(round(options.mib * MIB), scratch)
         answer |= {
             "memcpy_gb_per_s": limits["shm"],
+            "libc_memcpy_gb_per_s": limits["libc"],
             "raw_gloo_gb_per_s": limits["broadcast"],
             "chunked_gloo_gb_per_s": limits["chunked"],
             "per_tensor_gloo_gb_per_s": limits["per tensor"],
@@ -65,10 +71,12 @@ def main() -> int:
                     f"{load.num_tensors} tensors": _transport(name, counts, limit, load, scratch, failed)
                     for load in _loads(options, adopts=name == "shm_adopted")
                 }
+        if "bound" in parts:
+            answer["bound"] = _apart("bound.py", str(round(options.mib)), Path(scratch), failed)
         if "vllm" in parts:
             answer["vllm"] = _vllm(Path(scratch), failed)
         if "small" in parts:
-            answer["small"] = _side("small", Path(scratch), failed)
+            answer["small"] = _apart(VLLM, "small", Path(scratch), failed)
     answer |= {"figures": _summary(answer), "failed": failed}
     sys.stdout.write(json.dumps(answer, indent=None if options.json else 2) + "\n")
     return 1 if failed else 0
@@ -80,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument(
-        "--only", default="shm,shm_adopted,broadcast,disk,vllm,small", help="parts to measure"
+        "--only", default="shm,shm_adopted,broadcast,bound,disk,vllm,small", help="parts to measure"
     )
     parser.add_argument("--mib", type=float, default=1024.0, help="MiB of weights (default 1024)")
     parser.add_argument(
@@ -102,6 +110,7 @@ def _limits(num_bytes: int, scratch: str) -> dict[str, float]:
         )
     return {
         "shm": links.memcpy(num_bytes),
+        "libc": links.libc_memcpy(num_bytes),
         "broadcast": links.plain(gloo),
         "chunked": max(gloo.values()),
         "per tensor": gloo[links.PER_TENSOR],
@@ -161,7 +170,7 @@ def _share_of_digests(seconds: float, unverified: list[SyncReport]) -> dict[str,
 
 
 def _vllm(scratch: Path, failed: list[str]) -> dict[str, Any]:
-    found = {side: _side(side, scratch, failed) for side in SIDES}
+    found = {side: _apart(VLLM, side, scratch, failed) for side in SIDES}
     ours, native = found["offbeat"], found["native"]
     if not ours or not native:
         return {}
@@ -177,43 +186,54 @@ def _vllm(scratch: Path, failed: list[str]) -> dict[str, Any]:
     }
 
 
-def _side(side: str, scratch: Path, failed: list[str]) -> dict[str, Any]:
-    say(f"vLLM, {side}")
+def _apart(name: str, side: str, scratch: Path, failed: list[str]) -> dict[str, Any]:
+    """Run another file of this folder, which writes what it measured."""
+    say(f"{name} {side}")
     out, log = scratch / f"{side}.json", scratch / f"{side}.log"
-    script = Path(__file__).with_name("sync_vllm.py")
+    script = Path(__file__).with_name(name)
     try:
         with log.open("wb") as output:
-            code = run_within(VLLM_LIMIT_S, [sys.executable, str(script), side, str(out)], output)
+            code = run_within(APART_LIMIT_S, [sys.executable, str(script), side, str(out)], output)
         if code != 0 or not out.exists():
             raise BenchError(f"ended with code {code}: {tail(log)}")
         return json.loads(out.read_text())
     except (BenchError, subprocess.SubprocessError) as error:
-        failed.append(f"vllm {side}: {error}")
+        failed.append(f"{name} {side}: {error}")
         say(failed[-1])
         return {}
 
 
 def _summary(answer: dict[str, Any]) -> dict[str, Any]:
     """Return the figures that are aimed at, of the parts that were measured."""
-    figures: dict[str, Any] = {}
-    for tensors, counts in answer.get("shm", {}).items():
-        one, four = counts.get("1"), counts.get("4")
-        if one:
-            figures.setdefault("shm_over_memcpy", {})[tensors] = one["fraction_of_limit"]
-            figures.setdefault("verify_share", {})[tensors] = one["verify_share"]
-        if one and four:
-            figures.setdefault("shm_four_over_one", {})[tensors] = four["seconds"] / one["seconds"]
+    figures = _shm_summary(answer)
     for tensors, counts in answer.get("shm_adopted", {}).items():
         if one := counts.get("1"):
             figures.setdefault("shm_adopted_over_memcpy", {})[tensors] = one["fraction_of_limit"]
     for tensors, counts in answer.get("broadcast", {}).items():
         if counts:
             figures.setdefault("broadcast_over_gloo", {})[tensors] = counts["1"]["fraction_of_limit"]
+    if bound := answer.get("bound"):
+        figures["bound_verify_share"] = bound["verify_share"]
     if vllm := answer.get("vllm"):
         figures["vllm_pause_over_native"] = vllm["pause_ms"] / vllm["native_pause_ms"]
         figures["product_over_plain"] = vllm["update_ms"] / vllm["native_update_ms"]
     if small := answer.get("small"):
         figures["small_sync_ms"] = small["update_ms"]
+    return figures
+
+
+def _shm_summary(answer: dict[str, Any]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    libc, bound = answer["libc_memcpy_gb_per_s"], answer.get("bound")
+    for tensors, counts in answer.get("shm", {}).items():
+        if one := counts.get("1"):
+            figures.setdefault("shm_over_memcpy", {})[tensors] = one["fraction_of_limit"]
+            figures.setdefault("shm_over_libc_memcpy", {})[tensors] = one["gb_per_s"] / libc
+            figures.setdefault("verify_share", {})[tensors] = one["verify_share"]
+            if bound:
+                figures.setdefault("shm_over_bound", {})[tensors] = bound["seconds"] / one["seconds"]
+            if four := counts.get("4"):
+                figures.setdefault("shm_four_over_one", {})[tensors] = four["seconds"] / one["seconds"]
     return figures
 
 
