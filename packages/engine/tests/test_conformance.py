@@ -27,6 +27,8 @@ TestFsdp2OnOneGpu = pytest.mark.gpu(1)(
         "fsdp2", device="cuda", num_ranks=1, slow=pytest.mark.slow, deep=pytest.mark.deep, tolerances=ON_A_GPU
     )
 )
+# Layouts of several ranks are declared, and cannot be seen on one.
+TestFsdp2OnOneGpu.test_declaration = None
 
 
 def test_every_family_and_every_way_to_train_is_in_the_usual_tier():

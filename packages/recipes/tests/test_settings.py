@@ -169,6 +169,10 @@ def test_derived_fields_say_what_decides_them(section: type):
         ({"engine": {"model": {"path": "x"}}}, "it follows from the section `model`"),
         ({"model": {"path": 5}}, "`model.path`: expected text"),
         (
+            {"engine": {"name": "megatron", "transformer_engine": "yes"}},
+            "`engine.transformer_engine`: expected 'auto', 'e4m3', 'hybrid', True or False, got 'yes'",
+        ),
+        (
             {"engine": {"optimizer": {"lr": float("nan")}}},
             "`engine.optimizer.lr`: expected at least 0, got nan",
         ),

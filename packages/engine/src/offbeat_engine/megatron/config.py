@@ -37,7 +37,7 @@ class MegatronConfig(EngineConfig):
     dispatcher: Literal["allgather", "alltoall"] = field(default="alltoall", metadata=SPEED)
     distributed_optimizer: bool = field(default=True, metadata=SPEED)
     recompute: Literal["layers", "attention"] = field(default="layers", metadata=SPEED)
-    transformer_engine: Literal["auto", "e4m3", "hybrid"] | bool = "auto"
+    transformer_engine: Literal["auto", "e4m3", "hybrid", True, False] = "auto"
 
     @property
     def model_parallel_size(self) -> int:
