@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offbeat_engine import Feature, LossScale, NonFiniteError, StepContext
-from offbeat_engine.fsdp2 import Fsdp2Engine, attention, packing, stepping, updater
+from offbeat_engine.fsdp2 import Fsdp2Engine, attention, packing, replay, stepping, updater
 from offbeat_engine.testing import RanksError
 from offbeat_engine.testing.runner import Options, Ranks, Runner
 from offbeat_engine.testing.suite import cases, check_declaration, reason_to_skip
@@ -81,6 +81,21 @@ class NoBoundary(Unchecked):
             return attention.plan_padded(place_1N, place_1N >= 0, [sum(lengths)], device)
 
         with patched(stepping, "inputs_maker", lambda config: packing.RowInputs(joined)):
+            return super().forward_backward_step(*args, **kwargs)
+
+
+class LayersSwapped(Unchecked):
+    """Replays each layer's experts in the layer that is as far from the other end."""
+
+    def forward_backward_step(self, *args, **kwargs):
+        take = replay.Routers.take
+
+        def swapped(self, experts_NK):
+            if experts_NK is not None:
+                experts_NK = experts_NK.unflatten(1, (len(self._routers), -1)).flip(1).flatten(1)
+            take(self, experts_NK)
+
+        with patched(replay.Routers, "take", swapped):
             return super().forward_backward_step(*args, **kwargs)
 
 
@@ -246,6 +261,7 @@ PLANTED = [
     (ShiftedLabel, "training_qwen2_two_ranks", "first step: " + TOKEN),
     (PositionsRunOn, "training_llama_two_ranks", "first step: " + TOKEN),
     (NoBoundary, "training_qwen2_two_ranks", "first step: " + TOKEN),
+    (LayersSwapped, "routed_experts_qwen3_moe", "first step: " + TOKEN),
     (SavesLater, "checkpoint_background_1", "weights on rank . after loading" + TENSOR),
     (DroppedShard, "checkpoint_2_to_2", "weights on rank . after loading" + TENSOR),
     (DroppedShard, "checkpoint_2_to_1", "weights on rank . after loading" + TENSOR),
@@ -280,7 +296,9 @@ def ranks():
 
 @contextmanager
 def running(engine, ranks=None):
-    runner = Runner(Options(engine=engine, families=("qwen2", "llama", "mistral"), num_ranks=2), ranks)
+    runner = Runner(
+        Options(engine=engine, families=("qwen2", "llama", "mistral", "qwen3_moe"), num_ranks=2), ranks
+    )
     try:
         yield runner, {case.name: case for case in cases(runner.options)}
     finally:
