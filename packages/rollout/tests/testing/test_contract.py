@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from transformers import AutoModelForCausalLM
 
-from offbeat_rollout import RolloutConfig
+from offbeat_rollout import PauseMode, RolloutConfig
 from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.testing import (
     ScriptedRollout,
@@ -57,3 +57,31 @@ async def subject(request, tmp_path_factory):
 @pytest.mark.parametrize("check", rollout_contract)
 async def test_contract(check, subject):
     await rollout_contract[check](subject)
+
+
+class Deaf(ScriptedRollout):
+    """Goes on in a pause."""
+
+    async def pause(self, mode):
+        pass
+
+
+class Impatient(ScriptedRollout):
+    """Ends what should wait."""
+
+    async def pause(self, mode):
+        await super().pause(PauseMode.ABORT)
+
+
+@pytest.mark.parametrize(
+    ("planted", "says"),
+    [(Deaf, "5 requests went on to their ends"), (Impatient, "a paused request must not go on")],
+)
+async def test_what_a_pause_does_wrong_is_said_and_nobody_after_it_finds_a_pause(planted, says):
+    engine = planted(RolloutConfig(model_path="", max_model_len=32), vocab_size=VOCAB)
+    await engine.start()
+    subject = Subject(engine=engine, vocab_size=VOCAB, logprobs=lambda *_: [])
+    with pytest.raises(AssertionError, match=says):
+        await rollout_contract["pause_keep"](subject)
+    assert not (await engine.health()).paused
+    await engine.stop()

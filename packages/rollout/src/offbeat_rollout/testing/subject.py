@@ -47,14 +47,17 @@ class Subject:
         return GenerateRequest(request_id=f"contract-{next(_ids)}", prompt_ids=tuple(prompt), sampling=params)
 
 
-async def wait_for_tokens(engine: RolloutEngine, number: int = 5) -> None:
-    """Wait until `engine`, which must tell its progress, has made `number` tokens from here on.
+async def wait_for_tokens(engine: RolloutEngine, number: int = 5, since: int | None = None) -> None:
+    """Wait until `engine`, which must tell its progress, has made `number` tokens from here on, or `since` it had made so many.
 
     Raises:
         TimeoutError: it made fewer in ten minutes.
     """
-    first = (await engine.health()).tokens_made
+    health = await engine.health()
+    first = health.tokens_made if since is None else since
     assert first is not None, "this engine does not say how many tokens it made"
     async with asyncio.timeout(DEADLINE_S):
-        while ((await engine.health()).tokens_made or 0) < first + number:  # noqa: ASYNC110 an engine is asked
+        while (health.tokens_made or 0) < first + number:
+            assert health.ok, f"the engine makes no tokens any more: {health.detail}"
             await asyncio.sleep(0.001)
+            health = await engine.health()
