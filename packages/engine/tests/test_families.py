@@ -6,9 +6,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from offbeat_engine import ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, World
+from offbeat_engine import ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, World, train_batch
 from offbeat_engine.fsdp2 import Fsdp2Engine, hf_names
-from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
+from offbeat_engine.testing import make_tiny_model, random_batch, reference_logprobs, relative_error
+from offbeat_engine.testing.reference import load_reference
 from offbeat_engine.values import LossScale
 
 MOE = {
@@ -54,8 +55,6 @@ def engine_side(world, path, changes):
 
 def plain_side(path, folder):
     """Return the same from transformers' own model and `save_pretrained`, one sequence at a time."""
-    from offbeat_engine.testing.reference import reference_logprobs
-
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     predictions = reference_logprobs(model, BATCH)
     scale = LossScale(num_tokens=int(BATCH["loss_mask"].sum()), num_sequences=12)
@@ -165,3 +164,19 @@ def test_a_family_that_mixes_precisions_is_refused_in_bfloat16_with_what_helps(t
     with pytest.raises(ConfigError, match=r"multiplies it by bfloat16 weights: set `dtype: float32`"):
         make_engine(path, dtype=Dtype.BFLOAT16, **padded)
     make_engine(path, **padded).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "packing"),
+    [("qwen2_moe", {**MOE["qwen3_moe"], "use_sliding_window": True}, False), ("mistral", {}, True)],
+)
+def test_a_window_longer_than_the_probe_is_kept(name, settings, packing, tmp_path):
+    path = make_tiny_model(tmp_path, family=name, sliding_window=250, **settings)
+    ids = torch.randint(3, 64, (1, 600), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(600)[None] > 0
+    batch = train_batch(input_ids=ids, lengths=torch.tensor([600]), loss_mask=mask)
+    engine = make_engine(path, packing=packing)
+    with engine.eval_mode():
+        predictions, _ = engine.forward_backward_step(batch, forward_only=True)
+    expected = reference_logprobs(load_reference(path), batch)["logprobs"].detach()
+    assert_close(predictions["logprobs"], expected, rtol=0, atol=1e-5)

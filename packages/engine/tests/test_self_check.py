@@ -278,6 +278,11 @@ def test_layers_that_mix_tokens_are_refused_by_name_before_anything_is_built(tmp
             {"num_local_experts": 2, "num_experts_per_tok": 1},
             "set `attention: eager` and `packing: false`",
         ),
+        (
+            "qwen2_moe",
+            {"num_experts": 2, "num_experts_per_tok": 1, "use_sliding_window": True, "sliding_window": 250},
+            "a window of 250 tokens in its masks alone",
+        ),
     ],
 )
 def test_the_check_refuses_from_the_config_alone(tmp_path, family, settings, says):

@@ -90,7 +90,7 @@ class Fsdp2Engine(EngineBase[Parts]):
         for each in gather(self.world, odd):
             if each is not None:
                 return each
-        mine = find_difference(self, parts.scorer, packed=self._config.packing, dropout=dropout)
+        mine = find_difference(self, parts, packed=self._config.packing, dropout=dropout)
         return next((each for each in gather(self.world, mine) if each is not None), None)
 
     @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,12 +84,30 @@ def _attention_refusals(hf: Any, *, packing: bool, attention: str) -> Iterator[R
                 reason=f"{family} has {mixing}, which would mix tokens of packed sequences",
                 remedy="set `packing: false`",
             )
+        if _masks_windows(hf):
+            yield Refusal(
+                setting="packing",
+                reason=f"{family} has a window of {config.sliding_window} tokens in its masks alone, which packed rows have not",
+                remedy="set `packing: false`",
+            )
     if attention != "eager" and getattr(config, "attn_logit_softcapping", None):
         yield Refusal(
             setting="attention",
             reason=f"{family} uses `attn_logit_softcapping`, which only eager attention applies",
             remedy="set `attention: eager` and `packing: false`",
         )
+
+
+def _masks_windows(hf: Any) -> bool:  # noqa: ANN401
+    """Return whether layers see a window of tokens, and the family's code tells the mask of it but not attention.
+
+    A probe that is shorter than the window would not show it.
+    """
+    config, code = hf.config.get_text_config(), sys.modules[type(hf).__module__]
+    if not getattr(config, "sliding_window", None) or not hasattr(code, "create_sliding_window_causal_mask"):
+        return False
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    return "sliding_attention" in kinds and "sliding_window=" not in inspect.getsource(code)
 
 
 def _not_for(reason: str) -> Refusal:

@@ -103,3 +103,39 @@ class _Taken(TorchFunctionMode):
             return found
         index_NK = torch.where(self._experts_NK < 0, found[1], self._experts_NK)
         return args[0].gather(-1, index_NK), index_NK
+
+
+class Choices(TorchFunctionMode):
+    """Within it every `torch.topk` of the scores [N, E] of `num_tokens` tokens is taken down, or answered with what is given.
+
+    So routers of any family are told what to take, in a whole forward pass: of `given_NK` each call gets as many columns as it asks
+    for, in order. Where it is -1 a token keeps its own choice. `gap` is the most by which what was given scored other than that, as a
+    part of the token's range of scores: little where rounding has decided.
+    """
+
+    def __init__(self, num_tokens: int, given_NK: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+        self.gap = 0.0
+        self._num_tokens, self._given_NK = num_tokens, given_NK
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 what `func` answers
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[:-1] != (self._num_tokens,):
+            return found
+        (best_NK, index_NK), scores_NE = found, args[0]
+        if self._given_NK is not None:
+            now_NK, self._given_NK = self._given_NK.tensor_split([index_NK.shape[1]], 1)
+            index_NK = torch.where(now_NK < 0, index_NK, now_NK)
+            taken_NK = scores_NE.gather(-1, index_NK)
+            apart_N = (best_NK.amin(-1) - taken_NK.amin(-1)).abs() / (scores_NE.amax(-1) - scores_NE.amin(-1))
+            self.gap = max(self.gap, float(apart_N.nan_to_num().max()))
+            found = taken_NK, index_NK
+        self.made.append(index_NK)
+        return found

@@ -15,25 +15,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
-from offbeat_engine.config import Dtype
+from offbeat_engine.config import Dtype, require_config
 from offbeat_engine.errors import RankLostError
 from offbeat_engine.fsdp2 import families
+from offbeat_engine.fsdp2.config import Fsdp2Config
+from offbeat_engine.fsdp2.kernels import inputs_maker
 from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.fsdp2.packing import lay_out, padded_inputs
+from offbeat_engine.fsdp2.replay import Choices
+from offbeat_engine.fsdp2.ulysses import gather_answers
 from offbeat_engine.toolkit import probing
 from offbeat_engine.toolkit.probing import SHARED, Judge, probe
+from offbeat_engine.toolkit.replaying import KEY
 from offbeat_engine.toolkit.rotary import sequence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.fsdp2.build import Parts
     from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.interface import Engine
+    from offbeat_engine.toolkit.layouts import Layout
 
 _log = logging.getLogger(__name__)
 _UNPACKED = "its layers mix tokens of packed sequences: set `packing: false`, which is exact"
+_NEAR_TIE = (
+    0.25  # of a token's range of scores: rounding came to 0.11 where dense models of such weights pass
+)
 _NOTHING_HELPS = "no setting of this engine makes them agree: use another model or another engine"
 
 
@@ -42,16 +53,17 @@ def find_non_finite(hf: Any) -> str | None:  # noqa: ANN401
     return probing.find_non_finite((name, local(weight)) for name, weight in hf.named_parameters())
 
 
-def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bool) -> str | None:
+def find_difference(engine: Engine, parts: Parts, *, packed: bool, dropout: bool) -> str | None:
     """Return why this model must not be used here, or None; a collective in which all ranks do the same.
 
     Args:
         engine: built and in no mode.
-        scorer: its model.
+        parts: what it was built of.
         packed: whether packing is on, so that turning it off may help.
         dropout: whether training may differ from evaluation, because dropout was asked for or nothing is trained.
     """
-    hf, batch = scorer.hf, probe(scorer.hf.config.get_text_config(), engine.config.micro_batch_tokens)
+    scorer, hf = parts.scorer, parts.scorer.hf
+    batch = probe(hf.config.get_text_config(), engine.config.micro_batch_tokens)
     name = "values" if scorer.head == "value" else "logprobs"
     device = next(scorer.parameters()).device
     judge = Judge(engine.config.dtype, batch["loss_mask"])
@@ -63,9 +75,10 @@ def find_difference(engine: Engine, scorer: Scorer, *, packed: bool, dropout: bo
                 if found is not None:
                     return found
                 own = _own(engine, batch, name)
-                found = judge.compare(plain, own) or _mixing(engine, batch, name)
+                found = _but_for_ties(engine, parts, batch, judge, judge.compare(plain, own))
+                found = found or _mixing(engine, batch, name)
                 if found is not None:
-                    helps = packed and judge.compare(plain, _padded(scorer, batch, device)) is None
+                    helps = packed and judge.compare(plain, _padded(parts, batch, device)) is None
                     return f"{type(hf).__name__}: {found}; {_UNPACKED if helps else _NOTHING_HELPS}"
                 # The same shapes: where evaluation repeats itself bit for bit, noise has no rounding to hide behind.
                 repeats = torch.equal(own, _own(engine, batch, name))
@@ -163,12 +176,55 @@ def _answers(scorer: Scorer, logits_TV: torch.Tensor, ids_T: torch.Tensor) -> to
     return logits_TV[:-1].log_softmax(-1).gather(1, ids_T[1:, None]).squeeze(1).cpu()
 
 
-def _padded(scorer: Scorer, batch: TrainBatch, device: torch.device) -> torch.Tensor:
+def _but_for_ties(
+    engine: Engine, parts: Parts, batch: TrainBatch, judge: Judge, found: str | None
+) -> str | None:
+    """Return how the engine's path differs with the plain one's experts, or None: then `found` was of near ties that rounding decided."""
+    if found is None or engine.config.dtype != Dtype.BFLOAT16:
+        return found
+    device = next(parts.scorer.parameters()).device
+    plain_BT, experts_BTK = _chosen(parts.scorer, batch, device)
+    if experts_BTK is None:
+        return found
+    batch = batch.copy()
+    batch[KEY] = experts_BTK
+    layout = lay_out(batch, inputs_maker(require_config(engine.config, Fsdp2Config)), device, parts.peers)
+    assert layout.experts_NK is not None
+    with Choices(len(layout.experts_NK), layout.experts_NK) as choices:
+        own_BT = _laid_out(parts, layout, batch)
+    return found if choices.gap > _NEAR_TIE else judge.compare(plain_BT, own_BT)
+
+
+def _chosen(
+    scorer: Scorer, batch: TrainBatch, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what `_plain` does, and the experts that it takes [B, T, K], one choice after the other; None where it makes none."""
+    rows: list[torch.Tensor] = []
+    plain_BT = torch.zeros(batch["input_ids"].shape)
+    for row in range(len(plain_BT)):
+        with Choices(int(batch["lengths"][row])) as choices:
+            plain_BT[row] = _plain(scorer, batch[row : row + 1], device)[0]
+        if not choices.made:
+            return plain_BT, None
+        rows.append(torch.cat(choices.made, 1).cpu())
+    return plain_BT, pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
+def _padded(parts: Parts, batch: TrainBatch, device: torch.device) -> torch.Tensor:
     """Return what the engine says without packing, float32 [B, T]."""
+    with _plain_attention(parts.scorer.hf):
+        return _laid_out(parts, lay_out(batch, padded_inputs, device), batch)
+
+
+def _laid_out(parts: Parts, layout: Layout, batch: TrainBatch) -> torch.Tensor:
+    """Return what the engine says of a layout of `batch`, float32 [B, T]."""
     flat = torch.zeros(batch["input_ids"].numel())
-    with torch.no_grad(), _plain_attention(scorer.hf):
-        layout = lay_out(batch, padded_inputs, device)
-        flat[layout.place_M.cpu()] = scorer(layout, False)[0].float().cpu()
+    with torch.no_grad():
+        answers = parts.scorer(layout, False)
+        if layout.counts_P:
+            assert parts.peers is not None
+            answers = gather_answers(answers, layout.counts_P, parts.peers)
+    flat[layout.place_M.cpu()] = answers[0].float().cpu()
     return flat.view(batch["input_ids"].shape)
 
 
