@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import yaml
@@ -266,3 +268,11 @@ def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 5}
     assert not list(tmp_path.glob("*.writing"))
     folder.close()
+
+
+def test_a_summary_holds_what_json_has(tmp_path):
+    with closing(open_run_folder(tmp_path, SETTINGS, resume=False)) as folder:
+        folder.write_summary({"loss_after": math.nan, "phase_s": {"train": math.inf, "sync": 0.5}})
+    text = (tmp_path / "summary.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found == {"loss_after": None, "phase_s": {"train": None, "sync": 0.5}}

@@ -174,7 +174,13 @@ def test_derived_fields_say_what_decides_them(section: type):
         ),
         (
             {"engine": {"optimizer": {"lr": float("nan")}}},
-            "`engine.optimizer.lr`: expected at least 0, got nan",
+            "`engine.optimizer.lr`: expected a finite number, got nan",
+        ),
+        ({"algorithm": {"entropy_coef": float("nan")}}, "`algorithm.entropy_coef`: expected a finite number"),
+        ({"trainer": {"step_timeout_s": float("inf")}}, "expected a finite number, got inf"),
+        (
+            {"task": {"name": "file", "reward_weights": [1.0, float("nan")]}},
+            "`task.reward_weights.1`: expected a finite number, got nan",
         ),
     ],
 )

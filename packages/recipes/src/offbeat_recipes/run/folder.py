@@ -84,8 +84,9 @@ class RunFolder:
         return self.path / "final"
 
     def write_summary(self, values: Mapping[str, object]) -> None:
-        """Write `summary.json`, whole or not at all."""
-        _write_whole(self.path / SUMMARY, json.dumps(dict(values), indent=2) + "\n")
+        """Write `summary.json`, whole or not at all; NaN and infinity become null, which JSON has."""
+        told = json.loads(json.dumps(dict(values)), parse_constant=lambda _: None)
+        _write_whole(self.path / SUMMARY, json.dumps(told, indent=2) + "\n")
 
     def close(self) -> None:
         """Let others have the folder."""

@@ -282,6 +282,7 @@ _EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
+    "finite_number": "a finite number",
     "string_type": "text (quote numbers: '\"42\"')",
     "bool_type": "true or false",
     "dataclass_type": "a section with keys of its own",

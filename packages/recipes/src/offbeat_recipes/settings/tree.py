@@ -182,7 +182,7 @@ class RunConfig:
     is the folder of an asynchronous run whose recorded schedule this one follows, docs/asynchrony.md.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     name: str = ""
     run_dir: str = ""
