@@ -119,3 +119,9 @@ def test_choose_is_what_counting_anew_gives():
         compared += 1
         passed_over += chosen != finished[:size]
     assert passed_over > 200
+
+
+@given(n=st.integers(1, 2000), percent=st.integers(0, 200))
+def test_over_sampling_begins_the_share_that_it_says_rounded_up(n, percent):
+    gate = StalenessGate(max_staleness=0, groups_per_step=n, num_steps=1, over_sampling=percent / 100)
+    assert gate.width == n + -(-n * percent // 100)

@@ -48,6 +48,11 @@ def test_a_mean_of_nothing_is_not_a_number():
     assert Mean(0.0, 0.0).join(Mean(3.0)).value() == 3.0
 
 
+@pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0), (1.0, math.nan, 2.0)])
+def test_a_maximum_with_what_is_no_number_is_none_wherever_that_stands(values):
+    assert math.isnan(reduce_metrics([Metric("ratio", Max(one)) for one in values])["ratio"])
+
+
 @pytest.mark.parametrize("other", [Sum(1.0), Max(1.0), Last(1.0)])
 def test_one_key_with_two_kinds_is_refused_by_name(other):
     with pytest.raises(TypeError, match=f"'loss' came as Mean and as {type(other).__name__}"):

@@ -5,6 +5,7 @@ Keys are `area/thing_unit`: `reward/mean`, `time/train_s`, `sync/gb_per_s`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,14 +60,14 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A maximum."""
+    """A maximum; NaN if one of its values is."""
 
     peak: float
 
     def join(self, other: Reduction) -> Max:
-        """Take the larger."""
+        """Take the larger, or what is no number: `max` would take whichever of the two came first."""
         assert isinstance(other, Max)
-        return Max(max(self.peak, other.peak))
+        return self if math.isnan(self.peak) or self.peak >= other.peak else other
 
     def value(self) -> float:
         """Return the maximum."""

@@ -85,7 +85,8 @@ class StalenessGate:
     @property
     def width(self) -> int:
         """Groups begun for one step."""
-        return math.ceil(self.groups_per_step * (1 + self.over_sampling))
+        more = self.groups_per_step * self.over_sampling
+        return self.groups_per_step + math.ceil(round(more, 6))  # 0.07 of 100 is more than 7 in floats
 
     @property
     def capacity(self) -> int:
