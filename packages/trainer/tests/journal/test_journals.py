@@ -3,17 +3,14 @@
 import errno
 import os
 import sqlite3
-from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from offbeat_rollout import Completion, Finish
-from offbeat_trainer.config import AsyncConfig, LoopConfig
 from offbeat_trainer.data.types import Score, Trajectory, spans_of
 from offbeat_trainer.errors import ResumeError, TrainerError
-from offbeat_trainer.loops.outcome import FORGET_EVERY
 from offbeat_trainer.stream.journal.events import (
     Dropped,
     Finished,
@@ -21,12 +18,13 @@ from offbeat_trainer.stream.journal.events import (
     Half,
     Issued,
     MemoryJournal,
+    Restarted,
     Taken,
     recover,
 )
 from offbeat_trainer.stream.journal.segments import SegmentJournal
 from offbeat_trainer.stream.journal.sqlite import _FORGET, SqliteJournal
-from offbeat_trainer.testing import ScriptedRun, ScriptedTask
+from offbeat_trainer.stream.schedule import Schedule
 
 
 def completion(num_tokens=3, finish=Finish.STOP, version=1):
@@ -93,6 +91,31 @@ def test_forgetting_drops_the_tokens_of_what_was_trained_and_keeps_the_schedule(
         assert events[3].trajectories == ()
         assert (events[3].scores, events[3].spans) == (STORY[3].scores, STORY[3].spans)
         assert events[-1] == STORY[-1]
+
+
+def test_forgetting_drops_the_tokens_of_what_was_dropped(journal):
+    half = Half(index=1, trajectories=(completion(2, Finish.ABORT),))
+    late = (Dropped(index=1, reason="too old"), Dropped(index=3, reason="outpaced"))
+    for event in (half, finished(3), finished(4), *late):
+        journal.write(event)
+    journal.forget(0)
+    tokens = [event.trajectories for event in journal.events() if isinstance(event, (Half, Finished))]
+    assert tokens == [(), (), finished(4).trajectories]
+    assert tuple(journal.events())[-2:] == late
+
+
+def test_what_is_void_stays_void(journal):
+    """A run whose tokens were forgotten begins again: what its first life took is no script for its third."""
+    for event in (*STORY, Restarted(step=0), Issued(index=1, uid="b", version=1), finished(1)):
+        journal.write(event)
+    found = recover(journal.events(), 0, 1)
+    assert (found.script, set(found.finished), found.halves) == ({}, {1}, {})
+    assert found.holes == [0, 3]
+    journal.write(Taken(step=0, indices=(1,)))
+    again = recover(journal.events(), 1, 1)
+    assert (again.consumed, again.holes, again.finished) == (1, [0, 3], {})
+    schedule = Schedule.of(journal.events())
+    assert (schedule.taken, schedule.flips) == ({0: (1,)}, {})
 
 
 def test_what_a_run_goes_on_with():
@@ -239,53 +262,6 @@ def test_a_file_of_the_format_before_is_gone_on_with(tmp_path):
         journal.write(STORY[0])
     with closing(sqlite3.connect(path)) as database:
         assert database.execute("PRAGMA user_version").fetchone() == (2,)
-
-
-def test_another_task_under_the_same_journal_is_noticed(tmp_path):
-    class Shifted(ScriptedTask):
-        def prompts(self, step, num_prompts):
-            return super().prompts(step + 1, num_prompts)
-
-    loop = LoopConfig(
-        steps=4, prompts_per_step=2, group_size=1, validate_every=0, validation_prompts=1, save_every=2
-    )
-    first = ScriptedRun(folder=tmp_path, loop=loop, asynchrony=AsyncConfig(max_staleness=1)).go()
-    (tmp_path / "policy" / "policy_000004.pt").unlink()
-    again = ScriptedRun(folder=tmp_path, loop=loop, task=Shifted(), journal=first.journal)
-    with pytest.raises(ResumeError, match="the journal has it as"):
-        again.go()
-
-
-class Watched(MemoryJournal):
-    """Notes the most groups whose tokens it ever held."""
-
-    most = 0
-
-    def write(self, event):
-        super().write(event)
-        held = [one for one in self.events() if isinstance(one, Finished) and one.trajectories]
-        self.most = max(self.most, len(held))
-
-
-@pytest.mark.parametrize("mode", ["sync", "fully_async"])
-def test_a_run_that_saves_nothing_keeps_no_tokens_that_were_trained_and_can_begin_again(tmp_path, mode):
-    per_step = 2
-    loop = LoopConfig(
-        steps=70,
-        prompts_per_step=per_step,
-        group_size=1,
-        validate_every=0,
-        validation_prompts=1,
-        save_every=0,
-    )
-    first = ScriptedRun(folder=tmp_path, mode=mode, loop=loop, journal=Watched()).go()
-    assert sorted(tmp_path.rglob("*.json")) + sorted(tmp_path.rglob("*.pt")) == []
-    assert first.journal.most <= (FORGET_EVERY + 4) * per_step
-    again = ScriptedRun(folder=tmp_path, mode=mode, loop=loop, journal=Watched(first.journal.events())).go()
-    assert again.outcome.steps == 70
-    numbers = Counter(number for numbers in again.policy.prompts for number in numbers)
-    assert len(numbers) == 70 * per_step
-    assert set(numbers.values()) == {1}
 
 
 def test_to_forget_a_group_is_no_walk_over_the_whole_run(tmp_path):

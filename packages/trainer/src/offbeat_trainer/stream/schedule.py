@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.errors import PlanRefused, ResumeError
-from offbeat_trainer.stream.journal.events import Finished, Flipped, Issued, Taken
+from offbeat_trainer.stream.journal.events import Finished, Flipped, Issued, Restarted, Taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,6 +48,11 @@ class Schedule:
                     found.taken[event.step] = event.indices
                 case Flipped():
                     found.flips[event.steps] = event.version
+                case Restarted():
+                    found.taken = {step: taken for step, taken in found.taken.items() if step < event.step}
+                    found.flips = {
+                        steps: version for steps, version in found.flips.items() if steps <= event.step
+                    }
                 case _:
                     pass
         trained = {index for indices in found.taken.values() for index in indices}

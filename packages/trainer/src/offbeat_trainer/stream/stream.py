@@ -14,7 +14,7 @@ from offbeat_trainer.metrics import Last, Metric
 from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
-from offbeat_trainer.stream.journal.events import Flipped, recover
+from offbeat_trainer.stream.journal.events import Flipped, Restarted, recover
 from offbeat_trainer.stream.producer import Producer
 from offbeat_trainer.stream.replaying import Replayer
 from offbeat_trainer.watch.timeline import GENERATION, TAIL_SHARE, now_s
@@ -62,6 +62,8 @@ class GroupStream:
             mode, groups_per_step=parts.loop.prompts_per_step, num_steps=parts.loop.steps
         )
         recovered = recover(parts.journal.events(), start, parts.loop.prompts_per_step)
+        if recovered.anew:
+            parts.journal.write(Restarted(step=start))
         self.buffer = GroupBuffer(
             gate,
             mode.order,

@@ -70,7 +70,14 @@ class Flipped:
     version: int
 
 
-Event: TypeAlias = Issued | Half | Finished | Taken | Dropped | Flipped
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted:
+    """The run begins again with `step`, not as it was: what was finished before, and what steps from there on took, is void."""
+
+    step: int
+
+
+Event: TypeAlias = Issued | Half | Finished | Taken | Dropped | Flipped | Restarted
 
 
 class Journal(Protocol):
@@ -85,7 +92,7 @@ class Journal(Protocol):
         ...
 
     def forget(self, before_step: int) -> None:
-        """Drop the trajectories of groups that steps before `before_step` took; the schedule stays."""
+        """Drop the trajectories of groups that steps before `before_step` took, and of those dropped; the schedule stays."""
         ...
 
     def close(self) -> None:
@@ -113,11 +120,13 @@ class MemoryJournal:
         old = {
             index
             for event in self._events
-            if isinstance(event, Taken) and event.step < before_step
-            for index in event.indices
+            if isinstance(event, Dropped) or (isinstance(event, Taken) and event.step < before_step)
+            for index in ((event.index,) if isinstance(event, Dropped) else event.indices)
         }
         self._events = [
-            replace(event, trajectories=()) if isinstance(event, Finished) and event.index in old else event
+            replace(event, trajectories=())
+            if isinstance(event, (Half, Finished)) and event.index in old
+            else event
             for event in self._events
         ]
 
@@ -131,7 +140,8 @@ class Recovered:
 
     What steps before `start` took is consumed: it is in the weights. What later steps took is not, for their weights
     are lost: it waits again, and `script` says which step takes it, so that the lost steps are repeated as they were.
-    `holes` were begun and not finished, or their tokens are forgotten; they are begun again, before anything new.
+    `holes` were begun and not finished, or their tokens are forgotten; they are begun again, before anything new. `anew`: they are
+    forgotten, and the journal is still to be told so, by `Restarted`.
     """
 
     start: int
@@ -143,6 +153,7 @@ class Recovered:
     dropped: dict[int, str] = field(default_factory=dict[int, str])
     holes: list[int] = field(default_factory=list[int])
     uids: dict[int, str] = field(default_factory=dict[int, str])
+    anew: bool = False
 
 
 def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recovered:
@@ -151,23 +162,32 @@ def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recove
     Without events the data is where sync training would be: `start` steps of `groups_per_step` prompts are consumed.
     """
     found = Recovered(start=start, next_index=start * groups_per_step, consumed=start * groups_per_step)
-    trained: set[int] = set()
+    taken: dict[int, tuple[int, ...]] = {}
     for event in events:
         if isinstance(event, Taken) and event.step < start:
-            trained.update(event.indices)
+            taken[event.step] = event.indices
+        elif isinstance(event, Restarted):
+            taken = {step: indices for step, indices in taken.items() if step < event.step}
+            _forget(found)
         else:
             _note(found, event)
+    trained = {index for indices in taken.values() for index in indices}
     found.next_index = max(found.next_index, max(found.uids, default=-1) + 1)
     for index in (*trained, *found.dropped):
         found.finished.pop(index, None)
         found.uids.pop(index, None)
     if any(group.spans and not group.trajectories for group in found.finished.values()):
         # Forgotten, and the weights that they made are lost: what came later stands on those, so all of it begins again.
-        found.finished, found.halves, found.script = {}, {}, {}
+        _forget(found)
+        found.anew = True
     for index in (*trained, *found.dropped, *found.finished):
         found.halves.pop(index, None)
     found.holes = sorted(index for index in found.uids if index not in found.finished)
     return found
+
+
+def _forget(found: Recovered) -> None:
+    found.finished, found.halves, found.script = {}, {}, {}
 
 
 def _note(found: Recovered, event: Event) -> None:
@@ -182,5 +202,5 @@ def _note(found: Recovered, event: Event) -> None:
             found.script[event.step] = event.indices
         case Dropped():
             found.dropped[event.index] = event.reason
-        case Flipped():
-            pass  # for those who read the schedule
+        case Flipped() | Restarted():
+            pass  # for those who read the schedule; `recover` looks at the other itself

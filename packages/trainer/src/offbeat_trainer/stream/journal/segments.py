@@ -60,6 +60,7 @@ class SegmentJournal:
         self._file: int | None = None
         self._size = 0
         self._taken: dict[int, tuple[int, ...]] = {}
+        self._dropped: set[int] = set()
         self._segments = [self._read_in(path) for path in sorted(folder.glob(f"*{_SUFFIX}"))]
 
     def write(self, event: Event) -> None:
@@ -93,14 +94,15 @@ class SegmentJournal:
     def forget(self, before_step: int) -> None:
         """See `Journal.forget`; each segment that holds such completions is written anew, whole or not at all."""
         steps = [step for step in self._taken if step < before_step]
-        trained = {index for step in steps for index in self._taken.pop(step)}
+        over = {index for step in steps for index in self._taken.pop(step)} | self._dropped
+        self._dropped = set()
         if self._file is not None:
             os.fsync(self._file)
         for segment in self._segments:
-            if segment.held & trained:
-                kept = (_without(row, trained) for row in _rows(segment.path))
+            if segment.held & over:
+                kept = (_without(row, over) for row in _rows(segment.path))
                 _replace(segment.path, kept)
-                segment.held -= trained
+                segment.held -= over
         if self._file is not None:
             self._reopen()
 
@@ -121,6 +123,8 @@ class SegmentJournal:
             segment.held.add(number)
         if kind == "taken":
             self._taken[number] = tuple(json.loads(detail or "[]"))
+        elif kind == "dropped":
+            self._dropped.add(number)
 
     def _begin_segment(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -152,9 +156,9 @@ class SegmentJournal:
         os.close(file)
 
 
-def _without(row: Row, trained: set[int]) -> Row:
-    """Return `row` without its completions if they are of one of the groups `trained`."""
-    return (*row[:4], None) if row[4] is not None and row[1] in trained else row
+def _without(row: Row, over: set[int]) -> Row:
+    """Return `row` without its completions if they are of one of the groups that are `over`."""
+    return (*row[:4], None) if row[4] is not None and row[1] in over else row
 
 
 def _frame(row: Row) -> bytes:

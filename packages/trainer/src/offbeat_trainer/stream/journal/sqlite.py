@@ -28,7 +28,16 @@ import numpy as np
 from offbeat_rollout import Completion, Finish, VersionSpan, version_spans
 from offbeat_trainer.data.types import Limit, Score, Trajectory, Turn
 from offbeat_trainer.errors import ResumeError
-from offbeat_trainer.stream.journal.events import Dropped, Event, Finished, Flipped, Half, Issued, Taken
+from offbeat_trainer.stream.journal.events import (
+    Dropped,
+    Event,
+    Finished,
+    Flipped,
+    Half,
+    Issued,
+    Restarted,
+    Taken,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -106,18 +115,15 @@ class SqliteJournal:
 
     def forget(self, before_step: int) -> None:
         """See `Journal.forget`; then everything is flushed to disk."""
-        taken = self._db.execute(
-            "SELECT detail FROM events WHERE kind = 'taken' AND number < ? AND version IS NULL",
+        over = self._db.execute(
+            "SELECT seq, CASE kind WHEN 'taken' THEN detail ELSE '[' || number || ']' END FROM events "
+            "WHERE version IS NULL AND (kind = 'dropped' OR (kind = 'taken' AND number < ?))",
             (before_step,),
         ).fetchall()
-        old = [(index,) for (detail,) in taken for index in json.loads(detail)]
         self._db.execute("BEGIN")
-        self._db.executemany(
-            _FORGET,
-            old,
-        )
-        # The mark keeps the next call from going over the same steps again.
-        self._db.execute("UPDATE events SET version = 1 WHERE kind = 'taken' AND number < ?", (before_step,))
+        self._db.executemany(_FORGET, [(index,) for _, indices in over for index in json.loads(indices)])
+        # The mark keeps the next call from going over the same ones again.
+        self._db.executemany("UPDATE events SET version = 1 WHERE seq = ?", [(seq,) for seq, _ in over])
         self._db.execute("COMMIT")
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -145,6 +151,8 @@ def to_row(event: Event) -> Row:
             return "dropped", event.index, None, event.reason, None
         case Flipped():
             return "flipped", event.steps, event.version, None, None
+        case Restarted():
+            return "restarted", event.step, None, None, None
         case _:
             assert_never(event)
 
@@ -169,6 +177,8 @@ def from_row(row: Row) -> Event:
             return Dropped(index=number, reason=str(detail))
         case "flipped":
             return Flipped(steps=number, version=version or 0)
+        case "restarted":
+            return Restarted(step=number)
         case _:
             raise ResumeError(
                 f"the journal holds an event of kind {kind!r}, which this version does not know"
