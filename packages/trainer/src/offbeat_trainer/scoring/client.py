@@ -52,6 +52,8 @@ class CallProcess:
         process = await self._running()
         call = Call(number=next(self._numbers), path=path, arguments=arguments)
         answer = asyncio.get_running_loop().create_future()
+        if not self._waiting:  # until now there was nothing to say
+            self._heard_s = now_s()
         self._waiting[call.number] = answer
         try:
             assert process.stdin is not None
@@ -144,12 +146,14 @@ class CallProcess:
         """
         stream = process.stdout
         assert stream is not None
+        left_s = self._silence_s
         while True:
             try:
-                async with asyncio.timeout(self._silence_s):
+                async with asyncio.timeout(left_s):
                     head = await stream.readexactly(LENGTH.size)
             except TimeoutError:
-                if self._waiting:
+                left_s = self._silence_s - (now_s() - self._heard_s if self._waiting else 0)
+                if left_s <= 0:
                     raise
                 continue
             (size,) = LENGTH.unpack(head)

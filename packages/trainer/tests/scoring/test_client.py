@@ -1,0 +1,64 @@
+"""How long the process over there may say nothing, on a clock that jumps: its pipe is real, what answers is this file."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from offbeat_trainer.scoring.client import CallProcess
+from offbeat_trainer.scoring.frames import DIED, LENGTH, READY, Answer, Setup, frame
+from offbeat_trainer.testing import run_virtual
+
+NOBODY = 2**31 - 2  # a process id that Linux gives to no one
+
+
+class Answering(CallProcess):
+    """Answers call n after `after_s[n]`; None is never."""
+
+    def __init__(self, *after_s):
+        super().__init__(Setup(paths=(), search=(), concurrency=1, timeout_s=60.0))
+        self.after_s = after_s
+        self.numbers = iter(range(len(after_s)))
+
+    async def _start(self):
+        self.life += 1
+        stream = asyncio.StreamReader()
+
+        def write(framed):
+            assert LENGTH.unpack(framed[: LENGTH.size]) == (len(framed) - LENGTH.size,)
+            number = next(self.numbers)
+            if self.after_s[number] is not None:
+                answer = frame(Answer(number=number, value=number))
+                asyncio.get_running_loop().call_later(self.after_s[number], stream.feed_data, answer)
+
+        async def drain():
+            pass
+
+        return SimpleNamespace(stdin=SimpleNamespace(write=write, drain=drain), stdout=stream, pid=NOBODY)
+
+
+@pytest.mark.parametrize("idle_s", [0, 1, 120, 200, 239, 10_000])
+def test_who_had_nothing_to_do_is_not_blamed_for_having_said_nothing(idle_s):
+    async def go():
+        process = Answering(0.0, 60.0)  # the second takes as long as it may
+        assert (await process.call(READY, {})).value == 0
+        await asyncio.sleep(idle_s)
+        return await process.call(READY, {}), process.life
+
+    answer, lives = run_virtual(go())
+    assert (answer.failure, answer.value, lives) == ("", 1, 1)
+
+
+def test_who_answers_nothing_for_long_is_given_up_and_that_is_when_it_was_asked():
+    async def go():
+        process = Answering(0.0, None)
+        await process.call(READY, {})
+        await asyncio.sleep(200)
+        asked_s = asyncio.get_running_loop().time()
+        answer = await process.call(READY, {})
+        return answer, asyncio.get_running_loop().time() - asked_s
+
+    answer, waited_s = run_virtual(go())
+    assert answer.failure == DIED
+    assert "it gave no answer for 240 s" in answer.detail
+    assert 240 <= waited_s < 241
