@@ -10,7 +10,9 @@ import pytest
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.run_store import RunState, RunStore
 
-FULL = RunState(step=3, accuracy_before=0.25, reward_first=-1.5, warmup_s=2.0)
+FULL = RunState(
+    step=3, accuracy_before=0.25, reward_first=-1.5, reward_last=0.5, loss_after=1.25, warmup_s=2.0
+)
 
 
 def steps(folder):

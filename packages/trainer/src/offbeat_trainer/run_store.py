@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stood when it was saved. Prompts and seeds are functions of `step`, so this is all."""
+    """Where a run stood when it was saved: the step, and fields of its `Outcome`. Prompts and seeds are functions of `step`."""
 
     step: int
     accuracy_before: float | None = None
+    accuracy_after: float | None = None
     reward_first: float | None = None
+    reward_last: float | None = None
     loss_before: float | None = None
+    loss_after: float | None = None
     warmup_s: float = 0.0
 
 

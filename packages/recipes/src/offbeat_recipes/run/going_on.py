@@ -22,14 +22,20 @@ async def first_step(
         ResumeError: more steps are done already.
     """
     step = await train.load(None) if session.folder.resumed else None
+    if step is not None and step > steps:
+        raise ResumeError(f"{session.folder.path} has {step} steps already; {setting}={steps} is less")
+    # Without a checkpoint all is said again, but what `offbeat-sft` said in this folder before reinforcement learning began.
+    again = session.folder.resumed and (
+        step is not None or setting == "warmup.steps" or not _supervised(session)
+    )
+    if again and isinstance(session.reporter, Truncating):
+        session.reporter.truncate_after(-1 if step is None else step)
     if step is None:
         return 0
-    if step > steps:
-        raise ResumeError(f"{session.folder.path} has {step} steps already; {setting}={steps} is less")
-    state, outcome = store.load(step), session.outcome
-    outcome.accuracy_before, outcome.loss_before = state.accuracy_before, state.loss_before
-    outcome.reward_first, outcome.warmup_s = state.reward_first, state.warmup_s
-    if isinstance(session.reporter, Truncating):
-        session.reporter.truncate_after(step)
+    session.outcome.go_on(store.load(step))
     session.reporter.phase("resume", f"from the checkpoint of step {step}")
     return step
+
+
+def _supervised(session: Session) -> bool:
+    return (session.folder.checkpoints / "sft").exists()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.data.assemble import group_metrics, staleness_metrics
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 STEP_PHASES = ("generate", "reward", "train", "sync")
 DROPPED = "buffer/dropped_"  # metrics that count, by reason; see `GroupStream.metrics`
 NUM_SHOWN = 4
+_KEPT = [item.name for item in fields(RunState) if item.name != "step"]
 FORGET_EVERY = 20
 """Steps between two clearances of the journal where no checkpoint clears it."""
 
@@ -57,6 +58,11 @@ class Outcome:
     syncs: int = 0
     sync_gb_per_s: float = 0.0  # the sum over `syncs`
     where_time_went: str | None = None  # the largest cause of idle time, in a sentence
+
+    def go_on(self, state: RunState) -> None:
+        """Take over what was reached when `state` was saved: a run that has no step left to do has come to that."""
+        for name in _KEPT:
+            setattr(self, name, getattr(state, name))
 
     def take(self, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
         """Take in one finished step: its reduced metrics and the seconds of its phases."""
@@ -162,15 +168,7 @@ async def save(store: RunStore, policy: Policy | OfflinePolicy, outcome: Outcome
 
     Without `block` the checkpoint becomes whole beside the next steps; until then a run goes on from the one before.
     """
-    store.save(
-        RunState(
-            step=outcome.steps,
-            accuracy_before=outcome.accuracy_before,
-            reward_first=outcome.reward_first,
-            loss_before=outcome.loss_before,
-            warmup_s=outcome.warmup_s,
-        )
-    )
+    store.save(RunState(step=outcome.steps, **{name: getattr(outcome, name) for name in _KEPT}))
     await policy.save(outcome.steps, block=block)
 
 

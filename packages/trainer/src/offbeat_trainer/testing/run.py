@@ -115,9 +115,7 @@ class ScriptedRun:
         )
         start = await self.policy.load(None)
         if start is not None:
-            state = parts.store.load(start)
-            self.outcome.accuracy_before = state.accuracy_before
-            self.outcome.reward_first = state.reward_first
+            self.outcome.go_on(parts.store.load(start))
         loop = LOOPS[self.mode] if isinstance(self.mode, str) else self.mode
         await loop(parts, self.outcome, start or 0)
 

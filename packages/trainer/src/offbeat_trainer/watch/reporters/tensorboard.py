@@ -42,9 +42,9 @@ class TensorBoardReporter:
             self._writer.add_text("config", _block(config))
 
     def truncate_after(self, step: int) -> None:
-        """Let readers hide what is there of later steps: a run that goes on from `step` says it again."""
+        """Let readers hide what is there of later steps: a run that goes on from `step` says it again. The settings stay."""
         self._writer.close()
-        self._writer = self._writer_class(self._folder, purge_step=step + 1)
+        self._writer = self._writer_class(self._folder, purge_step=max(step, 0) + 1)
 
     def phase(self, name: str, detail: str = "") -> None:
         """Nothing: phases are for people."""
