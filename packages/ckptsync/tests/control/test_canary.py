@@ -18,6 +18,9 @@ from offbeat_ckptsync.control.canary import odd_ones
         ({"a": [1.0, 2.0], "b": [1.0], "c": [1.0, 2.0]}, (), {"b"}),
         ({"a": [1.0], "b": [float("nan")]}, (), {"b"}),
         ({"a": [float("inf")]}, (), {"a"}),
+        ({"a": [1.0], "b": [1.0, 2.0]}, (), {"a", "b"}),
+        ({"a": [1.0], "b": [2.0]}, (float("nan"),), {"a", "b"}),
+        ({"a": [1.0], "b": [1.0]}, (float("nan"),), set()),
     ],
 )
 def test_the_odd_ones_are_those_far_from_what_is_right(answers, reference, odd):
