@@ -16,7 +16,7 @@ from offbeat_ckptsync.plan.manifest import (
     manifest_of,
     require_match,
 )
-from offbeat_ckptsync.values import TensorSpec
+from offbeat_ckptsync.values import Manifest, TensorSpec
 
 WEIGHTS = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.zeros(1)}
 
@@ -87,3 +87,9 @@ def test_a_name_twice_or_a_dtype_that_is_none_is_refused():
         make_manifest([spec, spec])
     with pytest.raises(ManifestError, match="unknown dtype 'Tensor'"):
         make_manifest([spec._replace(dtype="Tensor")])
+
+
+def test_a_manifest_from_elsewhere_names_each_tensor_once():
+    specs = (TensorSpec(name="w", shape=(4,), dtype="float32"),) * 2
+    with pytest.raises(ManifestError, match="'w' is in the manifest twice"):
+        check_digest(Manifest(specs=specs, digest=manifest_digest(specs)))

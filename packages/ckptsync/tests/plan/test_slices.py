@@ -230,6 +230,16 @@ def test_an_offer_that_withholds_what_a_rank_needs_is_refused():
             },
             "is none of 'embed'",
         ),
+        # As many elements as there are, some of them twice.
+        (
+            lambda cut: {
+                "kinds": tuple(
+                    tuple(c._replace(starts=k[0].starts) if c.shape == k[0].shape else c for c in k)
+                    for k in cut.kinds
+                )
+            },
+            "the cells of 'qkv' hold not each of its elements once",
+        ),
     ],
 )
 def test_cells_that_are_not_the_tensors_are_refused(change, named):

@@ -59,11 +59,11 @@ def check_digest(manifest: Manifest) -> None:
     """Make sure that a manifest from elsewhere carries the digest of its own specs.
 
     Raises:
-        ManifestError: it does not; it was changed on the way or made by other rules.
+        ManifestError: it does not, it was changed on the way or made by other rules; or as `make_manifest`.
     """
     if any(each is manifest for each in _checked):  # it comes with every sync
         return
-    actual = manifest_digest(manifest.specs)
+    actual = make_manifest(manifest.specs).digest
     if actual != manifest.digest:
         raise ManifestError(
             f"manifest says digest {manifest.digest}, its {len(manifest.specs)} specs give {actual}; "

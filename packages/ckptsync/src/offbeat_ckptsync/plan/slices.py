@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise, product
 from operator import add, gt
 from typing import TYPE_CHECKING
 
@@ -97,9 +98,15 @@ def _check_cells(spec: TensorSpec, cells: Sequence[Cell]) -> None:
             or min((*cell.starts, *cell.shape, 0)) < 0
         ):
             raise ManifestError(f"cut tensor {cell_spec(spec, cell).name!r} reaches beyond {spec.shape}")
-    num = sum(math.prod(cell.shape) for cell in cells)
-    if num != math.prod(spec.shape):
-        raise ManifestError(f"the cells of {spec.name!r} hold {num} elements of {math.prod(spec.shape)}")
+    sides = [
+        [*pairwise(sorted({cell.starts[dim] for cell in cells} | {size}))] or [(0, 0)]
+        for dim, size in enumerate(spec.shape)
+    ]
+    blocks = {tuple(zip(cell.starts, map(add, cell.starts, cell.shape), strict=True)) for cell in cells}
+    if not len(cells) == len(blocks) == math.prod(map(len, sides)) or blocks != {*product(*sides)}:
+        raise ManifestError(
+            f"the cells of {spec.name!r} hold not each of its elements once: they are no grid"
+        )
 
 
 def touches(shape: tuple[int, ...], cuts: tuple[Cut, ...] | None, cell: Cell) -> bool:
