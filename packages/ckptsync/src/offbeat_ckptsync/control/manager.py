@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from offbeat_ckptsync.control.report import make_report, memcpy_gb_per_s
-from offbeat_ckptsync.control.sync import Run, Target
-from offbeat_ckptsync.errors import DigestError, SyncError, SyncFailed, VersionError
+from offbeat_ckptsync.control.sync import SOURCE, Run, Target
+from offbeat_ckptsync.control.together import all_of
+from offbeat_ckptsync.errors import DigestError, LoadError, PhaseError, SyncError, SyncFailed, VersionError
+from offbeat_ckptsync.member.receiver import State
 from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.plan.digest import told
-from offbeat_ckptsync.values import Echo, Label, Phase, Sent, SyncOffer, SyncReport
+from offbeat_ckptsync.values import Echo, Label, Phase, Sent, Status, SyncOffer, SyncReport
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
@@ -92,12 +94,16 @@ class CheckpointEngineManager:
         """Add a member that already serves what the others serve (say, all were started from one checkpoint).
 
         Raises:
-            SyncError: the name is taken, or a version was committed: a late joiner comes through `catch_up`.
+            SyncError: the name is taken, or a sync was committed or is under way: a late joiner comes through `catch_up`.
         """
-        if self._label is not None:
+        if self._label is not None or self._turn.locked():
+            which = (
+                "a sync is under way"
+                if self._label is None
+                else f"version {self._label.version} is committed"
+            )
             raise SyncError(
-                f"version {self._label.version} is committed; `await catch_up({member.name!r})` brings a late "
-                "joiner to it before it may serve"
+                f"{which}; `await catch_up({member.name!r})` brings a late joiner to it before it may serve"
             )
         self._require_new(member.name)
         self._members[member.name] = member
@@ -157,24 +163,29 @@ class CheckpointEngineManager:
 
         Raises:
             VersionError: it serves, under a version that is in use, another content than the others.
+            PhaseError: it still loads what it was sent before. LoadError: it is broken.
             SyncFailed: as `sync`; the joiner is not a member then. Where nobody holds the committed weights any more,
                 `sync` the next version (`enlist` lets the joiner take part).
         """
         async with self._turn:
             self._require_new(member.name)
             report = None
+            status = await self._asked(member.status(), member.name)
+            if status.state == State.BROKEN:
+                raise LoadError(f"{member.name} is broken and serves no version; start it anew")
+            if status.state == State.FLIPPING:
+                raise PhaseError(f"{member.name} still loads what it was sent before; try again when it has")
             if self._label is not None:
-                report = await self._bring(member, self._label, peers_only=peers_only)
-            else:
-                status = await self._asked(member.status(), member.name)
-                if status.label is not None and status.committed:
-                    self._book.bind(status.label)
+                report = await self._bring(member, status, self._label, peers_only=peers_only)
+            elif status.label is not None and status.committed:
+                self._book.bind(status.label)
             self._fenced.pop(member.name, None)
             self._members[member.name] = member
             return report
 
-    async def _bring(self, member: Member, label: Label, *, peers_only: bool) -> SyncReport | None:
-        status = await self._asked(member.status(), member.name)
+    async def _bring(
+        self, member: Member, status: Status, label: Label, *, peers_only: bool
+    ) -> SyncReport | None:
         if status.label == label and member.name not in self._fenced:
             await self._asked(member.commit(label), member.name)
             return None
@@ -204,18 +215,16 @@ class CheckpointEngineManager:
         raise failures[-1]
 
     def _require_new(self, name: str) -> None:
+        if name == SOURCE:
+            raise SyncError(f"no member can be called {name!r}: that is what the sending side is called")
         if name in self._members:
             raise SyncError(
                 f"a member is called {name!r} already; names are unique, `remove` the other one first"
             )
 
-    async def _asked(self, answer: Awaitable[_Result], name: str) -> _Result:
+    async def _asked(self, answer: Coroutine[object, object, _Result], name: str) -> _Result:
         limit_s = self._config.begin_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await answer
-        except TimeoutError:
-            raise SyncFailed(f"{name}: {Phase.BEGIN}: no answer within {limit_s:g} s") from None
+        return (await all_of({name: answer}, limit_s, where=Phase.BEGIN, silent=set()))[name]
 
     async def _run(self, source: Source, members: dict[str, Member], target: Target) -> SyncReport:
         run = Run(source, self._config, members, dataclasses.replace(target, whole=self._doubt))
@@ -231,10 +240,13 @@ class CheckpointEngineManager:
             served = await run.abort()
             raise SyncFailed(f"version {version}: {run.reasons}. {_served_text(served)}", served=served)
         await run.commit(done.label)
+        if run.flips:  # before anything can go wrong where others are told
+            self._like, self._label = done.offer, done.label
+        for name in run.flips:
+            self._fenced.pop(name, None)
         await self._fence(run, members)
         if not run.flips:
             raise SyncFailed(f"version {version}: no member changed over: {run.reasons}")
-        self._like, self._label = done.offer, done.label
         report = self._told(make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips))
         return dataclasses.replace(
             report,
@@ -259,7 +271,7 @@ class CheckpointEngineManager:
             label = await run.verify(offer, buckets, sent, echoes)
         except (Exception, asyncio.CancelledError) as error:
             self._doubt = self._doubt or isinstance(error, DigestError)
-            served = await run.abort()
+            served = await _to_its_end(run.abort())
             if not isinstance(error, SyncError):
                 raise
             raise SyncFailed(f"{error}. {_served_text(served)}", served=served) from error
@@ -267,12 +279,15 @@ class CheckpointEngineManager:
 
     async def _fence(self, run: Run, members: dict[str, Member]) -> None:
         await run.tell_fenced()
-        for name, reason in run.fenced.items():
-            self._fenced[name] = reason
+        self._fenced |= run.fenced
+        for name in run.fenced:
             if self._members.get(name) is members[name]:
                 del self._members[name]
-            if self._on_fence is not None:
-                await self._on_fence(name, reason)
+        if self._on_fence is not None:
+            told = (self._on_fence(name, reason) for name, reason in run.fenced.items())
+            for error in await asyncio.gather(*told, return_exceptions=True):
+                if error is not None:
+                    raise error
 
 
 class LabelBook:
@@ -314,10 +329,14 @@ def _served_text(served: dict[str, int]) -> str:
 
 
 async def _to_its_end(work: Coroutine[object, object, _Result]) -> _Result:
-    """Await `work`, all of whose waits have deadlines, even where the caller is cancelled: live weights are changing."""
-    task = asyncio.create_task(work, name="change over")
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
+    """Await `work`, all of whose waits have deadlines, however often the caller is cancelled: others are changing over, or back."""
+    task = asyncio.create_task(work, name="to its end")
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from task.exception()
+    return task.result()

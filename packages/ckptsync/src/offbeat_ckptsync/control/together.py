@@ -27,7 +27,7 @@ async def all_of(
     """
     if not work:
         return {}
-    tasks = {name: asyncio.create_task(one, name=f"{where} {name}") for name, one in work.items()}
+    tasks = {name: asyncio.create_task(_own(one), name=f"{where} {name}") for name, one in work.items()}
     try:
         _, waiting = await asyncio.wait(tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
         failed = any(task.done() and task.exception() is not None for task in tasks.values())
@@ -45,7 +45,7 @@ async def all_of(
         first = min(causes.values(), key=lambda error: not isinstance(error, DigestError))
         kind = type(first) if isinstance(first, SyncError) else SyncError
         unheard = f"; no word from {', '.join(slow)}" if slow else ""
-        told = "; ".join(f"{name}: {error}" for name, error in causes.items())
+        told = "; ".join(f"{name}: {_said(error)}" for name, error in causes.items())
         raise kind(f"{where}: {told}{unheard}") from first
     if slow:
         raise SyncError(f"{where}: {', '.join(slow)} took longer than {limit_s:g} s")
@@ -57,15 +57,29 @@ async def failures_of(work: Mapping[str, Awaitable[None]], limit_s: float, *, wh
     failures: dict[str, str] = {}
 
     async def one(name: str, awaited: Awaitable[None]) -> None:
+        limit = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s):
-                await awaited
-        except TimeoutError:
-            failures[name] = f"took longer than {limit_s:g} s"
+            async with limit:
+                await _own(awaited)
         except Exception as error:  # noqa: BLE001 -- returned as the reason
-            failures[name] = str(error)
+            failures[name] = f"took longer than {limit_s:g} s" if limit.expired() else _said(error)
 
     async with asyncio.TaskGroup() as tasks:
         for name, awaited in work.items():
             tasks.create_task(one(name, awaited), name=f"{where} {name}")
     return failures
+
+
+async def _own(awaited: Awaitable[_Result]) -> _Result:
+    """Await it; where it was cancelled by somebody else than who waits for it, that is a failure like any other."""
+    try:
+        return await awaited
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise SyncError("what it waited for was cancelled") from error
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, SyncError) else repr(error)
