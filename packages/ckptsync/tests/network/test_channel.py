@@ -159,3 +159,14 @@ async def test_a_frame_that_is_too_large_is_not_read():
     writer = type("W", (), {"close": lambda self: None})()
     with pytest.raises(WireError, match="a frame of 2147483648 bytes came"):
         await Channel(reader, writer, b"k", is_caller=True).receive()
+
+
+async def test_a_message_that_is_too_large_is_refused_and_the_line_goes_on(monkeypatch):
+    monkeypatch.setattr("offbeat_ckptsync.network.channel.MAX_FRAME_BYTES", 1000)
+    async with Called() as called:
+        caller, other = await call(called), await called.channel
+        with pytest.raises(WireError, match=r"a message of .* bytes is larger than a frame may be"):
+            await caller.send({"text": "x" * 1000})
+        await caller.send({"n": 1})
+        assert await other.receive() == {"n": 1}
+        caller.close()

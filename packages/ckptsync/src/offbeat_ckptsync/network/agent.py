@@ -17,6 +17,7 @@ from offbeat_ckptsync.control.members import AskCanary, local_member
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.network.channel import Channel, ChannelClosed, answer
 from offbeat_ckptsync.network.membership import register
+from offbeat_ckptsync.ops import failure
 from offbeat_ckptsync.values import Registration
 
 if TYPE_CHECKING:
@@ -157,20 +158,30 @@ class Agent:
         number, op = request.get("id"), str(request.get("op"))
         outcome: Json = {"ok": {}} if op == "ping" else await self._operations(op, request)
         if "ok" in outcome:
-            self._done(op, request, cast("Json", outcome["ok"]))
+            await self._done(channel, op, request | cast("Json", outcome["ok"]))
         with contextlib.suppress(ChannelClosed):
-            await channel.send({"id": number, **outcome})
+            try:
+                await channel.send({"id": number, **outcome})
+            except (TypeError, ValueError) as error:  # too large, or no JSON: who waits is told
+                await channel.send({"id": number, **failure(error)})
 
-    def _done(self, op: str, request: Json, answer: Json) -> None:
-        """Keep in mind which sync is open, for when nobody goes on with it."""
+    async def _done(self, channel: Channel, op: str, told: Json) -> None:
+        """Keep in mind which sync is open, for when nobody goes on with it; where that is so already, give it up."""
         match op:
+            case "begin" | "offer" if channel is not self._channel:
+                sync_id = str(cast("Json", told["offer"])["sync_id"])
+                await self._drop("abort" if op == "begin" else "abort_send", sync_id)
             case "begin":
-                offer = cast("Json", request["offer"])
+                offer = cast("Json", told["offer"])
                 self._open = str(offer["sync_id"])
                 self._expect_word_within(float(cast("float", offer.get("silent_s", 0.0))))
             case "offer":
-                self._sending = str(cast("Json", answer["offer"])["sync_id"])
-            case "commit" | "abort":
+                self._sending = str(cast("Json", told["offer"])["sync_id"])
+            case "send":
+                self._sending = ""
+            case "commit":
+                self._over()
+            case "abort" if told["sync_id"] == self._open:
                 self._over()
             case _:
                 pass
@@ -192,10 +203,13 @@ class Agent:
         sync_id, sending = self._open, self._sending
         self._over()
         self._sending = ""
-        for op, open_id in (("abort_send", sending), ("abort", sync_id)):
-            outcome = await self._operations(op, {"sync_id": open_id}) if open_id else {}
-            if "error" in outcome:
-                _log.warning("%s could not give up sync %s: %s", self.name, open_id, outcome["error"])
+        await self._drop("abort_send", sending)
+        await self._drop("abort", sync_id)
+
+    async def _drop(self, op: str, sync_id: str) -> None:
+        outcome = await self._operations(op, {"sync_id": sync_id}) if sync_id else {}
+        if "error" in outcome:
+            _log.warning("%s could not give up sync %s: %s", self.name, sync_id, outcome["error"])
 
     def _spawn(self, work: Awaitable[None], what: str) -> None:
         task = asyncio.ensure_future(work)

@@ -50,8 +50,12 @@ class Channel:
         self._num_sent = self._num_received = 0
 
     async def send(self, message: Json) -> None:
-        """Send a message; raises `ChannelClosed` where nobody is there any more."""
+        """Send a message; raises `ChannelClosed` where nobody is there any more, `WireError` where it is too large for a frame."""
         body = json.dumps(message, separators=(",", ":")).encode()
+        if len(body) > MAX_FRAME_BYTES:  # before it has a number: the next message has it then
+            raise WireError(
+                f"a message of {len(body)} bytes is larger than a frame may be ({MAX_FRAME_BYTES})"
+            )
         mac = self._mac(self._mine, self._num_sent, body)
         self._num_sent += 1
         await _write(self._writer, mac, body)
@@ -246,8 +250,6 @@ def _object(body: bytes) -> Json:
 
 async def _write(writer: asyncio.StreamWriter, mac: bytes, body: bytes) -> None:
     # One write, without an await in between: frames of several tasks never mix, and go out in the order of numbers.
-    if len(body) > MAX_FRAME_BYTES:
-        raise WireError(f"a message of {len(body)} bytes is larger than a frame may be ({MAX_FRAME_BYTES})")
     try:
         writer.write(struct.pack(">I", len(body)) + mac + body)
         await writer.drain()

@@ -17,7 +17,14 @@ import uuid
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.control.carried import CarriedMember, CarriedSource
-from offbeat_ckptsync.errors import SyncError, TransferError, VersionError
+from offbeat_ckptsync.errors import (
+    LoadError,
+    ManifestError,
+    SyncError,
+    SyncFailed,
+    TransferError,
+    VersionError,
+)
 from offbeat_ckptsync.network.channel import Connection, dial
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import in_thread
@@ -36,7 +43,12 @@ _CHANGED = "offbeat/members"
 _EACH = "offbeat/member/"
 _POLL_S = 0.02
 _LOOK_S = 5.0
-_RETRY_S = 1.0
+_RETRY_S, _RARELY_S = 1.0, 60.0
+_FOR_GOOD = (
+    LoadError,
+    ManifestError,
+    VersionError,
+)  # broken, takes other tensors, or serves another content as this version
 _JOIN_S = 10.0
 _PING_S = 2.0
 
@@ -216,7 +228,7 @@ class Membership:
             self.refused[name] = str(error)  # most often: it registered with a manager before us, and is gone
             return
         connection = Connection(registration, channel, self._ended)
-        if (before := self._connections.pop(name, None)) is not None:
+        if (before := self._connections.get(name)) is not None:
             before.close()
         self.refused.pop(name, None)
         self._connections[name] = connection
@@ -238,25 +250,32 @@ class Membership:
             self._start("admit", connection.name, self._admit(self._manager, connection))
 
     async def _admit(self, manager: CheckpointEngineManager, connection: Connection) -> None:
-        manager.remove(connection.name)  # of a line before this one
+        name = connection.name
+        manager.remove(name)  # of a line before this one
         member = CarriedMember(connection.registration, connection.call)
-        try:
-            await manager.catch_up(member)
-        except SyncError as error:
-            self.refused[connection.name] = str(error)
-            _log.warning("%s did not catch up: %s", connection.name, error)
-            # Where nobody holds the committed weights any more, it gets with the next sync what the others get. One
-            # that is broken or takes other tensors would fail that sync too: it stays on the line and gets nothing.
-            cause = error.__cause__
-            if (
-                isinstance(cause, (VersionError, TransferError))
-                and self._connections.get(connection.name) is connection
-            ):
-                manager.enlist(member)
-        else:
-            self.refused.pop(connection.name, None)
-            if self._connections.get(connection.name) is not connection:
-                manager.remove(connection.name)  # it went while it caught up
+        pause_s = _RETRY_S
+        while self._connections.get(name) is connection:
+            try:
+                await manager.catch_up(member)
+            except SyncError as error:
+                self.refused[name] = str(error)
+                _log.warning("%s did not catch up: %s", name, error)
+                if self._connections.get(name) is not connection:
+                    return
+                cause = error.__cause__
+                if isinstance(error, SyncFailed) and isinstance(cause, (VersionError, TransferError)):
+                    # Where nobody holds the committed weights any more, it gets with the next sync what the others get.
+                    manager.enlist(member)
+                    return
+                if any(isinstance(each, _FOR_GOOD) for each in (error, cause)):
+                    return  # it would fail that sync too: it stays on the line and gets nothing
+                await asyncio.sleep(pause_s)  # it may be busy: with a flip for which it was fenced off, say
+                pause_s = min(2 * pause_s, _RARELY_S)
+            else:
+                self.refused.pop(name, None)
+                if self._connections.get(name) is not connection:
+                    manager.remove(name)  # it went while it caught up
+                return
 
     def _ended(self, connection: Connection, _why: str) -> None:
         if self._connections.get(connection.name) is not connection:
