@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import DataError, TaskError
@@ -162,6 +163,12 @@ def test_plain_text_is_a_message_of_the_user_where_there_is_a_template_and_the_r
         ({"prompt": 5}, {}, "row 2: 'prompt' must be text or a list of"),
         ({"prompt": " "}, {}, "row 2: 'prompt' must be text"),
         ({"prompt": [{"role": "user"}]}, {}, "row 2: 'prompt' must be text or a list of"),
+        ({"prompt": "half \ud83d"}, {}, r"row 2: 'prompt' must be text, got 'half \ud83d'"),
+        (
+            {"prompt": [{"role": "user", "content": "\ud83d"}]},
+            {},
+            "row 2: 'prompt' must be text or a list of",
+        ),
         ({"prompt": [{"role": "user", "content": "x"}]}, {}, "the model's tokenizer has none"),
         ({"prompt": [{"role": "user", "content": "x"}]}, {"chat_template": "never"}, "is never"),
     ],
@@ -172,6 +179,17 @@ def test_bad_rows_are_named(
     with pytest.raises(DataError) as caught:
         _file_task(tmp_path, [{"prompt": "fine"}, row], plain_model, reward, **more)
     assert message in str(caught.value)
+
+
+def test_what_a_chat_template_does_not_take_is_named(tmp_path: Path, plain_model: str, reward: str):
+    tokenizer = AutoTokenizer.from_pretrained(plain_model)
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
+    with pytest.raises(DataError, match=r"row 2: the model's chat template does not take it: no system role"):
+        _file_task(tmp_path, [{"prompt": "fine"}, {"prompt": talk}], str(tmp_path), reward)
 
 
 def test_overlong_prompts_are_refused_or_left_out(tmp_path: Path, plain_model: str, reward: str):

@@ -98,7 +98,7 @@ async def scorer(tmp_path):
     def make(*names, weights=None, **settings):
         config = RewardConfig(**({"concurrency": 2, "timeout_s": 600.0, "max_attempts": 1} | settings))
         rewards = [
-            find_reward(f"{file}:{name}", weight, {"how": ""})
+            find_reward(name if ":" in name else f"{file}:{name}", weight, {"how": ""})
             for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
         ]
         made.append(
@@ -122,6 +122,15 @@ async def test_functions_of_every_kind_add_up_by_their_weights(scorer):
     assert rewards_of(scored) == [1 + 0 + 1 + 100, 1 + 10 + 1, 3 + 20 + 1 + 100]
     assert scored.scores[1].parts == {"one": 1.0, "numpys": 1.0, "later": 0.5}
     assert all(score.correct for score in scored.scores)
+
+
+async def test_functions_of_one_name_are_told_apart(scorer, tmp_path):
+    other = tmp_path / "others.py"
+    other.write_text("def one(completion): return 0.25\n")
+    mixed = scorer("one", str(other) + ":one", "later")
+    scored = await mixed.score(group(texts=("ccc",)))
+    (score,) = scored.scores
+    assert (score.reward, sorted(score.parts.values()), score.parts["later"]) == (3.75, [0.25, 0.5, 3.0], 0.5)
 
 
 async def test_what_gives_something_to_wait_for_is_waited_for_however_it_is_written(scorer):

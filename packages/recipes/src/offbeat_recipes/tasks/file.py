@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import DataError, TaskError
+from offbeat_recipes.tasks.rows import is_text
 from offbeat_recipes.tasks.text import Messages, TextTask, messages_or_text
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.scoring.functions import find_reward
@@ -48,7 +49,7 @@ class FileTask(TextTask):
             DataError: the row has none.
         """
         value = prompt.data.get(self._file.answer_key)
-        if not isinstance(value, str) or not value:
+        if not is_text(value) or not value:
             raise DataError(
                 f"row {prompt.uid}: supervised training needs text under {self._file.answer_key!r}, got {value!r}"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 from offbeat_recipes.errors import DataError
 
@@ -47,9 +47,17 @@ class Row:
             DataError: it is missing, no text, or blank.
         """
         value = self.get(key)
-        if not isinstance(value, str) or not value.strip():
+        if not is_text(value) or not value.strip():
             raise DataError(f"{self.place}: {key!r} must be text, got {value!r}")
         return value
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Say whether `value` is text that a tokenizer takes: JSON can also write half a character, a lone surrogate like U+D83D."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or not value)
+    except UnicodeEncodeError:
+        return False
 
 
 def read_rows(path: str) -> list[Row]:

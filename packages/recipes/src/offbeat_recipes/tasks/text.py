@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.tasks.rows import read_rows
+from offbeat_recipes.tasks.rows import is_text, read_rows
 from offbeat_recipes.tasks.streams import Stream, epoch_indices
 from offbeat_trainer import Example, Prompt
 
@@ -129,7 +129,14 @@ class PromptMaker:
                 "give plain text, or a model with a template"
             )
         messages: Messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        try:
+            made = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program: it may refuse a role, or be wrong
+            raise DataError(
+                f"{row.place}: the model's chat template does not take it: {error}; write the messages as it wants them, or "
+                "give plain text and task.chat_template=never"
+            ) from error
+        return str(made)
 
 
 class TextTask:
@@ -284,4 +291,4 @@ def _is_message(item: object) -> bool:
     if not isinstance(item, dict):
         return False
     message = cast("dict[object, object]", item)
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    return is_text(message.get("role")) and is_text(message.get("content"))

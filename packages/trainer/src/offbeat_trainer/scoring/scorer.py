@@ -37,7 +37,7 @@ class FunctionScorer:
     """Satisfies `Scorer` with reward functions, called in processes of their own; see `scoring.functions`.
 
     A completion's reward is the sum of what its functions return, each times its weight; one that returned None does not
-    apply to it. What each returned is kept in `Score.parts`.
+    apply to it. What each returned is kept in `Score.parts`, by its name, or its path where others have its name.
     """
 
     def __init__(
@@ -51,6 +51,8 @@ class FunctionScorer:
     ) -> None:
         """Score with `rewards`; a completion with a reward of at least `correct_at` is correct. See `CallProcess`."""
         self._rewards = list(rewards)
+        names = [reward.name for reward in rewards]  # functions of two files may have one
+        self._names = {one.path: one.name if names.count(one.name) == 1 else one.path for one in rewards}
         self._config = config
         self._decode = decode
         self._correct_at = correct_at
@@ -96,7 +98,7 @@ class FunctionScorer:
             (reward, value) for reward, value in zip(self._rewards, values, strict=True) if value is not None
         ]
         total = math.fsum(reward.weight * value for reward, value in given)
-        parts = {reward.name: value for reward, value in given} if len(self._rewards) > 1 else {}
+        parts = {self._names[reward.path]: value for reward, value in given} if len(self._rewards) > 1 else {}
         return Score(reward=total, correct=total >= self._correct_at, parts=parts)
 
     async def _values(self, reward: Reward, group: Group, texts: Sequence[str]) -> list[float | None]:
