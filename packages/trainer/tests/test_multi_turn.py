@@ -287,3 +287,10 @@ async def test_an_interrupted_turn_is_continued_from_its_tokens_and_its_environm
     assert whole.spans == ((3, 0, 1), (4, 1, 3))
     assert [action.token_ids for action in environment.heard[1:]] == [(5, 6, 0)]
     assert replica.asked[1].prompt_ids == (1, 2, 5)
+
+
+@pytest.mark.parametrize("said", [None, 5, "words", [2**40], [None]])
+def test_what_cannot_be_made_into_tokens_is_the_environments_failure(said):
+    with pytest.raises(EnvironmentFailed, match=r"what it said, .* cannot be made into tokens") as failed:
+        one_group(lambda: Echo(first=said))
+    assert failed.value.reason == "raised"

@@ -29,6 +29,7 @@ from offbeat_trainer.data.types import Group, Limit, Score, Trajectory, Turn
 from offbeat_trainer.errors import EnvironmentFailed, TrainerError
 from offbeat_trainer.rollouts.environment import Action, asked, checked
 from offbeat_trainer.rollouts.single import derive_seed, those_that_came
+from offbeat_trainer.scoring.frames import RAISED
 from offbeat_trainer.watch.timeline import GENERATION, Timeline, now_s
 from offbeat_trainer.watch.watchdog import Watchdog
 
@@ -196,7 +197,7 @@ class MultiTurn:
         seed = 0 if base is None else derive_seed(base, talk.prompt.uid, talk.place, "environment")
         said: Observation = await asked("reset", environment.reset, talk.prompt, seed)
         while True:
-            observed = np.array(self._scene.encode(said), np.int32)
+            observed = self._observed(said)
             room = self._config.max_tokens - talk.num_tokens - len(observed)
             if room < 1:
                 return talk.ended(Finish.LENGTH)
@@ -214,6 +215,13 @@ class MultiTurn:
             if ending is not None:
                 return talk.ended(ending)
             said = feedback.observation
+
+    def _observed(self, said: Observation) -> np.ndarray:
+        try:
+            return np.array(self._scene.encode(said), np.int32)
+        except Exception as error:
+            what = f"what it said, {said!r:.200}, cannot be made into tokens: {type(error).__name__}: {error}"
+            raise EnvironmentFailed(RAISED, what) from error
 
     async def _turn(self, talk: _Talk, observed: np.ndarray, room: int) -> Completion | None:
         """Return the policy's next turn, of at most `room` tokens; None where the time is up before it ends."""
