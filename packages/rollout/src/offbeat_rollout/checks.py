@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from offbeat_rollout.types import GenerateRequest, RolloutCapabilities, SamplingParams
 
 
+_LEAST_TEMPERATURE = 0.01  # vLLM would draw at this one for anything between 0 and it
+
+
 def check_config(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
     """Refuse settings the adapter cannot honour.
 
@@ -124,8 +127,12 @@ def _check_sampling(who: str, sampling: SamplingParams, vocab_size: int) -> None
         )
     if sampling.max_tokens < 1:
         raise RequestError(f"{who}: `max_tokens` must be >= 1, got {sampling.max_tokens}")
-    if not math.isfinite(sampling.temperature) or sampling.temperature < 0:
-        raise RequestError(f"{who}: `temperature` must be >= 0 and finite, got {sampling.temperature}")
+    if not (sampling.temperature == 0 or _LEAST_TEMPERATURE <= sampling.temperature < math.inf):
+        raise RequestError(
+            f"{who}: `temperature` must be 0 or >= {_LEAST_TEMPERATURE} and finite, got {sampling.temperature}"
+        )
+    if not isinstance(sampling.seed, int | None):
+        raise RequestError(f"{who}: `seed` must be an int or None, got {sampling.seed!r}")
     if not 0 < sampling.top_p <= 1:
         raise RequestError(f"{who}: `top_p` must be in (0, 1], got {sampling.top_p}")
     if not 0 <= sampling.top_logprobs <= vocab_size:

@@ -46,7 +46,7 @@ class PauseMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 are off.
+    """How to sample. `temperature` 0 is greedy, else at least 0.01; `top_k` -1 and `top_p` 1 are off.
 
     `seed` makes one request reproducible, whatever else is in the batch. `top_logprobs` asks for the log-probs of so many
     most likely tokens at each position, beside the drawn token's own. The token whose text completes one of `stop` ends the

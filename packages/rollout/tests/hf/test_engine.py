@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -14,6 +15,7 @@ from offbeat_rollout import (
     Finish,
     GenerateRequest,
     PauseMode,
+    RequestError,
     RolloutConfig,
     SamplingParams,
     UpdateRefused,
@@ -215,6 +217,30 @@ async def test_a_sliding_window_is_refused(tmp_path):
     path = make_tiny_model(tmp_path, use_sliding_window=True, sliding_window=16, max_window_layers=0)
     with pytest.raises(ConfigError, match="window of 16 tokens"):
         await HfEngine(RolloutConfig(model_path=path, max_model_len=64)).start()
+
+
+async def test_a_request_by_the_id_of_one_that_was_given_up_gets_its_own_answer(engine):
+    first = asyncio.create_task(engine.generate(request("same", 250, seed=1)))
+    await wait_for_tokens(engine)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    done = await engine.generate(request("same", 4, seed=2))
+    assert (done.finish, done.num_tokens) == (Finish.LENGTH, 4)
+
+
+@pytest.mark.parametrize("seed", [np.int64(5), 1.5])
+async def test_a_seed_that_is_no_int_is_refused_at_once(engine, seed):
+    with pytest.raises(RequestError, match="`seed` must be an int"):
+        await engine.generate(request("seeded", seed=seed))
+
+
+async def test_what_fails_while_a_request_is_queued_is_its_answer(engine, monkeypatch):
+    monkeypatch.setattr(engine._worker, "submit", lambda requests: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await engine.generate(request("queued"))
+    monkeypatch.undo()
+    assert (await engine.generate(request("queued", 2))).num_tokens == 2
 
 
 async def test_more_requests_than_rows_wait_their_turn(paths):

@@ -188,10 +188,9 @@ def _lengths(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
 def _sampling_and_sync(config: RunConfig) -> Iterator[Refusal]:
     if not config.generates:
         return
-    if config.sampling.temperature <= 0:
-        yield Refusal(
-            "sampling.temperature", "0 is greedy: all completions of a prompt would be one", "use 1"
-        )
+    if config.sampling.temperature < 0.01:
+        why = "0 is greedy: all completions of a prompt would be one; no engine draws at less than 0.01"
+        yield Refusal("sampling.temperature", why, "use 1")
     if config.sync.transport == "loopback":
         yield Refusal(
             "sync.transport",

@@ -12,7 +12,7 @@ one-token step, so prompts and completions go one way and a prompt shared by man
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class Row:
     stops: frozenset[int]
     limit: int  # tokens to make at most
     uniforms: list[float]
+    waits: Any = None  # who waits for it
     stop_strings: StopStrings | None = None
     stopped_at: str | None = None
     token_ids: list[int] = field(default_factory=list[int])

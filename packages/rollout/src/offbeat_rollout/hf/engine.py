@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_rollout.config import RolloutConfig
-    from offbeat_rollout.hf.worker import Worker
+    from offbeat_rollout.hf.worker import Answer, Worker
     from offbeat_rollout.types import Completion, GenerateRequest, PauseMode, WeightSpec
 
     T = TypeVar("T")
@@ -109,7 +109,7 @@ class HfEngine(RolloutEngine, TensorUpdates):
         self._failure = None
         self._worker = make_worker(
             self.config,
-            lambda completions: _post(loop, lambda: self._deliver(completions)),
+            lambda answers: _post(loop, lambda: self._deliver(answers)),
             lambda error: _post(loop, lambda: self._fail(error)),
         )
         try:
@@ -144,13 +144,13 @@ class HfEngine(RolloutEngine, TensorUpdates):
                 )
         loop = asyncio.get_running_loop()
         futures = [self._pending.setdefault(request_id, loop.create_future()) for request_id in ids]
-        worker.call(lambda: worker.submit(requests))
         if ended is not None:
             for future in futures:
                 future.add_done_callback(lambda done: _tell(done, ended))
+        queued = worker.call(lambda: worker.submit([*zip(requests, futures, strict=True)]))
         try:
             async with self._clock.over(ids):
-                return await asyncio.gather(*futures)
+                return (await asyncio.gather(*futures, asyncio.wrap_future(queued)))[:-1]
         finally:
             left = [request_id for request_id in ids if self._pending.pop(request_id, None) is not None]
             if left:  # cancelled or late: nobody waits for these any more
@@ -261,10 +261,10 @@ class HfEngine(RolloutEngine, TensorUpdates):
                 f"`{what}` was not done within {self.config.request_timeout_s} s (`request_timeout_s`)"
             ) from None
 
-    def _deliver(self, completions: list[Completion]) -> None:
-        for completion in completions:
-            future = self._pending.pop(completion.request_id, None)
-            if future is not None and not future.done():
+    def _deliver(self, answers: list[Answer]) -> None:
+        for completion, future in answers:
+            if not future.done():  # else nobody waits, and another request may go by that id
+                del self._pending[completion.request_id]
                 future.set_result(completion)
 
     def _fail(self, error: BaseException) -> None:

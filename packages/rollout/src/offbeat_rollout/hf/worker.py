@@ -20,6 +20,7 @@ from offbeat_rollout.stop_strings import StopStrings, load_tokenizer
 from offbeat_rollout.types import Finish, PauseMode
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from transformers import PreTrainedModel
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from offbeat_rollout.config import RolloutConfig
     from offbeat_rollout.hf.decode import Row
     from offbeat_rollout.types import Completion, GenerateRequest
+
+    Answer = tuple[Completion, asyncio.Future[Completion]]
+    """A completion, and who waits for it."""
 
 T = TypeVar("T")
 
@@ -39,7 +43,7 @@ class Worker:
     def __init__(
         self,
         config: RolloutConfig,
-        deliver: Callable[[list[Completion]], None],
+        deliver: Callable[[list[Answer]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """Prepare; `failed` is called once if generating dies, after which the thread is gone."""
@@ -108,12 +112,14 @@ class Worker:
 
     # Commands: run in the thread through `call`.
 
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        """Queue checked requests."""
+    def submit(self, requests: Sequence[tuple[GenerateRequest, asyncio.Future[Completion]]]) -> None:
+        """Queue checked requests, each with who waits for it."""
         rows = [
             new_row(request, self._eos, self._config.max_model_len, self._stop_strings(request))
-            for request in requests
+            for request, _ in requests
         ]
+        for row, (_, future) in zip(rows, requests, strict=True):
+            row.waits = future
         (self._held if self._drained else self._waiting).extend(rows)
 
     def abort(self, request_ids: Collection[str]) -> None:
@@ -223,7 +229,7 @@ class Worker:
             self._batch.join([self._waiting.popleft() for _ in range(min(room, len(self._waiting)))])
         self._batch.step(self.version)
         self.tokens_made += len(self._batch.rows)
-        done = [row.completion(finish) for row, finish in self._batch.finished()]
+        done = [(row.completion(finish), row.waits) for row, finish in self._batch.finished()]
         self.num_running = len(self._batch.rows)
         if done:
             self._deliver(done)
@@ -255,7 +261,7 @@ class Worker:
             queue.extend(row for row in rows if not chosen(row))
             ended += [row for row in rows if chosen(row)]
         if ended:
-            self._deliver([row.completion(Finish.ABORT) for row in ended])
+            self._deliver([(row.completion(Finish.ABORT), row.waits) for row in ended])
 
     def _close(self, why: str) -> None:
         with self._changed:

@@ -133,6 +133,7 @@ async def _refusals(subject: Subject) -> None:
         subject.request((subject.vocab_size,)),
         subject.request(max_tokens=0),
         subject.request(temperature=-1.0),
+        subject.request(temperature=0.005),
         subject.request(top_p=0.0),
         subject.request(top_k=0),
         subject.request(top_logprobs=subject.vocab_size + 1),
