@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import safetensors.torch
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.errors import SyncError, SyncFailed
+from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.testing import (
@@ -19,6 +21,7 @@ from offbeat_ckptsync.testing import (
 )
 from offbeat_ckptsync.transports.disk import DiskTransport
 from offbeat_ckptsync.transports.weight_files import folder_specs
+from offbeat_ckptsync.values import Seat
 
 
 def local_in(folder, fault=None):
@@ -70,3 +73,47 @@ def test_a_receiver_that_gives_up_takes_nothing_from_the_source(tmp_path):
 def test_a_folder_must_be_named():
     with pytest.raises(SyncError, match="disk_path"):
         DiskTransport(SyncConfig())
+
+
+CUT = """
+import sys
+from pathlib import Path
+import torch
+from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.plan.buckets import buckets_of
+from offbeat_ckptsync.testing import DictSource
+from offbeat_ckptsync.source.sender import Sender
+from offbeat_ckptsync.values import Seat
+config = SyncConfig(transport="disk", disk_path=sys.argv[1], bucket_mib=1 / 16)
+sender = Sender(DictSource({"w": torch.ones(1 << 18)}), config)
+offer = sender.offer(1, ["a"])
+sender.send(offer)
+end = sender._transport.receiver(offer, Seat(member="a"))
+(file,) = Path(sys.argv[1]).glob("*/*/model.safetensors")
+with file.open("r+b") as opened:
+    opened.truncate(1 << 17)
+first, *_, last = buckets_of(offer)
+into = torch.empty(first.num_bytes, dtype=torch.uint8)
+end.receive(first, into)
+try:
+    end.receive(last, into)
+except TransferError as error:
+    print(error)
+"""
+
+
+@pytest.mark.spawns
+def test_a_file_that_is_cut_short_under_a_reader_ends_the_sync_and_not_the_reader(tmp_path):
+    done = subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "is cut short in bucket 15" in done.stdout
+
+
+def test_a_wait_that_is_given_up_says_so(tmp_path):
+    local = local_in(tmp_path)
+    offer = local.sender.offer(1, ["a"])
+    seat = DiskTransport(SyncConfig(disk_path=str(tmp_path)))
+    seat.abort(offer.sync_id)
+    with pytest.raises(TransferError, match="was aborted"):
+        seat.receiver(offer, Seat(member="a"))

@@ -14,7 +14,6 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
@@ -25,6 +24,8 @@ from offbeat_ckptsync.transports.weight_files import write_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
@@ -151,12 +152,14 @@ class _Receiver(BucketReceiver):
     def __init__(self, offer: SyncOffer, seat: Seat, path: Path, stop: Callable[[], bool]) -> None:
         self._offer = offer
         self._path = path
-        deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
+        timeout_s = float(offer.endpoint["timeout_s"])
+        deadline = time.monotonic() + timeout_s
         while not path.exists():
-            if stop() or time.monotonic() > deadline:
+            if stop():
+                raise TransferError(f"disk: {seat} waited for {path}, and the sync was aborted")
+            if time.monotonic() > deadline:
                 raise TransferError(
-                    f"disk: {path} did not appear for {seat} within "
-                    f"{offer.endpoint['timeout_s']} s; is the folder shared, and does the source live?"
+                    f"disk: {path} did not appear for {seat} within {timeout_s:g} s; is the folder shared, and does the source live?"
                 )
             time.sleep(_POLL_S)
         about = json.loads((path / "sync.json").read_text())
@@ -165,12 +168,8 @@ class _Receiver(BucketReceiver):
         _, self._starts = write_header(sent_of(offer).specs)
         self._changes = _places(about["changes"]) if "changes" in about else None
         name = "model.safetensors" if self._changes is None else _CHANGES
-        # A file without a byte cannot be mapped.
-        self._bytes = (
-            np.fromfile(path / name, np.uint8)
-            if (path / name).stat().st_size == 0
-            else np.memmap(path / name, dtype=np.uint8, mode="r")
-        )
+        # Read, not mapped: where a mapped file is cut short or its disk fails, the kernel ends the process.
+        self._file = (path / name).open("rb")
 
     picks = True
 
@@ -178,27 +177,28 @@ class _Receiver(BucketReceiver):
         if self._changes is None or not self._changes[bucket.index][0]:
             return None
         _, start, num_bytes = self._changes[bucket.index]
-        return torch.from_numpy(self._read(bucket, start, num_bytes).copy())
+        delta = torch.empty(num_bytes, dtype=torch.uint8)
+        self._read(bucket, start, delta.numpy())
+        return delta
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         target = into.numpy()
         if self._changes is not None:
-            target[:] = self._read(bucket, self._changes[bucket.index][1], bucket.num_bytes)
+            self._read(bucket, self._changes[bucket.index][1], target)
             return
         for start, end in gaps(bucket):
             target[start:end] = 0
         for piece in bucket.pieces:
-            found = self._read(bucket, self._starts[piece.spec_index] + piece.tensor_offset, piece.num_bytes)
-            target[piece.bucket_offset : piece.bucket_offset + piece.num_bytes] = found
+            place = target[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]
+            self._read(bucket, self._starts[piece.spec_index] + piece.tensor_offset, place)
 
-    def _read(self, bucket: Bucket, start: int, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        found = self._bytes[start : start + num_bytes]
-        if len(found) != num_bytes:
+    def _read(self, bucket: Bucket, start: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        self._file.seek(start)
+        if self._file.readinto(into.data) != len(into):
             raise TransferError(f"disk: {self._path} is cut short in bucket {bucket.index}")
-        return found
 
     def close(self) -> None:
-        del self._bytes
+        self._file.close()
 
 
 def _places(changes: list[tuple[int, int]]) -> list[tuple[bool, int, int]]:

@@ -18,6 +18,7 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -78,9 +79,18 @@ class Line:
 
     def send(self, packet: Packet, deadline: float, fd: int | None = None) -> None:
         """Send a packet, with an open file where `fd` names one; raises `OSError` when the other end is gone or full."""
-        self._sock.settimeout(max(deadline - time.monotonic(), _TICK_S))
         files = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        self._sock.sendmsg([json.dumps(packet).encode()], files)
+        room = select.poll()
+        room.register(self._sock, select.POLLOUT)
+        self._sock.setblocking(False)
+        while True:
+            try:
+                self._sock.sendmsg([json.dumps(packet).encode()], files)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("it takes nothing more") from None
+                room.poll(1000 * _TICK_S)  # no longer: of a `hang_up` only who sends anew hears
 
     def receive(self, deadline: float, stop: Callable[[], bool], what: str) -> tuple[Packet, int | None]:
         """Return the next packet and the open file that came with it, the caller's to close.
@@ -93,7 +103,7 @@ class Line:
                 raise TransferError(f"{what}: the sync was aborted")
             self._sock.settimeout(_TICK_S)
             try:
-                data, files, _, _ = socket.recv_fds(self._sock, _MAX_PACKET, 1)
+                data, files, _, _ = socket.recv_fds(self._sock, _MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
                 break
             except TimeoutError:
                 if time.monotonic() > deadline:
