@@ -105,7 +105,9 @@ except TransferError as error:
 
 @pytest.mark.spawns
 def test_a_file_that_is_cut_short_under_a_reader_ends_the_sync_and_not_the_reader(tmp_path):
-    done = subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CUT, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "is cut short in bucket 15" in done.stdout
 

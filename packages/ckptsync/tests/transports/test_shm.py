@@ -26,7 +26,7 @@ from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
-from offbeat_ckptsync.transports.line import Line
+from offbeat_ckptsync.transports.line import Line, call
 from offbeat_ckptsync.transports.segments import Mapping, Segment
 from offbeat_ckptsync.transports.shm import ShmTransport
 from offbeat_ckptsync.values import Seat, SyncOffer
@@ -357,3 +357,35 @@ def test_a_segment_is_shared_until_it_is_written_to():
     assert not mapping.is_shared(2 * page + 5, 3 * page + 1)  # half a page, and one byte of the next
     assert mapping.is_shared(0, 3 * page)
     assert mapping.is_shared(4 * page, num_bytes)
+
+
+def test_an_abort_ends_a_send_to_a_rank_that_takes_nothing_more(wire):
+    wire.source.weights = {"w": torch.zeros(1 << 22)}
+    offer = wire.sender.offer(1, ["m"])
+    buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
+    memory = wire.transport.lend(offer, 1 << 24)
+    sent, failures = [], []
+
+    def send():
+        end = wire.transport.sender(offer, ["m"])
+        try:
+            for bucket in buckets:
+                sent.append(bucket.index)
+                end.send(bucket, memory[: bucket.num_bytes])
+        except TransferError as error:
+            failures.append(str(error))
+
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    line, _, fd = call(offer, Seat(member="m"), {"has": []}, lambda: False)
+    assert not os.get_inheritable(fd), "who is started from here would hold all weights"
+    os.close(fd)
+    before = 0
+    while not sent or before < len(sent):  # until nothing moves
+        before = len(sent)
+        time.sleep(0.5)
+    wire.transport.abort(offer.sync_id)
+    sending.join(30)
+    assert len(sent) < len(buckets)
+    assert "did not reach rank 0 of m" in failures[0]
+    line.close()

@@ -41,6 +41,7 @@ _MAX_PACKET = 1 << 16
 _TICK_S = 0.02  # how soon a waiting side notices an abort
 _HELLO_S = 1.0  # a receiver says who it is right after it has connected
 _BACKLOG = 128
+_ROOM = socket.CMSG_LEN(array.array("i").itemsize)  # for one open file
 
 
 class Line:
@@ -103,7 +104,8 @@ class Line:
                 raise TransferError(f"{what}: the sync was aborted")
             self._sock.settimeout(_TICK_S)
             try:
-                data, files, _, _ = socket.recv_fds(self._sock, _MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
+                # Not `recv_fds`: it forgets its flags (CPython 3.11), and whoever is started from here inherits what came.
+                data, more, _, _ = self._sock.recvmsg(_MAX_PACKET, _ROOM, socket.MSG_CMSG_CLOEXEC)
                 break
             except TimeoutError:
                 if time.monotonic() > deadline:
@@ -112,7 +114,7 @@ class Line:
                 raise TransferError(f"{what}: {error}") from error
         if not data:
             raise TransferError(f"{what}: the other side gave up or died")
-        return cast("Packet", json.loads(data)), files[0] if files else None
+        return cast("Packet", json.loads(data)), array.array("i", more[0][2])[0] if more else None
 
     def is_open(self) -> bool:
         """Say whether the other end is still there; does not wait."""
