@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_rollout import (
     ConfigError,
@@ -217,6 +217,46 @@ async def test_a_sliding_window_is_refused(tmp_path):
     path = make_tiny_model(tmp_path, use_sliding_window=True, sliding_window=16, max_window_layers=0)
     with pytest.raises(ConfigError, match="window of 16 tokens"):
         await HfEngine(RolloutConfig(model_path=path, max_model_len=64)).start()
+
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}, "s_aux"),
+        ("bart", {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4}, "leaves out: log-probs"),
+    ],
+)
+async def test_a_model_that_would_generate_otherwise_than_its_plain_forward_is_refused_at_start(
+    tmp_path, family, changes, named, dtype
+):
+    config = AutoConfig.for_model(family, **TINY, **changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    engine = HfEngine(RolloutConfig(model_path=str(tmp_path), max_model_len=64, dtype=dtype))
+    with pytest.raises(ConfigError, match=f"{named}.*use vllm"):
+        await engine.start()
+
+
+async def test_frequencies_that_follow_the_longest_sequence_of_a_batch_are_refused(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    limit = {"original_max_position_embeddings": 64}
+    AutoConfig.for_model("phi3", **TINY, **limit, rope_parameters={**rope, **limit}).save_pretrained(tmp_path)
+    HfEngine.check(RolloutConfig(model_path=str(tmp_path), max_model_len=64))
+    with pytest.raises(ConfigError, match=r"beyond 64 tokens .* lower it, or use vllm"):
+        HfEngine.check(RolloutConfig(model_path=str(tmp_path), max_model_len=65))
 
 
 async def test_a_request_by_the_id_of_one_that_was_given_up_gets_its_own_answer(engine):

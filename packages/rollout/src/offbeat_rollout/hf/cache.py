@@ -145,6 +145,8 @@ def attention(
     `attention_mask` is [R, 1, 1, S] in float, 0 or -inf, and used for single queries only: prompts are padded on the
     right, where a causal query never looks.
     """
+    if strange := [name for name in ("s_aux", "softcap") if options.get(name) is not None]:
+        raise ValueError(f"attention with {strange[0]} is not done here")
     scaling = float(options.get("scaling") or module.scaling)  # pyright: ignore[reportArgumentType]
     rows, num_heads, num_queries, head_dim = query.shape
     if num_queries > 1:

@@ -16,6 +16,7 @@ from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
 from offbeat_rollout.hf.experts import Recorder
 from offbeat_rollout.hf.lora import MergedLora
 from offbeat_rollout.hf.model import WholeWeights, load_model
+from offbeat_rollout.hf.probe import require_plain
 from offbeat_rollout.stop_strings import StopStrings, load_tokenizer
 from offbeat_rollout.types import Finish, PauseMode
 
@@ -191,6 +192,7 @@ class Worker:
         if self._config.stop_strings:
             self._tokenizer = load_tokenizer(self._config.model_path)
         self._model: PreTrainedModel = load_model(self._config)
+        require_plain(self._model, self._config.max_model_len)
         lora = self._config.lora
         self._weights = MergedLora(self._model, lora) if lora.rank else WholeWeights(self._model)
         self._recorder = Recorder(self._model) if self._config.record_experts else None
