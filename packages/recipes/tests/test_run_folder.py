@@ -1,5 +1,6 @@
 """Run folders: nothing is lost, two processes never share one, and a run goes on only as the same run."""
 
+import fcntl
 import itertools
 import json
 import math
@@ -276,3 +277,27 @@ def test_a_summary_holds_what_json_has(tmp_path):
     text = (tmp_path / "summary.json").read_text()
     found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert found == {"loss_after": None, "phase_s": {"train": None, "sync": 0.5}}
+
+
+@pytest.mark.parametrize("begun_again", [True, False])
+def test_a_folder_that_another_moves_aside_before_it_is_locked_is_left_to_that_one(
+    tmp_path, monkeypatch, begun_again
+):
+    path, flock = tmp_path / "run", fcntl.flock
+    open_and_close(path, SETTINGS, resume=False)
+    held = []
+
+    def meanwhile(lock, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        if begun_again:
+            held.append(open_run_folder(path, SETTINGS, resume=False))
+        else:
+            path.rename(tmp_path / "run.1")
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    with pytest.raises(RunFolderError, match="was taken by another process just now"):
+        open_run_folder(path, SETTINGS, resume=False)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run", "run.1"][not begun_again :]
+    for folder in held:
+        folder.close()

@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from offbeat_recipes.cli import evaluate, plan, sft, train
+from offbeat_recipes.cli._hydra import compose_run
+from offbeat_recipes.run.folder import open_run_folder
+from offbeat_recipes.settings.reading import to_dict
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]):
@@ -25,6 +32,27 @@ def test_plan_for_machines(capsys: pytest.CaptureFixture[str]):
     assert answer["ok"] is False
     assert [item["setting"] for item in answer["refusals"]] == ["trainer.updates_per_step"]
     assert answer["batch"]["completions_per_step"] == 256
+
+
+def test_plan_says_that_a_run_cannot_go_on_with_other_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    asked = ["rollout=hf", f"run_dir={tmp_path / 'run'}", "resume=auto"]
+    assert plan.main(asked) == 0, "nothing is there to go on from"
+    config = compose_run(asked)
+    open_run_folder(config.folder, to_dict(config), resume=False).close()
+    before = sorted(tmp_path.rglob("*"))
+    assert plan.main([*asked, "trainer.steps=200"]) == 0
+    capsys.readouterr()
+    assert plan.main([*asked, "trainer.group_size=8"]) == 2
+    said = capsys.readouterr().out
+    assert "trainer.group_size: was 16, is 8" in said
+    assert "set them back, or start a new run with resume=never" in said
+    assert "This can run" not in said
+    config.folder.joinpath("config.yaml").write_text("torn")
+    assert plan.main(asked) == 2
+    assert "start a new run with resume=never" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("command", [train.main, sft.main, evaluate.main])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.cli._hydra import USAGE, complain, parser, read_command_line
@@ -28,9 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from offbeat_recipes.plan.facts import gather_facts  # torch from here on
     from offbeat_recipes.plan.plan import plan_run
     from offbeat_recipes.plan.view import plan_json, print_plan
+    from offbeat_recipes.run.folder import resume_refusals
 
     try:
         plan = plan_run(config, gather_facts(config, opens_data=True))
+        plan = replace(plan, refusals=(*plan.refusals, *resume_refusals(config)))
     except RecipeError as error:
         complain(made.prog, error)
         return USAGE

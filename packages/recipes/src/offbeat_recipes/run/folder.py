@@ -11,13 +11,17 @@ from typing import IO, TYPE_CHECKING, cast
 
 import yaml
 
+from offbeat_engine.capabilities import Refusal
 from offbeat_recipes.errors import RunFolderError
+from offbeat_recipes.settings.reading import to_dict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from _typeshed import DataclassInstance
+
+    from offbeat_recipes.settings.tree import RunConfig
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -142,6 +146,17 @@ def open_run_folder(
     return folder
 
 
+def resume_refusals(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse to go on with the run in the folder of `config` where it is another one. Nothing is opened or made."""
+    if config.resume != "auto" or not (config.folder / CONFIG).exists():
+        return
+    try:
+        _check_same(config.folder, to_dict(config), speed_settings(config))
+    except RunFolderError as error:
+        reason, _, remedy = str(error).rpartition("\n")
+        yield Refusal("resume", reason, remedy)
+
+
 def reopen_run_folder(path: Path) -> RunFolder:
     """Open a run folder that is there, to look at it.
 
@@ -183,6 +198,10 @@ def _locked(path: Path) -> IO[str]:
         raise RunFolderError(
             f"{path} is in use by process {owner or '(unknown)'}; wait for it to end, stop it, or choose another run_dir"
         ) from error
+    there = path / ".lock"
+    if not (there.exists() and os.path.samestat(there.stat(), os.fstat(lock.fileno()))):
+        lock.close()  # it lies in a folder that another process has moved aside since it was opened
+        raise RunFolderError(f"{path} was taken by another process just now; choose another run_dir")
     lock.truncate(0)
     with suppress(OSError):  # no room for a number: the lock holds all the same
         os.write(lock.fileno(), str(os.getpid()).encode())
@@ -193,7 +212,7 @@ def _check_same(path: Path, settings: Mapping[str, object], may_change: frozense
     written = yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
     if not isinstance(written, dict):
         raise RunFolderError(
-            f"{path / CONFIG} should hold the settings of a run and holds {written!r}; start a new run with resume=never"
+            f"{path / CONFIG} should hold the settings of a run and holds {written!r}\nstart a new run with resume=never"
         )
     before = _flatten(cast("dict[str, object]", written))
     now = _flatten(cast("dict[str, object]", yaml.safe_load(yaml.safe_dump(dict(settings)))))
