@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.run.build import cluster_spec, engine_on
+from offbeat_recipes.run.folder import SUMMARY
 from offbeat_recipes.run.modes import make_rollout
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.cluster.cluster import Cluster
@@ -30,8 +31,8 @@ async def evaluate_run(session: Session) -> None:
     serves_alone, step = config.evaluation.step == 0, 0
     if config.evaluation.step < 0 and _is_supervised_alone(session):
         serves_alone = True
-    elif config.evaluation.step < 0 and _kept_its_end_alone(session):
-        serves_alone, start, step = True, session.folder.final, config.trainer.steps
+    elif config.evaluation.step < 0 and (exported := _exported_since(session)) is not None:
+        serves_alone, start, step = True, session.folder.final, exported
     spec = cluster_spec(config, session.folder, str(start.absolute()))
     if serves_alone:  # nobody is there to share devices with
         spec = replace(spec, cluster=replace(spec.cluster, placement=Placement.SEPARATE))
@@ -55,10 +56,20 @@ def _is_supervised_alone(session: Session) -> bool:
     return folder.model.exists() and not later and not config.sends_adapter_alone
 
 
-def _kept_its_end_alone(session: Session) -> bool:
-    """Say whether the newest model of a run is the one that it exported: it saved no checkpoint (trainer.save_every=0)."""
-    saved = any((session.folder.checkpoints / "policy").glob("step_*"))
-    return session.folder.final.exists() and not saved and not session.config.sends_adapter_alone
+def _exported_since(session: Session) -> int | None:
+    """Return the step of the model that a run exported at its end, where no checkpoint is as new (trainer.save_every=0)."""
+    folder, config = session.folder, session.config
+    if config.sends_adapter_alone or not folder.final.exists():
+        return None
+    names = [path.name.removeprefix("step_") for path in (folder.checkpoints / "policy").glob("step_*")]
+    saved = [int(name) for name in names if name.isdigit()]
+    if not saved:
+        return config.trainer.steps
+    ended = json.loads((folder.path / SUMMARY).read_text()) if (folder.path / SUMMARY).exists() else {}
+    whole = (
+        ended.get("interrupted") is False and "error" not in ended
+    )  # else it is the model of an end before that
+    return ended["steps"] if whole and ended["steps"] > max(saved) else None
 
 
 async def _load_and_publish(session: Session, cluster: Cluster, start: Path) -> int:

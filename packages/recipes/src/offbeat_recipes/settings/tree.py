@@ -165,7 +165,7 @@ class ReportConfig:
 class EvaluationConfig:
     """What `offbeat-eval` looks at: `num_samples` completions a prompt at `temperature` (0 is greedy).
 
-    `step` is a checkpoint of the run folder: -1 the newest, 0 the model as it is.
+    `step` is a checkpoint of the run folder: -1 the newest, or the exported model where none is as new, 0 the model as it is.
     """
 
     step: int = -1

@@ -1,0 +1,34 @@
+"""Which model `offbeat-eval` takes for the newest of a run."""
+
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+
+from offbeat_recipes.run.evaluate import _exported_since
+from offbeat_recipes.run.folder import open_run_folder
+from offbeat_recipes.settings.reading import parse, to_dict
+
+
+@pytest.mark.parametrize(
+    ("saved", "summary", "step"),
+    [
+        ([], None, 100),
+        ([10], {"steps": 100, "interrupted": False}, 100),  # stopped once, gone on with, and saved no more
+        ([80, 100], {"steps": 100, "interrupted": False}, None),
+        ([150], {"steps": 150, "interrupted": True}, None),  # exported at 100, given more steps, stopped
+        ([90], {"steps": 95, "interrupted": False, "error": "a rank died"}, None),
+        ([10], None, None),
+    ],
+)
+def test_the_newest_model_is_the_exported_one_where_no_checkpoint_is_as_new(tmp_path, saved, summary, step):
+    config = parse({"trainer": {"steps": 100, "save_every": 0}})
+    with closing(open_run_folder(tmp_path, to_dict(config), resume=False)) as folder:
+        session = SimpleNamespace(config=config, folder=folder)
+        for one in saved:
+            (folder.checkpoints / "policy" / f"step_{one:08d}").mkdir(parents=True)
+        if summary is not None:
+            folder.write_summary(summary)
+        assert _exported_since(session) is None, "nothing was exported"
+        folder.final.mkdir()
+        assert _exported_since(session) == step
