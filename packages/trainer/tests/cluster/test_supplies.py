@@ -37,6 +37,14 @@ def test_a_folder_appears_whole_when_its_last_piece_has_come(tmp_path, model, mo
     assert [path.name for path in there.parent.iterdir()] == ["base"]
 
 
+def test_what_a_killed_process_of_the_same_id_left_is_not_added_to(tmp_path, model):
+    there = tmp_path / "there"
+    supplies.take_piece(there, "config.json", b"{}")
+    supplies.take_piece(there, "more/old", b"x")
+    brought(model, there)
+    assert contents(there) == contents(model)
+
+
 def test_a_folder_that_somebody_else_has_put_there_stays(tmp_path, model):
     there = tmp_path / "there"
     supplies.take_piece(there, "config.json", b"[]")

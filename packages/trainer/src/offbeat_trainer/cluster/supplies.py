@@ -42,7 +42,9 @@ class Supplies:
 
 
 def take_piece(folder: Path, name: str, piece: bytes | None) -> None:
-    """Append `piece` to file `name` of what will be `folder`; None puts it in place, unless somebody else has.
+    """Append `piece` to file `name` of what will be `folder`; without a name it begins, and with None it is put in place.
+
+    What somebody else has put in its place stays. What a process of this id left, which was killed as it took pieces, goes.
 
     Raises:
         PlanRefused: it cannot be written here.
@@ -54,6 +56,9 @@ def take_piece(folder: Path, name: str, piece: bytes | None) -> None:
                 shutil.rmtree(beside)
             else:
                 beside.rename(folder)
+            return
+        if not name:
+            shutil.rmtree(beside, ignore_errors=True)
             return
         target = beside / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +72,8 @@ def take_piece(folder: Path, name: str, piece: bytes | None) -> None:
 
 
 def _pieces(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (relative name, bytes) of every file, in order; a file without bytes has one piece."""
+    """Yield the beginning, then (relative name, bytes) of every file, in order; a file without bytes has one piece."""
+    yield "", b""
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
             continue
