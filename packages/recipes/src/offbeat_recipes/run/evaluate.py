@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.run.build import cluster_spec, engine_on
@@ -65,7 +65,9 @@ def _exported_since(session: Session) -> int | None:
     saved = [int(name) for name in names if name.isdigit()]
     if not saved:
         return config.trainer.steps
-    ended = json.loads((folder.path / SUMMARY).read_text()) if (folder.path / SUMMARY).exists() else {}
+    ended: dict[str, Any] = (
+        json.loads((folder.path / SUMMARY).read_text()) if (folder.path / SUMMARY).exists() else {}
+    )
     whole = (
         ended.get("interrupted") is False and "error" not in ended
     )  # else it is the model of an end before that
