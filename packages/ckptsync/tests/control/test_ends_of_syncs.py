@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -11,8 +12,9 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.source.sender import LocalSource
-from offbeat_ckptsync.testing import assert_same, awkward_weights
+from offbeat_ckptsync.source.sender import LocalSource, Sender
+from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
+from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import Seat, Status
 from syncs_here import CONFIG, local_of, served
@@ -155,3 +157,37 @@ async def test_who_loads_or_is_broken_is_not_brought_in(state, error, says, sync
     with pytest.raises(error, match=says):
         await local.manager.catch_up(Late(Receiver(Seat(member="late"), DictSink()), LoopbackTransport()))
     assert (local.manager.members, local.source.walks) == (["a"], walks)
+
+
+async def test_an_offer_that_nobody_waits_for_any_more_does_not_take_the_place_of_the_next_one():
+    offers, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(LoopbackTransport):
+        def open(self, sync_id, members):
+            if offers.is_set():
+                return super().open(sync_id, members)
+            offers.set()
+            assert goes_on.wait(120)
+            try:
+                return super().open(sync_id, members)
+            finally:
+                ended.set()
+
+    class Letting(LocalMember):
+        async def begin(self, offer):
+            goes_on.set()
+            assert await in_thread(lambda: ended.wait(120), name="wait")
+            return await super().begin(offer)
+
+    sender = Sender(DictSource(awkward_weights(1)), CONFIG, transport=Late())
+    manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
+    sink = DictSink()
+    manager.add(Letting(Receiver(Seat(member="a"), sink), LoopbackTransport()))
+    first = asyncio.create_task(manager.sync(1), name="first")
+    assert await in_thread(lambda: offers.wait(120), name="wait")
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    asyncio.get_running_loop().call_later(0.2, goes_on.set)
+    await manager.sync(2)
+    assert_same(sink.weights, awkward_weights(1))

@@ -158,10 +158,23 @@ class LocalSource(Source):
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
+        self._num_asked = 0
+        self._offering = threading.Lock()
 
     async def offer(self, version: int, members: list[str]) -> SyncOffer:
         """Prepare to send the current weights as `version` to these members."""
-        return await in_thread(lambda: self._sender.offer(version, members), name=f"offer {version}")
+        self._num_asked += 1
+        number = self._num_asked
+
+        def work() -> SyncOffer:
+            with (
+                self._offering
+            ):  # one that nobody waits for any more must not open its sync in the place of a later one's
+                if number != self._num_asked:
+                    raise PhaseError(f"version {version} was to be offered, and another one meanwhile")
+                return self._sender.offer(version, members)
+
+        return await in_thread(work, name=f"offer {version}")
 
     async def send(self, offer: SyncOffer) -> Sent:
         """Send every bucket to every member."""
