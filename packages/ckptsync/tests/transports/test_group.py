@@ -163,3 +163,35 @@ def test_only_the_group_that_is_made_has_no_watchdog(monkeypatch):
         groups.nccl_group(None, 0, 2, "cuda:1", 5.0)
         assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == before
     assert seen == ["cuda:1", "1", "cuda:1", "1"]
+
+
+class LeftInACall:
+    """A process group that is left while a broadcast is begun: by then nobody else holds it."""
+
+    def __init__(self, group, inner):
+        self.group, self.inner, self.aborted = group, inner, threading.Event()
+
+    def broadcast(self, *given):
+        work = self.inner.broadcast(*given)
+        self.group.leave()
+        assert self.aborted.wait(600)
+        groups._leaving[-1].join(1.0)  # it lets go of the group, unless it waits for this call
+        return work
+
+    def abort(self):
+        self.aborted.set()
+
+
+def test_who_is_just_beginning_something_in_a_group_that_is_left_does_not_wait_for_what_it_began(devices):
+    ends = Ends(devices)
+    ends.ends[0]._held = [LeftInACall(ends.ends[0], ends.ends[0]._held.pop())]
+    begun = threading.Event()
+
+    def begin():
+        payload = torch.zeros(8, dtype=torch.uint8, device=devices[0])
+        ends.ends[0].start(payload, LONG_S)  # nobody receives it
+        begun.set()
+
+    threading.Thread(target=begin, name="begin", daemon=True).start()
+    assert begun.wait(300)
+    ends.leave()

@@ -63,6 +63,7 @@ class Group:
         self.prefix = prefix or group_id
         self.seats = seats
         self._held: list[Any] = []  # the process group, once built
+        self._calls = threading.Lock()  # into it; they only begin something
         self._met_at: TorchStore | None = None  # torch holds on to its own half of it only
         self._left = threading.Event()
         self._flying: deque[list[Any]] = deque()  # chunks of broadcasts, the oldest first
@@ -133,7 +134,7 @@ class Group:
         for failure in failures:
             raise failure
 
-    def _hold(self, made: Any) -> None:  # noqa: ANN401 -- as `_group`
+    def _hold(self, made: Any) -> None:  # noqa: ANN401 -- as `_begun`
         self._held = [made]
         if self._left.is_set():  # meanwhile
             self.leave()
@@ -156,7 +157,7 @@ class Group:
         for chunk in self._chunks(payload):
             while len(self._flying) >= IN_FLIGHT:
                 self._finish(self._flying.popleft(), deadline)
-            own.append([self._group().broadcast([chunk], options)])
+            own.append([self._begun(lambda made, part=chunk: made.broadcast([part], options))])
             self._flying.append(own[-1])
 
         def finish() -> None:
@@ -171,32 +172,38 @@ class Group:
             payload,
             timeout_s,
             lambda chunk: [
-                self._looked_at(self._group().send([chunk], rank, 0), timeout_s) for rank in ranks
+                self._looked_at(self._begun(lambda made, to=rank: made.send([chunk], to, 0)), timeout_s)
+                for rank in ranks
             ],
         )
 
     def take(self, payload: torch.Tensor, timeout_s: float) -> None:
         """Receive what `give` sends."""
         self._each_chunk(
-            payload, timeout_s, lambda chunk: [self._looked_at(self._group().recv([chunk], 0, 0), timeout_s)]
+            payload,
+            timeout_s,
+            lambda chunk: [self._looked_at(self._begun(lambda made: made.recv([chunk], 0, 0)), timeout_s)],
         )
 
     def leave(self) -> None:
         """Abort what is under way here and close the connections, at any moment and from any thread."""
         self._left.set()
         held, self._held = self._held, []
-        thread = threading.Thread(target=_end, args=(held,), name="leave group", daemon=True)
+        thread = threading.Thread(target=_end, args=(held, self._calls), name="leave group", daemon=True)
         thread.start()
         _leaving[:] = [*filter(threading.Thread.is_alive, _leaving), thread]
 
-    def _group(self) -> Any:  # noqa: ANN401 -- torch's process groups have no type in common
-        held = self._held
-        if not held:
-            raise TransferError("the group was left")
-        return held[0]
+    def _begun(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 -- torch's process groups have no type in common
+        """Call into the group, and hold on to it no longer: whoever lets go of it last waits for what it has in flight."""
+        with self._calls:
+            held = self._held
+            if not held:
+                raise TransferError("the group was left")
+            return call(held[0])
 
     def _looked_at(self, work: Any, timeout_s: float) -> Any:  # noqa: ANN401 -- as above
-        return _Waited(work, timeout_s) if isinstance(self._group(), ProcessGroupGloo) else work
+        is_gloo = self._begun(lambda made: isinstance(made, ProcessGroupGloo))
+        return _Waited(work, timeout_s) if is_gloo else work
 
     def _each_chunk(
         self, payload: torch.Tensor, timeout_s: float, start: Callable[[torch.Tensor], list[Any]]
@@ -288,13 +295,15 @@ def _let_them_leave() -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-def _end(held: list[Any]) -> None:
+def _end(held: list[Any], calls: threading.Lock) -> None:
     """Abort a process group: NCCL's kernels end with it; gloo's sockets close with the last reference, which frees the peers.
 
     Gloo first waits for what this rank has in flight, up to its deadline.
     """
     for group in held:
         group.abort()
+    with calls:
+        pass  # who calls into the group just now does not let go of it last
     held.clear()
 
 
