@@ -26,6 +26,8 @@ def test_a_batch_that_follows_the_schema_is_taken():
         ({"advantage": torch.zeros(2, 4)}, "unknown key `advantage`"),
         ({"advantages": torch.zeros(2, 3)}, "`advantages` must be"),
         ({"loss_mask": torch.ones(2, 4, dtype=torch.bool)}, "position 0 or in the padding"),
+        ({"temperature": torch.tensor([1.0, 0.0])}, "`temperature` must be more than 0"),
+        ({"temperature": torch.tensor([1.0, torch.nan])}, "`temperature` must be more than 0"),
     ],
 )
 def test_a_batch_that_breaks_it_is_refused_by_name(changes, words):

@@ -45,6 +45,7 @@ def test_a_good_config_is_taken_on_any_number_of_ranks():
         ({"attention": "flash_attention_2"}, "attention"),
         ({"optimizer": OptimizerConfig(lr=-1.0)}, "optimizer.lr"),
         ({"optimizer": OptimizerConfig(beta2=1.0)}, "optimizer.beta2"),
+        ({"optimizer": OptimizerConfig(eps=0.0)}, "optimizer.eps"),
         ({"optimizer": OptimizerConfig(schedule=Schedule.COSINE)}, "optimizer.total_steps"),
         ({"attention": "flash_attention_2", "device": "cuda"}, "attention"),
         ({"attention": "varlen", "device": "cuda"}, "attention"),

@@ -196,3 +196,19 @@ def test_a_loss_that_returns_a_bare_tensor_is_told_what_to_return(tiny):
         pytest.raises(StepError, match="returns `LossOutput` with a scalar `loss`, got tensor"),
     ):
         engine.forward_backward_step(random_batch(4))
+
+
+def said_of_tokens(world, path):
+    batch = random_batch(4, seed=3 + world.rank)
+    if world.rank == 1:
+        batch["input_ids"][2, 1] = 64
+    engine = engine_of(world, path, SftLoss())
+    with engine.train_mode(), pytest.raises(BatchError) as caught:
+        engine.forward_backward_step(batch)
+    return str(caught.value)
+
+
+def test_a_token_that_the_model_has_not_is_refused_on_all_ranks(tiny, two_ranks):
+    left, right = two_ranks.run(said_of_tokens, tiny)
+    assert left == right
+    assert "rank 1: `input_ids` hold 1 tokens that the model has not, such as 64: it has 0..63" in left

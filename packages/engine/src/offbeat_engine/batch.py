@@ -179,6 +179,20 @@ def check_replay(batch: TrainBatch, replays: bool) -> None:
         )
 
 
+def check_tokens(batch: TrainBatch, vocab_size: int | None) -> None:
+    """Raise `BatchError` where a token, but for padding, is none of a model of `vocab_size`; None: that is not known."""
+    if vocab_size is None:
+        return
+    ids_BT = batch["input_ids"]
+    real_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device) < batch["lengths"][:, None]
+    odd_M = ids_BT[real_BT & ((ids_BT < 0) | (ids_BT >= vocab_size))]
+    if odd_M.numel():
+        raise BatchError(
+            f"`input_ids` hold {odd_M.numel()} tokens that the model has not, such as {int(odd_M[0])}: it has 0..{vocab_size - 1}; "
+            "is the tokenizer of another model?"
+        )
+
+
 def _check_values(batch: TrainBatch, num_tokens: int) -> None:
     lengths_B = batch["lengths"]
     if lengths_B.numel() and (int(lengths_B.min()) < 1 or int(lengths_B.max()) > num_tokens):
@@ -188,4 +202,8 @@ def _check_values(batch: TrainBatch, num_tokens: int) -> None:
     if bool((batch["loss_mask"] & outside_BT).any()):
         raise BatchError(
             "`loss_mask` is set at position 0 or in the padding; no log-probability exists there"
+        )
+    if "temperature" in batch and not bool((batch["temperature"] > 0).all()):
+        raise BatchError(
+            f"`temperature` must be more than 0, logits are divided by it; got {batch['temperature'].tolist()}"
         )

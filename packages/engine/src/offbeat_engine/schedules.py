@@ -1,13 +1,16 @@
-"""Learning-rate schedules as one pure function of the step."""
+"""Learning-rate schedules as one pure function of the step, and what no optimizer here can be told."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, assert_never
 
+from offbeat_engine.capabilities import Refusal
 from offbeat_engine.config import Schedule
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from offbeat_engine.config import OptimizerConfig
 
 
@@ -35,3 +38,25 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
             return config.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
         case _:
             assert_never(config.schedule)
+
+
+def refusals(config: OptimizerConfig) -> Iterator[Refusal]:
+    """Yield every reason why weights could not be stepped by `config`, whatever the engine: part of its `check`."""
+    limits = {
+        "lr": (config.lr >= 0, "must not be negative"),
+        "beta1": (0 <= config.beta1 < 1, "must lie in [0, 1)"),
+        "beta2": (0 <= config.beta2 < 1, "must lie in [0, 1)"),
+        "eps": (config.eps > 0, "must be more than 0, a weight without a gradient would be divided by it"),
+        "weight_decay": (config.weight_decay >= 0, "must not be negative"),
+        "warmup_steps": (config.warmup_steps >= 0, "must not be negative"),
+    }
+    for name, (holds, limit) in limits.items():
+        if not holds:
+            reason = f"{limit}, got {getattr(config, name):g}"
+            yield Refusal(setting=f"optimizer.{name}", reason=reason, remedy="leave it out for the default")
+    if config.schedule != Schedule.CONSTANT and config.total_steps <= config.warmup_steps:
+        yield Refusal(
+            setting="optimizer.total_steps",
+            reason=f"{config.schedule} needs more than `warmup_steps` ({config.warmup_steps}), got {config.total_steps}",
+            remedy="give the number of optimizer steps of the run, or use the constant schedule",
+        )

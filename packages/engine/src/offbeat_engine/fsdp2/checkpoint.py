@@ -143,11 +143,7 @@ def load(saves: Saves, target: Target, folder: Path, verified: bool) -> None:
         for name, tensor in _weights(target):
             wanted |= names.wanted(_held_weight(name, tensor))
         check_fit(loaded.index, wanted, str(folder))
-        extra = [name for name in loaded.index if name.startswith(WEIGHT) and name not in wanted]
-        if extra:
-            raise CheckpointError(
-                f"{folder} does not fit the model: it has `{extra[0]}`, which the model has not"
-            )
+        training_state.check_no_more(loaded.index, wanted, str(folder))
         moments.update(_empty_moments(target, loaded.steps, folder))
         for one in _held_moments(target, moments):
             check_fit(loaded.index, names.wanted(one), str(folder))

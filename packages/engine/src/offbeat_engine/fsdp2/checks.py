@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_engine import schedules
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
-from offbeat_engine.config import OptimizerName, Schedule
+from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.compilation import compiler_missing
@@ -199,29 +200,12 @@ def _num_heads(path: str) -> int | None:
 
 
 def _optimizer(config: Fsdp2Config) -> Iterator[Refusal]:
-    optimizer = config.optimizer
-    if optimizer.lr < 0:
-        yield Refusal(
-            setting="optimizer.lr", reason=f"must not be negative, got {optimizer.lr:g}", remedy="use >= 0"
-        )
-    if optimizer.name == OptimizerName.ADAMW_8BIT and not has_torchao():
+    yield from schedules.refusals(config.optimizer)
+    if config.optimizer.name == OptimizerName.ADAMW_8BIT and not has_torchao():
         yield Refusal(
             setting="optimizer.name",
             reason="adamw_8bit needs the torchao package",
             remedy="install offbeat-engine[torchao], or use adamw",
-        )
-    for name in ("beta1", "beta2"):
-        beta = getattr(optimizer, name)
-        if not 0 <= beta < 1:
-            yield Refusal(
-                setting=f"optimizer.{name}", reason=f"must lie in [0, 1), got {beta:g}", remedy="use 0.9"
-            )
-    if optimizer.schedule != Schedule.CONSTANT and optimizer.total_steps <= optimizer.warmup_steps:
-        yield Refusal(
-            setting="optimizer.total_steps",
-            reason=f"{optimizer.schedule} needs more than `warmup_steps` ({optimizer.warmup_steps}), "
-            f"got {optimizer.total_steps}",
-            remedy="give the number of optimizer steps of the run, or use the constant schedule",
         )
 
 

@@ -71,8 +71,9 @@ class Step:
 def step_of(parts: Parts, config: Fsdp2Config, asked: Asked) -> Step:
     """Return how an engine of `parts` and `config` answers the call `asked`."""
     peak = peak_flops(asked.device, compute_dtype(config))
+    vocab_size = parts.scorer.hf.config.get_text_config().vocab_size
     return Step(
-        asked=replace(asked, cost=parts.cost, peak_flops=peak, replays_experts=True),
+        asked=replace(asked, cost=parts.cost, peak_flops=peak, replays_experts=True, vocab_size=vocab_size),
         scorer=parts.scorer,
         routers=parts.routers,
         peers=parts.peers,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from offbeat_engine.megatron.build import Parts
     from offbeat_engine.megatron.held import Held
     from offbeat_engine.megatron.updater import Share, Updater
     from offbeat_engine.saving import SaveHandle
@@ -89,8 +90,9 @@ def _steps(held: Sequence[Held], updater: Updater) -> dict[str, float]:
     return steps
 
 
-def load(saves: Saves, held: Sequence[Held], updater: Updater, folder: Path, verified: bool) -> None:
+def load(saves: Saves, parts: Parts, updater: Updater, folder: Path, verified: bool) -> None:
     """Load `folder` in place, whatever layout of ranks, or other engine, has written it; see `training_state.load`."""
+    held, known = parts.held, {WEIGHT + name for name in parts.leaving.shapes}
 
     def check(loaded: Loaded) -> None:
         there = loaded.meta.get("optimizer")
@@ -103,6 +105,7 @@ def load(saves: Saves, held: Sequence[Held], updater: Updater, folder: Path, ver
             raise CheckpointError(
                 f"{folder} holds adapters, and this engine has none; use the engine `fsdp2`"
             )
+        training_state.check_no_more(loaded.index, known, str(folder))
         for one in held:
             kinds = [WEIGHT, *(_MOMENTS.values() if _seen(one, updater, loaded, folder) else ())]
             wanted = {

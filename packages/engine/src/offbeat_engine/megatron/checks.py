@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offbeat_engine import schedules
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
@@ -59,6 +60,7 @@ def refusals(config: MegatronConfig, num_ranks: int) -> list[Refusal]:
         *_numbers(config),
         *_layout(config, num_ranks),
         *_asked_for(config),
+        *schedules.refusals(config.optimizer),
         *transformer_engine.refusals(config),
         *_model(config),
     ]

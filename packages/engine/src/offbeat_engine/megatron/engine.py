@@ -137,7 +137,9 @@ class MegatronEngine(EngineBase[Parts]):
     def _step(self, asked: Asked) -> Step:
         parts, peak = self._ready(), peak_flops(asked.device, compute_dtype(self._config))
         return Step(
-            asked=replace(asked, cost=parts.cost, peak_flops=peak, replays_experts=True),
+            asked=replace(
+                asked, cost=parts.cost, peak_flops=peak, replays_experts=True, vocab_size=parts.shape.vocab
+            ),
             config=self._config,
             chunks=parts.chunks,
             shape=parts.shape,
@@ -153,7 +155,7 @@ class MegatronEngine(EngineBase[Parts]):
         return checkpoint.save(self._saves, self._ready().held, self._updates(), where, block)
 
     def _load(self, folder: Path, verified: bool) -> None:
-        checkpoint.load(self._saves, self._ready().held, self._updates(), folder, verified)
+        checkpoint.load(self._saves, self._ready(), self._updates(), folder, verified)
 
     def export_huggingface(self, path: str) -> None:  # noqa: D102
         parts, dtype = self._ready(), compute_dtype(self._config)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 import torch
 from tensordict import TensorDict
 
-from offbeat_engine.batch import check_batch, check_replay, fingerprint, select_rows, units_of
+from offbeat_engine.batch import check_batch, check_replay, check_tokens, fingerprint, select_rows, units_of
 from offbeat_engine.errors import BatchError, StepError
 from offbeat_engine.toolkit.answers import Answers
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, gather, gather_ints
@@ -65,7 +65,7 @@ class Asked:
     `device` is where the model computes, `names` what it predicts. `loss_fn` is None when there is only a forward pass.
     Ranks of one `data_rank` (0 to `data_size` - 1) hold the same sequences; of each such group one `speaks` for it. `predict`
     false: the predictions are not kept. `replays_experts`: the engine takes a batch's `routed_experts`; else such a batch is refused.
-    `cost` and `peak_flops` (of one rank) give the MFU where both are known.
+    `vocab_size`: where it is given, a batch with other tokens is refused. `cost` and `peak_flops` (of one rank) give the MFU where both are known.
     """
 
     world: World
@@ -79,6 +79,7 @@ class Asked:
     postprocess_fn: PostprocessFn | None = None
     predict: bool = True
     replays_experts: bool = False
+    vocab_size: int | None = None
     cost: ModelCost | None = None
     peak_flops: float | None = None
 
@@ -131,6 +132,7 @@ class MicroBatches:
         try:
             check_batch(batch)
             check_replay(batch, asked.replays_experts)
+            check_tokens(batch, asked.vocab_size)
             self._plan = plan(batch)
             check_whole(units_of(batch), self._plan)
             self._micros = [self._preprocessed(batch, rows) for rows in self._plan]
@@ -199,10 +201,9 @@ class MicroBatches:
 
         Where all ranks stand at the same place between two passes, it ends a step that has failed early.
         """
-        asked = self._asked
-        if asked.loss_fn is None and asked.postprocess_fn is None:
+        if self._asked.loss_fn is None and self._asked.postprocess_fn is None:
             return False  # nothing of the caller's has run since the last time
-        return any(failed for (failed,) in gather_ints(asked.world, int(self._error is not None)))
+        return any(failed for (failed,) in gather_ints(self._asked.world, int(self._error is not None)))
 
     def raise_failure(self) -> None:
         """Raise what the lowest failed rank raised, on all ranks, if any has failed. A collective."""
@@ -310,15 +311,14 @@ class MicroBatches:
         self, number: int, predictions: Mapping[str, torch.Tensor], micro: TrainBatch
     ) -> torch.Tensor:
         """Return the sum of each prediction times the loss's gradient by it: backward through that is the loss's."""
-        asked = self._asked
-        assert asked.loss_fn is not None
+        assert self._asked.loss_fn is not None
         assert self._ctx.scale is not None
         leaves = {
             name: value.detach().requires_grad_(value.requires_grad) for name, value in predictions.items()
         }
         answers = self._answered(number, dict(leaves), micro)
-        output = self._totals.add(asked.loss_fn(answers, micro, self._ctx.scale))
-        scalar = torch.zeros((), device=asked.device)
+        output = self._totals.add(self._asked.loss_fn(answers, micro, self._ctx.scale))
+        scalar = torch.zeros((), device=self._asked.device)
         trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
         if not trained or not output.loss.requires_grad:
             return scalar  # a loss that depends on nothing

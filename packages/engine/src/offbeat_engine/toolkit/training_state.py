@@ -27,7 +27,7 @@ from offbeat_engine.toolkit.slices import merge, read_index, said_of
 from offbeat_engine.values import WeightShard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
     from offbeat_engine.saving import SaveHandle
@@ -172,6 +172,19 @@ def load(
     loaded = together(world, opened, failed)
     with closing(loaded.reader):
         together(world, lambda: read(loaded), failed)
+
+
+def check_no_more(index: Index, known: Collection[str], source: str) -> None:
+    """Make sure that all weights of `index` are `known`: else they are of a larger model, or of another head.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    extra = [name for name in index if name.startswith(WEIGHT) and name not in known]
+    if extra:
+        raise CheckpointError(
+            f"{source} does not fit the model: it has `{extra[0]}`, which the model has not"
+        )
 
 
 def _read(folder: Path, entries: Mapping[str, Entry]) -> tuple[Index, dict[str, float]]:
