@@ -16,6 +16,7 @@ import torch
 from offbeat_recipes.run.failures import in_words
 from offbeat_recipes.run.session import Session, _command, drive
 from offbeat_recipes.settings.reading import parse
+from offbeat_trainer import ResumeError
 
 
 def test_commands_name_the_program_of_this_environment_and_survive_a_shell():
@@ -85,6 +86,7 @@ from pathlib import Path
 from offbeat_recipes.errors import RunFolderError
 from offbeat_recipes.run.session import drive
 from offbeat_recipes.settings.reading import parse
+from offbeat_trainer import ResumeError
 
 async def nothing(session):
     pass
@@ -161,3 +163,22 @@ def test_steps_that_a_full_disk_kept_out_of_the_metrics_are_told_once_and_counte
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 4]
     assert capsys.readouterr().err.count("JsonlReporter could not write and tries again") == 1
+
+
+def test_a_run_that_cannot_go_on_leaves_the_summary_of_what_it_came_to(tmp_path: Path):
+    async def finishes(session: Session) -> None:
+        session.stop.listening = True
+        session.outcome.steps = 30
+
+    async def cannot(session: Session) -> None:
+        raise ResumeError("30 steps are done already")
+
+    def steps() -> int:
+        return json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
+
+    told = {"run_dir": str(tmp_path / "run"), "report": {"console": False, "trackers": []}}
+    assert drive(parse(told), cannot, 0.0) == 1
+    assert steps() == 0, "a first start has no other summary"
+    assert drive(parse(told), finishes, 0.0) == 0
+    assert drive(parse(told | {"resume": "auto"}), cannot, 0.0) == 1
+    assert steps() == 30

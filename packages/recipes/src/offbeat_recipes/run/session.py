@@ -199,7 +199,10 @@ async def _guarded(session: Session, work: Work) -> int:
     if session.jsonl is not None:
         summary = session.summary()
         try:
-            session.folder.write_summary(summary)
+            if (
+                session.stop.listening or not session.folder.resumed
+            ):  # else it would replace that of what was reached
+                session.folder.write_summary(summary)
         except OSError as error:
             code = code or _failed(session, in_words(session.config, error) or str(error))
         session.reporter.summary({**summary, **_where_next(session, code)})
