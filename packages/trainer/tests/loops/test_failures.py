@@ -47,6 +47,21 @@ def test_a_failed_group_is_tried_again_and_is_what_it_would_have_been(tmp_path, 
     assert again[FIRST_PROMPT][:10] == first[FIRST_PROMPT][:10]
 
 
+@pytest.mark.parametrize("error", [ReplicaGone("r", "died"), NoReplica("none"), TimeoutError()])
+def test_validation_is_tried_again_as_often_as_a_group(tmp_path, error):
+    def run(fails):
+        def held_out(request, attempt):
+            return error if not request.sampling.temperature and attempt <= fails else None
+
+        pool = ScriptedPool(mishap=held_out)
+        done = ScriptedRun(folder=tmp_path, loop=LOOP, asynchrony=MODE, pool=pool).go().outcome
+        return done.steps, done.accuracy_before, done.accuracy_after
+
+    assert run(MODE.max_attempts - 1) == run(0)
+    with pytest.raises(type(error)):
+        run(MODE.max_attempts)
+
+
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_after_its_last_attempt_a_group_is_dropped_with_its_reason_and_another_takes_its_place(
     tmp_path, mode

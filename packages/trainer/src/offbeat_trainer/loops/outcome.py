@@ -9,7 +9,7 @@ from offbeat_trainer.data.assemble import group_metrics, staleness_metrics
 from offbeat_trainer.metrics import Last, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.run_store import RunState
 from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.producer import training_params
+from offbeat_trainer.stream.producer import training_params, tried_again
 from offbeat_trainer.stream.stream import due
 
 if TYPE_CHECKING:
@@ -182,7 +182,9 @@ async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") 
         return None
     greedy = replace(training_params(parts, step), temperature=0.0)
     with clock.phase("validate", f"{len(prompts)} held-out prompts, greedy"):
-        groups = await parts.rollout.run_all(prompts, greedy, 1)
+        groups = await tried_again(
+            lambda: parts.rollout.run_all(prompts, greedy, 1), parts.asynchrony.max_attempts
+        )
     if title:
         show(parts, step, title, groups)
     return sum(group.scores[0].correct for group in groups) / len(groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from offbeat_rollout import NoReplica, RequestError, RolloutError, SamplingParams
 from offbeat_trainer.data.types import oldest_version
@@ -14,7 +14,7 @@ from offbeat_trainer.stream.journal.events import Half
 from offbeat_trainer.watch.timeline import GENERATION
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from offbeat_trainer.data.types import Group, Prompt, Trajectory
     from offbeat_trainer.stream.buffer import GroupBuffer
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 FAILED = "failed"
 REFUSED = "refused"
 
@@ -40,6 +41,17 @@ def training_params(parts: Parts, step: int) -> SamplingParams:
         stop=parts.sampling.stop,
         seed=derive_seed(parts.seed, "sample", step),
     )
+
+
+async def tried_again(work: Callable[[], Awaitable[T]], max_attempts: int) -> T:
+    """Return what `work` gives, which is begun anew where it fails of what may pass, `max_attempts` times in all."""
+    for _ in range(max_attempts - 1):
+        try:
+            return await work()
+        except RETRIED as error:
+            log.warning("tried again: %s: %s", type(error).__name__, error)
+            await asyncio.sleep(REST_S)
+    return await work()
 
 
 class Prompts:
