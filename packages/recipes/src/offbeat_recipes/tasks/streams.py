@@ -13,7 +13,6 @@ class Stream(IntEnum):
     PROMPTS = 1
     EXAMPLES = 2
     HELD_OUT = 3
-    EPOCH = 4
 
 
 def stream(seed: int, purpose: Stream, step: int = 0) -> np.random.Generator:
