@@ -8,6 +8,8 @@ import gc
 import platform
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -152,3 +154,27 @@ def test_nobody_waits_for_a_name_server(served):
     )
     assert asked_by(lambda: joined(served).set("a", "b")) == []
     assert served.get("a") == "b"
+
+
+FULL = """
+import os, resource, socket, time
+from offbeat_ckptsync.store import Store
+store = Store.serve("127.0.0.1")
+caller = socket.socket()
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+free = os.open("/dev/null", os.O_RDONLY)
+os.close(free)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free, most))
+caller.connect((store.host, store.port))
+time.sleep(0.5)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free + 100, most))
+far = Store.join(store.host, store.port, 60.0)
+far.set("a", "one")
+print(store.get("a"))
+"""
+
+
+@pytest.mark.spawns
+def test_a_process_with_too_many_open_files_serves_again_once_it_has_fewer():
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("one\n", 0), done.stderr

@@ -164,6 +164,10 @@ class _Table:
             except OSError:
                 continue  # it was quicker
 
+    @property
+    def is_closed(self) -> bool:
+        return self._lines is None
+
     def _keeps(self, line: socket.socket) -> bool:
         with self._lock:
             if self._lines is not None:
@@ -179,7 +183,10 @@ def _welcome(table: _Table, listener: socket.socket) -> None:
             except ConnectionError:
                 continue  # who called has gone
             except OSError:
-                return  # shut down
+                if table.is_closed:
+                    return
+                time.sleep(_AGAIN_S)  # as many files are open as may be; who called waits
+                continue
             threading.Thread(target=table.serve, args=(line,), name="store line", daemon=True).start()
 
 

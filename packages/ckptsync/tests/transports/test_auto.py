@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 
 import pytest
 
@@ -12,6 +13,7 @@ from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports import auto
 from offbeat_ckptsync.transports.topology import here
+from offbeat_ckptsync.values import Seat
 
 CONFIG = SyncConfig(transport="auto", bucket_mib=4096 / (1 << 20))
 
@@ -65,3 +67,24 @@ def test_cuda_ipc_without_cuda_is_refused_with_what_to_use():
         pytest.skip("there is CUDA here")
     with pytest.raises(SyncError, match=r"needs a CUDA device and torch sees none; use `shm` or `auto`"):
         make_transport("cuda_ipc", CONFIG)
+
+
+def test_an_abort_before_a_transport_is_taken_ends_its_waits_too(monkeypatch):
+    config = dataclasses.replace(CONFIG, begin_timeout_s=2.0)
+    sender, seat = Sender(DictSource(awkward_weights(1)), config), auto.AutoTransport(config)
+    offer = sender.offer(1, ["m"])
+    hear = seat.rendezvous.hear
+
+    def heard(*at):
+        told = hear(*at)
+        seat.abort(offer.sync_id)
+        return told
+
+    monkeypatch.setattr(seat.rendezvous, "hear", heard)
+    picking = threading.Thread(target=lambda: sender._transport.lend(offer, 64))
+    picking.start()
+    with pytest.raises(TransferError, match="was aborted"):  # and not: nothing came in time
+        seat.receiver(offer, Seat(member="m"))
+    picking.join(60)
+    sender.close()
+    seat.close()

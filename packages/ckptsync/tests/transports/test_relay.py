@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 
 import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
+from offbeat_ckptsync.errors import SyncError
 from offbeat_ckptsync.member import staging
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.digest import digest
+from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.testing.contract import CASES, check_case, check_transport
 from offbeat_ckptsync.transports import relay
 from offbeat_ckptsync.transports.relay import RelayTransport
+from offbeat_ckptsync.values import Seat
 
 CONFIG = SyncConfig(transport="relay", bucket_mib=4096 / (1 << 20))
 
@@ -109,3 +113,38 @@ async def test_what_one_rank_writes_into_what_it_was_given_is_not_seen_by_its_ne
         assert_same(sinks["r2"].weights, awkward_weights(version))
         assert not any(tensor.any() for tensor in sinks["r0"].weights.values())
     local.close()
+
+
+async def test_what_a_relay_received_into_is_not_received_into_again_after_an_abort(monkeypatch):
+    """The wire may still bring what was under way; a relay that digests is slow to give up by itself."""
+    digests, may_go_on = threading.Event(), threading.Event()
+
+    def slow(landed):
+        digests.set()
+        assert may_go_on.wait(120)
+        return digest(landed)
+
+    monkeypatch.setattr(relay, "digest", slow)
+    sender = Sender(DictSource(awkward_weights(1)), CONFIG, transport=RelayTransport(CONFIG, machine="s"))
+    seat = RelayTransport(CONFIG, machine="a")
+    offer = sender.offer(1, ["m"])
+
+    def send():
+        with pytest.raises(SyncError):
+            sender.send(offer)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    end = seat.receiver(offer, Seat(member="m"))
+    assert digests.wait(120)
+    (first,) = seat._near._segments
+    end.close()
+    seat.abort(offer.sync_id)
+    again = seat._near.lend(offer, first.num_bytes)
+    may_go_on.set()
+    assert first not in seat._near._segments
+    assert again.data_ptr() == seat._near._segments[0].memory.data_ptr()
+    sender.abort(offer.sync_id)
+    sending.join(120)
+    sender.close()
+    seat.close()

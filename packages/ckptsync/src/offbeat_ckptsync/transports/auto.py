@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Literal, cast
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.threads import own_device, use_device
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
@@ -58,7 +59,7 @@ class AutoTransport(Transport):
         self.rendezvous.answer(offer, seat, {"place": encode(here(self._device))})
         told = self.rendezvous.hear(offer, seat)
         endpoint = cast("dict[str, str | int | float]", told["endpoint"])
-        transport = self._take(str(told["transport"]), str(told["device"]))
+        transport = self._take(offer, str(told["transport"]), str(told["device"]))
         return transport.receiver(_offer_for(offer, str(told["transport"]), endpoint), seat)
 
     def abort(self, sync_id: str) -> None:
@@ -93,7 +94,7 @@ class AutoTransport(Transport):
             }
         named = {f"rank {rank} of {member}": place for (member, rank), place in places.items()}
         choice = choose(here(self._device), named, device=self._device, num_bytes=num_bytes)
-        transport = self._take(choice.transport, choice.device)
+        transport = self._take(offer, choice.transport, choice.device)
         endpoint = transport.open(offer.sync_id, members)
         self._picked = {offer.sync_id: (transport, _offer_for(offer, choice.transport, endpoint))}
         self.chosen = (choice.transport, choice.why)
@@ -101,8 +102,8 @@ class AutoTransport(Transport):
         self.rendezvous.tell(offer, told)
         return self._picked[offer.sync_id]
 
-    def _take(self, name: str, device: str) -> Transport:
-        """Return what is picked, and be as it is in this sync."""
+    def _take(self, offer: SyncOffer, name: str, device: str) -> Transport:
+        """Return what is picked for `offer`, and be as it is in this sync."""
         with self._lock:
             if (name, device) not in self._made:
                 kind: Literal["cpu", "cuda"] = "cpu" if device == "cpu" else "cuda"
@@ -110,6 +111,8 @@ class AutoTransport(Transport):
                     name, dataclasses.replace(self._config, device=kind)
                 )
             picked = self._made[name, device]
+        if self.rendezvous.is_aborted(offer.sync_id):  # before it was made, so it has not heard of that
+            raise TransferError(f"auto: sync {offer.sync_id} was aborted")
         use_device(picked.device)
         self.device, self.carries_deltas = picked.device, picked.carries_deltas
         return picked

@@ -100,6 +100,10 @@ class RelayTransport(Transport):
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here, those of a relay too."""
         self.rendezvous.abort(sync_id)
+        if (
+            sync_id not in self._members
+        ):  # a relay's: what comes late is written there, so no later sync may take it
+            self._near.discard(sync_id)
         self._wire.abort(sync_id)
         self._near.abort(sync_id)
 
@@ -211,8 +215,7 @@ class _Pump:
                 self._relay(pool)
         except Exception as error:  # noqa: BLE001 -- raised by this rank's own end
             self.failure = error
-            # What came late may still be written into it.
-            self._near.discard(self._offer.sync_id)
+            self._near.discard(self._offer.sync_id)  # as `abort` does
             self._near.abort(self._offer.sync_id)
 
     def _relay(self, pool: ThreadPoolExecutor) -> None:

@@ -76,7 +76,8 @@ class Segment:
             line.close()
         self.leases = []
         self.memory = self.memory.new_empty(0)
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1  # another file may get the number, and must not be sent for this one
+        os.close(fd)
 
 
 class Mapping:

@@ -368,6 +368,13 @@ def test_a_folder_that_cannot_be_written_says_so(tmp_path):
         files_module.write_verified(tmp_path / "file" / "v1", [("a", torch.ones(2))])
 
 
+def test_of_a_folder_in_which_models_lie_only_other_versions_are_removed(tmp_path):
+    for name in ("version-1", "version-2", "my-model"):
+        files_module.write_verified(tmp_path / name, {"w": torch.ones(2)}.items())
+    files_module.keep_only(tmp_path / "version-2", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my-model", "version-2"]
+
+
 def test_a_written_folder_is_read_by_any_tool(tmp_path):
     tensors = {
         "odd": torch.arange(7, dtype=torch.int8),

@@ -40,8 +40,8 @@ def write_verified(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def keep_only(folder: Path, parent: Path) -> None:
-    """Remove every other folder of weights in `parent`."""
-    for other in parent.iterdir():
+    """Remove the weights of every other version in `parent`; a model that lies there is not ours."""
+    for other in parent.glob("version-*"):
         if other != folder and (other / _FILE).is_file():
             shutil.rmtree(other, ignore_errors=True)
 
