@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import platform
 import socket
 import struct
@@ -72,6 +73,16 @@ def test_who_speaks_otherwise_is_hung_up_on_and_the_store_goes_on(served):
     far = joined(served)
     far.set("a", "b")
     assert served.get("a") == "b"
+
+
+def test_nobody_is_waited_for_longer_than_the_page_says(served, monkeypatch):
+    monkeypatch.setattr("offbeat_ckptsync.store._EACH_S", 0.1)
+    with socket.create_connection((served.host, served.port)) as line:
+        line.settimeout(120)
+        for wait_s in (1e9, float("nan")):
+            asked = json.dumps(["get", "never", wait_s]).encode()
+            line.sendall(struct.pack(">I", len(asked)) + asked)
+            assert line.recv(100) == struct.pack(">I", 4) + b"null"
 
 
 def test_who_waits_at_a_store_that_ends_is_told():

@@ -131,7 +131,7 @@ class _Table:
                 return self._texts.get(key)
             event = threading.Event()
             self._waiting.setdefault(key, []).append(event)
-        event.wait(wait_s)
+        event.wait(min(_EACH_S, wait_s))  # who asks for longer may be long gone
         with self._lock:
             others = [each for each in self._waiting.pop(key, []) if each is not event]
             if others:

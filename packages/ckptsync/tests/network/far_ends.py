@@ -68,7 +68,10 @@ async def far(host: str, near_host: str, port: str) -> None:
     agent = agent_of(receiver, dataclasses.replace(CONFIG, host=host), SECRET)
     await agent.join(near_host, int(port))
     say(joined=True)
-    while await commands():
+    while words := await commands():
+        if words == ["managed"]:
+            say(managed=agent.has_manager)
+            continue
         status = receiver.status()
         say(version=status.version, committed=status.committed, prints=prints_of(sink.weights))
     await agent.leave()

@@ -87,6 +87,22 @@ def test_weights_cross_and_a_cut_link_is_named_and_heals(hosts):
     assert replica.ask("status") == {"version": 3, "committed": True, "prints": prints_of(awkward_weights(3))}
 
 
+def test_a_machine_that_is_lost_between_syncs_is_noticed_on_both_sides(hosts):
+    near, _ = hosts
+    source, replica = joined(hosts)
+    near.cut()
+    deadline = time.monotonic() + WAIT_S
+    while replica.ask("managed")["managed"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    while "error" not in (told := source.ask("wait", 0.5)):
+        assert time.monotonic() < deadline
+    assert "missing after 0.5 s: far" in told["error"]
+    near.mend()
+    assert source.ask("wait", WAIT_S) == {"members": ["far"]}
+    assert source.ask("sync", 1)["members"] == ["far"]
+
+
 def test_a_source_on_loopback_is_refused_with_the_remedy(hosts):
     source, _ = joined(hosts, source_host="127.0.0.1")
     error = source.ask("sync", 1)["error"]

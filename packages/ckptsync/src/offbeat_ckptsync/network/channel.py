@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import socket
 import struct
 from typing import TYPE_CHECKING, cast
 
@@ -93,6 +94,7 @@ async def dial(host: str, port: int, secret: str, *, name: str, timeout_s: float
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
+            _watch(writer)
             try:
                 return await _prove_as_caller(reader, writer, secret.encode(), f"{name} at {where}", name)
             except BaseException:
@@ -109,6 +111,7 @@ async def answer(
 ) -> Channel:
     """Answer a call as `name`; raises `TransferError` when the caller does not prove in time that it knows `secret`."""
     key, mine = secret.encode(), secrets.token_hex(32)
+    _watch(writer)
     try:
         async with asyncio.timeout(timeout_s):
             await _write(writer, _NO_MAC, _body({"protocol": PROTOCOL, "nonce": mine}))
@@ -196,6 +199,23 @@ class Connection:
             if not reply.done():
                 reply.set_exception(TransferError(why))
         self._on_end(self, why)
+
+
+_WATCH = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 4,
+    "TCP_USER_TIMEOUT": 120_000,
+}  # s, s, times, ms
+
+
+def _watch(writer: asyncio.StreamWriter) -> None:
+    """Let the line end where the other machine is lost: it hangs up on nobody, and who only listens would wait for ever."""
+    line = writer.get_extra_info("socket")
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, limit in _WATCH.items():
+        if hasattr(socket, name):  # as on Linux
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), limit)
 
 
 async def _prove_as_caller(
