@@ -275,10 +275,11 @@ def test_a_caller_without_the_secret_or_of_another_sync_gets_no_segment(wire):
         assert "is not open here" in answer["error"]
         assert fd is None
         line.close()
-    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stranger.connect(b"\0" + str(offer.endpoint["address"]).encode())
-    stranger.send(b"not json")
-    stranger.close()
+    for words in (b"not json", b"[]", b'{"token": "\xc3\xa9"}'):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect(b"\0" + str(offer.endpoint["address"]).encode())
+        stranger.send(words)
+        stranger.close()
     sending.join(120)
     assert len(failures) == 1
     assert "missing: rank 0 of m" in failures[0]

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from offbeat_rollout import Finish, GenerateRequest, RolloutConfig, SamplingParams, UpdateRefused
-from offbeat_rollout.testing import ScriptedRollout
+from offbeat_rollout import Finish, GenerateRequest, PauseMode, RolloutConfig, SamplingParams, UpdateRefused
+from offbeat_rollout.testing import ScriptedRollout, wait_for_tokens
 
 
 def request(name, prompt, **sampling):
@@ -35,4 +35,19 @@ async def test_it_says_its_script_and_stamps_the_version_of_the_moment():
     done = await running
     assert set(done.policy_versions) == {0, 1}
     assert list(done.policy_versions) == sorted(done.policy_versions)
+    await engine.stop()
+
+
+async def test_a_wait_whose_caller_has_gone_keeps_nobody_waiting():
+    engine = ScriptedRollout(RolloutConfig(model_path=""), lambda asked: range(50))
+    await engine.start()
+    long = asyncio.create_task(engine.generate(request("long", (1,))))
+    await wait_for_tokens(engine)
+    pause = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    await asyncio.sleep(0)
+    pause.cancel()
+    await asyncio.gather(pause, return_exceptions=True)
+    async with asyncio.timeout(20):
+        assert (await engine.generate(request("next", (2,)))).num_tokens == 50
+    assert (await long).num_tokens == 50
     await engine.stop()

@@ -224,7 +224,7 @@ class Reception:
         try:
             hello, _ = line.receive(time.monotonic() + _HELLO_S, lambda: False, "hello")
             return self._check(line, hello, offer)
-        except (TransferError, OSError, KeyError, ValueError):
+        except (TransferError, OSError, KeyError, ValueError, TypeError):
             line.close()  # whoever this was does not speak this protocol, or is gone
             return None
 

@@ -137,9 +137,11 @@ class ScriptedRollout(RolloutEngine, TensorUpdates):
             await self.abort(list(self._running))
         if mode is PauseMode.WAIT and self._go.is_set() and self._running:
             self._draining = frozenset(self._running)
-            async with asyncio.timeout(self.config.request_timeout_s):
-                await asyncio.wait([running.done for running in self._running.values()])
-            self._draining = None
+            try:
+                async with asyncio.timeout(self.config.request_timeout_s):
+                    await asyncio.wait([running.done for running in self._running.values()])
+            finally:
+                self._draining = None
         self._go.clear()
 
     async def resume(self) -> None:
