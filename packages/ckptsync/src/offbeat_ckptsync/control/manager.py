@@ -105,8 +105,7 @@ class CheckpointEngineManager:
             raise SyncError(
                 f"{which}; `await catch_up({member.name!r})` brings a late joiner to it before it may serve"
             )
-        self._require_new(member.name)
-        self._members[member.name] = member
+        self.enlist(member)
 
     def enlist(self, member: Member) -> None:
         """Add a member that may not serve yet: the next sync brings it to what the others then serve.

@@ -189,18 +189,9 @@ class Run:
         return served
 
     async def tell_fenced(self) -> None:
-        """Tell those fenced off, where they can be told; who does not hear it is told when it comes back."""
-
-        async def one(name: str, reason: str) -> None:
-            try:
-                async with asyncio.timeout(_FENCE_S):
-                    await self._members[name].fence(reason)
-            except Exception:  # noqa: BLE001 -- most likely it is dead, which is why it is fenced off
-                return
-
-        async with asyncio.TaskGroup() as tasks:
-            for name, reason in self.fenced.items():
-                tasks.create_task(one(name, reason), name=f"fence {name}")
+        """Tell those fenced off, where they can be told; most are dead, and who does not hear it is told when it comes back."""
+        told = {name: self._members[name].fence(reason) for name, reason in self.fenced.items()}
+        await failures_of(told, _FENCE_S, where="fence")
 
     @property
     def reasons(self) -> str:
