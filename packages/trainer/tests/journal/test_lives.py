@@ -2,14 +2,16 @@
 
 import random
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 
-from offbeat_trainer.config import AsyncConfig, LoopConfig, Order
+from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.errors import ResumeError
 from offbeat_trainer.loops.outcome import FORGET_EVERY
 from offbeat_trainer.stream.journal.events import Finished, MemoryJournal, recover
 from offbeat_trainer.stream.parts import StopRequest
+from offbeat_trainer.stream.schedule import Schedule
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun, ScriptedTask
 
 
@@ -105,3 +107,47 @@ def test_a_run_that_began_again_goes_on_where_it_was_stopped(tmp_path):
     left = recover(journal.events(), 30, 3)
     assert {*numbers, *left.finished, *left.holes, *left.dropped} == set(range(left.next_index))
     assert not set(numbers) & set(left.dropped)
+
+
+@pytest.mark.parametrize("killed", ["recorded", "replayed"])
+@pytest.mark.parametrize("save_every", [0, 1, 3])
+@pytest.mark.parametrize("sync_every", [1, 3])
+def test_a_schedule_is_followed_however_often_who_wrote_it_or_follows_it_was_killed(
+    tmp_path, killed, save_every, sync_every
+):
+    """Interrupted completions go on from their tokens in the next life where a replay can do the same."""
+
+    def go(name, seed, lives, replay=None):
+        journal = MemoryJournal()
+        for life in range(lives, -1, -1):
+            draws = random.Random(f"{name} {seed} {life}")
+            killed_at = draws.randint(1, 9) if life else None
+
+            def train_s(step, draws=draws, killed_at=killed_at):
+                if step == killed_at:
+                    raise Killed
+                return draws.uniform(0.0, 3.0)
+
+            run = ScriptedRun(
+                folder=tmp_path / f"{name} {seed}",
+                loop=LoopConfig(
+                    steps=10, prompts_per_step=2, group_size=2, validate_every=0, validation_prompts=1,
+                    save_every=save_every, keep_checkpoints=1,
+                ),
+                asynchrony=AsyncConfig(max_staleness=3, sync_every=sync_every, partial=Partial.ABORT),
+                journal=journal,
+                pool=ScriptedPool(pace=lambda request, draws=draws: draws.choice([0.001, 0.1, 2.0])),
+                train_s=train_s,
+                replay=replay,
+                max_tokens=8,
+            )  # fmt: skip
+            with suppress(Killed):
+                run.go()
+        assert run.outcome.steps == 10
+        return run
+
+    for seed in range(6):
+        first = go("recorded", seed, 2 if killed == "recorded" else 0)
+        again = go("replayed", seed, 2 if killed == "replayed" else 0, Schedule.of(first.journal.events()))
+        assert again.policy.prompts == first.policy.prompts
+        assert again.policy.history == first.policy.history

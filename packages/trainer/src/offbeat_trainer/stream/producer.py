@@ -150,12 +150,17 @@ class Producer:
             )  # a new version lets hundreds in at once: the trainer must not wait for all of them
 
     def _begun(self, index: int) -> tuple[tuple[Trajectory, ...], int]:
-        """Return what an earlier process left of a group, if it is not too old by now, and the oldest version in it."""
+        """Return what an earlier process left of a group, if it is not too old by now, and the oldest version in it.
+
+        What the weights served now made of it, or lost ones that are still to be made again, is not gone on with: a schedule
+        says of a completion which version made which tokens, rising, and not where one version began a second time.
+        """
         served = self._buffer.served
         half = self._halves.pop(index, ())
-        oldest = oldest_version(half)
-        oldest = served if oldest is None else oldest
-        return (half, min(oldest, served)) if self._buffer.room_for(oldest) else ((), served)
+        versions = {span.version for one in half for span in one.spans}
+        if versions and max(versions) < served and self._buffer.room_for(min(versions)):
+            return half, min(versions)
+        return (), served
 
     async def _make(self, index: int, prompt: Prompt, begun: tuple[Trajectory, ...], version: int) -> None:
         try:

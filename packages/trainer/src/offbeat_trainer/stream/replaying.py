@@ -6,9 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from offbeat_rollout import Finish
-from offbeat_trainer.data.types import Group
+from offbeat_trainer.data.types import Group, oldest_version
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.rollouts.single import SingleTurn
+from offbeat_trainer.stream.journal.events import Half
 from offbeat_trainer.stream.producer import Producer, training_params
 from offbeat_trainer.watch.timeline import GENERATION
 
@@ -36,7 +37,7 @@ class Replayer(Producer):
         taken = {index for step, indices in buffer.script.items() if step >= buffer.step for index in indices}
         self._indices = sorted(taken - set(recovered.finished))
         for index in self._indices:
-            self._left.update(schedule.versions(index))
+            self._left.update(self._versions(index))
 
     def start(self) -> None:
         """Begin all groups: each waits for its own versions."""
@@ -51,21 +52,25 @@ class Replayer(Producer):
         parts, buffer, schedule = self._parts, self._buffer, self._schedule
         prompt = self.prompt(index)
         params = training_params(parts, self._prompts.step_of(index))
-        begun: tuple[Trajectory, ...] = ()
+        begun = self._halves.get(index, ())
         made = Group(prompt=prompt, trajectories=())
-        for version in schedule.versions(index):
+        issued = False
+        for version in self._versions(index):
             await buffer.until(lambda version=version: buffer.served >= version)
             if buffer.served > version:
                 raise TrainerError(
                     f"group {index} needs version {version}, and {buffer.served} is served already"
                 )
-            if not begun:
+            if not issued:
                 buffer.issue(index, prompt.uid, schedule.begun[index])
+                issued = True
             made = await self._make_again(index, prompt, params, begun)
             begun = tuple(
                 _cut(one, spans, version)
                 for one, spans in zip(made.trajectories, schedule.spans[index], strict=True)
             )
+            if any(one.finish is Finish.ABORT for one in begun):
+                parts.journal.write(Half(index=index, trajectories=begun))
             self._left[version] -= 1
             if not self._left[version]:
                 buffer.touch()
@@ -73,6 +78,12 @@ class Replayer(Producer):
         rollout = parts.rollout
         buffer.finish(index, await rollout.scorer.score(whole) if isinstance(rollout, SingleTurn) else made)
         parts.watchdog.progress(GENERATION, f"replayed group {index}")
+
+    def _versions(self, index: int) -> list[int]:
+        """Return the versions that are still to make tokens of a group, of which an earlier process may have left some."""
+        versions, half = self._schedule.versions(index), self._halves.get(index, ())
+        made = oldest_version(half) and max(span.version for one in half for span in one.spans)
+        return [version for version in versions if not made or version > made]
 
     async def _make_again(
         self, index: int, prompt: Prompt, params: SamplingParams, begun: tuple[Trajectory, ...]
