@@ -180,3 +180,24 @@ async def test_the_watch_loses_a_replica_that_is_not_well(replicas):
     await asyncio.wait([watch], timeout=600)
     assert pool.versions == {"replica 1": 3, "replica 2": 3}
     assert "replica 0: out (not running)" in pool.describe()
+
+
+async def test_a_request_that_is_aborted_where_its_replica_is_found_dead_is_not_begun_anew(
+    replicas, monkeypatch
+):
+    pool = ReplicaPool(replicas[:2])
+    pool.admit("replica 0", 0)
+    work = asyncio.create_task(pool.generate_many(batch(3, max_tokens=250)))
+    await asyncio.sleep(0.05)
+
+    async def gone(request_ids):
+        raise ConnectionError("nobody is there")
+
+    monkeypatch.setattr(replicas[0], "abort", gone)
+    pool.admit("replica 1", 0)
+    await pool.abort(["q0", "q2", "unknown"])
+    done = await asyncio.wait_for(work, 600)
+    assert [one.finish for one in done] == [Finish.ABORT, Finish.LENGTH, Finish.ABORT]
+    assert replicas[1].served == ["q1"]
+    assert sum(pool.loads.values()) == 0
+    assert (await pool.generate(batch(1)[0])).finish is Finish.LENGTH, "its id may be used again"

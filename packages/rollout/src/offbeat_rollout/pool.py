@@ -49,6 +49,7 @@ class ReplicaPool:
         that was seen to make tokens.
         """
         self._seats: dict[str, Seat] = {}
+        self._aborted: set[str] = set()  # of what runs
         self._router = Router()
         self._stall_timeout_s = stall_timeout_s
         self._max_attempts = max_attempts
@@ -145,13 +146,18 @@ class ReplicaPool:
         if len(set(ids)) != len(ids):
             raise ValueError("request ids must be unique in a batch")
         answers: dict[str, Completion] = {}
-        if requests:
-            await _first_error(self._dispatch(requests, answers, min_version, attempt=1))
+        try:
+            if requests:
+                await _first_error(self._dispatch(requests, answers, min_version, attempt=1))
+        finally:
+            self._aborted.difference_update(ids)
         return [answers[request_id] for request_id in ids]
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests wherever they are; replicas that do not answer are passed over."""
         self._gate.abort(request_ids)
+        for seat in self._seats.values():
+            self._aborted.update({*seat.running_ids}.intersection(request_ids))
         async with asyncio.TaskGroup() as tasks:
             for name, seat in self._seats.items():
                 if not seat.lost.is_set():
@@ -206,6 +212,7 @@ class ReplicaPool:
 
         async with asyncio.TaskGroup() as tasks:
             with self._gate.line_up(requests, aborted) as place:
+                self._gate.abort(self._aborted)  # before their replica was found dead
                 while entered := await self._gate.enter(place):
                     for seat, share in self._placed(entered, min_version):
                         serve = self._serve(seat, share, answers, min_version, attempt)
@@ -259,10 +266,7 @@ class ReplicaPool:
                 await self._dispatch(left, answers, min_version, attempt + (not seat.leaving))
             return
         if share:
-            raise RolloutError(
-                f"replica {seat.replica.name!r} returned without an answer to {len(share)} requests, the first is "
-                f"{next(iter(share))!r}"
-            )
+            raise RolloutError(f"replica {seat.replica.name!r} returned without an answer to {[*share]}")
 
     async def _call(
         self, seat: Seat, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None]
@@ -321,13 +325,9 @@ class ReplicaPool:
             self._router.release(seat.replica.name, request)
 
     async def _quiet_abort(self, seat: Seat, request_ids: Collection[str]) -> None:
-        try:
-            async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await seat.replica.abort(request_ids)
-        except GONE as error:
-            self._lose(seat, f"did not take an abort: {error!r}")
-        except TimeoutError:
-            return  # slow; whether it is dead, its progress decides
+        why = await seat.abort(request_ids, _ABORT_TIMEOUT_S)
+        if why:
+            self._lose(seat, why)
 
     async def _check(self, seat: Seat, timeout_s: float) -> None:
         """Lose the replica of `seat` if it is dead, and tell if it makes tokens."""

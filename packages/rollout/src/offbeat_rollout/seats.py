@@ -124,6 +124,17 @@ class Seat:
         """Take note of progress."""
         self.silent_s, self.moved_s = 0.0, time.monotonic()
 
+    async def abort(self, request_ids: Collection[str], timeout_s: float) -> str:
+        """End these requests there and say why it must be given up; nothing if it lives, or is slow."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.replica.abort(request_ids)
+        except GONE as error:
+            return f"did not take an abort: {error!r}"
+        except TimeoutError:
+            return ""  # whether it is dead, its progress decides
+        return ""
+
     async def why_dead(self, timeout_s: float, stall_timeout_s: float) -> str:
         """Ask the replica how it is, within `timeout_s`, and say why it must be given up; nothing if it lives."""
         asked_s = time.monotonic()
