@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
 import pytest
 
-from offbeat_ckptsync.threads import BusyClock, num_movers, short_turns
+from offbeat_ckptsync.threads import BusyClock, in_thread, num_movers, short_turns
 
 
 def test_a_clock_counts_time_in_which_anybody_works_once(monkeypatch):
@@ -33,3 +34,10 @@ def test_turns_are_short_while_anybody_asks_and_as_before_afterwards():
             assert sys.getswitchinterval() == pytest.approx(0.001)
         assert sys.getswitchinterval() == pytest.approx(0.001), "somebody is still in there"
     assert sys.getswitchinterval() == before
+
+
+async def test_whatever_is_raised_in_a_thread_reaches_who_waits_for_it():
+    for work in (lambda: next(iter(())), lambda: {}["key"]):
+        async with asyncio.timeout(60):
+            with pytest.raises((RuntimeError, KeyError), match=r"StopIteration|key"):
+                await in_thread(work, name="work")

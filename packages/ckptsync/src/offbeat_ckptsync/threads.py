@@ -59,8 +59,9 @@ async def in_thread(work: Callable[[], _Result], *, name: str) -> _Result:
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001 -- becomes the future's exception
-            failure = error
-        if not loop.is_closed():
+            # A future takes no StopIteration: whoever waits would wait for ever.
+            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -126,6 +126,26 @@ async def test_a_name_that_comes_back_as_another_kind_is_that_member_no_more():
         await until(lambda: not place.manager.members)
 
 
+async def test_whatever_goes_wrong_while_a_member_catches_up_is_told_and_it_is_tried_again():
+    async with Place() as place:
+        await place.join(agent_of(Receiver(Seat(member="one"), DictSink()), CONFIG, SECRET))
+        await place.manager.sync(1)
+        catch_up, failed = place.manager.catch_up, []
+
+        async def fails_once(member):
+            if not failed:
+                failed.append(member.name)
+                raise RuntimeError("planted")
+            return await catch_up(member)
+
+        place.manager.catch_up = fails_once
+        late = agent_of(Receiver(Seat(member="late"), DictSink()), CONFIG, SECRET)
+        joining = asyncio.create_task(place.join(late), name="join")
+        await until(lambda: "planted" in place.membership.refused.get("late", ""))
+        await joining
+        assert place.manager.members == ["one", "late"]
+
+
 async def test_a_member_whose_flip_ends_after_its_deadline_comes_back():
     sink = Slow("flip")
     receiver = Receiver(Seat(member="two"), sink)

@@ -257,8 +257,8 @@ class Membership:
         while self._connections.get(name) is connection:
             try:
                 await manager.catch_up(member)
-            except SyncError as error:
-                self.refused[name] = str(error)
+            except Exception as error:  # noqa: BLE001 -- told to who waits for it
+                self.refused[name] = str(error) if isinstance(error, SyncError) else repr(error)
                 _log.warning("%s did not catch up: %s", name, error)
                 if self._connections.get(name) is not connection:
                     return
