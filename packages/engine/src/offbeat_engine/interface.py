@@ -263,12 +263,16 @@ class Engine(ABC):
         """Write config, tokenizer and full weights as a Hugging Face safetensors folder, atomically.
 
         With adapters exported alone (`LoraExport.ADAPTER`) it is a folder that peft loads over the base.
+
+        Raises:
+            CheckpointError: it could not be written, or the folder there holds no model, or is the one this model was read from.
         """
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight in the order of `weight_manifest`: Hugging Face name, full tensor, compute dtype.
 
+        What is no parameter (a buffer) may leave in another dtype, as its spec says.
         A collective: every rank iterates to the end. Tied weights appear once, under the name that
         `save_pretrained` keeps. With LoRA these are the base's weights with the adapter merged in, or the adapter
         alone, as the config says and each spec's `kind` repeats.

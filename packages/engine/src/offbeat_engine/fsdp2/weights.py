@@ -19,8 +19,7 @@ from torch.distributed.tensor._utils import (
 
 from offbeat_engine.fsdp2 import families, hf_names, lora
 from offbeat_engine.fsdp2.gathering import whole_on
-from offbeat_engine.toolkit import checkpoint_folders
-from offbeat_engine.toolkit.saves import on_rank_zero, together
+from offbeat_engine.toolkit import weight_folders
 from offbeat_engine.toolkit.weight_folders import copy_beside, named_files, write_files
 from offbeat_engine.values import WeightKind, WeightShard, WeightSpec
 
@@ -39,7 +38,8 @@ class Source:
     """One tensor the model holds, and what leaves for it.
 
     `parts` are the exported names and shapes, in the order they leave; `convert` makes them of the whole tensor,
-    None where there is one part that is the tensor itself. `adapter` is merged in first.
+    None where there is one part that is the tensor itself. `adapter` is merged in first. A `buffer` leaves in its own
+    dtype, in which the model computes with it too: rounded, a router's bias would choose other experts.
     """
 
     tensor: torch.Tensor
@@ -47,6 +47,7 @@ class Source:
     convert: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
     adapter: lora.Adapter | None = None
     kind: WeightKind = WeightKind.FULL
+    buffer: bool = False
 
 
 def held(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
@@ -80,10 +81,12 @@ def exported(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:  # no
 def _full_source(hf: Any, named: dict[str, torch.Tensor], name: str, *, converts: bool) -> Source:  # noqa: ANN401
     tensor, plain = named[name], lora.plain_name(name)
     shape, adapter = tuple(tensor.shape), lora.adapter_of(hf, named, name)
+    buffer = not isinstance(tensor, torch.nn.Parameter)
     if not converts:
-        return Source(tensor=tensor, parts=((plain, shape),), adapter=adapter)
+        return Source(tensor=tensor, parts=((plain, shape),), adapter=adapter, buffer=buffer)
     return Source(
         tensor=tensor,
+        buffer=buffer,
         parts=tuple(hf_names.original_shapes(hf, plain, shape).items()),
         convert=partial(hf_names.original, hf, plain),
         adapter=adapter,
@@ -112,7 +115,7 @@ def gradients(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:  # n
 def specs(sources: list[Source], dtype: torch.dtype) -> tuple[WeightSpec, ...]:
     """Describe what `stream` will yield; DTensors are described whole."""
     return tuple(
-        WeightSpec(name=name, shape=shape, dtype=_compute(source.tensor, dtype), kind=source.kind)
+        WeightSpec(name=name, shape=shape, dtype=_leaves_in(source, dtype), kind=source.kind)
         for source in sources
         for name, shape in source.parts
     )
@@ -149,7 +152,7 @@ def _source_on(source: Source, dtype: torch.dtype, ranks: Collection[int], rank:
     """Return `source` with whole tensors on those of `ranks`, None on the others."""
     tensor, adapter = source.tensor.detach(), source.adapter
     if adapter is None:  # as in `_merged`: fewer bytes cross
-        whole = whole_on(tensor.to(_compute(tensor, dtype)), ranks, rank)
+        whole = whole_on(tensor.to(_leaves_in(source, dtype)), ranks, rank)
         return None if whole is None else replace(source, tensor=whole)
     whole, a, b = (whole_on(each.detach(), ranks, rank) for each in (tensor, adapter.a, adapter.b))
     if whole is None or a is None or b is None:
@@ -174,7 +177,7 @@ def shards(sources: list[Source], dtype: torch.dtype, rank: int) -> Iterator[Wei
     for source in sources:
         tensor = source.tensor.detach()
         if source.convert is None and source.adapter is None and isinstance(tensor, DTensor):
-            local = tensor.to_local().to(_compute(tensor, dtype))
+            local = tensor.to_local().to(_leaves_in(source, dtype))
             shape = tuple(tensor.shape)
             _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
             if local.numel():
@@ -188,7 +191,7 @@ def shards(sources: list[Source], dtype: torch.dtype, rank: int) -> Iterator[Wei
 
 def _merged(source: Source, dtype: torch.dtype) -> torch.Tensor:
     """Return the whole tensor in `dtype`, with its adapter added in float32."""
-    tensor, adapter, dtype = source.tensor.detach(), source.adapter, _compute(source.tensor, dtype)
+    tensor, adapter, dtype = source.tensor.detach(), source.adapter, _leaves_in(source, dtype)
     if adapter is None:
         return _whole(tensor.to(dtype))  # cast first: in bfloat16 half as many bytes cross between the ranks
     product = _whole(adapter.b.detach()).float() @ _whole(adapter.a.detach()).float()
@@ -199,8 +202,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _compute(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
+def _leaves_in(source: Source, dtype: torch.dtype) -> torch.dtype:
+    tensor = source.tensor
+    return tensor.dtype if source.buffer or not tensor.is_floating_point() else dtype
 
 
 def export_folder(
@@ -209,20 +213,20 @@ def export_folder(
     hf: Any,  # noqa: ANN401
     sources: list[Source],
     dtype: torch.dtype,
-    origin: str,
+    source: str,
 ) -> None:
     """Write the Hugging Face folder `final` on rank 0, whole or not at all; a collective.
 
     Raises:
         CheckpointError: it could not be written; on all ranks together.
     """
-    folder = checkpoint_folders.partial_path(final) if world.rank == 0 else None
-    on_rank_zero(world, lambda: str(checkpoint_folders.start_folder(final)), f"could not start {final}")
     named = stream_on(sources, dtype, {0}, world.rank)
-    together(
-        world, lambda: _write_folder(folder, hf, sources, named, dtype, origin), f"could not write {final}"
-    )
-    on_rank_zero(world, lambda: checkpoint_folders.finish_folder(final), f"could not finish {final}")
+    origin = Path(source)
+
+    def write(folder: Path | None) -> None:
+        _write_folder(folder, hf, sources, named, dtype, origin)
+
+    weight_folders.export_folder(world, final, origin, write)
 
 
 def _write_folder(
@@ -231,7 +235,7 @@ def _write_folder(
     sources: list[Source],
     named: Iterator[tuple[str, torch.Tensor | None]],
     dtype: torch.dtype,
-    origin: str,
+    origin: Path,
 ) -> None:
     """Write `named`, of `sources`, as a Hugging Face folder (see `write_files`). An adapter is one file, as peft wants it."""
     adapter = any(source.kind is WeightKind.ADAPTER for source in sources)
@@ -245,8 +249,8 @@ def _write_folder(
     if adapter:
         lora.write_config(folder, hf)
     else:
-        _write_config(folder, hf, dtype, Path(origin))
-    copy_beside(folder, Path(origin))
+        _write_config(folder, hf, dtype, origin)
+    copy_beside(folder, origin)
 
 
 def _write_config(folder: Path, hf: Any, dtype: torch.dtype, origin: Path) -> None:  # noqa: ANN401

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_engine.toolkit import checkpoint_folders
-from offbeat_engine.toolkit.saves import on_rank_zero, together
+from offbeat_engine.toolkit import weight_folders
 from offbeat_engine.toolkit.weight_folders import copy_beside, named_files, write_files
 
 if TYPE_CHECKING:
@@ -31,17 +30,14 @@ def export_folder(
     Raises:
         CheckpointError: it could not be written; on all ranks together.
     """
-    folder = checkpoint_folders.partial_path(final) if world.rank == 0 else None
 
-    def write() -> None:
+    def write(folder: Path | None) -> None:
         write_files(folder, named_files(specs), specs, named)
         if folder is not None:
             _write_config(folder, Path(origin), str(specs[0].dtype).removeprefix("torch."))
             copy_beside(folder, Path(origin))
 
-    on_rank_zero(world, lambda: str(checkpoint_folders.start_folder(final)), f"could not start {final}")
-    together(world, write, f"could not write {final}")
-    on_rank_zero(world, lambda: checkpoint_folders.finish_folder(final), f"could not finish {final}")
+    weight_folders.export_folder(world, final, Path(origin), write)
 
 
 def _write_config(folder: Path, origin: Path, dtype: str) -> None:

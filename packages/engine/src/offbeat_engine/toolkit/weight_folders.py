@@ -11,18 +11,49 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offbeat_engine.errors import CheckpointError
+from offbeat_engine.toolkit import checkpoint_folders
+from offbeat_engine.toolkit.saves import on_rank_zero, together
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from offbeat_engine.values import WeightSpec
+    from offbeat_engine.world import World
 
 MAX_FILE_BYTES = 4 << 30
+_CONFIGS = ("config.json", "adapter_config.json")
 # Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
 _BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
+
+
+def export_folder(world: World, final: Path, origin: Path, write: Callable[[Path | None], None]) -> None:
+    """Let `write` make the folder `final`, whole or not at all; a collective, in which rank 0 alone is given a folder to write to.
+
+    An older model in its place is replaced.
+
+    Raises:
+        CheckpointError: it could not be written; or what is there is no model, or `origin`, which this one was read from. On all ranks
+            together.
+    """
+    folder = checkpoint_folders.partial_path(final) if world.rank == 0 else None
+
+    def start() -> str:
+        if final.exists() and final.samefile(origin):
+            raise CheckpointError("the model was read from there; export to another folder")
+        if final.exists() and not any((final / name).is_file() for name in _CONFIGS) and any(final.iterdir()):
+            raise CheckpointError(
+                "what is there is no model and would be lost; export to a folder of its own"
+            )
+        return str(checkpoint_folders.start_folder(final))
+
+    on_rank_zero(world, start, f"could not start {final}")
+    together(world, lambda: write(folder), f"could not write {final}")
+    on_rank_zero(world, lambda: checkpoint_folders.finish_folder(final), f"could not finish {final}")
 
 
 def plan_files(weights: tuple[WeightSpec, ...], max_bytes: int = MAX_FILE_BYTES) -> list[list[str]]:
