@@ -90,6 +90,17 @@ def test_what_was_just_written_is_never_pruned(tiny, tmp_path):
     assert whole_steps(here) == remote_folders.remote_steps(remote) == [10]
 
 
+@pytest.mark.parametrize("damage", ["", "[]", '{"order": null}'])
+def test_a_damaged_one_keeps_no_other_from_being_written_and_goes_first(tiny, tmp_path, damage):
+    engine, local, remote = make_engine(tiny), tmp_path / "here", tmp_path / "there"
+    for step in (1, 2):
+        engine.save_checkpoint(str(local), f"file://{remote}", global_step=step)
+    (local / "step_2" / META).write_text(damage)
+    (remote / "step_2" / remote_folders.MARKER).write_text(damage)
+    engine.save_checkpoint(str(local), f"file://{remote}", global_step=3, max_ckpt_to_keep=2)
+    assert whole_steps(local) == whole_steps(remote) == [1, 3]
+
+
 class Runs:
     """Makes a folder when it is unpickled."""
 

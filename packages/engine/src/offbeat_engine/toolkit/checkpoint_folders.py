@@ -96,7 +96,11 @@ def next_order(root: str | Path) -> int:
 
 
 def _order(root: str | Path, step: int) -> int:
-    return int(read_meta(step_path(root, step)).get("order", 0))  # 0: from before the order was written down
+    """Return when a checkpoint was written; 0, the first, where it does not say, or is damaged: no reason not to write others."""
+    try:
+        return int(read_meta(step_path(root, step)).get("order", 0))
+    except (CheckpointError, TypeError, ValueError):
+        return 0
 
 
 def check_keep(keep: int | None) -> None:

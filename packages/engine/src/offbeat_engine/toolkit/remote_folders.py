@@ -44,9 +44,7 @@ def upload(folder: Path, remote_root: str) -> None:
     """
     file_system, root = _open(remote_root)
     target = f"{root}/{folder.name}"
-    order = 1 + max(
-        (_read_marker(file_system, root, step)[0] for step in remote_steps(remote_root)), default=0
-    )
+    order = 1 + max((_order(file_system, root, step) for step in remote_steps(remote_root)), default=0)
     if file_system.exists(target):
         if file_system.exists(f"{target}/{MARKER}"):
             file_system.rm_file(f"{target}/{MARKER}")
@@ -83,6 +81,14 @@ def _read_marker(file_system: Any, root: str, step: int) -> tuple[int, dict[str,
     if isinstance(said.get("files"), dict):
         return int(said.get("order", 0)), read_entries(said["files"], source)
     return 0, read_entries(said, source)  # as it was before there were digests
+
+
+def _order(file_system: Any, root: str, step: int) -> int:  # noqa: ANN401
+    """As in `checkpoint_folders`."""
+    try:
+        return _read_marker(file_system, root, step)[0]
+    except (CheckpointError, TypeError, ValueError):
+        return 0
 
 
 def remote_steps(remote_root: str) -> list[int]:
@@ -126,7 +132,7 @@ def prune_remote(remote_root: str, keep: int) -> None:
     """Remove all but the `keep` whole checkpoints under `remote_root` that were copied last, each marker first."""
     check_keep(keep)
     file_system, root = _open(remote_root)
-    orders = {step: _read_marker(file_system, root, step)[0] for step in remote_steps(remote_root)}
+    orders = {step: _order(file_system, root, step) for step in remote_steps(remote_root)}
     for step in sorted(orders, key=lambda step: (orders[step], step))[:-keep]:
         file_system.rm_file(f"{root}/step_{step}/{MARKER}")
         file_system.rm(f"{root}/step_{step}", recursive=True)
