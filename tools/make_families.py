@@ -298,7 +298,7 @@ def page(rows: list[Row]) -> str:
         "outcome: what a family does that the engine does not know of is found by comparison when the model is built",
         "(`fsdp2/self_check.py`), for families that are not in this table and for code that comes with a model, too. It feeds a",
         "sequence of 200 tokens and one of 140 (less where the model or a micro-batch takes less): what reaches further back",
-        "than 199 tokens is beyond it.",
+        "than 199 tokens is beyond it, but for a window that only a family's masks know: packed rows are refused where one is set.",
         "",
         f"Of {len(tried)} tried, {packed} are exact packed and {padded} padded (`engine.packing=false`, where need be with "
         "`engine.attention=eager`).",

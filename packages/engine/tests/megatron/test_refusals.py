@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat_engine import BatchError, CheckpointError, ModelConfig, OptimizerConfig, Schedule
+from offbeat_engine import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    ModelConfig,
+    OptimizerConfig,
+    Schedule,
+    World,
+)
 from offbeat_engine.megatron import MegatronConfig, MegatronEngine
 from offbeat_engine.testing import make_tiny_model, probes
 from offbeat_engine.testing.runner import BATCHES, Options, Runner
@@ -80,3 +88,9 @@ def test_no_weight_is_stepped_by_settings_that_no_optimizer_takes(tmp_path, sett
     config = MegatronConfig(model=ModelConfig(path=path), optimizer=OptimizerConfig(**settings))
     [refusal] = MegatronEngine.check(config, 1)
     assert refusal.setting == names
+
+
+def test_a_device_that_the_rank_is_not_on_is_refused_by_name(tiny):
+    engine = MegatronEngine(MegatronConfig(model=ModelConfig(path=tiny), device="cuda"), World())
+    with pytest.raises(ConfigError, match=r"give `MegatronConfig.device` and `World.device` the same value"):
+        engine.init_model()

@@ -20,6 +20,7 @@ from offbeat_engine.fsdp2.kernels import missing_here, refusal
 from offbeat_engine.fsdp2.loading import check_files, empty_model
 from offbeat_engine.fsdp2.lora import has_peft
 from offbeat_engine.toolkit.collectives import first_failure
+from offbeat_engine.toolkit.devices import device_refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -276,26 +277,11 @@ def require(config: Fsdp2Config, world: World, refused: list[Refusal]) -> None:
 
 def refusals_here(config: Fsdp2Config, world: World) -> list[Refusal]:
     """Return why this rank cannot run `config`: what `refusals` cannot know, which may be asked on another machine."""
-    if config.device != world.device:
-        return [
-            Refusal(
-                setting="device",
-                reason=f'the engine is to compute on "{config.device}", its rank is on "{world.device}"',
-                remedy="give `Fsdp2Config.device` and `World.device` the same value",
-            )
-        ]
-    return list(_gpu(config, world)) if config.device == "cuda" else []
+    refused = device_refusals(config, world)
+    return refused or (list(_gpu(config, world)) if config.device == "cuda" else [])
 
 
 def _gpu(config: Fsdp2Config, world: World) -> Iterator[Refusal]:
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if world.local_rank >= visible:
-        yield Refusal(
-            setting="device",
-            reason=f"rank {world.rank} computes on cuda:{world.local_rank}, and its process sees {visible} CUDA devices",
-            remedy="use cpu, or run where there are as many GPUs as ranks",
-        )
-        return
     yield from _compiler(config)
     lack = missing_here(config, torch.cuda.get_device_capability(world.local_rank))
     if lack is not None:

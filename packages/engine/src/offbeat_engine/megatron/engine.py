@@ -22,6 +22,7 @@ from offbeat_engine.megatron.self_check import find_difference
 from offbeat_engine.megatron.stepping import Step, names_of, run_step
 from offbeat_engine.megatron.updater import Updater, gradient
 from offbeat_engine.toolkit.collectives import first_failure
+from offbeat_engine.toolkit.devices import device_refusals
 from offbeat_engine.toolkit.micro_batches import Asked
 from offbeat_engine.toolkit.throughput import peak_flops
 
@@ -89,6 +90,7 @@ class MegatronEngine(EngineBase[Parts]):
         if self.world.size > 1:
             self.world.ensure_group(self._config.collective_timeout_s)
         refusals = self.check(self._config, self.world.size)
+        refusals = refusals or device_refusals(self._config, self.world)
         refusals = refusals or transformer_engine.refusals_here(self._config, self.world)
         refused = "; ".join(map(str, refusals))
         error = ConfigError(refused) if refused else None
