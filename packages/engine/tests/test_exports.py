@@ -79,3 +79,21 @@ def test_a_bias_that_chooses_experts_is_not_rounded(tmp_path, two_ranks):
     for each in (found, shards, written):
         assert torch.equal(each[BIAS], weights[BIAS])
     assert {tensor.dtype for name, tensor in written.items() if name != BIAS} == {torch.bfloat16}
+
+
+TOKENIZERS = [
+    "tokenizer.json",
+    "vocab.txt",
+    "tekken.json",
+    "tiktoken.model",
+    "qwen.tiktoken",
+    "tokenization_own.py",
+]
+
+
+def test_a_tokenizer_goes_along_in_any_form(tmp_path):
+    path = Path(make_tiny_model(tmp_path / "model"))
+    for name in TOKENIZERS:
+        (path / name).write_text(name)
+    make(World(), str(path)).export_huggingface(str(tmp_path / "out"))
+    assert [(tmp_path / "out" / name).read_text() for name in TOKENIZERS] == TOKENIZERS

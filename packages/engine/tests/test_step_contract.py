@@ -201,3 +201,15 @@ def test_the_schedule_does_not_count_a_step_that_was_skipped(tiny):
             engine.optimizer_step()
             rates.append(engine.lr_scheduler_step())
     assert rates == [learning_rate(RISING, step) for step in (0, 1, 2)]
+
+
+def test_a_context_serves_one_call(tiny):
+    engine, ctx = engine_of(tiny), StepContext()
+    with engine.eval_mode():
+        engine.forward_backward_step(random_batch(6), ctx, forward_only=True)
+        with pytest.raises(StateError, match="counts of an earlier call"):
+            engine.forward_backward_step(random_batch(3), ctx, forward_only=True)
+        again, _ = engine.forward_backward_step(
+            random_batch(3), StepContext(scale=ctx.scale), forward_only=True
+        )
+    assert len(again) == 3

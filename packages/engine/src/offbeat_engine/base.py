@@ -194,6 +194,10 @@ class EngineBase(Engine, Generic[Parts]):
         self._ready()
         self._check_mode(forward_only)
         ctx = StepContext() if ctx is None else ctx
+        if ctx.stats is not None:
+            raise StateError(
+                "this `StepContext` holds the counts of an earlier call; make a new one (`StepContext(scale=...)` for the same counts)"
+            )
         asked = Asked.of(
             self,
             names=self._names(),

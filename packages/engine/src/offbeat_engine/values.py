@@ -64,7 +64,7 @@ class LossFn(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class StepContext:
-    """Travels through one call of `forward_backward_step` and comes back filled.
+    """Travels through one call of `forward_backward_step` and comes back filled; the next call takes a new one.
 
     Pass a `scale` to fix the global counts over several calls (gradient accumulation by hand); leave it None
     and the engine counts `loss_mask` over all ranks once, as `preprocess_fn` leaves it. `user` belongs to the hooks.

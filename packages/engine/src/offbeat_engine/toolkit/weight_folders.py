@@ -27,7 +27,8 @@ _CONFIGS = ("config.json", "adapter_config.json")
 # Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
 _BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json",
+    "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 
 
@@ -124,5 +125,8 @@ def copy_beside(folder: Path, source: Path) -> None:
     for name in _BESIDE:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    for code in source.glob("*.py"):  # a model with code of its own
-        shutil.copyfile(code, folder / code.name)
+    for found in (
+        *source.glob("*.py"),
+        *source.glob("*.tiktoken"),
+    ):  # a model with code of its own, and its tokens
+        shutil.copyfile(found, folder / found.name)
