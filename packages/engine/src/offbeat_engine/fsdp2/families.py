@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.capabilities import Refusal
-from offbeat_engine.toolkit.rotary import sequence_limit
+from offbeat_engine.toolkit import rotary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,14 +38,7 @@ def refusals(hf: Any, config: Fsdp2Config) -> Iterator[Refusal]:  # noqa: ANN401
     """Yield every reason in the structure of `hf` why it would not be exact under `config`; its weights may be meta tensors."""
     yield from _head_refusals(hf)
     yield from _attention_refusals(hf, packing=config.packing, attention=config.attention)
-    limit, longest = sequence_limit(hf.config.get_text_config()), config.max_sequence_tokens
-    if limit is not None and longest > limit:
-        yield Refusal(
-            setting="max_sequence_tokens",
-            reason=f"{type(hf).__name__} changes its rotary frequencies with the longest sequence of a micro-batch "
-            f"beyond {limit} tokens, and sequences of up to {longest} are to come",
-            remedy=f"keep to {limit} tokens, or use a rope whose frequencies are fixed",
-        )
+    yield from rotary.refusals(hf.config.get_text_config(), config.max_sequence_tokens)
 
 
 def _head_refusals(hf: Any) -> Iterator[Refusal]:  # noqa: ANN401

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import re
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -25,11 +24,10 @@ from safetensors import SafetensorError
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2.load_plan import Plan, make_plan
+from offbeat_engine.toolkit.probing import without_bars
 from offbeat_engine.toolkit.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from offbeat_engine.config import ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
     extra: dict[str, Any] = {"num_labels": 1} if config.head == "value" else {}
     common: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attn, **remote}
     try:
-        with _no_bars():
+        with without_bars():
             shape = AutoConfig.from_pretrained(config.path, local_files_only=True, **remote, **extra)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.seed)  # also decides a value head that the folder does not hold
@@ -298,16 +296,3 @@ def _whole(auto: Any, shape: Any, common: dict[str, Any], config: ModelConfig) -
     )
     _check_missing(hf, sorted(report["missing_keys"]), config)
     return hf
-
-
-@contextmanager
-def _no_bars() -> Generator[None]:
-    from transformers.utils import logging as chatter
-
-    bars = chatter.is_progress_bar_enabled()
-    chatter.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            chatter.enable_progress_bar()

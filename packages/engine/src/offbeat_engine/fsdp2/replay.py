@@ -78,46 +78,28 @@ class Routers:
         def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 a router's own
             if self._now is None:
                 return forward(*args, **options)
-            with _Taken(self._now[:, layer]):
+            now_NK = self._now[:, layer]
+            with Choices(len(now_NK), now_NK):
                 return forward(*args, **options)
 
         return call
-
-
-class _Taken(TorchFunctionMode):
-    """Within it `torch.topk` of scores [N, E] answers with given experts, and their scores; with its own where they are -1."""
-
-    def __init__(self, experts_NK: torch.Tensor) -> None:
-        super().__init__()
-        self._experts_NK = experts_NK
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 what `func` answers
-        found = func(*args, **(kwargs or {}))
-        if func is not torch.topk:
-            return found
-        index_NK = torch.where(self._experts_NK < 0, found[1], self._experts_NK)
-        return args[0].gather(-1, index_NK), index_NK
 
 
 class Choices(TorchFunctionMode):
     """Within it every `torch.topk` of the scores [N, E] of `num_tokens` tokens is taken down, or answered with what is given.
 
     So routers of any family are told what to take, in a whole forward pass: of `given_NK` each call gets as many columns as it asks
-    for, in order. Where it is -1 a token keeps its own choice. `gap` is the most by which what was given scored other than that, as a
-    part of the token's range of scores: little where rounding has decided.
+    for, in order. Where it is -1 a token keeps its own choice. `gap`, where it `measures`, is the most by which what was given scored
+    other than that, as a part of the token's range of scores: little where rounding has decided.
     """
 
-    def __init__(self, num_tokens: int, given_NK: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, num_tokens: int, given_NK: torch.Tensor | None = None, *, measures: bool = False
+    ) -> None:
         super().__init__()
         self.made: list[torch.Tensor] = []
         self.gap = 0.0
-        self._num_tokens, self._given_NK = num_tokens, given_NK
+        self._num_tokens, self._given_NK, self._measures = num_tokens, given_NK, measures
 
     def __torch_function__(
         self,
@@ -134,8 +116,10 @@ class Choices(TorchFunctionMode):
             now_NK, self._given_NK = self._given_NK.tensor_split([index_NK.shape[1]], 1)
             index_NK = torch.where(now_NK < 0, index_NK, now_NK)
             taken_NK = scores_NE.gather(-1, index_NK)
-            apart_N = (best_NK.amin(-1) - taken_NK.amin(-1)).abs() / (scores_NE.amax(-1) - scores_NE.amin(-1))
-            self.gap = max(self.gap, float(apart_N.nan_to_num().max()))
             found = taken_NK, index_NK
+            if self._measures:
+                range_N = scores_NE.amax(-1) - scores_NE.amin(-1)
+                apart_N = (best_NK.amin(-1) - taken_NK.amin(-1)).abs() / range_N
+                self.gap = max(self.gap, float(apart_N.nan_to_num().max()))
         self.made.append(index_NK)
         return found

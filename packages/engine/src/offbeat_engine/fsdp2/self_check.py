@@ -190,7 +190,7 @@ def _but_for_ties(
     batch[KEY] = experts_BTK
     layout = lay_out(batch, inputs_maker(require_config(engine.config, Fsdp2Config)), device, parts.peers)
     assert layout.experts_NK is not None
-    with Choices(len(layout.experts_NK), layout.experts_NK) as choices:
+    with Choices(len(layout.experts_NK), layout.experts_NK, measures=True) as choices:
         own_BT = _laid_out(parts, layout, batch)
     return found if choices.gap > _NEAR_TIE else judge.compare(plain_BT, own_BT)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offbeat_engine.batch import units_of
-from offbeat_engine.errors import BatchError
 from offbeat_engine.fsdp2.activations import HostActivations
 from offbeat_engine.fsdp2.kernels import inputs_maker
 from offbeat_engine.fsdp2.model import compute_dtype
@@ -19,6 +18,7 @@ from offbeat_engine.fsdp2.ulysses import gather_answers
 from offbeat_engine.toolkit.layouts import fed_lengths, place
 from offbeat_engine.toolkit.micro_batches import MicroBatches
 from offbeat_engine.toolkit.planning import plan_micro_batches
+from offbeat_engine.toolkit.rotary import check_lengths
 from offbeat_engine.toolkit.throughput import peak_flops
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
 
 
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
-    _check_lengths(batch, step.scorer.sequence_limit)
+    check_lengths(batch, step.scorer.sequence_limit)
     step.routers.check(batch)
     lengths = [int(length) for length in fed_lengths(batch["loss_mask"]).tolist()]
     together = isinstance(step.make_inputs, RowInputs) and step.make_inputs.share and "group" in batch
@@ -121,15 +121,6 @@ def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     return plan_micro_batches(
         lengths, max_tokens=step.max_tokens, padded=step.padded, groups=groups, units=units_of(batch)
     )
-
-
-def _check_lengths(batch: TrainBatch, limit: int | None) -> None:
-    longest = int(batch["lengths"].max()) if len(batch["lengths"]) else 0
-    if limit is not None and longest > limit:
-        raise BatchError(
-            f"a sequence has {longest} tokens, and beyond {limit} this model changes its rotary frequencies with the "
-            "longest sequence of a micro-batch; give shorter ones, or use a rope whose frequencies are fixed"
-        )
 
 
 def _sync_gradients(step: Step, last: bool) -> None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
+from offbeat_engine.toolkit import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,12 +80,7 @@ def gather_answers(
     Backward adds up what all peers say about an answer and hands it to the rank that gave it, so the peers' losses
     add up: a loss that each computes in full counts once per peer.
     """
-    joined_CM = cast("torch.Tensor", _GatherAnswers.apply(torch.stack(list(answers)), tuple(counts), peers))
-    # An answer without a gradient must not seem to have one because it travelled with one that has.
-    return tuple(
-        row_M if answer.requires_grad else row_M.detach()
-        for row_M, answer in zip(joined_CM.unbind(), answers, strict=True)
-    )
+    return collectives.gather_answers(answers, counts, peers.group, adds_up=True)
 
 
 def _exchange(parts_P: torch.Tensor, peers: SubGroup) -> torch.Tensor:
@@ -105,21 +100,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
         return _exchange(grad_P.contiguous(), ctx.peers), None
-
-
-class _GatherAnswers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mine_CM: torch.Tensor, counts: tuple[int, ...], peers: SubGroup) -> torch.Tensor:  # noqa: ANN401
-        ctx.counts, ctx.peers = counts, peers
-        longest = max(counts)  # parts must be of one size
-        mine = functional.pad(mine_CM, (0, longest - mine_CM.shape[1])).contiguous()
-        parts = [torch.empty_like(mine) for _ in counts]
-        dist.all_gather(parts, mine, group=peers.group)
-        return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_CM: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-        total_CM = grad_CM.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total_CM, group=ctx.peers.group)
-        start = sum(ctx.counts[: ctx.peers.rank])
-        return total_CM[:, start : start + ctx.counts[ctx.peers.rank]], None, None

@@ -12,7 +12,7 @@ from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families, transformer_engine
 from offbeat_engine.megatron.loading import check_files, hf_config
-from offbeat_engine.toolkit.rotary import sequence_limit
+from offbeat_engine.toolkit import rotary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -177,13 +177,7 @@ def _model(config: MegatronConfig) -> Iterator[Refusal]:
     yield from refused
     if refused:
         return
-    limit, longest = sequence_limit(found), config.max_sequence_tokens
-    if limit is not None and longest > limit:
-        yield Refusal(
-            setting="max_sequence_tokens",
-            reason=f"rotary frequencies change with the longest sequence beyond {limit} tokens, and up to {longest} are to come",
-            remedy="give shorter sequences, or use a rope whose frequencies are fixed",
-        )
+    yield from rotary.refusals(found, config.max_sequence_tokens)
     shape = families.shape_of(found, config.model.head)
     yield from _divided(config, shape)
     yield from transformer_engine.size_refusals(config, shape)

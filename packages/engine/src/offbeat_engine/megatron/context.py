@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from offbeat_engine.megatron.modules import Attention
+from offbeat_engine.toolkit import collectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,29 +97,7 @@ def gather_answers(answers: Sequence[torch.Tensor], layout: Layout) -> tuple[tor
 
     Each rank's loss is the whole one, and its gradients are those by its own answers: over the ranks they add up.
     """
-    joined_CM = cast("torch.Tensor", _GatherAnswers.apply(torch.stack(list(answers)), layout.counts_P))
-    # An answer without a gradient must not seem to have one because it travelled with one that has.
-    return tuple(
-        row_M if answer.requires_grad else row_M.detach()
-        for row_M, answer in zip(joined_CM.unbind(), answers, strict=True)
-    )
-
-
-class _GatherAnswers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mine_CM: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401
-        group = _group()
-        ctx.counts, ctx.rank = counts, dist.get_rank(group)
-        longest = max(counts)  # parts must be of one size
-        mine = functional.pad(mine_CM, (0, longest - mine_CM.shape[1])).contiguous()
-        parts = [torch.empty_like(mine) for _ in counts]
-        dist.all_gather(parts, mine, group=group)
-        return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_CM: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-        start = sum(ctx.counts[: ctx.rank])
-        return grad_CM[:, start : start + ctx.counts[ctx.rank]], None
+    return collectives.gather_answers(answers, layout.counts_P, _group(), adds_up=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ import torch
 from torch.nn import functional
 
 from offbeat_engine.batch import units_of
-from offbeat_engine.errors import BatchError
 from offbeat_engine.megatron import context, replay, transformer_engine
 from offbeat_engine.megatron.model import Chunk, predict
 from offbeat_engine.toolkit.collectives import gather_ints
 from offbeat_engine.toolkit.layouts import fed_lengths, lay_out, place
 from offbeat_engine.toolkit.micro_batches import MicroBatches
 from offbeat_engine.toolkit.planning import plan_micro_batches
+from offbeat_engine.toolkit.rotary import check_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -144,12 +144,7 @@ def _lay_out(step: Step, micro: TrainBatch | None) -> Layout:
 
 
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
-    longest = int(batch["lengths"].max()) if len(batch["lengths"]) else 0
-    if step.sequence_limit is not None and longest > step.sequence_limit:
-        raise BatchError(
-            f"a sequence has {longest} tokens, and beyond {step.sequence_limit} this model changes its rotary frequencies "
-            "with the longest sequence of a micro-batch; give shorter ones, or use a rope whose frequencies are fixed"
-        )
+    check_lengths(batch, step.sequence_limit)
     replay.check(batch, step.shape)
     filled = context.filled_up(fed_lengths(batch["loss_mask"]), step.groups.context.size)
     lengths = [int(length) for length in filled.tolist()]

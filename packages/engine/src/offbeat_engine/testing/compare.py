@@ -126,11 +126,6 @@ def _worst_element(got: torch.Tensor, expected: torch.Tensor) -> str:
     return f" at {at}: expected {float(expected[place]):.7g}, got {float(got[place]):.7g}"
 
 
-def worst_error(got: Named, expected: Named) -> dict[str, float]:
-    """Return each tensor's relative error, for tolerances that are measured instead of stated."""
-    return {name: relative_error(got[name], tensor) for name, tensor in expected.items()}
-
-
 def check_gradients(what: str, got: Named | None, expected: Named, limit: float) -> None:
     """As `check_tensors`, where the engine hands gradients out (`Feature.NAMED_GRADIENTS`)."""
     if got is not None:

@@ -4,22 +4,24 @@ Control messages are JSON or integers over a gloo group of their own (`World.con
 receives cannot run code, and on GPUs no message waits for the device.
 """
 
-# torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types.
+# torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types; torch.autograd.Function is untyped.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
 import json
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from offbeat_engine.errors import EngineError, RankLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from offbeat_engine.world import World
 
@@ -100,6 +102,49 @@ def first_failure(world: World, error: BaseException | None) -> str | None:
         if message is not None:
             return message if world.size == 1 else f"rank {rank}: {message}"
     return None
+
+
+def gather_answers(
+    answers: Sequence[torch.Tensor], counts: Sequence[int], group: dist.ProcessGroup, *, adds_up: bool
+) -> tuple[torch.Tensor, ...]:
+    """Join what the ranks of `group` answer, float32 [counts[rank]] each, in rank order: the same tensors on all of them.
+
+    Backward hands each rank the gradient by its own answers; with `adds_up` the sum of what all ranks say of them.
+    """
+    joined_CM = cast(
+        "torch.Tensor", _GatherAnswers.apply(torch.stack(list(answers)), tuple(counts), group, adds_up)
+    )
+    # An answer without a gradient must not seem to have one because it travelled with one that has.
+    return tuple(
+        row_M if answer.requires_grad else row_M.detach()
+        for row_M, answer in zip(joined_CM.unbind(), answers, strict=True)
+    )
+
+
+class _GatherAnswers(torch.autograd.Function):
+    @staticmethod
+    def forward(  # M answers of C kinds
+        ctx: Any,  # noqa: ANN401 torch gives no type for it
+        mine_CM: torch.Tensor,
+        counts: tuple[int, ...],
+        group: dist.ProcessGroup,
+        adds_up: bool,
+    ) -> torch.Tensor:
+        ctx.counts, ctx.group, ctx.adds_up = counts, group, adds_up
+        longest = max(counts)  # parts must be of one size
+        mine = functional.pad(mine_CM, (0, longest - mine_CM.shape[1])).contiguous()
+        parts = [torch.empty_like(mine) for _ in counts]
+        dist.all_gather(parts, mine, group=group)
+        return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_CM: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+        if ctx.adds_up:
+            grad_CM = grad_CM.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(grad_CM, group=ctx.group)
+        rank = dist.get_rank(ctx.group)
+        start = sum(ctx.counts[:rank])
+        return grad_CM[:, start : start + ctx.counts[rank]], None, None, None
 
 
 def compute_device(world: World) -> torch.device:

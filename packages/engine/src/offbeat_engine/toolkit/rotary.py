@@ -5,7 +5,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from offbeat_engine.capabilities import Refusal
+from offbeat_engine.errors import BatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from offbeat_engine.batch import TrainBatch
 
 # Those that follow the longest position of a forward pass.
 _GROWING_ROPES = frozenset({"dynamic", "longrope", "su"})
@@ -31,3 +39,25 @@ def sequence_limit(config: Any) -> int | None:  # noqa: ANN401
         if rope.get("rope_type", rope.get("type")) in _GROWING_ROPES
     ]
     return min(map(int, limits), default=None)
+
+
+def refusals(config: Any, longest: int) -> Iterator[Refusal]:  # noqa: ANN401
+    """Yield why sequences of `longest` tokens would not be exact; part of an engine's `check`."""
+    limit = sequence_limit(config)
+    if limit is not None and longest > limit:
+        yield Refusal(
+            setting="max_sequence_tokens",
+            reason="the model changes its rotary frequencies with the longest sequence of a micro-batch "
+            f"beyond {limit} tokens, and sequences of up to {longest} are to come",
+            remedy=f"keep to {limit} tokens, or use a rope whose frequencies are fixed",
+        )
+
+
+def check_lengths(batch: TrainBatch, limit: int | None) -> None:
+    """Raise `BatchError` where a sequence is longer than a model's `sequence_limit`."""
+    longest = int(batch["lengths"].max()) if len(batch["lengths"]) else 0
+    if limit is not None and longest > limit:
+        raise BatchError(
+            f"a sequence has {longest} tokens, and beyond {limit} this model changes its rotary frequencies with the "
+            "longest sequence of a micro-batch; give shorter ones, or use a rope whose frequencies are fixed"
+        )
