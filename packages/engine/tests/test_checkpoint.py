@@ -152,6 +152,22 @@ def test_a_killed_save_leaves_the_last_whole_one(tiny, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
 
 
+def test_what_a_save_that_failed_has_written_goes_with_the_next_of_any_step(tiny, tmp_path, monkeypatch):
+    engine = make_engine(tiny, World())
+
+    def die(final):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint_folders, "finish_folder", die)
+    with pytest.raises(CheckpointError, match="no space left"):
+        engine.save_checkpoint(str(tmp_path), global_step=1)
+    monkeypatch.undo()
+    (tmp_path / ".step_0.removed").mkdir()  # as a crash in the middle of pruning leaves it
+    (tmp_path / ".notes").write_text("kept")
+    engine.save_checkpoint(str(tmp_path), global_step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".notes", "step_2"]
+
+
 def test_another_shape_is_refused_before_anything_changes(tiny, tmp_path):
     wide = make_tiny_model(tmp_path / "wide", hidden=64)
     make_engine(wide, World()).save_checkpoint(str(tmp_path / "saved"), global_step=1)

@@ -13,6 +13,7 @@ from offbeat_engine.errors import CheckpointError, ConfigError
 
 META = "engine.json"
 _STEP = re.compile(r"step_(\d+)")
+_LEFT = re.compile(r"\.step_\d+\.(partial|removed)")
 
 
 def partial_path(final: Path) -> Path:
@@ -21,9 +22,14 @@ def partial_path(final: Path) -> Path:
 
 
 def start_folder(final: Path) -> Path:
-    """Make an empty partial folder for `final`, dropping what an earlier crash left there."""
+    """Make an empty partial folder for `final`, dropping what an earlier crash, or a full disk, left there and of other steps."""
     partial = partial_path(final)
     shutil.rmtree(partial, ignore_errors=True)
+    for left in final.parent.glob(".step_*") if step_of(final.name) is not None else ():
+        if _LEFT.fullmatch(
+            left.name
+        ):  # of a folder of checkpoints, in which one save ends before the next begins
+            shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
