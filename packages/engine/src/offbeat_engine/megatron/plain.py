@@ -90,7 +90,9 @@ def _model(hf_config: Any, layers: range, named: dict[str, torch.Tensor], head: 
 def _of_ends(hf_config: Any, files: Source, model: ModelConfig) -> dict[str, torch.Tensor]:  # noqa: ANN401
     shape = families.shape_of(hf_config, model.head)
     listed = [one for one in families.entries(shape, model.head) if one[1] is None]
-    named: dict[str, torch.Tensor] = {}
+    # A head beside the embedding that it is tied to: transformers says whether the two are one.
+    head = families.HEAD.theirs[0]
+    named = _read(files, [head] if model.head == "lm" and head in files.shapes else [])
     for entry, _, _ in listed:
         for name, whole in zip(
             families.names(entry, None, None), families.whole_shapes(entry, shape), strict=True
