@@ -131,7 +131,7 @@ def _check_sampling(who: str, sampling: SamplingParams, vocab_size: int) -> None
         raise RequestError(
             f"{who}: `temperature` must be 0 or >= {_LEAST_TEMPERATURE} and finite, got {sampling.temperature}"
         )
-    if not isinstance(sampling.seed, int | None):
+    if not isinstance(cast("object", sampling.seed), int | None):  # NumPy's, say
         raise RequestError(f"{who}: `seed` must be an int or None, got {sampling.seed!r}")
     if not 0 < sampling.top_p <= 1:
         raise RequestError(f"{who}: `top_p` must be in (0, 1], got {sampling.top_p}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout.checks import check_request
 from offbeat_rollout.clock import RequestClock, Work
@@ -150,7 +150,8 @@ class HfEngine(RolloutEngine, TensorUpdates):
         queued = worker.call(lambda: worker.submit([*zip(requests, futures, strict=True)]))
         try:
             async with self._clock.over(ids):
-                return (await asyncio.gather(*futures, asyncio.wrap_future(queued)))[:-1]
+                awaited: list[asyncio.Future[Any]] = [*futures, asyncio.wrap_future(queued)]
+                return (await asyncio.gather(*awaited))[:-1]
         finally:
             left = [request_id for request_id in ids if self._pending.pop(request_id, None) is not None]
             if left:  # cancelled or late: nobody waits for these any more
