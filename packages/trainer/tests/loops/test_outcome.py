@@ -1,6 +1,7 @@
 """What a run comes to, and the calendar at the end of each step: what is due when."""
 
 import json
+import math
 import pickle
 from types import SimpleNamespace
 
@@ -62,6 +63,13 @@ def test_the_age_of_tokens_is_not_taken_for_a_difference_between_sampler_and_tra
         told = {"staleness/max": float(age), "mismatch/max_abs_logprob_diff": step_diff}
         outcome.take(age, values(0.5, **told), {})
     assert outcome.summary()["max_abs_logprob_diff"] == diff
+
+
+def test_a_difference_that_was_no_number_is_not_forgotten():
+    outcome = Outcome()
+    for step, diff in enumerate((0.125, math.nan, 0.5)):
+        outcome.take(step, values(0.5, **{"mismatch/max_abs_logprob_diff": diff}), {})
+    assert math.isnan(outcome.max_abs_logprob_diff)
 
 
 def test_the_first_reward_of_a_resumed_run_is_that_of_the_first_process():

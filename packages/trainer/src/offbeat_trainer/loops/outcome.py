@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.data.assemble import group_metrics, staleness_metrics
-from offbeat_trainer.metrics import Last, Mean, Metric, Sum, reduce_metrics
+from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.run_store import RunState
 from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.producer import training_params, tried_again
@@ -75,7 +75,7 @@ class Outcome:
         self.take_seconds(seconds)
         diff = values.get("mismatch/max_abs_logprob_diff")
         if diff is not None and not values.get("staleness/max"):  # of older tokens it is mostly their age
-            self.max_abs_logprob_diff = max(diff, self.max_abs_logprob_diff or 0.0)
+            self.max_abs_logprob_diff = Max(diff).join(Max(self.max_abs_logprob_diff or 0.0)).value()
         dropped = [key for key in values if key.startswith(DROPPED)]
         self.dropped_groups = {
             key.removeprefix(DROPPED).removesuffix("_groups"): values[key] for key in dropped
