@@ -192,7 +192,7 @@ class Worker:
         if self._config.stop_strings:
             self._tokenizer = load_tokenizer(self._config.model_path)
         self._model: PreTrainedModel = load_model(self._config)
-        require_plain(self._model, self._config.max_model_len)
+        require_plain(self._model, self._config)
         lora = self._config.lora
         self._weights = MergedLora(self._model, lora) if lora.rank else WholeWeights(self._model)
         self._recorder = Recorder(self._model) if self._config.record_experts else None
