@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import torch
@@ -70,4 +71,25 @@ async def test_a_member_whose_ranks_part_is_fenced_off_and_generates_no_more(err
     assert ("pair" in manager.members) == stays
     assert ("pair" in manager.fenced) != stays
     assert gate.paused == (0 if stays else 1), "torn weights must not generate"
+    sender.close()
+
+
+async def test_a_member_of_which_a_rank_says_nothing_in_the_flip_generates_no_more():
+    sinks, gate = [Sink(), Sink()], Gate()
+    workers = [Rank(sink, rank=rank, num_ranks=2) for rank, sink in enumerate(sinks)]
+
+    async def control(op, payload):
+        if op == "update":
+            asked = workers[:1] if payload["op"] == "flip" and sinks[0].version else workers
+            await asyncio.gather(*(asyncio.to_thread(worker.handle, payload) for worker in asked))
+
+    sender = Sender(ModuleSource(torch.nn.Linear(8, 8)), CONFIG)
+    manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
+    config = dataclasses.replace(CONFIG, flip_timeout_s=1.0)  # it says so before the manager stops waiting
+    manager.add(ControlMember("pair", control, mailbox=Mailbox(), config=config, gate=gate))
+    await manager.sync(1)
+    with pytest.raises(SyncFailed, match="rank 1 of pair did not answer within 1 s"):
+        await manager.sync(2)
+    assert [sink.version for sink in sinks] == [2, 1]
+    assert gate.paused == 1, "two versions must not generate together"
     sender.close()

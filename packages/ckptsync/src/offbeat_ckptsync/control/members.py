@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.ranks import Control, EngineRanks, LocalRank, Mailbox, Ranks
-from offbeat_ckptsync.errors import LoadError, SyncError
+from offbeat_ckptsync.errors import LoadError, SyncError, TransferError
 from offbeat_ckptsync.seams import CACHE, WEIGHTS, GenerationGate, Member, Source, Transport, WeightSource
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Echo, Flip, Label, Layout, Manifest, Sent, Status, SyncOffer
@@ -84,7 +84,7 @@ class ReplicaMember(Member):
         await self._ranks.ask("verify", sync_id, sent)
 
     async def flip(self, sync_id: str, sent: Sent) -> Flip:
-        """Pause, load, resume; after a torn load generation stays paused.
+        """Pause, load, resume; after a torn load, or one of which a rank says nothing, generation stays paused.
 
         `pause_s` is that of the flip; on a shared device what users felt began before.
         """
@@ -93,7 +93,7 @@ class ReplicaMember(Member):
         drain_s = time.perf_counter() - mark
         try:
             flips: list[Flip] = await self._ranks.ask("flip", sync_id, sent)
-        except LoadError:
+        except (LoadError, TransferError):
             raise
         except SyncError:
             await self._open()
