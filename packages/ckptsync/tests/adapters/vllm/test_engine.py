@@ -153,7 +153,7 @@ async def serving(folder, config, num_ranks=1):
         yield made
     finally:
         made.sender.close()
-        llm.shutdown()
+        llm.shutdown(timeout=20.0)  # else its ranks are killed, and leave what they share
         os.environ.clear()
         os.environ.update(saved)
 
