@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_rollout.errors import ConfigError, RequestError
 from offbeat_rollout.types import RolloutFeature
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offbeat_rollout.types import GenerateRequest, RolloutCapabilities, SamplingParams
 
 
+_GROWING_ROPES = ("dynamic", "longrope", "su")
 _LEAST_TEMPERATURE = 0.01  # vLLM would draw at this one for anything between 0 and it
 
 
@@ -43,17 +44,47 @@ def check_config(config: RolloutConfig, capabilities: RolloutCapabilities) -> No
         _check_recording(config, capabilities)
     _check_lora(config, capabilities)
     _check_tokenizer(config, capabilities)
+    _check_rope(config, capabilities)
+
+
+def _check_rope(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
+    """Refuse sequences beyond which frequencies are others: engines choose them by the batch, or by `max_model_len` for all."""
+    shape = _shape(config)
+    ropes: dict[str, Any] = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    kinds: list[object] = [*ropes.values()]  # one for each kind of layer, or settings of the only one
+    for rope in [cast("dict[str, Any]", each) for each in kinds if isinstance(each, dict)] or [ropes]:
+        if rope.get("rope_type", rope.get("type")) in _GROWING_ROPES:
+            of = {**shape, **rope}
+            limit = of.get("original_max_position_embeddings") or of.get("max_position_embeddings")
+            if limit is not None and config.max_model_len > limit:
+                raise ConfigError(
+                    f"{capabilities.adapter}: `max_model_len` is {config.max_model_len}, and beyond {limit} tokens the model's rotary "
+                    "frequencies follow the longest sequence: log-probs would not be a trainer's (vLLM takes the long ones for "
+                    f"short sequences, too); set it to {limit} at most"
+                )
+
+
+def _shape(config: RolloutConfig) -> dict[str, Any]:
+    """Return what config.json says of the language model; nothing where there is none: not made yet, or refused elsewhere.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    path = Path(config.model_path) / "config.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return found.get("text_config", found)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"cannot read the config.json in {config.model_path!r}: {error}") from error
 
 
 def _check_recording(config: RolloutConfig, capabilities: RolloutCapabilities) -> None:
-    who, path = capabilities.adapter, Path(config.model_path) / "config.json"
+    who = capabilities.adapter
     if RolloutFeature.ROUTED_EXPERTS not in capabilities.features:
         why = capabilities.missing.get(RolloutFeature.ROUTED_EXPERTS, "it does not say them")
         raise ConfigError(f"{who}: `record_experts`: routed experts cannot be recorded here: {why}; use hf")
-    if not path.is_file():
-        return  # not made yet, or refused elsewhere
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not any("expert" in key for key in found.get("text_config", found)):
+    shape = _shape(config)
+    if shape and not any("expert" in key for key in shape):
         raise ConfigError(
             f"{who}: `record_experts`: the model in {config.model_path!r} has no experts; leave the setting out"
         )

@@ -250,15 +250,6 @@ async def test_a_model_that_would_generate_otherwise_than_its_plain_forward_is_r
         await engine.start()
 
 
-async def test_frequencies_that_follow_the_longest_sequence_of_a_batch_are_refused(tmp_path):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    limit = {"original_max_position_embeddings": 64}
-    AutoConfig.for_model("phi3", **TINY, **limit, rope_parameters={**rope, **limit}).save_pretrained(tmp_path)
-    HfEngine.check(RolloutConfig(model_path=str(tmp_path), max_model_len=64))
-    with pytest.raises(ConfigError, match=r"beyond 64 tokens .* lower it, or use vllm"):
-        HfEngine.check(RolloutConfig(model_path=str(tmp_path), max_model_len=65))
-
-
 async def test_a_request_by_the_id_of_one_that_was_given_up_gets_its_own_answer(engine):
     first = asyncio.create_task(engine.generate(request("same", 250, seed=1)))
     await wait_for_tokens(engine)

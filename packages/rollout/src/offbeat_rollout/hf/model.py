@@ -88,25 +88,6 @@ def _check_attention(config: PretrainedConfig, max_model_len: int) -> None:
         raise ConfigError(
             f"`max_model_len` is {max_model_len} and the model was made for {positions} positions"
         )
-    limit = _rope_limit(config)
-    if limit is not None and max_model_len > limit:
-        raise ConfigError(
-            f"beyond {limit} tokens the model's rotary frequencies follow the longest sequence of a batch, and `max_model_len` is "
-            f"{max_model_len}: a log-prob would depend on its neighbours; lower it, or use vllm"
-        )
-
-
-def _rope_limit(config: PretrainedConfig) -> int | None:
-    """Return up to how many tokens rotary frequencies stay as they are; None where they always do."""
-    ropes = getattr(config, "rope_parameters", None) or {}
-    limits = [
-        rope.get("original_max_position_embeddings")
-        or getattr(config, "original_max_position_embeddings", None)
-        or config.max_position_embeddings
-        for rope in ([ropes] if "rope_type" in ropes else ropes.values())
-        if rope and rope.get("rope_type") in ("dynamic", "longrope")
-    ]
-    return min(map(int, limits), default=None)
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
