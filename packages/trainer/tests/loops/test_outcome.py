@@ -65,6 +65,16 @@ def test_the_age_of_tokens_is_not_taken_for_a_difference_between_sampler_and_tra
     assert outcome.summary()["max_abs_logprob_diff"] == diff
 
 
+def test_a_sampler_that_runs_another_model_is_told_of_once_and_not_taken_for_age(caplog):
+    outcome = Outcome()
+    for step, (age, mean) in enumerate([(0, 0.05), (1, 2.0), (0, 1.5), (0, 1.5)]):
+        told = {"staleness/max": float(age), "mismatch/mean_abs_logprob_diff": mean}
+        outcome.take(step, values(0.5, **told), {})
+    (said,) = caplog.messages
+    assert "step 2: for the same weights and tokens" in said
+    assert "1.5 nats apart" in said
+
+
 def test_a_difference_that_was_no_number_is_not_forgotten():
     outcome = Outcome()
     for step, diff in enumerate((0.125, math.nan, 0.5)):

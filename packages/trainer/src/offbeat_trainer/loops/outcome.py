@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from offbeat_trainer.stream.parts import Parts
     from offbeat_trainer.watch.watchdog import PhaseClock
 
+log = logging.getLogger(__name__)
+
 STEP_PHASES = ("generate", "reward", "train", "sync")
 DROPPED = "buffer/dropped_"  # metrics that count, by reason; see `GroupStream.metrics`
 NUM_SHOWN = 4
+_APART_NATS = 0.3  # a token in the mean; rounding in bfloat16 comes to 0.01, by flipped experts to 0.05
 _KEPT = [item.name for item in fields(RunState) if item.name != "step"]
 FORGET_EVERY = 20
 """Steps between two clearances of the journal where no checkpoint clears it."""
@@ -48,6 +52,7 @@ class Outcome:
     reward_first: float | None = None
     reward_last: float | None = None
     max_abs_logprob_diff: float | None = None
+    is_told: bool = False  # that the two do not run the same model
     warmup_s: float = 0.0
     tokens: float = 0.0
     step_s: float = 0.0
@@ -73,9 +78,8 @@ class Outcome:
             self.reward_first = self.reward_last
         self.tokens += values["tokens/generated"]
         self.take_seconds(seconds)
-        diff = values.get("mismatch/max_abs_logprob_diff")
-        if diff is not None and not values.get("staleness/max"):  # of older tokens it is mostly their age
-            self.max_abs_logprob_diff = Max(diff).join(Max(self.max_abs_logprob_diff or 0.0)).value()
+        if not values.get("staleness/max"):  # of older tokens it is mostly their age
+            self._compare(step, values)
         dropped = [key for key in values if key.startswith(DROPPED)]
         self.dropped_groups = {
             key.removeprefix(DROPPED).removesuffix("_groups"): values[key] for key in dropped
@@ -83,6 +87,21 @@ class Outcome:
         if "sync/gb_per_s" in values:  # not every step of an asynchronous run has a sync
             self.syncs += 1
             self.sync_gb_per_s += values["sync/gb_per_s"]
+
+    def _compare(self, step: int, values: dict[str, float]) -> None:
+        """Take in how far sampler and trainer are apart where both had the same weights; say once where that is no rounding."""
+        diff, mean = (values.get(f"mismatch/{name}_abs_logprob_diff") for name in ("max", "mean"))
+        if diff is not None:
+            self.max_abs_logprob_diff = Max(diff).join(Max(self.max_abs_logprob_diff or 0.0)).value()
+        if mean is not None and not mean <= _APART_NATS and not self.is_told:
+            self.is_told = True
+            log.warning(
+                "step %d: for the same weights and tokens the log-probs of sampler and trainer are %.2g nats apart in the mean, which is "
+                "no rounding: they do not run the same model, and what is learned is not what was sampled. Try `rollout=hf`, which holds "
+                "itself against the model's plain forward, and look the model up in docs/families.md",
+                step,
+                mean,
+            )
 
     def take_seconds(self, seconds: dict[str, float]) -> None:
         """Take in how long the phases of a step took."""
