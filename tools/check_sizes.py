@@ -1,8 +1,8 @@
 """Hold files and functions to a size that can be read at one sitting.
 
-Ruff has no rule for lines per file or per function. Sources and tools: files under 350 lines, functions
+Ruff has no rule for lines per file or per function. Sources and tools: files under 500 lines, functions
 under 50. Tests get half as much again, because a table of cases is long without being hard: files under
-525, functions under 75. Lines count from `def` to the last one, docstring included. Scripts without a
+750, functions under 75. Lines count from `def` to the last one, docstring included. Scripts without a
 suffix under tools/ are held to the length of a file.
 """
 
@@ -27,8 +27,8 @@ class Limit:
     function_lines: int
 
 
-SOURCES = Limit(file_lines=350, function_lines=50)
-TESTS = Limit(file_lines=525, function_lines=75)
+SOURCES = Limit(file_lines=500, function_lines=50)
+TESTS = Limit(file_lines=750, function_lines=75)
 
 
 def limit_for(path: Path) -> Limit:
