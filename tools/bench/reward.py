@@ -5,6 +5,6 @@ from __future__ import annotations
 GOOD = frozenset("abcdefgh")
 
 
-def share_of_good(_prompt: str, completion: str, _row: object) -> float:
+def share_of_good(completion: str) -> float:
     """Return how much of the completion's text is good letters, 0 to 1: samples of one prompt differ in it."""
     return sum(letter in GOOD for letter in completion) / max(1, len(completion))

@@ -147,8 +147,8 @@ def _reward(path: str) -> Any:  # noqa: ANN401
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def reward(prompts: list[str], completions: list[str], **_: object) -> list[float]:
-        return [module.share_of_good(*pair, None) for pair in zip(prompts, completions, strict=True)]
+    def reward(completions: list[str], **_: object) -> list[float]:
+        return [module.share_of_good(completion) for completion in completions]
 
     return reward
 
