@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from offbeat_engine.fsdp2 import Fsdp2Engine
 
-_READ = (torch.ops.aten._local_scalar_dense.default,)  # noqa: SLF001 what `item`, `tolist` and `float` come to
-
 
 class FakeCuda:
     """While it is entered, what is on the CPU is real and computed, and what is on `cuda` is only shaped.
@@ -102,7 +100,7 @@ class _Sorting(TorchDispatchMode):
         if not fakes and not there:
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if func in _READ:
+        if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 `item`, `tolist` and `float`
             self._waits.append(_where())
             return 0.0 if fakes[0].dtype.is_floating_point else fakes[0].dtype is not torch.bool and 0
         return tree_map(self._back, func(*args, **kwargs))
@@ -117,9 +115,11 @@ class _Sorting(TorchDispatchMode):
 
 
 def _where() -> str:
-    frames = [frame for frame in traceback.extract_stack() if "offbeat" in frame.filename]
-    frames = [frame for frame in frames if not frame.filename.endswith("fake_cuda.py")]
-    return f"{frames[-1].filename.rpartition('offbeat_')[2]}:{frames[-1].name}" if frames else "elsewhere"
+    for frame, _ in traceback.walk_stack(None):
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("offbeat_") and module != __name__:
+            return f"{module}:{frame.f_code.co_name}"
+    return "elsewhere"
 
 
 def pretend_on_cuda(engine: Fsdp2Engine) -> None:
