@@ -170,8 +170,9 @@ def test_tuples_and_arrays_make_the_batch_that_a_slow_loop_makes(drawn):
         spread_B = torch.tensor([0.1 * index - 1 / 3 for index in range(len(made))], dtype=torch.float64)
         batches.append(assemble(groups, {"advantages": spread_B}, temperature=0.7))
         longest = max(completion.num_tokens for completion in made)
-        each_BC = spread_B[:, None] + torch.arange(longest + 1)  # one place more than any token needs
-        each_BC[:, longest] = math.nan
+        each_BC = spread_B[:, None] + torch.arange(longest)
+        for row, completion in enumerate(made):
+            each_BC[row, completion.num_tokens :] = math.nan  # no token has what lies there
         batches.append(assemble(groups, {"advantages": each_BC}, temperature=0.7))
     spread, each = (
         slowly(groups, rows, 0.7)
@@ -248,6 +249,7 @@ def test_what_cannot_be_assembled_is_refused(groups, temperature, words):
         ({"advantage": torch.zeros(3)}, "unknown target `advantage`; a batch may hold input_ids"),
         ({"advantages": torch.zeros(2)}, r"target `advantages` must be \[3\] or \[3, 3\], got \[2\]"),
         ({"advantages": torch.zeros(3, 2)}, r"must be \[3\] or \[3, 3\], got \[3, 2\]"),
+        ({"advantages": torch.zeros(3, 4)}, r"must be \[3\] or \[3, 3\], got \[3, 4\]"),  # whole sequences
         ({"group": torch.zeros(3, 3)}, r"target `group` must be \[3\], got \[3, 3\]"),
         (
             {"advantages": torch.tensor([0, 0, math.inf])},

@@ -1,6 +1,7 @@
 """Several turns with a scripted environment: tokens, seeds, limits, failures."""
 
 import asyncio
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from offbeat_rollout import Completion, Finish, SamplingParams
+from offbeat_trainer.algorithms.grpo import turn_advantages
 from offbeat_trainer.config import (
     EnvironmentConfig,
     OnFailure,
@@ -244,6 +246,26 @@ class Task:
 def test_the_environment_the_task_or_both_say_what_it_is_worth(reward_from, score):
     group = one_group(Echo, scorer=Task(), reward_from=reward_from)
     assert group.scores == (score,)
+
+
+def test_where_the_task_alone_pays_no_turn_keeps_the_environments_reward():
+    """The environment's rewards would otherwise be credited to the turns, and taken from the last one."""
+    made = itertools.count()
+
+    class Generous(Echo):
+        async def step(self, action):
+            feedback = await super().step(action)
+            return replace(feedback, reward=float(self.number == 0 and action.turn == 0))
+
+        def reset(self, prompt, seed):
+            self.number = next(made)
+            return super().reset(prompt, seed)
+
+    group = one_group(Generous, 2, scorer=Task(), reward_from=RewardFrom.TASK)
+    for one, score in zip(group.trajectories, group.scores, strict=True):
+        assert one.rewards(score.reward).tolist() == [0.0] * 9 + [3.0], "as PPO counts them"
+    advantages_BC = turn_advantages([group], lambda rewards: rewards - rewards.mean(1, keepdim=True))
+    assert advantages_BC.abs().max() == 0, "both trajectories are worth the same, and so are their turns"
 
 
 async def test_an_interrupted_turn_is_continued_from_its_tokens_and_its_environment_hears_nothing_of_it():

@@ -45,6 +45,8 @@ def alarmed(completion):
     signal.alarm(1)
     time.sleep(600)
 
+def forgets_to_return(completion): score = float(len(completion))
+
 def fails(how):
     if how == "raised": raise KeyError("nothing")
     if how == "interrupted": raise KeyboardInterrupt
@@ -334,3 +336,23 @@ async def test_a_task_may_score_with_numbers_of_numpy():
         return Score(reward=completion.token_ids.mean(), correct=completion.token_ids.any())
 
     assert rewards_of(await TaskScorer(score, RewardConfig()).score(group())) == [97.0, 98.0, 99.0]
+
+
+@pytest.mark.parametrize(
+    "names", [["forgets_to_return"], ["none_for_b"], ["none_for_b", "forgets_to_return"]]
+)
+async def test_a_completion_to_which_no_reward_applies_has_no_score(scorer, names):
+    """A sum over nothing would be a silent 0 for every completion of a function that lacks its `return`."""
+    with pytest.raises(
+        RewardFailed, match=r"no reward applies to completion \d of rows:1: .*returned None"
+    ) as raised:
+        await scorer(*names).score(group())
+    assert raised.value.reason == "none applies"
+    with pytest.raises(TrainerError, match=r"reward\.on_failure=drop"):
+        await scorer(*names, on_failure=OnFailure.STOP).score(group())
+
+
+async def test_a_reward_that_does_not_apply_leaves_the_others_score(scorer):
+    [first, second, third] = (await scorer("one", "none_for_b").score(group())).scores
+    assert [first.reward, second.reward, third.reward] == [2.0, 1.0, 4.0]
+    assert second.parts == {"one": 1.0}

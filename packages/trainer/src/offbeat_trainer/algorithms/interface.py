@@ -58,8 +58,8 @@ class Algorithm(ABC, Generic[C_co]):
     def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
         """Return what scored `groups` say is to be learned, as keys of a batch. On the driver; a pure function.
 
-        Each is [B], one number per completion (of a key per token, every token of the completion gets it), or [B, C], one
-        per token of the completion, where what is beyond a completion's own tokens is not looked at.
+        Each is [B], one number per trajectory (of a key per token, every token of the trajectory gets it), or [B, C], one per
+        token after the prompt, an environment's included. C is the longest trajectory's; padding on the right is not read.
         """
 
     @abstractmethod

@@ -131,7 +131,7 @@ def _placed(key: str, target: torch.Tensor, after_BT: torch.Tensor, mask_BT: tor
     spread = field.dims == "BT" and target.ndim == 1
     per_token = field.dims != "B" and not spread
     fits = target.shape[:1] == (num_sequences,) and target.ndim == (1 if spread else len(field.dims))
-    if not fits or (per_token and target.shape[1] < longest):
+    if not fits or (per_token and target.shape[1] != longest):
         wanted = (
             f"[{num_sequences}]"
             if field.dims == "B"

@@ -198,10 +198,9 @@ class Trajectory:
         """Return the first `count` tokens of a trajectory of one turn, as one that ended by `finish`."""
         return Trajectory.of(self.completion.cut(count, finish))
 
-    def rewarded(self, reward: float) -> Trajectory:
-        """Return it with `reward` for its last turn."""
-        *before, last = self.turns
-        return replace(self, turns=(*before, replace(last, reward=reward)))
+    def without_rewards(self) -> Trajectory:
+        """Return it with 0 for the reward of every turn."""
+        return replace(self, turns=tuple(replace(turn, reward=0.0) for turn in self.turns))
 
     def runs(self) -> list[tuple[int, int]]:
         """Return the versions that made its tokens, in order: (version, number of tokens), `NO_VERSION` for observed ones."""

@@ -123,8 +123,10 @@ class MultiTurn:
         if self._scorer is None or self._config.reward_from is RewardFrom.ENVIRONMENT:
             return replace(group, scores=own)
         scored = await self._scorer.score(group)
-        if self._config.reward_from is RewardFrom.TASK:
-            return scored
+        if (
+            self._config.reward_from is RewardFrom.TASK
+        ):  # the environment's rewards would still be credited turn by turn
+            return replace(scored, trajectories=tuple(one.without_rewards() for one in scored.trajectories))
         return replace(group, scores=tuple(map(_sum, own, scored.scores)))
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Group]:

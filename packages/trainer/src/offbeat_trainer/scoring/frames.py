@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct("<q")
 RAISED, TIMED_OUT, DIED, NO_NUMBER, LOST = "raised", "timed out", "died", "not a number", "lost"
+NONE_APPLIES = "none applies"
 READY = ""
 """In place of a path: nothing is called, and the answer says that functions can be."""
 

@@ -17,7 +17,7 @@ from offbeat_trainer.config import OnFailure, RewardConfig
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import RewardFailed, TrainerError
 from offbeat_trainer.scoring.client import CallProcess
-from offbeat_trainer.scoring.frames import NO_NUMBER, RAISED, READY, TIMED_OUT, Setup
+from offbeat_trainer.scoring.frames import NO_NUMBER, NONE_APPLIES, RAISED, READY, TIMED_OUT, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ T = TypeVar("T")
 class FunctionScorer:
     """Satisfies `Scorer` with reward functions, called in processes of their own; see `scoring.functions`.
 
-    A completion's reward is the sum of what its functions return, each times its weight; one that returned None does not
-    apply to it. What each returned is kept in `Score.parts`, by its name, or its path where others have its name.
+    A completion's reward is the sum of what its functions return, each times its weight; a function that returned None does
+    not apply to it, and a completion to which none applies has no score: its group fails. What each returned is kept in `Score.parts`, by its name, or its path where others have its name.
     """
 
     def __init__(
@@ -84,7 +84,11 @@ class FunctionScorer:
             values = await together(work)
         except RewardFailed as error:
             raise _as_asked(error, self._config) from error
-        return replace(group, scores=tuple(self._sum(column) for column in zip(*values, strict=True)))
+        columns = enumerate(zip(*values, strict=True))
+        try:
+            return replace(group, scores=tuple(self._sum(values, group, place) for place, values in columns))
+        except RewardFailed as error:
+            raise _as_asked(error, self._config) from error
 
     async def close(self) -> None:
         """End the processes."""
@@ -93,10 +97,22 @@ class FunctionScorer:
             await asyncio.gather(self._starting, return_exceptions=True)
         await self._process.close()
 
-    def _sum(self, values: Sequence[float | None]) -> Score:
+    def _sum(self, values: Sequence[float | None], group: Group, place: int) -> Score:
+        """Return the weighted sum of `values`, what each reward returned for completion `place` of `group`.
+
+        Raises:
+            RewardFailed: every reward returned None. The sum of nothing is not a score of 0.
+        """
         given = [
             (reward, value) for reward, value in zip(self._rewards, values, strict=True) if value is not None
         ]
+        if not given:
+            paths = ", ".join(self._names)
+            raise RewardFailed(
+                NONE_APPLIES,
+                f"no reward applies to completion {place} of {group.prompt.uid}: {paths} returned None; "
+                "return a number for each completion that is to be trained",
+            )
         total = math.fsum(reward.weight * value for reward, value in given)
         parts = {self._names[reward.path]: value for reward, value in given} if len(self._rewards) > 1 else {}
         return Score(reward=total, correct=total >= self._correct_at, parts=parts)
