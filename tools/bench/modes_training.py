@@ -10,6 +10,7 @@ from modes_paced import VOCAB, Lengths, PacedReplica, PacedTask, StepLog, TimedJ
 from offbeat_ckptsync import LocalMember, Receiver, Seat, SyncConfig, SyncReport
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
@@ -38,12 +39,8 @@ from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.weights.source import EngineWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
-    import torch
-
-    from offbeat_ckptsync import Manifest
     from offbeat_engine import Engine
 
 LENGTHS = Lengths(median=40, sigma=0.9, longest=480)  # mean about 60: the longest takes eight times that
@@ -60,24 +57,6 @@ FIRST = 3  # steps that do not count: allocators, caches, and slots that fill
 LAST = MAX_STALENESS + 1  # nor do the last ones, for which nothing more is begun
 
 
-class Shelf:
-    """Satisfies `WeightSink`: keeps the newest tensors."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        """Expect the tensors of `manifest`."""
-        self._manifest = manifest
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def expected(self) -> Manifest:
-        """Return what is kept."""
-        return self._manifest
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Keep copies."""
-        del version
-        self.tensors = {name: tensor.clone() for name, tensor in tensors}
-
-
 class PacedPublisher:
     """Syncs real weights into memory, then tells the replica its version. Satisfies `Publisher`."""
 
@@ -87,7 +66,7 @@ class PacedPublisher:
         weights = EngineWeights(engine)
         self._replica = replica
         self._manager = CheckpointEngineManager(LocalSource(Sender(weights, config)), config)
-        receiver = Receiver(Seat(member="paced"), Shelf(weights.manifest()))
+        receiver = Receiver(Seat(member="paced"), DictSink(weights.manifest()))
         self._manager.add(LocalMember(receiver, make_transport(config.transport, config)))
 
     async def publish(self, version: int) -> SyncReport:
