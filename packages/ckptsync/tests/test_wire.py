@@ -14,21 +14,15 @@ from hypothesis import strategies as st
 from as_text import dumps, loads
 from offbeat_ckptsync import wire
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.control.carried import CarriedMember
 from offbeat_ckptsync.errors import ManifestError, SyncError, WireError
 from offbeat_ckptsync.ops import MEMBER_OPS, beside
 from offbeat_ckptsync.plan.manifest import make_manifest
 from offbeat_ckptsync.values import (
     Bucket,
-    Cell,
-    Cut,
-    Cutting,
     Echo,
     Flip,
-    Layout,
     Manifest,
     Piece,
-    Registration,
     Sent,
     SyncOffer,
     SyncReport,
@@ -36,11 +30,9 @@ from offbeat_ckptsync.values import (
 )  # fmt: skip
 from offbeat_ckptsync.wire import (
     decode,
-    decode_as,
     decode_error,
     encode,
     encode_error,
-    plain_as,
 )
 
 OFFER = SyncOffer(
@@ -151,60 +143,6 @@ def test_rows_are_read_from_objects_as_from_text():
     assert {type(row) for row in encode(OFFER.manifest)["specs"]} == {tuple}
 
 
-def test_a_cutting_comes_back_and_what_is_none_is_refused_by_name():
-    cutting = Cutting(kinds=((Cell(starts=(0, 4), shape=(2, 3), part=1),), ()), kind_of=(0, 0, 1))
-    data = encode(cutting)
-    assert loads(Cutting, json.dumps(data)) == cutting
-    for kinds, named in [
-        ([[[[0, 4], [2, 3], True]]], r"kinds\[0\]\[0\].part: expected int, got True"),
-        ([[[[0, 4], [2, 3]]]], r"kinds\[0\]\[0\]: expected starts, shape, part"),
-        ([[{"starts": []}]], r"kinds\[0\]\[0\]: expected list"),
-    ]:
-        with pytest.raises(WireError, match=named):
-            decode(Cutting, {**data, "kinds": kinds})
-    with pytest.raises(WireError, match=r"kind_of\[1\]: expected int, got True"):
-        decode(Cutting, {**data, "kind_of": [0, True]})
-
-
-def test_layouts_are_made_of_few_cuts_and_members_that_need_the_same_share_them():
-    """A garbage collector that goes through a cut for every tensor and rank would hold up every thread."""
-    layouts = [
-        {f"t{i}": (Cut(dim=0, start=i % 2, length=rank),) for i in range(100 - rank)} for rank in (1, 2)
-    ]
-    data = plain_as(list[Layout], layouts)
-    got, again = (decode_as(list[Layout], json.loads(json.dumps(data)), "it") for _ in range(2))
-    assert got == layouts
-    assert again is got
-    assert len({id(cuts) for cuts in got[0].values()}) == len({id(cuts[0]) for cuts in got[0].values()}) == 2
-    assert json.dumps(data).count('"t7"') == 1
-    assert decode_as(Layout, plain_as(Layout, layouts[1]), "it") == layouts[1]
-    for wrong, named in [
-        (
-            {"cuts": [[[0, "x", 1]], [[0, 1, 1]]]},
-            r"it.ranks\[0\].cuts\[0\]\[0\].start: expected int, got 'x'",
-        ),
-        ({"of": [2] * 99}, "expected numbers of the 2 cuts"),
-        ({"of": [-2] * 99}, "expected numbers of the 2 cuts"),
-        ({"of": [0] * 98}, "one for each of 99 names"),
-    ]:
-        with pytest.raises(WireError, match=named):
-            decode_as(list[Layout], {**data, "ranks": [{**data["ranks"][0], **wrong}]}, "it")
-
-
-async def test_a_member_elsewhere_says_once_what_its_ranks_need():
-    asked = []
-
-    async def call(op, request):
-        asked.append((op, request))
-        return {"ok": {"ranks": {"names": ["t"], "ranks": [{"cuts": [[[0, 0, 1]]], "of": [0]}]}}}
-
-    member = CarriedMember(Registration(name="m", role="member"), call)
-    first = await member.layouts()
-    assert first == [{"t": (Cut(dim=0, start=0, length=1),)}]
-    assert await member.layouts() is first
-    assert asked == [("layouts", {})]
-
-
 async def test_many_values_are_made_one_at_a_time_and_the_loop_goes_on():
     at_work, seen = 0, list[int]()
     started, gate = threading.Event(), threading.Event()
@@ -218,7 +156,7 @@ async def test_many_values_are_made_one_at_a_time_and_the_loop_goes_on():
         at_work -= 1
         return "done"
 
-    asked = [asyncio.create_task(beside(MEMBER_OPS, "layouts", work)) for _ in range(4)]
+    asked = [asyncio.create_task(beside(MEMBER_OPS, "begin", work)) for _ in range(4)]
     assert await asyncio.to_thread(started.wait, 600)
     assert await beside(MEMBER_OPS, "abort", lambda: "small") == "small"  # waits for nobody
     gate.set()

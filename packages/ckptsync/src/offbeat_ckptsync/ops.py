@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.errors import WireError
 from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.values import Echo, Flip, Label, Layout, Sent, Status, SyncOffer
-from offbeat_ckptsync.wire import Json, decode_as, decode_error, encode_error, plain_as
+from offbeat_ckptsync.values import Echo, Flip, Label, Sent, Status, SyncOffer
+from offbeat_ckptsync.wire import Json, decode_as, decode_error, encode_error, plain
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -38,7 +38,6 @@ class Op:
 
 
 MEMBER_OPS = {
-    "layouts": Op(gives=("ranks", list[Layout]), is_large=True),
     "begin": Op(takes={"offer": SyncOffer}, gives=("held", str), is_large=True),
     "transfer": Op(takes={"sync_id": str}, gives=("echoes", list[Echo])),
     "verify": Op(takes={"sync_id": str, "sent": Sent}),
@@ -70,7 +69,6 @@ SENDER_OPS = {
 """Methods of `Sender`: what each rank of a source does."""
 
 RANK_OPS = {
-    "layout": Op(gives=("layout", Layout), is_large=True),
     "begin": Op(
         takes={"offer": SyncOffer, "config": SyncConfig, "member": str, "staged": str}, gives=("held", str)
     ),
@@ -87,10 +85,7 @@ Table = dict[str, Op]
 
 def request_of(table: Table, op: str, values: Sequence[object]) -> Json:
     """Return the request of `op` with these values, in the order in which it takes them."""
-    return {
-        name: plain_as(kind, value)
-        for (name, kind), value in zip(table[op].takes.items(), values, strict=True)
-    }
+    return {name: plain(value) for name, value in zip(table[op].takes, values, strict=True)}
 
 
 def value_of(table: Table, op: str, answer: Mapping[str, object]) -> Any:  # noqa: ANN401 -- as the table says
@@ -150,4 +145,4 @@ def _call(target: object, table: Table, op: str, request: Mapping[str, object]) 
 
 
 def _answer(op: Op, value: object) -> Json:
-    return {} if op.gives is None else {op.gives[0]: plain_as(op.gives[1], value)}
+    return {} if op.gives is None else {op.gives[0]: plain(value)}

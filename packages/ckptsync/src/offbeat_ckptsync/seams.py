@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         Echo,
         Flip,
         Label,
-        Layout,
         Manifest,
         Seat,
         Sent,
@@ -70,13 +69,6 @@ class WeightSink(ABC):
         A `SyncError` raised here means: refused before anything was written, the old weights are whole. Any other
         exception means that the weights are torn; the member is then fenced off.
         """
-
-    def layout(self) -> Layout:
-        """Return which slices of which tensor this rank needs, as one of a tensor-parallel replica does; {}: everything.
-
-        `expected` names whole tensors, `load` gets the slices.
-        """
-        return {}
 
     adopts_private = True
     """Whether `adopt` is asked for memory of this rank alone, too. Two such memories then take turns, and no copy of what is
@@ -141,9 +133,6 @@ class BucketReceiver(ABC):
 
     in_flight: int = 1
     """How many buckets may be under way at once, between `start` and the end of what it returns."""
-
-    picks: bool = False
-    """Whether it may be asked for its rank's own buckets only; else it is asked for all."""
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         """Return the memory in which buckets appear, end to end as `bucket_starts` says, or None if there is none.
@@ -275,10 +264,6 @@ class Member(ABC):
     @abstractmethod
     def name(self) -> str:
         """A name for messages, unique among the members."""
-
-    async def layouts(self) -> list[Layout]:
-        """Return what each of its ranks needs, in rank order; nothing where they take everything."""
-        return []
 
     @abstractmethod
     async def begin(self, offer: SyncOffer) -> str:

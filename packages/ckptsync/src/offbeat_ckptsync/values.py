@@ -21,7 +21,7 @@ class Phase(StrEnum):
 class TensorSpec(NamedTuple):
     """One tensor of a manifest. `dtype` is the torch name without its prefix, say "bfloat16".
 
-    A tuple, as `Piece`, `Cut` and `Cell` are: there are tens of thousands, and more.
+    A tuple, as `Piece` is: there are tens of thousands, and more.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Manifest:
     """What a version consists of: ordered specs. Order matters; `digest` covers names, shapes, dtypes and order."""
 
     specs: Sequence[TensorSpec]
-    digest: str  # xxh3-128, hex, of the canonical JSON of `specs`; of cells see `plan.cells`
+    digest: str  # xxh3-128, hex, of the canonical JSON of `specs`
 
     def __hash__(self) -> int:
         """Hash the digest: thousands of specs are not gone through for every plan that is looked up."""
@@ -57,39 +57,6 @@ class Bucket:
     index: int
     num_bytes: int
     pieces: Sequence[Piece]
-    part: int = 0
-
-
-class Cut(NamedTuple):
-    """What a rank needs of a tensor: elements `start` to `start + length` along `dim`, all along the others."""
-
-    dim: int
-    start: int
-    length: int
-
-
-Layout = dict[str, tuple[Cut, ...]]
-"""What one rank needs, by tensor: cuts along one dimension, of which it gets the concatenation in their order. A tensor that
-is not named it needs whole, one without cuts not at all. What one rank of a member needs a part of, its ranks must cover."""
-
-
-class Cell(NamedTuple):
-    """A piece of every tensor that is cut like it: where it starts in them, its shape, and who gets it.
-
-    Cells of one part go to the same ranks.
-    """
-
-    starts: tuple[int, ...]
-    shape: tuple[int, ...]
-    part: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cutting:
-    """How the tensors of a manifest are cut: the cells of each kind, and of which kind each tensor is."""
-
-    kinds: tuple[tuple[Cell, ...], ...]
-    kind_of: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +96,6 @@ class SyncOffer:
     bucket whether it comes as a delta. `base` is the one of them that every member holds, set by the manager after
     their yes; where it is empty all buckets come whole.
 
-    Where ranks need slices only, the manager has cut the tensors of `manifest`: `cutting` says into what, `audiences` which
-    parts each rank gets (by "member/rank"; one that is not there gets all).
-
     `endpoints` is empty, and all ranks meet one sender at `endpoint`; or it says of every rank (by "member/rank") where it
     meets the sender that is beside it.
     """
@@ -145,8 +109,6 @@ class SyncOffer:
     reload: bool = False  # a member whose content is not trusted takes the version it serves once more
     bases: tuple[str, ...] = ()
     base: str = ""
-    cutting: Cutting | None = None
-    audiences: dict[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
     endpoints: dict[str, dict[str, str | int | float]] = field(
         default_factory=dict[str, "dict[str, str | int | float]"]
     )

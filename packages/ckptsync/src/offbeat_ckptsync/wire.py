@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import marshal
 import threading
 import types
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, 
 
 from offbeat_ckptsync import errors
 from offbeat_ckptsync.errors import SyncError, WireError
-from offbeat_ckptsync.values import Cut, Layout, Manifest
+from offbeat_ckptsync.values import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,30 +90,6 @@ def decode_error(data: object, *, where: str) -> SyncError:
     if isinstance(kind, type) and issubclass(kind, SyncError):
         return kind(f"{where}: {message}")
     return SyncError(f"{where}: {name}: {message}")
-
-
-def plain_as(kind: object, value: object) -> object:
-    """Return a value of the type `kind` as JSON, for `decode_as`."""
-    if kind == Layout:
-        return _plain_layouts([cast("Layout", value)])
-    return _plain_layouts(cast("list[Layout]", value)) if kind == list[Layout] else plain(value)
-
-
-def _plain_layouts(layouts: list[Layout]) -> Json:
-    """Say each name and all the same cuts once: a layout has some for every tensor, and tensors are cut in few ways."""
-    names = [*dict.fromkeys(itertools.chain.from_iterable(layouts))]
-    ranks: list[Json] = []
-    for layout in layouts:
-        numbers: dict[object, int] = {
-            cuts: number for number, cuts in enumerate(dict.fromkeys(layout.values()))
-        }
-        of = [numbers.get(cuts, _WHOLE) for cuts in map(layout.get, names)]
-        ranks.append({"cuts": plain([*numbers]), "of": of})
-    return {"names": names, "ranks": ranks}
-
-
-_WHOLE = -1
-"""In place of the number of cuts, where a rank needs all of a tensor."""
 
 
 def plain(value: object) -> object:
@@ -199,24 +174,6 @@ class _Decoded:
             return value
 
 
-def _decode_layouts(data: object, where: str) -> list[Layout]:
-    table = cast("dict[str, object]", _require(dict, data, where))
-    names = cast("list[str]", _decode(list[str], table.get("names"), f"{where}.names"))
-    ranks = cast("list[Json]", _require(list, table.get("ranks"), f"{where}.ranks"))
-    return [_decode_layout(names, rank, f"{where}.ranks[{i}]") for i, rank in enumerate(ranks)]
-
-
-def _decode_layout(names: list[str], data: object, where: str) -> Layout:
-    table = cast("dict[str, object]", _require(dict, data, where))
-    cuts = cast("list[Any]", _decode(list[tuple[Cut, ...]], table.get("cuts"), f"{where}.cuts"))
-    of = cast("list[int]", _decode(list[int], table.get("of"), f"{where}.of"))
-    if len(of) != len(names) or not {*of} <= {*range(_WHOLE, len(cuts))}:
-        raise WireError(
-            f"{where}.of: expected numbers of the {len(cuts)} cuts, one for each of {len(names)} names"
-        )
-    return {name: cuts[number] for name, number in zip(names, of, strict=True) if number != _WHOLE}
-
-
 def _decode_row(kind: type, data: object, where: str) -> object:
     hints = _hints_of(kind)
     row = cast("list[object]", _require(list, data, where))
@@ -233,8 +190,6 @@ def _decode_row(kind: type, data: object, where: str) -> object:
 _PLAIN = (str, int, float, bool, type(None))
 _SPECIAL: dict[object, Callable[[object, str], object]] = {
     Manifest: _Decoded(lambda data, where: _decode_dataclass(Manifest, data, where)),
-    list[Layout]: _Decoded(_decode_layouts),
-    Layout: lambda data, where: _decode(list[Layout], data, where)[0],  # type: ignore[index]  # pyright: ignore[reportIndexIssue]
 }
 
 

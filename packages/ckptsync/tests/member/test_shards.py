@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.member.sinks import ModuleSink
-from offbeat_ckptsync.plan.slices import assemble
-from offbeat_ckptsync.values import SyncOffer
 
 pytestmark = pytest.mark.spawns
 
@@ -36,7 +34,7 @@ def shard(module, mesh):
 
 
 def rank_of_three(rank, port):
-    """Shard a module over three gloo ranks, load slices of other weights, and return what it then holds."""
+    """Shard a module over three gloo ranks, load other weights whole, and return what it then holds."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
@@ -45,9 +43,9 @@ def rank_of_three(rank, port):
         module = make_module()
         shard(module, mesh)
         sink = ModuleSink(module)
-        layout, expected = sink.layout(), sink.expected()
+        expected = sink.expected()
         fresh = {name: tensor.detach() + 1 for name, tensor in make_module().named_parameters()}
-        sink.load(assemble(offer_of(expected), layout, fresh.items()), 1)
+        sink.load(fresh.items(), 1)
         whole = {
             name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
             for name, tensor in module.named_parameters()
@@ -55,14 +53,18 @@ def rank_of_three(rank, port):
         same = all(torch.equal(whole[name], fresh[name]) for name in fresh)
         module.norm = torch.nn.Parameter(DTensor.from_local(torch.ones(5), mesh, [Partial()]))
         try:
-            sink.layout()
+            sink.load(fresh.items(), 2)
         except ManifestError as error:
             refused = str(error)
         else:
             refused = ""
-        cuts = {name: [tuple(cut) for cut in of] for name, of in layout.items()}
+        held = {
+            name: list(tensor.to_local().shape)
+            for name, tensor in module.named_parameters()
+            if name in ("column", "row")
+        }
         fits = expected == ModuleSink(make_module()).expected()
-        return {"same": same, "cuts": cuts, "fits": fits, "refused": refused}
+        return {"same": same, "held": held, "fits": fits, "refused": refused}
     finally:
         dist.destroy_process_group()
 
@@ -83,13 +85,7 @@ def three_ranks(port):
             print(answer.read())
 
 
-def offer_of(manifest):
-    return SyncOffer(
-        sync_id="s", version=1, manifest=manifest, bucket_bytes=4096, transport="loopback", endpoint={}
-    )
-
-
-def test_a_module_of_distributed_tensors_says_what_it_holds_and_takes_it():
+def test_a_module_of_distributed_tensors_takes_whole_ones_and_keeps_its_parts():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ran = subprocess.run(
         [sys.executable, __file__, str(store.port)],
@@ -101,15 +97,10 @@ def test_a_module_of_distributed_tensors_says_what_it_holds_and_takes_it():
     answers = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [answer["same"] for answer in answers] == [True] * 3
     assert [answer["fits"] for answer in answers] == [True] * 3
-    assert [answer["cuts"] for answer in answers] == [
-        {"column": [[0, start, length]], "row": [[1, start, length]]}
-        for start, length in ((0, 3), (3, 3), (6, 1))
+    assert [answer["held"] for answer in answers] == [
+        {"column": [length, 4], "row": [4, length]} for length in (3, 3, 1)
     ]
     assert all("'norm' is placed as" in answer["refused"] for answer in answers)
-
-
-def test_a_module_of_plain_tensors_needs_everything():
-    assert ModuleSink(make_module()).layout() == {}
 
 
 def test_tensors_that_do_not_fit_the_rank_are_refused():

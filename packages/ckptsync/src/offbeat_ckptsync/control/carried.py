@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from offbeat_ckptsync.ops import Call, Table
-    from offbeat_ckptsync.values import Layout, Registration
+    from offbeat_ckptsync.values import Registration
     from offbeat_ckptsync.wire import Json
 
 
@@ -67,21 +67,12 @@ class CarriedMember(Member):
         """Ask by `call` whoever registered so; the manager sets the deadlines."""
         self.registration = registration
         self.call = call
-        self._layouts: list[Layout] | None = None
 
     @property
     def name(self) -> str:
         """The name it registered under."""
         return self.registration.name
 
-    async def layouts(self) -> list[Layout]:
-        """See `Member.layouts`; asked for once, because it does not change while a replica lives."""
-        if self._layouts is None:
-            self._layouts = await self._ask_layouts()
-        assert self._layouts is not None
-        return self._layouts
-
-    _ask_layouts = _carried(MEMBER_OPS, "layouts")
     begin = _carried(MEMBER_OPS, "begin")
     transfer = _carried(MEMBER_OPS, "transfer")
     verify = _carried(MEMBER_OPS, "verify")

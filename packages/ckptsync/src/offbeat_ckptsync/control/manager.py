@@ -63,7 +63,6 @@ class CheckpointEngineManager:
         self._members: dict[str, Member] = {}
         self._fenced: dict[str, str] = {}
         self._label: Label | None = None
-        self._like: SyncOffer | None = None  # the offer last committed, for its cut
         self._book = LabelBook()
         self._turn = asyncio.Lock()
         self._way = ("", "")  # how weights went last, and why so
@@ -200,7 +199,7 @@ class CheckpointEngineManager:
                     "version first"
                 )
 
-        target = Target(version=label.version, check=check, reload=reload, like=self._like)
+        target = Target(version=label.version, check=check, reload=reload)
         # A peer first: the trainer is not disturbed, and may have gone on from the committed version.
         sources = [copies for other in self._members.values() if (copies := other.peer()) is not None]
         if not peers_only:
@@ -240,7 +239,7 @@ class CheckpointEngineManager:
             raise SyncFailed(f"version {version}: {run.reasons}. {_served_text(served)}", served=served)
         await run.commit(done.label)
         if run.flips:  # before anything can go wrong where others are told
-            self._like, self._label = done.offer, done.label
+            self._label = done.label
         for name in run.flips:
             self._fenced.pop(name, None)
         await self._fence(run, members)

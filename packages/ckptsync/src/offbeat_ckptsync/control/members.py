@@ -14,7 +14,7 @@ from offbeat_ckptsync.control.ranks import Control, EngineRanks, LocalRank, Mail
 from offbeat_ckptsync.errors import LoadError, SyncError, TransferError
 from offbeat_ckptsync.seams import CACHE, WEIGHTS, GenerationGate, Member, Source, Transport, WeightSource
 from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.values import Echo, Flip, Label, Layout, Manifest, Sent, Status, SyncOffer
+from offbeat_ckptsync.values import Echo, Flip, Label, Manifest, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,6 @@ class ReplicaMember(Member):
         self._gate = GenerationGate() if gate is None else gate
         self._ask_canary = canary
         self._copies = copies
-        self._layouts: list[Layout] | None = None
         self._is_closed = False  # since `begin`: a gate that shares its device
         self._gaps: Gaps | None = None  # of the sync that is open
 
@@ -56,13 +55,6 @@ class ReplicaMember(Member):
     def name(self) -> str:
         """See `Member.name`."""
         return self._name
-
-    async def layouts(self) -> list[Layout]:
-        """See `Member.layouts`; asked for once, because it does not change while a replica lives."""
-        if self._layouts is None:
-            layouts = await self._ranks.ask("layout")
-            self._layouts = layouts if any(layouts) else []
-        return self._layouts
 
     async def begin(self, offer: SyncOffer) -> str:
         """See `Member.begin`. On a shared device generation then stops and the engine sleeps; one that refuses goes on."""

@@ -42,7 +42,7 @@ class Ranks(ABC):
     async def ask(self, op: str, *values: object) -> list[Any]:
         """Let every rank do `op`, and return what each gives, in rank order; raise what one of them raised.
 
-        `op` is one of `Receiver`'s methods: layout, begin (offer), transfer (sync_id), verify (sync_id, sent), flip
+        `op` is one of `Receiver`'s methods: begin (offer), transfer (sync_id), verify (sync_id, sent), flip
         (sync_id, sent), commit (label), abort (sync_id), status, distrust. What ranks do by themselves in another step
         may come back as an empty list.
         """
@@ -60,8 +60,6 @@ class LocalRank(Ranks):
         """See `Ranks.ask`."""
         method = getattr(self._receiver, op)
         match op:
-            case "layout" if self._receiver.seat.num_ranks > 1:
-                return []  # it cannot speak for the others
             case "transfer":
                 (sync_id,) = values
                 return [await in_thread(lambda: method(self._transport, sync_id), name=f"stage {sync_id}")]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat_ckptsync.errors import DigestError
 from offbeat_ckptsync.ops import SENDER_OPS, answer_in, request_of, value_of
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, tensors_in
-from offbeat_ckptsync.plan.cells import sent_of
-from offbeat_ckptsync.plan.slices import key_of
+from offbeat_ckptsync.plan.seats import key_of
 from offbeat_ckptsync.seams import Source
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.wire import Json
@@ -170,5 +169,5 @@ def _require_same(one: Sent, other: Sent, who: str, offer: SyncOffer) -> None:
         if its != others:
             raise DigestError(
                 f"{who} hold different weights: bucket {bucket.index} has digests {its} and {others}; it holds "
-                f"{tensors_in(sent_of(offer), bucket)}"
+                f"{tensors_in(offer.manifest, bucket)}"
             )

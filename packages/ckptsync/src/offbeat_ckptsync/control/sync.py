@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from offbeat_ckptsync.control.canary import odd_ones
 from offbeat_ckptsync.control.together import all_of, failures_of
-from offbeat_ckptsync.errors import LoadError, ManifestError, SyncError, TransferError, VersionError
-from offbeat_ckptsync.plan.cells import sent_of
-from offbeat_ckptsync.plan.cutting import cut_offer, prepared
+from offbeat_ckptsync.errors import LoadError, SyncError, TransferError, VersionError
+from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.plan.deltas import common_base
 from offbeat_ckptsync.plan.digest import check_echo, label_of, require_every_rank, told
-from offbeat_ckptsync.plan.slices import own_buckets
 from offbeat_ckptsync.threads import in_thread, short_turns
-from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Seat, Sent, SyncOffer
+from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Sent, SyncOffer
+from offbeat_ckptsync.wire import encode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -38,7 +37,6 @@ class Target:
     check: Callable[[Label], None]
     reload: bool = False
     whole: bool = False  # no deltas: what they stand on may be spoilt
-    like: SyncOffer | None = None  # cut the tensors as this offer did, so that the same label is reached
 
 
 class Run:
@@ -73,11 +71,12 @@ class Run:
         offers = await self._all(
             Phase.BEGIN, limit_s, {SOURCE: self._source.offer(self._target.version, [*self._members])}
         )
-        self._offer = offers[SOURCE]
-        self._offer = offer = await self._cut(
-            dataclasses.replace(offers[SOURCE], reload=self._target.reload, silent_s=self._silent_s()),
-            limit_s,
+        self._offer = offer = dataclasses.replace(
+            offers[SOURCE], reload=self._target.reload, silent_s=self._silent_s()
         )
+        await in_thread(
+            lambda: (buckets_of(offer), encode(offer)), name="plan"
+        )  # whoever needs them finds them
         held = await self._all(
             Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
         )
@@ -87,17 +86,6 @@ class Run:
         elif offer.bases:
             self.why_whole = "a sync before found bytes that were not what was sent"
         return offer
-
-    async def _cut(self, offer: SyncOffer, limit_s: float) -> SyncOffer:
-        """Ask ranks what they need and cut the offer for them."""
-        asked = {name: member.layouts() for name, member in self._members.items()}
-        given = await self._all(Phase.BEGIN, limit_s, asked)
-        layouts = {name: dict(enumerate(ranks)) for name, ranks in given.items() if ranks}
-        try:
-            like = self._target.like
-            return await in_thread(lambda: prepared(cut_offer(offer, layouts, like)), name="cut")
-        except ManifestError as error:
-            raise ManifestError(f"version {self._target.version}: {Phase.BEGIN}: {error}") from error
 
     async def transfer(self, offer: SyncOffer) -> tuple[Sent, dict[str, list[Echo]]]:
         """Let the source send and the members stage."""
@@ -122,9 +110,8 @@ class Run:
             for name, of_member in echoes.items():
                 require_every_rank(name, of_member)
                 for echo in of_member:
-                    own = own_buckets(offer, Seat(member=echo.member, rank=echo.rank), buckets)
-                    check_echo(echo, sent, sent_of(offer), buckets, own)
-            if (sent.version, sent.manifest_digest) != (self._target.version, sent_of(offer).digest):
+                    check_echo(echo, sent, offer.manifest, buckets)
+            if (sent.version, sent.manifest_digest) != (self._target.version, offer.manifest.digest):
                 raise VersionError(
                     f"the source says it sent {told(label, sent.version)}; that is not its offer"
                 )

@@ -22,7 +22,7 @@ from offbeat_ckptsync.errors import SyncError, TransferError, WireError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.ops import RANK_OPS, answer_blocking, failure
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.values import Flip, Label, Layout, Seat, Sent, Status, SyncOffer
+from offbeat_ckptsync.values import Flip, Label, Seat, Sent, Status, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -98,10 +98,6 @@ class Rank:
         if self._staging is not None:
             self._staging.join(_STAGING_ENDS_S)
         self._transport = self._receiver = self._mailbox = self._made_from = self._staging = None
-
-    def layout(self) -> Layout:
-        """Return what this rank needs of which tensor; nothing where it needs all."""
-        return self._sink.layout()
 
     def begin(self, offer: SyncOffer, config: SyncConfig, member: str, staged: str) -> str:
         """Agree to `offer` as a rank of `member`, then stage; see `Receiver.begin`. The echo is mailed under `staged`."""

@@ -12,11 +12,10 @@ from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferEr
 from offbeat_ckptsync.member.memory import StagingPool
 from offbeat_ckptsync.member.staging import Given, Staged, give, stage
 from offbeat_ckptsync.plan.buckets import buckets_of, tensor_views
-from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.digest import check_echo, label_of, told
 from offbeat_ckptsync.plan.manifest import check_digest, require_match
-from offbeat_ckptsync.plan.slices import assemble, check_cut, met_by, own_buckets
-from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Layout, Manifest, Seat, Sent, Status, SyncOffer
+from offbeat_ckptsync.plan.seats import met_by
+from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +80,6 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 @dataclass(slots=True)
 class _Session:
     offer: SyncOffer
-    manifest: Manifest  # of what is sent
     buckets: tuple[Bucket, ...]
     staged: Staged | None = None
     echo: Echo | None = None
@@ -127,10 +125,6 @@ class Receiver:
                 state=str(self._state),
             )
 
-    def layout(self) -> Layout:
-        """Return what this rank needs of which tensor; nothing where it needs all."""
-        return self._sink.layout()
-
     def begin(self, offer: SyncOffer) -> str:
         """Agree to `offer`; one that is still open is given up first.
 
@@ -152,11 +146,10 @@ class Receiver:
                 )
             met_by(offer, self.seat)
             check_digest(offer.manifest)
-            check_cut(offer, self.seat, self.layout())
             expected = self._sink.expected()
             if expected is not None:
                 require_match(expected, offer.manifest, who=str(self.seat), allow_cast=self._allow_cast)
-            session = _Session(offer, sent_of(offer), buckets_of(offer))
+            session = _Session(offer, buckets_of(offer))
             self._move(Step.BEGIN)
             self._session = session
             return self._held(self._session)
@@ -189,7 +182,7 @@ class Receiver:
             member=self.seat.member,
             rank=self.seat.rank,
             version=session.offer.version,
-            manifest_digest=session.manifest.digest,
+            manifest_digest=session.offer.manifest.digest,
             bucket_digests=staged.digests,
             transfer_s=time.perf_counter() - mark,
             digest_s=staged.digest_s,
@@ -216,8 +209,7 @@ class Receiver:
             session = self._open(sync_id)
             if session.echo is None:
                 raise PhaseError(f"{self.seat} is {self._state} and has nothing staged to verify")
-            own = own_buckets(session.offer, self.seat, session.buckets)
-            check_echo(session.echo, sent, session.manifest, session.buckets, own)
+            check_echo(session.echo, sent, session.offer.manifest, session.buckets)
             self._check_label(sent, session)
             self._move(Step.VERIFY)
 
@@ -237,8 +229,8 @@ class Receiver:
             self._move(Step.FLIP)
         mark = time.perf_counter()
         try:
-            views = list(tensor_views(session.manifest, staged.buckets, staged.memory, staged.starts))
-            given = give(self._sink, staged, assemble(session.offer, self.layout(), views), sent.version)
+            views = list(tensor_views(session.offer.manifest, staged.buckets, staged.memory))
+            given = give(self._sink, staged, views, sent.version)
         except SyncError:
             with self._lock:
                 self._move(Step.REFUSE)
@@ -258,11 +250,11 @@ class Receiver:
             self._version = sent.version
             self._label, self._committed = label_of(sent, session.offer.bucket_bytes), False
             kept, session.staged = staged.close(), None
-            self._pool.keep(kept, session.manifest, session.buckets)
-            if given is not Given.COPIED or session.offer.cutting is not None:
-                self._pool.forget()  # nor is a part of a version a copy that a joiner could be given
-            if given is Given.ADOPTED and session.offer.cutting is None:
-                self._pool.serve(session.manifest, views)
+            self._pool.keep(kept, session.offer.manifest, session.buckets)
+            if given is not Given.COPIED:
+                self._pool.forget()
+            if given is Given.ADOPTED:
+                self._pool.serve(session.offer.manifest, views)
         return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def commit(self, label: Label) -> Label:
@@ -323,7 +315,7 @@ class Receiver:
         """Return which content the copy in the pool is, where the buckets of `session` can be compared with it."""
         if self._label is None or not self._committed:
             return ""
-        holds = self._pool.holds(session.manifest, session.buckets)
+        holds = self._pool.holds(session.offer.manifest, session.buckets)
         return self._label.content_digest if holds else ""
 
     def _check_label(self, sent: Sent, session: _Session) -> None:

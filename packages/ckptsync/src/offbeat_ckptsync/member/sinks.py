@@ -1,4 +1,4 @@
-"""Where verified weights go: a torch module, whole or what a rank holds of its DTensors, or a plain dictionary."""
+"""Where verified weights go: a torch module, which may hold parts of them as DTensors, or a plain dictionary."""
 
 # torch types its distributed tensors in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -16,7 +16,7 @@ from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest, manifest_of, require_match
 from offbeat_ckptsync.seams import WeightSink, WeightSource
 from offbeat_ckptsync.threads import num_movers
-from offbeat_ckptsync.values import Cut, Layout, Manifest, TensorSpec
+from offbeat_ckptsync.values import Manifest, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -51,7 +51,8 @@ class ModuleSource(WeightSource):
 class ModuleSink(WeightSink):
     """Loads into a torch module, in place: optimizers, views and captured graphs keep their tensors.
 
-    Tied weights are expected under their first name only; the other names follow because they share storage.
+    Tied weights are expected under their first name only; the other names follow because they share storage. Of a
+    parameter that is a DTensor it takes the whole tensor and copies the part that this rank holds.
     """
 
     def __init__(self, module: torch.nn.Module, *, allow_cast: bool = False) -> None:
@@ -63,10 +64,6 @@ class ModuleSink(WeightSink):
         """Return the module's own tensors, tied ones once, sharded ones in their whole shape."""
         return manifest_of(distinct_tensors(self._module))
 
-    def layout(self) -> Layout:
-        """Return what this rank holds of parameters that are DTensors; raises `ManifestError` as `layout_of`."""
-        return layout_of(distinct_tensors(self._module))
-
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Check everything, then copy everything; raises `ManifestError` before the first copy."""
         copy_all([pair for _, pair in self._pairs(tensors, version)])
@@ -77,6 +74,9 @@ class ModuleSink(WeightSink):
         """Return each of the module's own tensors with what it holds here and what it is given; raises `ManifestError`."""
         given = dict(tensors)
         live = [(name, owner, local_part(owner.detach())) for name, owner in owned_tensors(self._module)]
+        for name, owner, _ in live:
+            if is_distributed(owner) and name in given:
+                given[name] = _part_of(owner, name, given[name])
         if len(live) != len(given) or not all(_is_like(held, given.get(name)) for name, _, held in live):
             require_match(
                 manifest_of((name, held) for name, _, held in live),
@@ -111,18 +111,13 @@ class AdoptingModuleSink(ModuleSink):
 class DictSink(WeightSink):
     """Keeps a copy of the last version in `weights`; for tests and for those who take weights by hand.
 
-    With `expected` given, it takes these tensors only; with `layout`, of those named there only these slices.
+    With `expected` given, it takes these tensors only.
     """
 
-    def __init__(self, expected: Manifest | None = None, layout: Layout | None = None) -> None:
+    def __init__(self, expected: Manifest | None = None) -> None:
         self.weights: dict[str, torch.Tensor] = {}
         self.version: int | None = None
         self._expected = expected
-        self._layout = {} if layout is None else layout
-
-    def layout(self) -> Layout:
-        """Return the slices asked for; the dictionary then holds those."""
-        return self._layout
 
     def expected(self) -> Manifest | None:
         """Return what was asked for, or None."""
@@ -224,15 +219,6 @@ def _spans(live: torch.Tensor, given: torch.Tensor) -> Iterator[tuple[int, int, 
         yield into + start, data + start, min(_SPAN_BYTES, num_bytes - start)
 
 
-def layout_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:
-    """Return the slice that this rank holds of each DTensor; other tensors are not named: it holds them whole.
-
-    Raises:
-        ManifestError: a tensor is sharded along several dimensions, or has partial sums in place of values.
-    """
-    return {name: _cuts(name, tensor) for name, tensor in tensors if _is_sharded(tensor)}
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the rank's own memory of a tensor, DTensor or not; writing to it writes to the tensor."""
     return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
@@ -245,26 +231,10 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return is_distributed(tensor) and not all(each.is_replicate() for each in tensor.placements)  # type: ignore[attr-defined]
-
-
-def _cuts(name: str, tensor: torch.Tensor) -> tuple[Cut, ...]:
-    """Follow the mesh: each of its dimensions that shards halves the stretch that the one before it left, as torch does."""
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    dims = {each.dim for each in placements if each.is_shard()}
-    if len(dims) != 1 or any(not each.is_shard() and not each.is_replicate() for each in placements):
-        raise ManifestError(
-            f"{name!r} is placed as {placements}; a rank can be given slices along one dimension"
-        )
-    (dim,) = dims
-    start, length = 0, tensor.shape[dim]
-    for mesh_dim, each in enumerate(placements):
-        if each.is_shard():
-            size, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-            chunk = -(-length // size)
-            first = min(rank * chunk, length)
-            start, length = start + first, min(chunk, length - first)
-    if tuple(tensor.to_local().shape) != (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]):  # type: ignore[attr-defined]
-        raise ManifestError(f"{name!r} is sharded as {placements} in another way than torch's plain one")
-    return (Cut(dim=dim, start=start, length=length),)
+def _part_of(owner: torch.Tensor, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """Return the part of `whole` that the DTensor `owner` holds on this rank; moves nothing between ranks."""
+    mesh, placements = owner.device_mesh, owner.placements  # type: ignore[attr-defined]
+    if any(each.is_partial() for each in placements):
+        raise ManifestError(f"{name!r} is placed as {placements}: partial sums cannot be given values")
+    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
+    return local_part(distribute(whole, mesh, placements, src_data_rank=None))

@@ -14,7 +14,7 @@ from offbeat_ckptsync.member.memory import Memory
 from offbeat_ckptsync.plan.buckets import bucket_starts
 from offbeat_ckptsync.plan.deltas import apply_delta, runs_of
 from offbeat_ckptsync.plan.digest import digest
-from offbeat_ckptsync.plan.slices import met_by, own_buckets
+from offbeat_ckptsync.plan.seats import met_by
 from offbeat_ckptsync.threads import BusyClock, SideStream, mark_of, num_movers, use_device
 
 if TYPE_CHECKING:
@@ -38,13 +38,12 @@ class Staged:
     kept: Memory | None  # whose bytes these are, for later syncs; None where they are the transport's
     digests: tuple[str, ...]
     digest_s: float  # in which at least one thread digested, beside the receiving one
-    buckets: tuple[Bucket, ...]  # those that this rank gets
-    starts: list[int]  # where each of them lies
+    buckets: tuple[Bucket, ...]
     end: BucketReceiver
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buckets that this rank gets."""
+        """Bytes of all buckets."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
@@ -102,29 +101,24 @@ def stage(
         TransferError: a bucket did not arrive; names seat, bucket and cause.
         DigestError: what arrived for a bucket is no delta of it.
     """
-    own = own_buckets(offer, seat, buckets)
-    all_starts, num_bytes = bucket_starts(buckets)
+    starts, num_bytes = bucket_starts(buckets)
     clock = BusyClock()
     use_device(transport.device)
     end = transport.receiver(*met_by(offer, seat))
     try:
         lent = end.lend(num_bytes)
         if lent is None:
-            starts, num_bytes = bucket_starts(own)
             kept = _fitting(spare, num_bytes, transport.device)
             memory = kept.lend()
         else:
-            kept, starts, memory = None, [all_starts[bucket.index] for bucket in own], lent
+            kept, memory = None, lent
         intake = _Intake(offer, seat, memory, base)
-        places = dict(zip((bucket.index for bucket in own), starts, strict=True))
         with SideStream(str(memory.device)).after(mark_of(memory)):
-            digests = intake.take(end, buckets, places, clock)
+            digests = intake.take(end, buckets, starts, clock)
     except BaseException:
         end.close()
         raise
-    return Staged(
-        buckets=own, starts=starts, memory=memory, kept=kept, digests=digests, digest_s=clock.seconds, end=end
-    )
+    return Staged(buckets=buckets, memory=memory, kept=kept, digests=digests, digest_s=clock.seconds, end=end)
 
 
 def _fitting(spare: Memory | None, num_bytes: int, device: str) -> Memory:
@@ -141,12 +135,11 @@ class _Intake:
         self._who = str(seat)
         self._memory = memory
         self._base = base
-        self._scratch: torch.Tensor | None = None
 
     def take(
-        self, end: BucketReceiver, buckets: tuple[Bucket, ...], places: dict[int, int], clock: BusyClock
+        self, end: BucketReceiver, buckets: tuple[Bucket, ...], starts: list[int], clock: BusyClock
     ) -> tuple[str, ...]:
-        """Receive the buckets that have a place, by index, and return their digests."""
+        """Receive the buckets, each at its start, and return their digests."""
         on_host = self._memory.device.type == "cpu"
         stream = SideStream(str(self._memory.device))
 
@@ -168,11 +161,8 @@ class _Intake:
                 bucket, arrival = flying.popleft()
                 digests.append(pool.submit(proof, arrival(), end.told(bucket)))
 
-            for bucket in buckets:
-                if bucket.index in places:
-                    flying.append((bucket, self.begin(end, bucket, places[bucket.index])))
-                elif not end.picks:
-                    self.pass_over(end, bucket)
+            for bucket, start in zip(buckets, starts, strict=True):
+                flying.append((bucket, self.begin(end, bucket, start)))
                 while len(flying) >= max(end.in_flight, 1):
                     land()
             while flying:
@@ -204,12 +194,6 @@ class _Intake:
             raise
         except Exception as error:
             raise TransferError(f"{self._who}: bucket {bucket.index}: {error!r}") from error
-
-    def pass_over(self, end: BucketReceiver, bucket: Bucket) -> None:
-        """Take a bucket that is not for this rank, from a transport that sends every rank everything."""
-        if self._scratch is None or self._scratch.numel() < bucket.num_bytes:
-            self._scratch = self._memory.new_empty(bucket.num_bytes)
-        end.receive(bucket, self._scratch[: bucket.num_bytes])
 
     def _apply(self, bucket: Bucket, start: int, delta: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         if self._base is None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import torch
 
 from offbeat_ckptsync.errors import PlanError
-from offbeat_ckptsync.plan.cells import CellSpecs, Pieces, sent_of
 from offbeat_ckptsync.plan.manifest import dtype_of, num_bytes_of
-from offbeat_ckptsync.values import Bucket, Manifest, SyncOffer, TensorSpec
+from offbeat_ckptsync.values import Bucket, Manifest, Piece, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -24,6 +25,41 @@ ALIGNMENT = 256
 """Alignment of tensors in buckets, in bytes: enough for any dtype and for vectorised copies on GPUs."""
 
 
+class Pieces(Sequence[Piece]):
+    """The pieces of a bucket as columns: a plan is asked for its buckets more often than for those.
+
+    There are tens of thousands; objects for each, a garbage collector would go through again and again.
+    """
+
+    def __init__(self, *columns: Ints) -> None:
+        """Hold the four columns of `Piece`, each int64 [pieces]."""
+        self._columns = columns
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return len(self._columns[0])
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> Pieces: ...
+    def __getitem__(self, index: int | slice) -> Piece | Pieces:
+        """Make one, or return some."""
+        if isinstance(index, slice):
+            return Pieces(*(column[index] for column in self._columns))
+        return Piece(*(int(column[index]) for column in self._columns))
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield all."""
+        return map(Piece, *(column.tolist() for column in self._columns))
+
+    def __eq__(self, other: object) -> bool:
+        """Say whether these are the same."""
+        return isinstance(other, Pieces) and all(map(np.array_equal, self._columns, other._columns))
+
+    __hash__ = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+
+
 @lru_cache(maxsize=4)  # both sides ask several times in a sync, and always for the same weights
 def plan_buckets(manifest: Manifest, max_bytes: int) -> tuple[Bucket, ...]:
     """Lay the tensors of `manifest` into buckets of at most `max_bytes`, in manifest order.
@@ -31,7 +67,7 @@ def plan_buckets(manifest: Manifest, max_bytes: int) -> tuple[Bucket, ...]:
     A tensor that does not fit into what is left of a bucket opens the next one; a tensor larger than a bucket is
     cut, starting on a fresh bucket and filling whole ones. So buckets laid end to end (each rounded up to
     `ALIGNMENT`) hold every tensor in one piece: a receiver can use it where it landed. A tensor without elements
-    has no piece. Tensors of one part share buckets, in the order in which their last bytes come.
+    has no piece.
 
     Raises:
         PlanError: a bucket is smaller than the alignment.
@@ -41,52 +77,35 @@ def plan_buckets(manifest: Manifest, max_bytes: int) -> tuple[Bucket, ...]:
         raise PlanError(
             f"a bucket of {max_bytes} bytes is smaller than the alignment {ALIGNMENT}; raise `bucket_mib`"
         )
-    sizes, parts = _sizes_and_parts(manifest)
-    filled: list[tuple[int, Pieces]] = []
-    for part in np.unique(parts[sizes > 0]).tolist():
-        places = np.flatnonzero((parts == part) & (sizes > 0))
-        filled += [(part, pieces) for pieces in _fill(places, sizes[places], room)]
-    # In the order in which a source that yields tensors one by one completes them.
-    filled.sort(key=lambda each: each[1][-1])
+    sizes = _sizes(manifest)
+    places = np.flatnonzero(sizes > 0)
     return tuple(
-        Bucket(
-            index=index, num_bytes=pieces[-1].bucket_offset + pieces[-1].num_bytes, pieces=pieces, part=part
-        )
-        for index, (part, pieces) in enumerate(filled)
+        Bucket(index=index, num_bytes=pieces[-1].bucket_offset + pieces[-1].num_bytes, pieces=pieces)
+        for index, pieces in enumerate(_fill(places, sizes[places], room))
     )
 
 
 def buckets_of(offer: SyncOffer) -> tuple[Bucket, ...]:
-    """Return the plan of an offer: of the cells where it is cut."""
-    return plan_buckets(sent_of(offer), offer.bucket_bytes)
+    """Return the plan of an offer."""
+    return plan_buckets(offer.manifest, offer.bucket_bytes)
 
 
 def bucket_starts(buckets: tuple[Bucket, ...]) -> tuple[list[int], int]:
-    """Return where each bucket starts when they lie end to end, part by part, and the bytes of them all."""
-    starts = [0] * len(buckets)
-    end = 0
-    for place in sorted(range(len(buckets)), key=lambda place: buckets[place].part):
-        starts[place] = end
-        end += round_up(buckets[place].num_bytes, ALIGNMENT)
+    """Return where each bucket starts when they lie end to end, and the bytes of them all."""
+    *starts, end = accumulate((round_up(bucket.num_bytes, ALIGNMENT) for bucket in buckets), initial=0)
     return starts, end
 
 
 def tensor_views(
-    manifest: Manifest, buckets: tuple[Bucket, ...], staged: torch.Tensor, starts: Sequence[int] | None = None
+    manifest: Manifest, buckets: tuple[Bucket, ...], staged: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of `manifest` as a view of `staged`, uint8; nothing is copied.
-
-    Buckets lie end to end, or at `starts`. Tensors none of whose bytes are in `buckets` are left out.
-    """
-    starts = bucket_starts(buckets)[0] if starts is None else starts
+    """Yield every tensor of `manifest` as a view of `staged`, uint8, where buckets lie end to end; nothing is copied."""
     first: dict[int, int] = {}
-    for bucket, start in zip(buckets, starts, strict=True):
+    for bucket, start in zip(buckets, bucket_starts(buckets)[0], strict=True):
         for piece in bucket.pieces:
             if piece.tensor_offset == 0:
                 first[piece.spec_index] = start + piece.bucket_offset
-    empty = np.flatnonzero(_sizes_and_parts(manifest)[0] == 0).tolist()
-    for index in sorted([*first, *empty]):
-        spec = manifest.specs[index]
+    for index, spec in enumerate(manifest.specs):
         yield spec.name, _view(spec, staged, first.get(index))
 
 
@@ -122,12 +141,9 @@ def _view(spec: TensorSpec, staged: torch.Tensor, start: int | None) -> torch.Te
     return staged[start : start + num_bytes_of(spec)].view(dtype).view(spec.shape)
 
 
-def _sizes_and_parts(manifest: Manifest) -> tuple[Ints, Ints]:
-    """Return the bytes and the part of each tensor, or cell, of a manifest."""
-    if isinstance(manifest.specs, CellSpecs):
-        return manifest.specs.sizes(), manifest.specs.parts()
-    sizes = np.array([num_bytes_of(spec) for spec in manifest.specs], dtype=np.int64)
-    return sizes, np.zeros_like(sizes)
+def _sizes(manifest: Manifest) -> Ints:
+    """Return the bytes of each tensor, int64 [tensors]."""
+    return np.array([num_bytes_of(spec) for spec in manifest.specs], dtype=np.int64)
 
 
 def _fill(places: Ints, sizes: Ints, room: int) -> Iterator[Pieces]:

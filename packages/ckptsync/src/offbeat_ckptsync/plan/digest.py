@@ -28,14 +28,8 @@ def digest(payload: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(payload.numpy().data)
 
 
-def check_echo(
-    echo: Echo,
-    sent: Sent,
-    manifest: Manifest,
-    buckets: tuple[Bucket, ...],
-    own: tuple[Bucket, ...] | None = None,
-) -> None:
-    """Make sure that what one rank staged is what was sent; `own` are the buckets it was to get, all where not given.
+def check_echo(echo: Echo, sent: Sent, manifest: Manifest, buckets: tuple[Bucket, ...]) -> None:
+    """Make sure that what one rank staged is what was sent.
 
     Raises:
         VersionError: it staged another version or other tensors.
@@ -47,14 +41,12 @@ def check_echo(
             f"{who} staged version {echo.version} with manifest {echo.manifest_digest}, but version {sent.version} "
             f"with manifest {sent.manifest_digest} was sent; sync again"
         )
-    own = buckets if own is None else own
     num_sent = len(sent.bucket_digests)
-    if len(echo.bucket_digests) != len(own) or len(buckets) != num_sent:
+    if not len(echo.bucket_digests) == len(buckets) == num_sent:
         raise DigestError(
-            f"{who} staged {len(echo.bucket_digests)} buckets of {num_sent}, was to get {len(own)} of {len(buckets)}"
+            f"{who} staged {len(echo.bucket_digests)} buckets of {num_sent}, was to get {len(buckets)}"
         )
-    for bucket, got in zip(own, echo.bucket_digests, strict=True):
-        want = sent.bucket_digests[bucket.index]
+    for bucket, got, want in zip(buckets, echo.bucket_digests, sent.bucket_digests, strict=True):
         if got != want:
             raise DigestError(
                 f"{who}: bucket {bucket.index} of {num_sent} arrived with digest {got}, sent with {want}; it "

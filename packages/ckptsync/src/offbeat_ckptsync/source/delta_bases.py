@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
-from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.deltas import find_delta, runs_of
 from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.source.pipeline import SendSession
@@ -63,7 +62,7 @@ class Bases:
         spare = next((each.memory for each in self._kept if all(each is not one for one in stays)), None)
         if spare is None or spare.numel() != num_bytes or spare.device.type != torch.device(device).type:
             spare = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._kept = [*stays, _Content(spare, (sent_of(offer).digest, offer.bucket_bytes), offer.sync_id)]
+        self._kept = [*stays, _Content(spare, (offer.manifest.digest, offer.bucket_bytes), offer.sync_id)]
         return spare
 
     def is_whole(self, digest: str) -> None:
@@ -100,9 +99,6 @@ class DeltaSession(SendSession):
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         """Return memory to pack into: the transport's own where it lends some, else that of the next content."""
         lent = super().lend(num_bytes)
-        if lent is None and self._offer.cutting is not None:
-            self._why = "ranks get slices, which are sent without deltas"
-            return None
         if lent is not None or not self._transport.carries_deltas:
             self._why = f"{type(self._transport).__name__} does not carry deltas" + (
                 ": receivers read the source's own memory" if lent is not None else ""

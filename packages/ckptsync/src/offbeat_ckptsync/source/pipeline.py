@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, bytes_of
-from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.plan.manifest import dtype_name
 from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.source.shipper import Shipper
@@ -127,9 +126,8 @@ class BucketStream:
         self.gather_s = 0.0
         self._offer = offer
         self._packing = BusyClock()
-        # A cell of a cut tensor would keep the whole of it in memory until the cell's bucket is full.
-        self._later = stays and buffers.device == "cpu" and offer.cutting is None
-        self._manifest = sent_of(offer)
+        self._later = stays and buffers.device == "cpu"
+        self._manifest = offer.manifest
         self._buckets = buckets_of(offer)
         self._next_spec = 0
         self._places: dict[int, list[tuple[Bucket, Piece]]] = {}  # of each tensor's bytes
@@ -138,7 +136,7 @@ class BucketStream:
             for piece in bucket.pieces:
                 self._places.setdefault(piece.spec_index, []).append((bucket, piece))
                 self._ends[bucket.index] = piece
-        self._open: dict[int, BucketBuilder] = {}  # one of each part at most
+        self._open: dict[int, BucketBuilder] = {}  # one at most
         self._last: BucketBuilder | None = None  # that was begun
         self._find_delta = find_delta
         self._shipper = Shipper(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import PhaseError
-from offbeat_ckptsync.plan.slices import CutSource, met_at
+from offbeat_ckptsync.plan.seats import met_at
 from offbeat_ckptsync.seams import Source, Transport, WeightSource
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession
@@ -103,11 +103,10 @@ class Sender:
         to_neighbours = bool(offer.endpoints)
         if to_neighbours:
             offer = met_at(offer, offer.endpoints[members[0]])
-        source = self._source if offer.cutting is None else CutSource(self._source, offer)
         session = self._session(offer, to_neighbours=to_neighbours)
         try:
             sent = send_weights(
-                source,
+                self._source,
                 offer,
                 lambda: self._transport.sender(offer, members),
                 buffers=self._own_buffers,

@@ -61,15 +61,13 @@ class Shipper:
         self._cancelled = threading.Event()
         self._timeout_s = float(offer.endpoint["timeout_s"])
         num_packers = num_movers() if parallel else 1
-        num_parts = 1 + max((bucket.part for bucket in buckets), default=0)  # one bucket of each is open
-        num_threads = num_packers + num_parts - 1
         # Bounds how many tensors wait to be packed where there is a place for every bucket.
-        self._room = threading.Semaphore(NUM_BUFFERS + num_threads)
+        self._room = threading.Semaphore(NUM_BUFFERS + num_packers)
         self._buffers = buffers
         self._own: list[torch.Tensor] = []
         if lent is None:
             size = max((bucket.num_bytes for bucket in buckets), default=0)
-            self._own = buffers.take(NUM_BUFFERS + num_threads - 1, size)
+            self._own = buffers.take(NUM_BUFFERS + num_packers - 1, size)
             for buffer in self._own:
                 self._free.put(buffer)
         self._device = buffers.device

@@ -143,7 +143,6 @@ class _FaultyReceiver(BucketReceiver):
     def __init__(self, inner: BucketReceiver, fault: Fault | None) -> None:
         self._inner = inner
         self._fault = fault
-        self.picks = inner.picks
 
     def lend(self, num_bytes: int) -> torch.Tensor | None:
         return self._inner.lend(num_bytes)

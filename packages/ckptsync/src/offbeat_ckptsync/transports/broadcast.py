@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan.slices import parts_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.store import Store, own_address
 from offbeat_ckptsync.threads import own_device
 from offbeat_ckptsync.transports.group import Group, Seats
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
-from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from offbeat_ckptsync.config import SyncConfig
+    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 _WHOLE = -1
 """Announced in place of a delta's length: the bucket comes whole."""
@@ -121,7 +120,6 @@ class BroadcastTransport(Transport):
 
 
 class _End:
-    sends = False
     in_flight = 2  # the wire is not idle while the next one is taken up
 
     def __init__(self, transport: BroadcastTransport, offer: SyncOffer, group: Group) -> None:
@@ -129,25 +127,14 @@ class _End:
         self._offer = offer
         self._group = group
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
-        seats = [Seat(member=str(member), rank=int(rank)) for member, rank in group.seats]
-        self._parts = [parts_of(offer, seat) for seat in seats]  # of each rank but the source
-        self._ranks: dict[int, list[int]] = {}  # that get the buckets of a part
 
     def begin(self, bucket: Bucket, payload: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to move a bucket's bytes; return a call that waits for them."""
         if self._transport.rendezvous.is_aborted(self._offer.sync_id):
             raise TransferError(f"broadcast: aborted before bucket {bucket.index}")
         left_s = self._deadline - time.monotonic()
-        ranks = self._audience(bucket)
         with self._explained(bucket, what):
-            if len(ranks) == len(self._group.seats):
-                end = self._group.start(payload, left_s)
-            elif self.sends:
-                self._group.give(payload, ranks, left_s)
-                return lambda: None
-            else:
-                self._group.take(payload, left_s)
-                return lambda: None
+            end = self._group.start(payload, left_s)
 
         def wait() -> None:
             with self._explained(bucket, what):
@@ -169,18 +156,8 @@ class _End:
                 f"broadcast: bucket {bucket.index} of version {self._offer.version} could not be {what}: {error}"
             ) from error
 
-    def _audience(self, bucket: Bucket) -> list[int]:
-        """Return the group ranks of those who get a bucket."""
-        if bucket.part not in self._ranks:
-            self._ranks[bucket.part] = [
-                rank for rank, own in enumerate(self._parts, start=1) if own is None or bucket.part in own
-            ]
-        return self._ranks[bucket.part]
-
 
 class _Sender(_End, BucketSender):
-    sends = True
-
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
         self.start(bucket, payload)()
 
@@ -205,8 +182,6 @@ class _Sender(_End, BucketSender):
 
 
 class _Receiver(_End, BucketReceiver):
-    picks = True
-
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         device = self._transport.device
         word = torch.zeros(1, dtype=torch.int64, device=device)

@@ -18,7 +18,6 @@ import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import gaps
-from offbeat_ckptsync.plan.cells import sent_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.transports.weight_files import write_header
 
@@ -84,7 +83,7 @@ class _Writer(BucketSender):
     def complete(self, **more: object) -> None:
         about = {
             "version": self._offer.version,
-            "manifest_digest": sent_of(self._offer).digest,
+            "manifest_digest": self._offer.manifest.digest,
             "bucket_bytes": self._offer.bucket_bytes,
             **more,
         }
@@ -104,7 +103,7 @@ class _Writer(BucketSender):
 class _Sender(_Writer):
     def __init__(self, offer: SyncOffer, path: Path) -> None:
         super().__init__(offer, path)
-        header, self._starts = write_header(sent_of(offer).specs)
+        header, self._starts = write_header(offer.manifest.specs)
         self._target = _partial(path) / "model.safetensors"
         self._target.write_bytes(header)
 
@@ -163,15 +162,13 @@ class _Receiver(BucketReceiver):
                 )
             time.sleep(_POLL_S)
         about = json.loads((path / "sync.json").read_text())
-        if (about["version"], about["manifest_digest"]) != (offer.version, sent_of(offer).digest):
+        if (about["version"], about["manifest_digest"]) != (offer.version, offer.manifest.digest):
             raise TransferError(f"disk: {path} holds version {about['version']}, offered was {offer.version}")
-        _, self._starts = write_header(sent_of(offer).specs)
+        _, self._starts = write_header(offer.manifest.specs)
         self._changes = _places(about["changes"]) if "changes" in about else None
         name = "model.safetensors" if self._changes is None else _CHANGES
         # Read, not mapped: where a mapped file is cut short or its disk fails, the kernel ends the process.
         self._file = (path / name).open("rb")
-
-    picks = True
 
     def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
         if self._changes is None or not self._changes[bucket.index][0]:

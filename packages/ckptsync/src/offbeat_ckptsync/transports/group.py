@@ -166,25 +166,6 @@ class Group:
 
         return finish
 
-    def give(self, payload: torch.Tensor, ranks: list[int], timeout_s: float) -> None:
-        """Send to some ranks of the group only, a chunk at a time to all of them."""
-        self._each_chunk(
-            payload,
-            timeout_s,
-            lambda chunk: [
-                self._looked_at(self._begun(lambda made, to=rank: made.send([chunk], to, 0)), timeout_s)
-                for rank in ranks
-            ],
-        )
-
-    def take(self, payload: torch.Tensor, timeout_s: float) -> None:
-        """Receive what `give` sends."""
-        self._each_chunk(
-            payload,
-            timeout_s,
-            lambda chunk: [self._looked_at(self._begun(lambda made: made.recv([chunk], 0, 0)), timeout_s)],
-        )
-
     def leave(self) -> None:
         """Abort what is under way here and close the connections, at any moment and from any thread."""
         self._left.set()
@@ -200,17 +181,6 @@ class Group:
             if not held:
                 raise TransferError("the group was left")
             return call(held[0])
-
-    def _looked_at(self, work: Any, timeout_s: float) -> Any:  # noqa: ANN401 -- as above
-        is_gloo = self._begun(lambda made: isinstance(made, ProcessGroupGloo))
-        return _Waited(work, timeout_s) if is_gloo else work
-
-    def _each_chunk(
-        self, payload: torch.Tensor, timeout_s: float, start: Callable[[torch.Tensor], list[Any]]
-    ) -> None:
-        deadline = time.monotonic() + timeout_s
-        for chunk in self._chunks(payload):
-            self._finish(start(chunk), deadline)
 
     def _chunks(self, payload: torch.Tensor) -> Iterator[torch.Tensor]:
         for first in range(0, payload.numel(), self._chunk_bytes):
@@ -256,30 +226,6 @@ class StoreForTorch(TorchStore):
         """Wait for all of `keys`; raises as `get`."""
         for key in keys:
             self.get(key)
-
-
-class _Waited:
-    """A send or receive of gloo's: it gets nowhere unless somebody waits for it, so a thread does."""
-
-    def __init__(self, work: Any, timeout_s: float) -> None:  # noqa: ANN401 -- as above
-        self._work = work
-        self._limit = timedelta(seconds=max(timeout_s, 0.001))
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="gloo send or receive", daemon=True)
-        self._thread.start()
-
-    def is_completed(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _run(self) -> None:
-        try:
-            self._work.wait(self._limit)
-        except RuntimeError as error:
-            self._failure = error
 
 
 _leaving: list[threading.Thread] = []

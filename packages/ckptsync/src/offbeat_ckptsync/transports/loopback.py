@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.plan.slices import missing_ranks, parts_of
+from offbeat_ckptsync.plan.seats import missing_ranks
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 
 if TYPE_CHECKING:
@@ -109,9 +109,6 @@ class _Sender(BucketSender):
     def _put_all(self, bucket: Bucket, payload: torch.Tensor, *, is_delta: bool) -> None:
         timeout_s = float(self._offer.endpoint["timeout_s"])
         for seat, inbox in self._queues.items():
-            parts = parts_of(self._offer, seat)
-            if parts is not None and bucket.part not in parts:
-                continue
             self._waits_for = str(seat)
             copy = payload.clone()
             with self._channel.changed:
@@ -127,8 +124,6 @@ class _Sender(BucketSender):
 
 
 class _Receiver(BucketReceiver):
-    picks = True
-
     def __init__(self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: deque[_Item]) -> None:
         self._offer = offer
         self._seat = seat

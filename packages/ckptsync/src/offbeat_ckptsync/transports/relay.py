@@ -163,8 +163,6 @@ class _Sender(BucketSender):
 class _Reader(BucketReceiver):
     """The end of one rank: it reads the segment of its relay, or of the source."""
 
-    picks = True
-
     def __init__(
         self, end: BucketReceiver, offer: SyncOffer, node: Node, seat: Seat, pump: _Pump | None
     ) -> None:
@@ -267,8 +265,8 @@ class _Pump:
 
 
 def _on_wire(offer: SyncOffer) -> SyncOffer:
-    """Return the offer as the relays have it among them: everything goes to each, whole."""
-    return dataclasses.replace(offer, transport="broadcast", bases=(), base="", audiences={})
+    """Return the offer as the relays have it among them: everything goes whole."""
+    return dataclasses.replace(offer, transport="broadcast", bases=(), base="")
 
 
 def _seats(node: Node) -> list[tuple[str, int]]:

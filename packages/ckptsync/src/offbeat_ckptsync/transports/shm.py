@@ -4,7 +4,7 @@ The source packs buckets end to end into an anonymous segment (`segments`) and t
 when one is whole. A rank maps the segment once, and its engine loads from there, or serves from there where its sink adopts the
 tensors as they lie (`WeightSink.adopt`): then all receivers of a machine serve from the same memory.
 
-Each bucket is digested where it lies by one of the ranks that get it, in turn. The others are told the source's digest and echo
+Each bucket is digested where it lies by one of the ranks, in turn. The others are told the source's digest and echo
 that, once the kernel has said that the pages they map are those very pages. So all see what one has digested, and none of them
 changes over where its digest differs from the source's.
 
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
-from offbeat_ckptsync.plan.slices import own_buckets, parts_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender
 from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, call
 from offbeat_ckptsync.transports.segments import Mapping, Segment
@@ -144,11 +143,6 @@ class _Sender(BucketSender):
         buckets = buckets_of(offer)
         self._starts, _ = bucket_starts(buckets)
         self._vouched = ""
-        parts = [(parts_of(offer, guest.seat), guest) for guest in guests]
-        self._takers = {
-            part: [guest for own, guest in parts if own is None or part in own]
-            for part in {bucket.part for bucket in buckets}
-        }
         self._waits_for = ""
         for guest in guests:
             welcome = {"welcome": segment.id, "num_bytes": segment.num_bytes, "keep": keep}
@@ -161,8 +155,8 @@ class _Sender(BucketSender):
         place = self._segment.memory[start : start + bucket.num_bytes]
         if place.data_ptr() != payload.data_ptr():
             place.copy_(payload)
-        takers, vouched, self._vouched = self._takers[bucket.part], self._vouched, ""
-        prover = takers[bucket.index % len(takers)] if takers else None
+        vouched, self._vouched = self._vouched, ""
+        prover = self._guests[bucket.index % len(self._guests)] if self._guests else None
         for guest in self._guests:
             self._waits_for = str(guest.seat)
             said = {"bucket": bucket.index, "digest": taken or ("" if guest is prover else vouched)}
@@ -183,8 +177,6 @@ class _Sender(BucketSender):
 
 
 class _Receiver(BucketReceiver):
-    picks = True
-
     def __init__(
         self, transport: ShmTransport, offer: SyncOffer, seat: Seat, line: Line, mapping: Mapping
     ) -> None:
@@ -197,8 +189,6 @@ class _Receiver(BucketReceiver):
         self._told: list[str] = []  # their digests, where another rank takes them
         self._buckets = buckets_of(offer)
         self._starts, _ = bucket_starts(self._buckets)
-        own = own_buckets(offer, seat, self._buckets)
-        self._last = own[-1].index if own else -1
         self._memory: torch.Tensor | None = None
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])
 
@@ -208,9 +198,7 @@ class _Receiver(BucketReceiver):
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         what = f"shm: {self._who} waits for bucket {bucket.index} of version {self._offer.version}"
-        # Behind its last bucket a rank waits for the others' words too: then the whole sync is there, or failed.
-        until = len(self._buckets) if bucket.index == self._last else bucket.index + 1
-        while self._num_whole < until:
+        while self._num_whole <= bucket.index:
             packet, _ = self._line.receive(
                 self._deadline, lambda: self._transport.is_aborted(self._offer.sync_id), what
             )
