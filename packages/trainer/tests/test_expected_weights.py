@@ -18,11 +18,28 @@ SHAPE = {
 }  # fmt: skip
 
 
+ERNIE = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1,
+}  # fmt: skip
+AFMOE = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+    "num_dense_layers": 1, "n_group": 1, "topk_group": 1, "layer_types": ["full_attention"] * 2,
+}  # fmt: skip
+FLOAT32 = {
+    "deepseek_v3": (SHAPE, {"e_score_correction_bias"}),
+    "ernie4_5_moe": (ERNIE, {"e_score_correction_bias", "gate.weight"}),
+    "afmoe": (AFMOE, {"expert_bias"}),
+}
+
+
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.BFLOAT16])
-def test_a_router_s_bias_is_no_parameter_and_stays_in_float32(tmp_path, dtype):
-    config = AutoConfig.for_model("deepseek_v3", **SHAPE)
+@pytest.mark.parametrize("family", FLOAT32)
+def test_what_a_router_chooses_by_stays_in_float32(tmp_path, family, dtype):
+    shape, unrounded = FLOAT32[family]
     path = str(tmp_path / "model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).save_pretrained(path)
     engine = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path), dtype=dtype), World())
     engine.init_model()
     sent = {spec.name: str(spec.dtype).removeprefix("torch.") for spec in engine.weight_manifest()}
@@ -35,3 +52,6 @@ def test_a_router_s_bias_is_no_parameter_and_stays_in_float32(tmp_path, dtype):
     expected = expected_manifest(served)
     assert sent == {spec.name: spec.dtype for spec in expected.specs}
     assert {*sent.values()} == {"float32", dtype}
+    if dtype == Dtype.BFLOAT16:
+        left = {name for name, sent_dtype in sent.items() if sent_dtype == "float32"}
+        assert {next((end for end in unrounded if name.endswith(end)), name) for name in left} == unrounded

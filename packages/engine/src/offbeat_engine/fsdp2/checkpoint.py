@@ -85,13 +85,13 @@ def save(saves: Saves, target: Target, where: Destination, block: bool) -> SaveH
 
 def _pieces(target: Target, moments: Moments) -> Iterator[WeightShard]:
     """Yield what this rank writes: of copies one rank does, of what is whole on every rank the first."""
-    first, cut = target.world.rank == 0, target.updater.sharded_moments
+    world = target.world
     for name, tensor in _weights(target):
-        if speaks(tensor) if isinstance(tensor, DTensor) else first:
+        if speaks(tensor, world):
             yield from target.names.pieces(_held_weight(name, tensor))
     for one in _held_moments(target, moments):
-        param = target.updater.params[one.name]
-        if speaks(param) if cut and isinstance(param, DTensor) else first:
+        cut = target.updater.sharded_moments
+        if speaks(target.updater.params[one.name], world) if cut else world.rank == 0:
             yield from target.names.pieces(one)
     yield from random_state.pieces(target.world)
 

@@ -32,6 +32,9 @@ _LOGIT_SETTINGS: dict[str, tuple[object, ...]] = {
 # Layers that see no token but through attention with a plain causal mask, perhaps of a window.
 _PACKABLE = frozenset({"full_attention", "sliding_attention", "attention"})
 _RANDOM = re.compile(r"drop|jitter")
+# Parameters of routers with which vLLM, and the family's own code, compute in float32, and which transformers does not list (afmoe,
+# laguna, longcat_flash).
+_ROUTERS = re.compile(r"\.(expert_bias|e_score_correction_bias|router\.classifier\.weight)$")
 
 
 def refusals(hf: Any, config: Fsdp2Config) -> Iterator[Refusal]:  # noqa: ANN401
@@ -148,6 +151,17 @@ def head_of(hf: Any) -> torch.nn.Linear | None:  # noqa: ANN401
     inside = set() if decoder is None else {id(module) for module in decoder.modules()}
     linear = [each for each in hf.modules() if isinstance(each, torch.nn.Linear) and id(each) not in inside]
     return linear[0] if len(linear) == 1 else None
+
+
+def stays_float32(hf: Any, name: str) -> bool:  # noqa: ANN401
+    """Return whether the family computes with its parameter `name` in float32 whatever the model's dtype is.
+
+    Rounded, a router's weights would choose other experts. `from_pretrained` does the same, by the same list of patterns.
+    """
+    patterns = getattr(hf, "_keep_in_fp32_modules_strict", None) or ()
+    return _ROUTERS.search(name) is not None or any(
+        re.search(pattern.replace("*", ".*"), name) for pattern in patterns
+    )
 
 
 def takes_positions(hf: Any) -> bool:  # noqa: ANN401

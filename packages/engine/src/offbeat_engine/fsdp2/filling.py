@@ -41,7 +41,7 @@ def fill(scorer: Scorer, unfilled: Unfilled, world: World) -> None:
             rows = my_rows(places[lora.plain_name(name)][1])
             _write(places[lora.plain_name(name)][1], whole[rows] if whole.dim() else whole)
         for group in unfilled.plan.groups:
-            _fill_group(scorer, unfilled, group, places, sums)
+            _fill_group(scorer, unfilled, group, places, sums, world)
     except (OSError, RuntimeError, ValueError) as caught:
         error = caught
     failure = first_failure(world, error)
@@ -76,6 +76,7 @@ def _fill_group(
     group: Group,
     places: dict[str, tuple[str, torch.Tensor]],
     sums: dict[str, int],
+    world: World,
 ) -> None:
     with unfilled.files.opened(group.names) as read, torch.no_grad():
         made: dict[str, torch.Tensor] = {}
@@ -100,7 +101,7 @@ def _fill_group(
                 }
                 values = convert(group, parts, scorer.hf)[target]
             _write(place, values)
-            if full_name in scorer.base and speaks(place):
+            if full_name in scorer.base and speaks(place, world):
                 sums[full_name] = lora.fingerprint(values.float(), rows.start)
 
 
@@ -124,8 +125,8 @@ def my_rows(place: torch.Tensor) -> slice:
     return slice(start, stop)
 
 
-def speaks(place: torch.Tensor) -> bool:
-    """Return whether this rank's rows count, where several ranks hold copies of them."""
-    if not isinstance(place, DTensor) or place.device_mesh.ndim == 1:
-        return True
-    return place.device_mesh.get_local_rank(0) == 0
+def speaks(place: torch.Tensor, world: World) -> bool:
+    """Return whether this rank's part counts, where several ranks hold copies of it: of what is whole, the first rank's."""
+    if not isinstance(place, DTensor):
+        return world.rank == 0
+    return place.device_mesh.ndim == 1 or place.device_mesh.get_local_rank(0) == 0

@@ -49,9 +49,8 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
     if config.activation_checkpointing:
         recomputing.compute_again(hf, config)
     if config.inference_only:
-        for param in hf.parameters():
-            param.requires_grad_(False)
-            param.data = param.data.to(compute_dtype(config))
+        hf.requires_grad_(False)
+        _cast(hf, dict(hf.named_parameters()), compute_dtype(config))
     base = _add_adapters(hf, config, unfilled) if config.lora.rank else {}
     scorer = Scorer(hf, config.model.head, base, unfilled)
     if config.compile:
@@ -68,10 +67,14 @@ def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | Non
         unfilled.drawn.update(
             (name, param.detach().clone()) for name, param in hf.named_parameters() if lora.is_adapter(name)
         )
-    if config.dtype == Dtype.BFLOAT16:
-        for param in frozen.values():  # never stepped, so float32 would only be memory
-            param.data = param.data.bfloat16()
+    _cast(hf, frozen, compute_dtype(config))  # never stepped, so float32 would only be memory
     return base
+
+
+def _cast(hf: Any, params: dict[str, torch.nn.Parameter], dtype: torch.dtype) -> None:  # noqa: ANN401
+    for name, param in params.items():
+        if not families.stays_float32(hf, lora.plain_name(name)):
+            param.data = param.data.to(dtype)
 
 
 def compute_dtype(config: Fsdp2Config) -> torch.dtype:

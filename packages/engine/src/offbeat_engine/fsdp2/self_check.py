@@ -10,6 +10,7 @@ frequencies that follow the longest position, noise in training) shows here, who
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +71,8 @@ def find_difference(engine: Engine, parts: Parts, *, packed: bool, dropout: bool
     with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
         try:
             with engine.eval_mode():
-                plain = _plain(scorer, batch, device)
-                found = None if dropout else _quieten(engine, scorer, plain, batch, device)
+                plain, found = _plain_unrounded(engine, scorer, batch, device)
+                found = found or (None if dropout else _quieten(engine, scorer, plain, batch, device))
                 if found is not None:
                     return found
                 own = _own(engine, batch, name)
@@ -168,6 +169,30 @@ def _plain(scorer: Scorer, batch: TrainBatch, device: torch.device) -> torch.Ten
             ids_1T = batch["input_ids"][row : row + 1, :length].to(device)
             rows[row, 1:length] = _answers(scorer, scorer.plain(input_ids=ids_1T)[0], ids_1T[0])
     return rows
+
+
+def _plain_unrounded(
+    engine: Engine, scorer: Scorer, batch: TrainBatch, device: torch.device
+) -> tuple[torch.Tensor, str | None]:
+    """Return what `_plain` does; and which parameter it computes with in less than float32, in which transformers loads it."""
+    dtype, hf = engine.config.dtype, scorer.hf
+    patterns = hf._get_dtype_plan(getattr(torch, dtype))  # noqa: SLF001 it has no public name
+    rounded: list[str] = []
+
+    def look(module: torch.nn.Module, _: object) -> None:
+        for name, param in module.named_parameters():
+            full_name = f"{names[module]}.{name}"
+            if any(re.search(pattern.replace("*", ".*"), full_name) for pattern in patterns):
+                rounded.extend([full_name] * (param.dtype != torch.float32))
+
+    names = {module: name for name, module in hf.named_modules()}
+    holders = [module for module in names if patterns and [*module.parameters(recurse=False)]]
+    handles = [module.register_forward_pre_hook(look) for module in holders]
+    plain_BT = _plain(scorer, batch, device)
+    for handle in handles:
+        handle.remove()
+    found = f"`{rounded[0]}` is in {dtype} in the forward pass and should be in float32" if rounded else None
+    return plain_BT, found and f"{type(hf).__name__}: {found}, as transformers has it; set `dtype: float32`"
 
 
 def _answers(scorer: Scorer, logits_TV: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import filling
-from offbeat_engine.toolkit.collectives import compute_device
+from offbeat_engine.fsdp2 import families, filling, lora
+from offbeat_engine.toolkit.collectives import compute_device, sum_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,24 +53,42 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
         cast_forward_inputs=False,
     )
     once = gathers_once(scorer, config)
+    whole = _kept_whole(scorer, config)
+    shard_group = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
     if not once:
         after_forward = config.reshard if isinstance(config.reshard, int) else config.reshard != "never"
         for layer in layers_of(scorer):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
+            shard_group(layer, reshard_after_forward=after_forward)
         if (table := _own_table(scorer)) is not None:
             # By itself, so that a gather never holds two copies of both ends of the model at once.
-            fully_shard(table, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard == "always")
+            shard_group(table, reshard_after_forward=config.reshard == "always")
     # What is outside the layers is needed first in backward: letting go of it in between gains nothing but for "always".
-    fully_shard(
-        scorer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard == "always" and not once
-    )
+    shard_group(scorer, reshard_after_forward=config.reshard == "always" and not once)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):  # gradients are shares of a global sum: added up, not averaged
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(scorer, "plain")
     _place(scorer, world)
+
+    def add_up(grad: torch.Tensor) -> torch.Tensor:
+        return sum_tensor(world, grad.clone())
+
+    for param in _kept_whole(scorer, config):
+        if param.requires_grad and world.size > 1:
+            param.register_hook(add_up)
     return True
+
+
+def _kept_whole(scorer: Scorer, config: Fsdp2Config) -> list[torch.nn.Parameter]:
+    """Return the parameters that stay float32 under bfloat16: whole on every rank, because an FSDP group has one dtype.
+
+    They are small: routers. Each rank adds up their gradients over all ranks by itself.
+    """
+    if config.dtype == Dtype.FLOAT32:
+        return []
+    named = scorer.hf.named_parameters()
+    return [param for name, param in named if families.stays_float32(scorer.hf, lora.plain_name(name))]
 
 
 def _own_table(scorer: Scorer) -> torch.nn.Module | None:

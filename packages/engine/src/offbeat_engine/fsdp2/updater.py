@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import StateError
@@ -73,8 +74,14 @@ class Updater:
         grads = self._local_gradients()
         if not grads:
             raise StateError("no weight that is trained has a gradient; see `freeze`")
-        norms = list(torch._foreach_norm(grads, 2.0))  # noqa: SLF001 the fused form has no public name
-        square = torch.stack(norms).double().square().sum()
+        norms = torch.stack(torch._foreach_norm(grads, 2.0)).double()  # noqa: SLF001 the fused form has no public name
+        # What is no DTensor lies on every rank, and counts once for each copy of the weights.
+        whole = [
+            not isinstance(param.grad, DTensor) for param in self.params.values() if param.grad is not None
+        ]
+        num_ranks = self._world.size // self._num_copies
+        shares = torch.tensor([1 / num_ranks if each else 1.0 for each in whole], dtype=torch.float64)
+        square = (norms.square() * shares.to(norms.device)).sum()
         return math.sqrt(float(sum_tensor(self._world, square)) / self._num_copies)
 
     def step(self, grad_norm: float) -> None:

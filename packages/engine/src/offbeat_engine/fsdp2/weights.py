@@ -38,8 +38,8 @@ class Source:
     """One tensor the model holds, and what leaves for it.
 
     `parts` are the exported names and shapes, in the order they leave; `convert` makes them of the whole tensor,
-    None where there is one part that is the tensor itself. `adapter` is merged in first. A `buffer` leaves in its own
-    dtype, in which the model computes with it too: rounded, a router's bias would choose other experts.
+    None where there is one part that is the tensor itself. `adapter` is merged in first. What is `unrounded` leaves in its
+    own dtype, because the model computes with it in that: buffers, and parameters of which `families.stays_float32`.
     """
 
     tensor: torch.Tensor
@@ -47,7 +47,7 @@ class Source:
     convert: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
     adapter: lora.Adapter | None = None
     kind: WeightKind = WeightKind.FULL
-    buffer: bool = False
+    unrounded: bool = False
 
 
 def held(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
@@ -81,12 +81,12 @@ def exported(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:  # no
 def _full_source(hf: Any, named: dict[str, torch.Tensor], name: str, *, converts: bool) -> Source:  # noqa: ANN401
     tensor, plain = named[name], lora.plain_name(name)
     shape, adapter = tuple(tensor.shape), lora.adapter_of(hf, named, name)
-    buffer = not isinstance(tensor, torch.nn.Parameter)
+    unrounded = not isinstance(tensor, torch.nn.Parameter) or families.stays_float32(hf, plain)
     if not converts:
-        return Source(tensor=tensor, parts=((plain, shape),), adapter=adapter, buffer=buffer)
+        return Source(tensor=tensor, parts=((plain, shape),), adapter=adapter, unrounded=unrounded)
     return Source(
         tensor=tensor,
-        buffer=buffer,
+        unrounded=unrounded,
         parts=tuple(hf_names.original_shapes(hf, plain, shape).items()),
         convert=partial(hf_names.original, hf, plain),
         adapter=adapter,
@@ -204,7 +204,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _leaves_in(source: Source, dtype: torch.dtype) -> torch.dtype:
     tensor = source.tensor
-    return tensor.dtype if source.buffer or not tensor.is_floating_point() else dtype
+    return tensor.dtype if source.unrounded or not tensor.is_floating_point() else dtype
 
 
 def export_folder(

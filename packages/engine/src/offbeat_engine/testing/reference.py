@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -115,7 +116,12 @@ def reference_logprobs(model: Any, batch: TrainBatch) -> Predictions:  # noqa: A
 
 def _predict(plain: _Plain, batch: TrainBatch, *, bfloat16: bool) -> Predictions:
     num_rows, num_tokens = batch["input_ids"].shape
-    low = {name: param.to(torch.bfloat16) for name, param in plain.named_parameters()} if bfloat16 else {}
+    unrounded = plain.hf._get_dtype_plan(torch.bfloat16)  # noqa: SLF001 what `from_pretrained` loads in float32
+    low = {
+        name: param.to(torch.bfloat16)
+        for name, param in plain.named_parameters()
+        if bfloat16 and not any(re.search(pattern, name) for pattern in unrounded)
+    }
     rows: dict[str, list[torch.Tensor]] = {}
     for number in range(num_rows):
         length = int(batch["lengths"][number])

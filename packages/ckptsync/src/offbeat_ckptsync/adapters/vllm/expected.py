@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +16,9 @@ from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest, manifest_o
 from offbeat_ckptsync.transports.weight_files import folder_specs
 from offbeat_ckptsync.values import Manifest, TensorSpec
 
+# Parameters of routers that vLLM holds in float32, and which transformers does not list (afmoe, laguna, longcat_flash).
+_ROUTERS = r"\.(expert_bias|e_score_correction_bias|router\.classifier\.weight)$"
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
@@ -22,18 +26,18 @@ if TYPE_CHECKING:
 def expected_manifest(model_config: ModelConfig) -> Manifest | None:
     """Return names and shapes of the checkpoint, floating tensors in the dtype that vLLM serves.
 
-    What is no parameter is expected in float32, in which transformers and vLLM compute with it (a router's bias: rounded, it would
-    choose other experts). None for a quantized model: what its checkpoint holds is not what a trainer has. A tied output embedding is
-    expected under the input embedding's name only, as `save_pretrained` writes it.
+    Buffers, and the parameters that transformers keeps in float32, are expected in float32: vLLM computes with them in that (routers:
+    rounded, they would choose other experts). None for a quantized model: its checkpoint does not hold what a trainer has. A tied
+    output embedding is expected under the input embedding's name only, as `save_pretrained` writes it.
     """
     if model_config.quantization is not None:
         return None
-    buffers = _buffers(model_config)
+    unrounded = _unrounded(model_config)
 
     def served(spec: TensorSpec) -> str:
         if not getattr(torch, spec.dtype).is_floating_point:
             return spec.dtype
-        return "float32" if spec.name in buffers else dtype_name(model_config.dtype)
+        return "float32" if unrounded.search(spec.name) else dtype_name(model_config.dtype)
 
     folder = Path(model_config.model)
     specs = folder_specs(folder) if folder.is_dir() else ()
@@ -56,11 +60,15 @@ def empty_model(model_config: ModelConfig) -> torch.nn.Module:
         return cast("torch.nn.Module", architecture(model_config.hf_config))
 
 
-def _buffers(model_config: ModelConfig) -> set[str]:
-    """Return the names of what is saved and no parameter; nothing for a family that transformers has not."""
+def _unrounded(model_config: ModelConfig) -> re.Pattern[str]:
+    """Return what matches the names of tensors that stay float32; of a family that transformers lacks, routers alone."""
     import transformers
 
-    if not hasattr(transformers, next(iter(model_config.hf_config.architectures or ()), "")):
-        return set()
-    model = empty_model(model_config)
-    return {*model.state_dict()} - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    patterns = [_ROUTERS]
+    if hasattr(transformers, next(iter(model_config.hf_config.architectures or ()), "")):
+        model = empty_model(model_config)
+        params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        patterns += [f"^{re.escape(name)}$" for name in {*model.state_dict()} - params]
+        strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        patterns += [pattern.replace("*", ".*") for pattern in strict]
+    return re.compile("|".join(patterns))
