@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import signal
 import socket
+import sys
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -34,9 +36,7 @@ def start_ray(config: ClusterConfig, *, num_gpus: int) -> None:
         _require_answer(config.ray_address)
         with _own_signals():
             _connect(config, num_gpus)
-    except (
-        Exception
-    ) as error:  # Ray raises whatever it comes across, a bare Exception where its own start takes too long
+    except Exception as error:  # Ray raises many kinds, a bare Exception where its start takes too long
         if config.ray_address:
             message = (
                 f"Ray could not connect to {config.ray_address} ({error}); check cluster.ray_address with `ray status`. "
@@ -73,12 +73,15 @@ def _connect(config: ClusterConfig, num_gpus: int) -> None:
     if config.ray_address:
         ray.init(address=config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         return
+    # Ray starts a worker with a line for bash, in which it leaves the interpreter's path unquoted.
+    python = shlex.quote(sys.executable)
     ray.init(
         address="local",
         num_cpus=LOGICAL_CPUS,
         num_gpus=num_gpus,
         include_dashboard=False,
         object_store_memory=config.object_store_mib << 20,
+        runtime_env=None if python == sys.executable else {"py_executable": python},
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
