@@ -85,9 +85,13 @@ def test_there_may_be_no_home():
 @pytest.mark.spawns
 @pytest.mark.parametrize("name", ["Läufe", "日本"])
 def test_a_locale_that_is_ascii_loses_no_letter_of_a_setting(tmp_path, name):
-    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    # Where the path of the checkout is not ASCII, Python itself does not start in this locale: it cannot read the .pth files
+    # that name the packages. Without `site` it reads none, and finds the packages by PYTHONPATH.
+    paths = os.pathsep.join(filter(None, sys.path))
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": paths}
     command = [
         sys.executable,
+        "-S",
         "-m",
         "offbeat_recipes.cli.train",
         f"run_dir={tmp_path / name}",
