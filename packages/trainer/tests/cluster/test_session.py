@@ -129,25 +129,30 @@ def test_ctrl_z_stops_the_driver_and_not_ray():
 
 
 ASKER = """
+import contextlib
 import sys
 import ray
 from offbeat_trainer.cluster.session import start_ray, stop_ray
 from offbeat_trainer.config import ClusterConfig
+from ray_forks import forked_workers
 
-start_ray(ClusterConfig(object_store_mib=100), num_gpus=0)
-interpreter = ray.remote(lambda: sys.executable)
-print(ray.get(interpreter.remote(), timeout=300))
-print(ray.get(interpreter.options(runtime_env={"env_vars": {"ANY": "a b"}}).remote(), timeout=300))
-stop_ray()
+with WORKERS as sys.executable:
+    start_ray(ClusterConfig(object_store_mib=100), num_gpus=0)
+    interpreter = ray.remote(lambda: sys.executable)
+    print(ray.get(interpreter.remote(), timeout=300))
+    print(ray.get(interpreter.options(runtime_env={"env_vars": {"ANY": "a b"}}).remote(), timeout=300))
+    stop_ray()
 """
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.spawns
-def test_workers_start_whatever_the_path_of_the_environment_holds(tmp_path):
+@pytest.mark.parametrize("workers", ["contextlib.nullcontext(sys.executable)", "forked_workers()"])
+def test_workers_start_whatever_the_path_of_the_environment_holds(tmp_path, workers):
     environment = tmp_path / "a folder, für $HOME & more"
     environment.symlink_to(sys.prefix)
     python = str(environment / "bin" / "python")
-    ran = subprocess.run([python, "-c", ASKER], capture_output=True, text=True, check=False)
+    code = ASKER.replace("WORKERS", workers)
+    ran = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, f"{python}\n{python}\n"), ran.stderr

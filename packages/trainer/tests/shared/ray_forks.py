@@ -12,6 +12,7 @@ import os
 import runpy
 import secrets
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -37,7 +38,11 @@ PRELOADED = (
 STOP_TIMEOUT_S = 60.0
 # What stands in for the interpreter where Ray starts a worker: it hands its arguments, environment and standard files over,
 # and is there as long as the fork is. Whatever else it is started for, and with nobody listening, it is the interpreter.
-LAUNCHER = """#!{python} -IS
+# The kernel would take an interpreter's path with a space, or a long one, for something else: to `sh` the second line is a
+# command, to Python the two are a string.
+LAUNCHER = """#!/bin/sh
+'''exec' {quoted} -IS "$0" "$@"
+' '''
 import json, os, socket, sys
 words = sys.argv[1:]
 with socket.socket(socket.AF_UNIX) as line:
@@ -62,7 +67,9 @@ def forked_workers() -> Iterator[str]:
     """
     with tempfile.TemporaryDirectory(prefix="forks-") as folder:
         name, launcher = f"ray-forks-{secrets.token_hex(8)}", Path(folder) / "python"
-        launcher.write_text(LAUNCHER.format(python=sys.executable, name=name))
+        launcher.write_text(
+            LAUNCHER.format(python=sys.executable, quoted=shlex.quote(sys.executable), name=name)
+        )
         launcher.chmod(0o755)
         command = [sys.executable, __file__, name]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as source:
