@@ -1,5 +1,6 @@
 """Which journal a run folder gets, and that it is found again."""
 
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -19,6 +20,9 @@ server:/home /home nfs4 rw 0 0
 bucket /data/my\\040models fuse.s3fs rw 0 0
 none /over ext4 rw 0 0
 cluster /over lustre rw 0 0
+cluster /data/back\\134slash beegfs rw 0 0
+cluster /data/no\u00a0break ceph rw 0 0
+cluster /data/old\udcfc glusterfs rw 0 0
 """
 
 
@@ -30,10 +34,13 @@ cluster /over lustre rw 0 0
         ("/home/me/scratch/runs", None),
         ("/data/my models/run", "fuse.s3fs"),
         ("/over/run", "lustre"),
+        ("/data/back\\slash/run", "beegfs"),
+        ("/data/no\u00a0break/run", "ceph"),
+        ("/data/old\udcfc/run", "glusterfs"),  # a name that is no UTF-8
     ],
 )
 def test_the_file_system_of_a_folder_that_need_not_exist(tmp_path, path, kind):
-    (tmp_path / "mounts").write_text(MOUNTS)
+    (tmp_path / "mounts").write_bytes(os.fsencode(MOUNTS))
     assert shared_file_system(Path(path), tmp_path / "mounts") == kind
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,26 +15,8 @@ if TYPE_CHECKING:
 
 MOUNTS = Path("/proc/self/mounts")
 # As in the third column of /proc/mounts. What is in user space (fuse.*) may be anything, so it counts, too.
-SHARED = frozenset(
-    [
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "gfs2",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "nfs",
-        "nfs4",
-        "ocfs2",
-        "orangefs",
-        "pvfs2",
-        "smb3",
-        "virtiofs",
-        "wekafs",
-    ]
+SHARED = (
+    "9p afs beegfs ceph cifs gfs2 glusterfs gpfs lustre nfs nfs4 ocfs2 orangefs pvfs2 smb3 virtiofs wekafs"
 )
 
 
@@ -67,11 +51,12 @@ def shared_file_system(path: Path, mounts: Path = MOUNTS) -> str | None:
         return None
     whole = path.resolve()
     kinds: dict[Path, str] = {}
-    for line in mounts.read_text().splitlines():
-        _, point, kind, *_ = line.split()
-        kinds[Path(point.replace("\\040", " "))] = kind  # a later mount hides an earlier one
+    for line in mounts.read_bytes().splitlines():
+        _, escaped, kind, *_ = line.split()
+        point = re.sub(rb"\\(\d{3})", lambda found: bytes([int(found[1], 8)]), escaped)
+        kinds[Path(os.fsdecode(point))] = kind.decode()  # a later mount hides an earlier one
     kind = next((kinds[one] for one in (whole, *whole.parents) if one in kinds), "")
-    return kind if kind in SHARED or kind.startswith("fuse") else None
+    return kind if kind in SHARED.split() or kind.startswith("fuse") else None
 
 
 def _sqlite(folder: Path) -> Path:
