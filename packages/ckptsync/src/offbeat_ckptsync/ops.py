@@ -63,6 +63,7 @@ SENDER_OPS = {
     "open": Op(
         takes={"sync_id": str, "members": list[str]}, gives=("endpoint", dict[str, str | int | float])
     ),
+    "gather": Op(takes={"offer": SyncOffer, "senders": list[int]}),
     "send": Op(takes={"offer": SyncOffer, "senders": list[int]}, gives=("sent", Sent)),
     "walk": Op(takes={"senders": list[int]}),
 }

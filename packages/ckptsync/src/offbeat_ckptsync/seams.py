@@ -30,7 +30,7 @@ class WeightSource(ABC):
     """Where weights come from. Every rank of a sharded source holds one and iterates it to the end."""
 
     tensors_stay: bool = False
-    """Whether the tensors stay as they are, and can be read, until the pass is over and the sync is sent.
+    """Whether the tensors stay as they are, and can be read, until the pass is over and its last tensor is copied.
 
     They are then packed by several threads while the pass goes on.
     """
@@ -318,9 +318,16 @@ class Source(ABC):
     async def offer(self, version: int, members: list[str]) -> SyncOffer:
         """Prepare to send the current weights as `version` to these members."""
 
+    async def gather(self, offer: SyncOffer) -> bool:
+        """Copy out what `send` is to send, and return True: the weights may then change while it is on its way.
+
+        False leaves that to `send`, and the weights must stay as they are until it has returned.
+        """
+        return False
+
     @abstractmethod
     async def send(self, offer: SyncOffer) -> Sent:
-        """Send every bucket to every member."""
+        """Send every bucket to every member, gathered before or not."""
 
     @abstractmethod
     async def abort(self, sync_id: str) -> None:

@@ -150,6 +150,19 @@ async def test_each_rank_sends_to_those_beside_it_alone_and_all_agree(ranks):
     )
 
 
+async def test_all_ranks_train_on_once_each_has_copied_out_what_it_sends(ranks):
+    def train():
+        for tensor in (tensor for source in ranks.sources for tensor in source.weights.values()):
+            tensor.zero_()
+
+    for version in (1, 2):
+        ranks.take(version)
+        await ranks.manager.sync(version, gathered=train)
+        assert not any(source.weights["half"].any() for source in ranks.sources)
+        ranks.require_serving(version)
+    assert [source.walks for source in ranks.sources] == [2] * 4
+
+
 async def test_where_one_rank_is_lost_all_serve_the_old_version_and_the_next_sync_is_good(ranks):
     await ranks.manager.sync(1)
     for lost in (0, 2, 3):

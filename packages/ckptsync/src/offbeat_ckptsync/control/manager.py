@@ -121,8 +121,11 @@ class CheckpointEngineManager:
         """Forget a member; harmless when it is not one. A sync that fails because it went is run again without it."""
         self._members.pop(name, None)
 
-    async def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int, *, gathered: Callable[[], None] | None = None) -> SyncReport:
         """Bring every member to the source's current weights as `version`.
+
+        `gathered` is called once the weights are copied out, where the source can say so: they may change from then on. A sync
+        with it that fails is not run again here without those who left: its weights may be gone.
 
         Raises:
             VersionError: `version` is not above the committed one.
@@ -134,19 +137,18 @@ class CheckpointEngineManager:
                     f"version {version} after {self._label.version} was committed; versions must rise"
                 )
             left: dict[str, str] = {}
+            target = Target(version=version, check=self._book.check, gathered=gathered)
             while True:
                 members = dict(self._members)
                 if not members:
                     raise SyncFailed(f"version {version} has nobody to go to; `add` a member first")
                 try:
-                    report = await self._run(
-                        self._source, members, Target(version=version, check=self._book.check)
-                    )
+                    report = await self._run(self._source, members, target)
                 except SyncFailed as failed:
                     if self._on_failure is not None:
                         await self._on_failure([*members], failed)
                     gone = [name for name, member in members.items() if self._members.get(name) is not member]
-                    if not gone or not self._members:
+                    if not gone or not self._members or gathered is not None:
                         raise
                     left |= dict.fromkeys(gone, str(failed))
                 else:

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 AskRanks = Callable[[str, Mapping[int, Json]], Awaitable[Mapping[int, Json]]]
 """Carries an operation with a request for each of some ranks, by rank, waits for all of them, and brings the outcomes back.
 
-The operations are `SENDER_OPS`, but that "send" and "walk" come together, as `PASS`.
+The operations are `SENDER_OPS`, but that "gather", or "send" without it, comes together with "walk", as `PASS`. A "send" by
+itself only waits until what was gathered has left: the rank may compute meanwhile.
 """
 
 PASS = "pass"
-"""A pass over the weights: every rank gets {"op": "send" or "walk", "request": ..}."""
+"""A pass over the weights: every rank gets {"op": "gather", "send" or "walk", "request": ..}."""
 
 
 class SourceRanks(Source):
@@ -46,6 +47,7 @@ class SourceRanks(Source):
         self._num_ranks = num_ranks
         self._beside = beside
         self._open: dict[str, Mapping[int, list[str]]] = {}  # by sync: to whom each sending rank sends
+        self._gathered = ""  # the sync that is
 
     async def offer(self, version: int, members: list[str]) -> SyncOffer:
         """Prepare to send the current weights as `version` to these members."""
@@ -71,24 +73,39 @@ class SourceRanks(Source):
             endpoints={seat: endpoints[rank] for rank, seats in shares.items() for seat in seats},
         )
 
+    async def gather(self, offer: SyncOffer) -> bool:
+        """See `Source.gather`."""
+        await self._pass("gather", offer)
+        self._gathered = offer.sync_id
+        return True
+
     async def send(self, offer: SyncOffer) -> Sent:
         """Send every bucket to every member.
 
         Raises:
             DigestError: the ranks sent different bytes; names the first bucket.
         """
-        shares = self._open.get(offer.sync_id, {0: []})
-        senders = list(shares)
-        send: Json = {"op": "send", "request": request_of(SENDER_OPS, "send", (offer, senders))}
+        shares = self._shares_of(offer)
+        if self._gathered == offer.sync_id:
+            request = request_of(SENDER_OPS, "send", (offer, [*shares]))
+            sent: dict[int, Sent] = await self._each("send", dict.fromkeys(shares, request))
+        else:
+            answers = await self._pass("send", offer)
+            sent = {rank: value_of(SENDER_OPS, "send", answers[rank]) for rank in shares}
+        return sent[0] if self._beside is None else _together(sent, offer, shares)
+
+    def _shares_of(self, offer: SyncOffer) -> Mapping[int, list[str]]:
+        return self._open.get(offer.sync_id, {0: []})
+
+    async def _pass(self, op: str, offer: SyncOffer) -> dict[int, Json]:
+        """Let the ranks that send do `op`, and the others take part."""
+        senders = list(self._shares_of(offer))
+        send: Json = {"op": op, "request": request_of(SENDER_OPS, op, (offer, senders))}
         walk: Json = {"op": "walk", "request": request_of(SENDER_OPS, "walk", (senders,))}
         outcomes = await self._ask(
-            PASS, {rank: send if rank in shares else walk for rank in range(self._num_ranks)}
+            PASS, {rank: send if rank in senders else walk for rank in range(self._num_ranks)}
         )
-        answers = {
-            rank: answer_in(outcome, where=self._where("send", rank)) for rank, outcome in outcomes.items()
-        }
-        sent: dict[int, Sent] = {rank: value_of(SENDER_OPS, "send", answers[rank]) for rank in shares}
-        return sent[0] if self._beside is None else _together(sent, offer, shares)
+        return {rank: answer_in(outcome, where=self._where(op, rank)) for rank, outcome in outcomes.items()}
 
     async def abort(self, sync_id: str) -> None:
         """Give up a sync; safe at any moment."""

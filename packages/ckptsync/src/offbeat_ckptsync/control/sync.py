@@ -37,6 +37,7 @@ class Target:
     check: Callable[[Label], None]
     reload: bool = False
     whole: bool = False  # no deltas: what they stand on may be spoilt
+    gathered: Callable[[], None] | None = None  # is called once the source's weights may change
 
 
 class Run:
@@ -53,6 +54,7 @@ class Run:
         self._members = members
         self._target = target
         self._offer: SyncOffer | None = None
+        self._copying: asyncio.Task[None] | None = None
         self._marks: dict[Phase, float] = {}
         self.flips: dict[str, Flip] = {}
         self.fenced: dict[str, str] = {}
@@ -77,6 +79,8 @@ class Run:
         await in_thread(
             lambda: (buckets_of(offer), encode(offer)), name="plan"
         )  # whoever needs them finds them
+        if self._target.gathered is not None and not offer.bases:  # what members hold decides what a delta is
+            self._copying = asyncio.create_task(self._copy_out(offer), name="copy weights out")
         held = await self._all(
             Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
         )
@@ -91,13 +95,21 @@ class Run:
         """Let the source send and the members stage."""
         self._marks[Phase.TRANSFER] = time.perf_counter()
         work: dict[str, Coroutine[object, object, Sent | list[Echo]]] = {
-            SOURCE: self._source.send(offer),  # type: ignore[dict-item]
+            SOURCE: self._send(offer),  # type: ignore[dict-item]
             **{name: member.transfer(offer.sync_id) for name, member in self._members.items()},  # type: ignore[dict-item]
         }
         done = await self._all(Phase.TRANSFER, self._config.transfer_timeout_s, work)
         sent = done.pop(SOURCE)
         assert isinstance(sent, Sent)
         return sent, cast("dict[str, list[Echo]]", done)
+
+    async def _copy_out(self, offer: SyncOffer) -> None:
+        if self._target.gathered is not None and await self._source.gather(offer):
+            self._target.gathered()
+
+    async def _send(self, offer: SyncOffer) -> Sent:
+        await (self._copy_out(offer) if self._copying is None else self._copying)
+        return await self._source.send(offer)
 
     async def verify(
         self, offer: SyncOffer, buckets: tuple[Bucket, ...], sent: Sent, echoes: dict[str, list[Echo]]
@@ -167,6 +179,9 @@ class Run:
             if version is not None:
                 served[name] = version
 
+        if self._copying is not None:
+            self._copying.cancel()
+            await asyncio.gather(self._copying, return_exceptions=True)
         async with asyncio.TaskGroup() as tasks:
             # The source first: it frees receivers that wait for bytes. But a hung one holds up nobody.
             tasks.create_task(one(SOURCE, self._source.abort(sync_id)), name="abort source")

@@ -78,6 +78,22 @@ def send_weights(
         ManifestError: the source yields other tensors than it offered, or none on this rank.
         TransferError: the transport failed or took longer than the offer's `timeout_s`; names the bucket.
     """
+    return gather_weights(source, offer, open_sender, buffers=buffers, session=session, senders=senders)()
+
+
+def gather_weights(
+    source: WeightSource,
+    offer: SyncOffer,
+    open_sender: Callable[[], BucketSender],
+    *,
+    buffers: Callable[[], Buffers] = Buffers,
+    session: SendSession | None = None,
+    senders: Collection[int] = FIRST,
+) -> Callable[[], Sent]:
+    """Copy out what `source` yields, and return a call that waits until all of it has left; see `send_weights`.
+
+    Once this returns, no tensor of the source is read any more: the weights may change while buckets are on the wire.
+    """
     started = time.perf_counter()
     try:
         _, num_bytes = bucket_starts(buckets_of(offer))
@@ -106,7 +122,8 @@ def send_weights(
         raise
     if failure is not None:
         raise failure
-    return stream.finish(started)
+    stream.end()
+    return lambda: stream.finish(started)
 
 
 class BucketStream:
@@ -167,17 +184,24 @@ class BucketStream:
                 self._shipper.ship(bucket, filling, lambda b=bucket, f=filling: self._complete(b, f))
         self._next_spec += 1
 
-    def finish(self, started: float) -> Sent:
-        """Wait until everything has left and return what was sent since `started` (of `time.perf_counter`).
+    def end(self) -> None:
+        """Wait until everything is copied: no tensor is read afterwards.
 
         Raises:
             ManifestError: tensors that were offered did not come.
-            TransferError: the transport failed.
         """
         specs = self._manifest.specs
         if self._next_spec < len(specs):
             self.cancel()
             raise ManifestError(f"the source ended before {specs[self._next_spec].name!r}, which it offered")
+        self._shipper.end()
+
+    def finish(self, started: float) -> Sent:
+        """Wait, after `end`, until everything has left; return what was sent since `started` (of `time.perf_counter`).
+
+        Raises:
+            TransferError: the transport failed.
+        """
         self._shipper.finish()
         return Sent(
             version=self._offer.version,

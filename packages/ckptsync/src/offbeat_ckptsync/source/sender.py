@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
@@ -13,12 +14,12 @@ from offbeat_ckptsync.plan.seats import met_at
 from offbeat_ckptsync.seams import Source, Transport, WeightSource
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession
-from offbeat_ckptsync.source.pipeline import FIRST, SendSession, send_weights, walk
+from offbeat_ckptsync.source.pipeline import FIRST, SendSession, gather_weights, walk
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Sent, SyncOffer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Generator
 
 
 class Sender:
@@ -39,6 +40,7 @@ class Sender:
         self._bases = Bases()
         self._buffers: Buffers | None = None
         self._sending = threading.Lock()
+        self._gathered: dict[str, Callable[[], Sent]] = {}  # by sync, one at most: waits until it has left
 
     def offer(self, version: int, members: list[str]) -> SyncOffer:
         """Return an offer of the current weights as `version` to `members`; moves no bytes.
@@ -80,32 +82,49 @@ class Sender:
         """Take part in gathering what other ranks, `senders`, send."""
         walk(self._source, senders)
 
-    def send(self, offer: SyncOffer, senders: Collection[int] = FIRST) -> Sent:
-        """Send every bucket to every member; see `send_weights` for what it raises.
+    def gather(self, offer: SyncOffer, senders: Collection[int] = FIRST) -> bool:
+        """Copy out what `send` sends, which may then be called in any thread, and return True: the weights may change.
 
-        Raises:
-            PhaseError: the offer is not this source's latest, or another `send` has not ended yet.
+        Raises as `send`. It runs the source's collective iteration in the calling thread, in place of `send`.
         """
-        self._take_turn()
-        try:
+        with self._turn(offer):
             members = self._members.get(offer.sync_id)
             if members is None:
                 self.walk(senders)  # the other ranks do, they know nothing of an abort
                 raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
-            return _explained(self._send(offer, members, senders), self._transport)
+            self._gathered = {offer.sync_id: self._gather(offer, members, senders)}
+        return True
+
+    def send(self, offer: SyncOffer, senders: Collection[int] = FIRST) -> Sent:
+        """Send every bucket to every member, gathered by `gather` or here; see `send_weights` for what it raises.
+
+        Raises:
+            PhaseError: the offer is not this source's latest, or another `send` has not ended yet.
+        """
+        if offer.sync_id not in self._gathered:
+            self.gather(offer, senders)
+        with self._turn(offer):
+            return _explained(self._gathered.pop(offer.sync_id)(), self._transport)
+
+    @contextmanager
+    def _turn(self, offer: SyncOffer) -> Generator[None]:
+        """Work for `offer` in the block, alone; a failure in it gives the sync up."""
+        self._take_turn()
+        try:
+            yield
         except BaseException:
             self._transport.abort(offer.sync_id)
             raise
         finally:
             self._sending.release()
 
-    def _send(self, offer: SyncOffer, members: list[str], senders: Collection[int]) -> Sent:
+    def _gather(self, offer: SyncOffer, members: list[str], senders: Collection[int]) -> Callable[[], Sent]:
         to_neighbours = bool(offer.endpoints)
         if to_neighbours:
             offer = met_at(offer, offer.endpoints[members[0]])
         session = self._session(offer, to_neighbours=to_neighbours)
-        try:
-            sent = send_weights(
+        with _ended(session):
+            finish = gather_weights(
                 self._source,
                 offer,
                 lambda: self._transport.sender(offer, members),
@@ -113,11 +132,14 @@ class Sender:
                 session=session,
                 senders=senders,
             )
-        except BaseException:
-            session.end(None)
-            raise
-        session.end(sent)
-        return session.explained(sent)
+
+        def send() -> Sent:
+            with _ended(session):
+                sent = finish()
+            session.end(sent)
+            return session.explained(sent)
+
+        return send
 
     def _session(self, offer: SyncOffer, *, to_neighbours: bool) -> SendSession:
         if self._config.delta == "auto" and not to_neighbours:
@@ -147,6 +169,16 @@ class Sender:
             raise PhaseError(f"the source still sends another sync after {limit_s:g} s; abort that one first")
 
 
+@contextmanager
+def _ended(session: SendSession) -> Generator[None]:
+    """End `session` without anything sent where the block fails."""
+    try:
+        yield
+    except BaseException:
+        session.end(None)
+        raise
+
+
 def _explained(sent: Sent, transport: Transport) -> Sent:
     name, why = transport.chosen
     return dataclasses.replace(sent, transport=name, why=why)
@@ -174,6 +206,10 @@ class LocalSource(Source):
                 return self._sender.offer(version, members)
 
         return await in_thread(work, name=f"offer {version}")
+
+    async def gather(self, offer: SyncOffer) -> bool:
+        """See `Source.gather`."""
+        return await in_thread(lambda: self._sender.gather(offer), name=f"gather {offer.version}")
 
     async def send(self, offer: SyncOffer) -> Sent:
         """Send every bucket to every member."""

@@ -118,19 +118,22 @@ class Shipper:
         self._full.put(None)
         self._packers.shutdown(wait=True, cancel_futures=True)  # all they do is copy and digest
 
+    def end(self) -> None:
+        """Take no more buckets; return once all of them are complete, though they may not have left yet."""
+        self._full.put(None)
+        self._packers.shutdown(wait=True)  # all they do is copy and digest
+
     def finish(self) -> None:
-        """Wait until everything has left, at most the offer's `timeout_s`.
+        """Wait, after `end`, until everything has left, at most the offer's `timeout_s`.
 
         Raises:
             TransferError: it failed, or took longer.
         """
-        self._full.put(None)
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             late = self._late()
             self.cancel()
             raise late
-        self._packers.shutdown(wait=self._error is not None, cancel_futures=True)
         if self._error is not None:
             raise self._failure()
         self._buffers.put_back(self._own)  # not after a failure: a transport may still hold on to one
