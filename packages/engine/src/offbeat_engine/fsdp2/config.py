@@ -21,7 +21,9 @@ class Fsdp2Config(EngineConfig):
     `reshard` says when a rank lets go of the weights that it gathered: "always" after each layer, forward and backward;
     "never" before the mini-batch ends (faster, at the memory of the whole model in the compute dtype); a number keeps
     them among that many neighbouring ranks between forward and backward; "auto" is "always", but a model of at most
-    256 MiB is gathered once. `reduce_dtype` is the precision in which gradients are added up over ranks.
+    256 MiB is gathered once. `reduce_dtype` is the precision in which gradients are added up over ranks; micro-batches are
+    added up in float32. In bfloat16 every micro-batch is reduced by itself, which sends half the bytes, but more often where `reshard`
+    or `shard_size` would else reduce once.
 
     With `activation_checkpointing`, `checkpoint_every` n takes every n-th layer only, and `checkpoint_keeps` "products"
     keeps the results of matrix products and attention, so that backward computes the cheap rest again.

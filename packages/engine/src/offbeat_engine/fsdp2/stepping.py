@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offbeat_engine.batch import units_of
+from offbeat_engine.config import Dtype
 from offbeat_engine.fsdp2.activations import HostActivations
 from offbeat_engine.fsdp2.kernels import inputs_maker
 from offbeat_engine.fsdp2.model import compute_dtype
@@ -52,6 +53,7 @@ class Step:
     sharded: bool
     gather_once: bool
     keep_gathered: bool
+    reduces_each: bool
     activations: HostActivations | None
 
     @property
@@ -83,6 +85,7 @@ def step_of(parts: Parts, config: Fsdp2Config, asked: Asked) -> Step:
         sharded=parts.sharded,
         gather_once=parts.gather_once,
         keep_gathered=parts.gather_once or config.reshard == "never",
+        reduces_each=config.reduce_dtype == Dtype.BFLOAT16,
         activations=HostActivations(asked.device) if config.activation_offload else None,
     )
 
@@ -126,15 +129,16 @@ def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
 def _sync_gradients(step: Step, last: bool) -> None:
     """Reduce gradients, and let go of gathered weights, after the last micro-batch only, where memory allows either.
 
-    Where it does not, gradients are scattered after each, but added up over the copies (if any) after the last.
+    Where it does not, gradients are scattered after each, but added up over the copies (if any) after the last. What waits for
+    a reduction is in `reduce_dtype`: in bfloat16 none waits, so that micro-batches are added up in float32.
     """
     if not step.sharded or not step.trains:
         return
     from torch.distributed.fsdp import FSDPModule
 
     assert isinstance(step.scorer, FSDPModule)
-    step.scorer.set_requires_all_reduce(last)
-    if step.gather_once:
+    step.scorer.set_requires_all_reduce(last or step.reduces_each)
+    if step.gather_once and not step.reduces_each:
         step.scorer.set_requires_gradient_sync(last)
         step.scorer.set_is_last_backward(last)
     if step.keep_gathered:
