@@ -74,7 +74,7 @@ def rollout(make, replica=None, scorer=None, **config):
     scene = Scene(
         make=make,
         decode=lambda ids: " ".join(map(str, ids)),
-        encode=lambda said: [int(one) for one in (said.split() if isinstance(said, str) else said)],
+        encode=lambda said, last: [int(one) for one in (said.split() if isinstance(said, str) else said)],
     )
     generator = GroupGenerator(replica.generate_many)
     return MultiTurn(generator, scene, EnvironmentConfig(**config), scorer=scorer)
@@ -295,7 +295,7 @@ async def test_an_interrupted_turn_is_continued_from_its_tokens_and_its_environm
 
     halt, replica = asyncio.Event(), Halting()
     environment = Echo(turns=1)
-    scene = Scene(make=lambda: environment, decode=lambda ids: "", encode=lambda said: [])
+    scene = Scene(make=lambda: environment, decode=lambda ids: "", encode=lambda said, last: [])
     multi = MultiTurn(GroupGenerator(replica.generate_many, replica.abort), scene, EnvironmentConfig())
     running = asyncio.create_task(multi.run(PROMPT, SAMPLING, 1))
     while not replica.asked:  # noqa: ASYNC110 - the replica tells nobody

@@ -82,7 +82,7 @@ class Asking:
 
 
 def talk(replica, turns):
-    scene = Scene(make=lambda: Asking(turns), decode=lambda ids: "", encode=lambda said: list(said))
+    scene = Scene(make=lambda: Asking(turns), decode=lambda ids: "", encode=lambda said, last: list(said))
     multi = MultiTurn(GroupGenerator(replica.generate_many, replica.abort), scene, EnvironmentConfig())
     return run_virtual(multi.run(PROMPT, SAMPLING, 1))
 

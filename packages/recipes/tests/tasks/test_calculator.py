@@ -131,22 +131,31 @@ def test_the_recipe_can_run_and_its_limits_are_refused_by_name():
 
 
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}{{ m.content }}<eos>;{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 
 
 def test_messages_become_what_the_template_writes_after_a_turn(tmp_path: Path):
     tokenizer = CalculatorTask(CalculatorConfig(), 0).tokenizer
+    said, end = [{"role": "tool", "content": "4"}], tokenizer.eos_token_id
     with pytest.raises(TaskError, match="has no chat template; say text"):
-        after_turn(tokenizer, [{"role": "tool", "content": "4"}])
+        after_turn(tokenizer, said, end)
     tokenizer.chat_template = TEMPLATE
-    assert after_turn(tokenizer, [{"role": "tool", "content": "4"}]) == "\n<|tool|>4<eos>\n<|assistant|>"
+    rest = ";4<eos>;="
+    assert tokenizer.decode(after_turn(tokenizer, said, end)) == rest
+    [semicolon] = tokenizer(";", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(after_turn(tokenizer, said, semicolon)) == "<eos>" + rest, (
+        "a stop text ended the turn"
+    )
+    with pytest.raises(
+        TaskError, match="`reset` returned messages, and the prompt already opens the assistant's turn"
+    ):
+        observation_encoder(tokenizer)(said, None)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(TaskError, match="does not write an assistant's turn as it is"):
-        after_turn(tokenizer, [{"role": "tool", "content": "4"}])
+        after_turn(tokenizer, said, end)
     tokenizer.chat_template = None
     encode = observation_encoder(tokenizer)
-    assert encode("") == []
-    assert encode([5, 6]) == [5, 6]
-    assert tokenizer.decode(encode("4042;")) == "4042;"
+    assert encode("", None) == []
+    assert encode([5, 6], end) == [5, 6]
+    assert tokenizer.decode(encode("4042;", end)) == "4042;"

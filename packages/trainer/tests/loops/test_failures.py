@@ -1,12 +1,13 @@
 """Generation that fails: tried again, dropped with a reason, never made up; and what ends a run."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from offbeat_rollout import EngineStateError, NoReplica, ReplicaGone, RequestError, version_spans
 from offbeat_trainer.config import AsyncConfig, LoopConfig, OnFailure, RewardConfig
-from offbeat_trainer.errors import DeadlineExceeded, TrainerError
+from offbeat_trainer.errors import DeadlineExceeded, RewardFailed, TrainerError
 from offbeat_trainer.stream.journal.events import Dropped
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun, ScriptedTask
 from offbeat_trainer.watch.watchdog import Watchdog
@@ -48,18 +49,66 @@ def test_a_failed_group_is_tried_again_and_is_what_it_would_have_been(tmp_path, 
 
 
 @pytest.mark.parametrize("error", [ReplicaGone("r", "died"), NoReplica("none"), TimeoutError()])
-def test_validation_is_tried_again_as_often_as_a_group(tmp_path, error):
+def test_validation_is_tried_again_as_often_as_a_group_and_then_skipped(tmp_path, error):
     def run(fails):
         def held_out(request, attempt):
             return error if not request.sampling.temperature and attempt <= fails else None
 
         pool = ScriptedPool(mishap=held_out)
-        done = ScriptedRun(folder=tmp_path, loop=LOOP, asynchrony=MODE, pool=pool).go().outcome
-        return done.steps, done.accuracy_before, done.accuracy_after
+        return ScriptedRun(folder=tmp_path, loop=LOOP, asynchrony=MODE, pool=pool).go()
 
-    assert run(MODE.max_attempts - 1) == run(0)
-    with pytest.raises(type(error)):
-        run(MODE.max_attempts)
+    smooth, bumpy, without = run(0).outcome, run(MODE.max_attempts - 1).outcome, run(MODE.max_attempts)
+    assert (bumpy.steps, bumpy.accuracy_before, bumpy.accuracy_after) == (
+        4,
+        smooth.accuracy_before,
+        smooth.accuracy_after,
+    )
+    assert (without.outcome.steps, without.outcome.accuracy_before, without.outcome.accuracy_after) == (
+        4,
+        None,
+        None,
+    )
+    notes = [
+        detail for name, detail in without.reporter.phases if name == "validate" and "no score" in detail
+    ]
+    said = f"1 of 1 held-out prompts got no score and do not count: {type(error).__name__}"
+    assert [note.startswith(said) for note in notes] == [True, True]
+
+
+@pytest.mark.parametrize("share", [0.75, 1.0])
+def test_a_judge_that_is_down_during_one_validation_ends_no_run_and_is_counted(tmp_path, share):
+    held_out = 16
+
+    class Judge:
+        """Scores like the task, but for some held-out prompts of the last validation."""
+
+        def __init__(self):
+            self.validated = 0
+
+        async def score(self, group):
+            if len(group.trajectories) == 1:
+                self.validated += 1
+                if self.validated > (3 - share) * held_out:
+                    raise RewardFailed("raised", "the judge is down")
+            scores = tuple(ScriptedTask().score(group.prompt, one) for one in group.trajectories)
+            return replace(group, scores=scores)
+
+        async def close(self):
+            pass
+
+    loop = replace(LOOP, validation_prompts=held_out, validate_every=2)
+    run = ScriptedRun(folder=tmp_path, mode="sync", loop=loop, scorer=Judge()).go()
+    assert run.outcome.steps == LOOP.steps
+    middle, last = run.reporter.steps[2], run.reporter.steps[4]
+    assert middle["validation/unscored_prompts"] == 0
+    assert 0 <= middle["accuracy/validation"] <= 1
+    assert math.isfinite(middle["reward/validation"])
+    assert last["validation/unscored_prompts"] == share * held_out
+    assert ("accuracy/validation" in last) == ("reward/validation" in last) == (share < 1)
+    assert (run.outcome.accuracy_after is None) == (share == 1)
+    told = [detail for name, detail in run.reporter.phases if name == "validate" and "no score" in detail]
+    assert told, "the console says so"
+    assert all(detail.startswith(f"{share * held_out:.0f} of {held_out} held-out prompts") for detail in told)
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])

@@ -11,6 +11,7 @@ from offbeat_trainer import Example, Learner, LoopConfig, Role, Sft, SftConfig, 
 from offbeat_trainer.learner import LocalPolicy
 from offbeat_trainer.loops.offline import OfflineParts, run_offline
 from offbeat_trainer.loops.outcome import Outcome
+from offbeat_trainer.metrics import Mean, Metric
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
@@ -31,7 +32,7 @@ def examples(step, count=6):
     return [Example(prompt_ids=(1, one), completion_ids=(one + 1,) * 3) for one in starts]
 
 
-async def run(folder, model, *, steps=6, resume=False, stop_at=None, accuracy=None):
+async def run(folder, model, *, steps=6, resume=False, stop_at=None, validate=None):
     engine = engine_class("fsdp2")(
         Fsdp2Config(model=ModelConfig(path=model), optimizer=OptimizerConfig(lr=3e-3)), World()
     )
@@ -55,7 +56,7 @@ async def run(folder, model, *, steps=6, resume=False, stop_at=None, accuracy=No
         reporter=reporter,
         store=store,
         loop=LoopConfig(steps=steps, validate_every=3, save_every=2),
-        accuracy=accuracy,
+        validate=validate,
         stop=stop,
     )
     await run_offline(parts, outcome, start)
@@ -98,14 +99,14 @@ async def test_a_run_that_lost_steps_does_them_again(tmp_path, model):
     assert history(tmp_path / "lost") == history(tmp_path / "whole")
 
 
-async def test_accuracy_is_asked_for_where_held_out_rows_are_looked_at(tmp_path, model):
+async def test_completions_are_measured_where_held_out_rows_are_looked_at(tmp_path, model):
     asked = []
 
-    async def accuracy(clock, step, title):
+    async def validate(clock, step, title):
         asked.append((step, title))
-        return step / 100
+        return [Metric("accuracy/validation", Mean(step / 100))]
 
-    outcome = await run(tmp_path, model, accuracy=accuracy)
+    outcome = await run(tmp_path, model, validate=validate)
     assert asked == [(0, "before"), (3, ""), (6, "after")]
     assert (outcome.accuracy_before, outcome.accuracy_after) == (0.0, 0.06)
 

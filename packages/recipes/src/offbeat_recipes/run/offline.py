@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from offbeat_recipes.tasks.base import RunnableTask
     from offbeat_trainer import OfflineAlgorithm, Rollout
     from offbeat_trainer.config import AlgorithmConfig
-    from offbeat_trainer.loops.offline import Accuracy
+    from offbeat_trainer.loops.offline import Validate
+    from offbeat_trainer.metrics import Metric
     from offbeat_trainer.watch.watchdog import PhaseClock
 
 SFT = Sft(config=SftConfig())
@@ -71,11 +72,11 @@ async def supervise(session: Session) -> None:
             batch=lambda step: SFT.batch(session.task.examples(step, told.batch_size)),
             held_out=held_out,
         )
-        accuracy = None if rollout is None else _accuracy(session, cluster, store, rollout)
+        measured = None if rollout is None else _validation(session, cluster, store, rollout)
         await learn(
             session,
             cluster,
-            replace(parts, accuracy=accuracy, loop=replace(parts.loop, steps=told.steps)),
+            replace(parts, validate=measured, loop=replace(parts.loop, steps=told.steps)),
             start,
         )
         if not session.outcome.interrupted:
@@ -154,7 +155,7 @@ def _rollout(session: Session, cluster: Cluster) -> Rollout | None:
         return None
 
 
-def _accuracy(session: Session, cluster: Cluster, store: RunStore, rollout: Rollout) -> Accuracy:
+def _validation(session: Session, cluster: Cluster, store: RunStore, rollout: Rollout) -> Validate:
     """Return what brings the weights of a step to the replicas and asks them for greedy accuracy on held-out prompts."""
     config = session.config
     parts = Parts(
@@ -170,7 +171,7 @@ def _accuracy(session: Session, cluster: Cluster, store: RunStore, rollout: Roll
         sampling=config.sampling,
     )
 
-    async def measured(clock: PhaseClock, step: int, title: str) -> float | None:
+    async def measured(clock: PhaseClock, step: int, title: str) -> list[Metric]:
         with clock.phase("sync"):
             await parts.publisher.publish(version_of(step))
         return await validate(parts, clock, step, title)

@@ -18,27 +18,37 @@ if TYPE_CHECKING:
 _ANSWER = "an answer that no template knows"  # stands for the policy's turn, which is tokens already
 
 
-def observation_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Observation], list[int]]:
-    """Return what makes tokens of text, of messages, or of tokens, for `MultiTurn`."""
+def observation_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+) -> Callable[[Observation, int | None], list[int]]:
+    """Return what makes tokens of text, of messages, or of tokens, for `MultiTurn`: `(observation, last sampled token)`."""
 
-    def encode(said: Observation) -> list[int]:
-        if isinstance(said, str):
-            return _ids(tokenizer, said)
-        if any(isinstance(one, Mapping) for one in said):
-            return _ids(tokenizer, after_turn(tokenizer, cast("Sequence[Message]", said)))
-        return [int(one) for one in cast("Sequence[int]", said)]
+    def encode(observation: Observation, last: int | None) -> list[int]:
+        if isinstance(observation, str):
+            return _ids(tokenizer, observation)
+        if any(isinstance(one, Mapping) for one in observation):
+            return after_turn(tokenizer, cast("Sequence[Message]", observation), last)
+        return [int(one) for one in cast("Sequence[int]", observation)]
 
     return encode
 
 
-def after_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """Return how the chat template goes on after an assistant's turn that ended with its end token.
+def after_turn(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], last: int | None
+) -> list[int]:
+    """Return the tokens with which the chat template goes on after an assistant's turn whose last sampled token is `last`.
 
-    The template is asked about a made-up conversation: no token of the real one is ever written anew.
+    The template is asked about a made-up conversation: no token of the real one is ever written anew. Its end of the turn is
+    left out where the policy sampled it, and added where the turn ended otherwise: at a stop text or another end token.
 
     Raises:
-        TaskError: there is no template, or it does not leave an assistant's turn as it is.
+        TaskError: no turn came before (`last` is None), there is no template, or it does not leave an assistant's turn as it is.
     """
+    if last is None:
+        raise TaskError(
+            "`reset` returned messages, and the prompt already opens the assistant's turn: put them into the prompt, or "
+            "return text or token ids"
+        )
     if not tokenizer.chat_template:
         raise TaskError(
             "the environment speaks in messages, and the model's tokenizer has no chat template; say text"
@@ -54,7 +64,8 @@ def after_turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) 
         raise TaskError(
             "the model's chat template does not write an assistant's turn as it is; let the environment say text"
         )
-    return rest.removeprefix(str(tokenizer.eos_token))
+    ids = _ids(tokenizer, rest)
+    return ids[1:] if ids[:1] == [last] else ids
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

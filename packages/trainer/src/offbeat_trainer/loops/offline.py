@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.loops.outcome import save
-from offbeat_trainer.metrics import Mean, Metric, reduce_metrics
+from offbeat_trainer.loops.outcome import ACCURACY, save
+from offbeat_trainer.metrics import Metric, reduce_metrics
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.stream import due
 from offbeat_trainer.watch.timeline import Timeline
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from offbeat_trainer.loops.outcome import Outcome
     from offbeat_trainer.run_store import RunStore
 
-Accuracy = Callable[[PhaseClock, int, str], Awaitable["float | None"]]
-"""Says how often the policy is right at a step; under a title, if there is one, it shows what was said."""
+Validate = Callable[[PhaseClock, int, str], Awaitable[list[Metric]]]
+"""Measures the policy's completions at a step, as `loops.outcome.validate`; a title shows some of them."""
 LOSS = "validation/loss"
-ACCURACY = "accuracy/validation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class OfflineParts:
     """Everything that the loop works with.
 
     `batch` makes the batch of a step, in a thread of its own. `held_out` is looked at as `loop.validate_every` says, and at both
-    ends, and so is `accuracy` asked; None: there is nothing to look at, or to ask.
+    ends, and `validate` is called then; None: there is nothing to measure.
     """
 
     policy: OfflinePolicy
@@ -44,7 +43,7 @@ class OfflineParts:
     reporter: Reporter
     store: RunStore
     loop: LoopConfig
-    accuracy: Accuracy | None = None
+    validate: Validate | None = None
     stop: StopRequest = field(default_factory=StopRequest)
     timeline: Timeline = field(default_factory=Timeline)
     watchdog: Watchdog = field(default_factory=Watchdog)
@@ -99,7 +98,6 @@ async def _validate(parts: OfflineParts, clock: PhaseClock, step: int, title: st
     if parts.held_out is not None:
         with clock.phase("evaluate", f"{parts.held_out.batch_size[0]} held-out sequences"):
             metrics += await parts.policy.evaluate(parts.held_out)
-    if parts.accuracy is not None:
-        accuracy = await parts.accuracy(clock, step, title)
-        metrics += [] if accuracy is None else [Metric(ACCURACY, Mean(accuracy))]
+    if parts.validate is not None:
+        metrics += await parts.validate(clock, step, title)
     return metrics

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.data.assemble import group_metrics, staleness_metrics
+from offbeat_trainer.errors import GroupFailed
 from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.run_store import RunState
 from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.producer import training_params, tried_again
+from offbeat_trainer.stream.producer import RETRIED, training_params, tried_again
 from offbeat_trainer.stream.stream import due
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STEP_PHASES = ("generate", "reward", "train", "sync")
+ACCURACY = "accuracy/validation"
 DROPPED = "buffer/dropped_"  # metrics that count, by reason; see `GroupStream.metrics`
 NUM_SHOWN = 4
 _APART_NATS = 0.3  # a token in the mean; rounding in bfloat16 comes to 0.01, by flipped experts to 0.05
@@ -141,7 +144,8 @@ async def open_run(parts: Parts, outcome: Outcome, start: int) -> None:
     with clock.phase("sync", "first weights to every replica"):
         await parts.publisher.publish(version_of(start))
     if outcome.accuracy_before is None:
-        outcome.accuracy_before = await validate(parts, clock, start, "before")
+        before = reduce_metrics(await validate(parts, clock, start, "before"))
+        outcome.accuracy_before = before.get(ACCURACY)
     parts.stop.listening = True
 
 
@@ -163,10 +167,9 @@ async def close_step(
     outcome.where_time_went = parts.timeline.sentence()
     last = done == parts.loop.steps
     if last or due(done, parts.loop.validate_every):
-        accuracy = await validate(parts, clock, done, "after" if last else "")
-        if accuracy is not None:
-            metrics.append(Metric("accuracy/validation", Mean(accuracy)))
-        outcome.accuracy_after = accuracy
+        validated = await validate(parts, clock, done, "after" if last else "")
+        outcome.accuracy_after = reduce_metrics(validated).get(ACCURACY)
+        metrics += validated
     if due(done, parts.loop.sample_every):
         show(parts, done, "sampled", groups)
     parts.reporter.metrics(done, [*metrics, *clock.metrics()])
@@ -191,22 +194,42 @@ async def save(store: RunStore, policy: Policy | OfflinePolicy, outcome: Outcome
     await policy.save(outcome.steps, block=block)
 
 
-async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> float | None:
-    """Return greedy accuracy on held-out prompts under the weights now served; `title` shows some completions.
+async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") -> list[Metric]:
+    """Return accuracy and mean reward of greedy completions of held-out prompts under the weights now served; `title` shows some.
 
-    Prompts without a score do not count. None where the task holds none out.
+    Prompts without a score are left out of both, and counted. Where no prompt gets one nothing is measured, and the run goes on:
+    a judge that is down for a minute ends no training. Empty where the task holds no prompts out.
     """
     prompts = parts.task.validation_prompts(parts.loop.validation_prompts)
     if not prompts:
-        return None
+        return []
     greedy = replace(training_params(parts, step), temperature=0.0)
+    groups: list[Group] = []
+    why = "the log names the reasons"
     with clock.phase("validate", f"{len(prompts)} held-out prompts, greedy"):
-        groups = await tried_again(
-            lambda: parts.rollout.run_all(prompts, greedy, 1), parts.asynchrony.max_attempts
+        try:
+            groups = await tried_again(
+                lambda: parts.rollout.run_all(prompts, greedy, 1), parts.asynchrony.max_attempts
+            )
+        except (GroupFailed, *RETRIED) as error:
+            why = f"{type(error).__name__}: {error}"
+            log.warning("validation after step %d measured nothing: %s", step, why)
+    unscored = len(prompts) - len(groups)
+    if unscored:
+        parts.reporter.phase(
+            "validate", f"{unscored} of {len(prompts)} held-out prompts got no score and do not count: {why}"
         )
+    metrics = [Metric("validation/unscored_prompts", Sum(unscored))]
+    if not groups:
+        return metrics
     if title:
         show(parts, step, title, groups)
-    return sum(group.scores[0].correct for group in groups) / len(groups)
+    scores = [group.scores[0] for group in groups]
+    return [
+        Metric(ACCURACY, Mean(sum(score.correct for score in scores), len(scores))),
+        Metric("reward/validation", Mean(math.fsum(score.reward for score in scores), len(scores))),
+        *metrics,
+    ]
 
 
 def show(parts: Parts, step: int, title: str, groups: Sequence[Group]) -> None:

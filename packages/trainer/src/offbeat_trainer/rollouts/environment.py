@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Message: TypeAlias = Mapping[str, str]
 Observation: TypeAlias = str | Sequence[int] | Sequence[Message]
 """What an environment says: text, which the run's tokenizer makes into tokens once; tokens as they are; or messages of a chat
-({"role", "content"}), which the tokenizer's chat template writes as what follows an assistant's turn."""
+({"role", "content"}), which the tokenizer's chat template writes as what follows an assistant's turn; `reset` may not return these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,12 +49,13 @@ log = logging.getLogger(__name__)
 class Scene:
     """Where the policy acts: `make` makes an environment, the other two are the run's tokenizer.
 
-    `encode` is asked once for each observation; `close` ends what `make` has begun.
+    `encode(observation, last)` is called once for each observation, `last` being the token that the policy sampled before it, None
+    for what `reset` returned; `close` ends what `make` has begun.
     """
 
     make: Callable[[], Environment]
     decode: Callable[[Sequence[int]], str]
-    encode: Callable[[Observation], Sequence[int]]
+    encode: Callable[[Observation, int | None], Sequence[int]]
     close: Callable[[], Awaitable[None]] | None = None
 
 
@@ -199,7 +200,7 @@ class MultiTurn:
         seed = 0 if base is None else derive_seed(base, talk.prompt.uid, talk.place, "environment")
         said: Observation = await asked("reset", environment.reset, talk.prompt, seed)
         while True:
-            observed = self._observed(said)
+            observed = self._observed(said, talk)
             room = self._config.max_tokens - talk.num_tokens - len(observed)
             if room < 1:
                 return talk.ended(Finish.LENGTH)
@@ -218,9 +219,10 @@ class MultiTurn:
                 return talk.ended(ending)
             said = feedback.observation
 
-    def _observed(self, said: Observation) -> np.ndarray:
+    def _observed(self, said: Observation, talk: _Talk) -> np.ndarray:
+        last = int(talk.turns[-1].completion.token_ids[-1]) if talk.turns else None
         try:
-            return np.array(self._scene.encode(said), np.int32)
+            return np.array(self._scene.encode(said, last), np.int32)
         except Exception as error:
             what = f"what it said, {said!r:.200}, cannot be made into tokens: {type(error).__name__}: {error}"
             raise EnvironmentFailed(RAISED, what) from error

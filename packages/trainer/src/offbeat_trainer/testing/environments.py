@@ -73,3 +73,6 @@ def _check_said(what: str, said: Observation) -> None:
     assert tokens or messages, (
         f"`{what}` said {said!r}; an observation is text, token ids, or messages with role and content"
     )
+    assert tokens or what != "reset", (
+        f"`reset` returned the messages {said!r}, and the prompt already opens the assistant's turn: put them into the prompt"
+    )

@@ -61,8 +61,9 @@ class ScriptedTask:
         """Return the numbers."""
         return " ".join(map(str, token_ids))
 
-    def encode(self, said: Observation) -> list[int]:
+    def encode(self, said: Observation, last: int | None) -> list[int]:
         """Return numbers as they are, and those that a text names."""
+        del last
         words = said.split() if isinstance(said, str) else said
         return [int(word) for word in words if not isinstance(word, Mapping)]
 
