@@ -9,7 +9,9 @@ import pytest
 
 from offbeat_recipes.cli._environment import _WANTED
 
-OURS = {*_WANTED, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+RAYS = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"}
+OURS = {*_WANTED, *RAYS, "TORCHINDUCTOR_CACHE_DIR"}
+NOBODY = 65534
 
 
 def seen_by(program, **environment):
@@ -34,7 +36,13 @@ PREPARE = "from offbeat_recipes.cli._environment import prepare_environment; pre
 def test_what_is_not_set_is_set_and_nothing_else_changes(tmp_path):
     after = seen_by(PREPARE + ALL, HOME=str(tmp_path))
     before = seen_by(ALL, HOME=str(tmp_path))
-    assert {name: value for name, value in after.items() if before.get(name) != value} == _WANTED
+    changed = {name: value for name, value in after.items() if before.get(name) != value}
+    assert changed.pop("TORCHINDUCTOR_CACHE_DIR").startswith(str(tmp_path)), (
+        "not a name in /tmp that others can guess"
+    )
+    assert len(changed.pop("RAY_AUTH_TOKEN")) == 64
+    assert changed.pop("RAY_AUTH_MODE") == "token"
+    assert changed == _WANTED
 
 
 def test_what_a_person_set_stays():
@@ -57,24 +65,113 @@ def test_few_open_files_become_as_many_as_are_allowed():
     assert seen_by(unchanged + PREPARE + LIMITS) == [256, 256]
 
 
-def test_a_temporary_folder_with_a_long_name_is_not_rays(tmp_path):
-    ours = "import json, os; print(json.dumps(os.environ.get('RAY_TMPDIR')))"
+WITHIN = (
+    "import json, os, pathlib\n"
+    "from offbeat_recipes.cli._environment import private_ray\n"
+    "with private_ray():\n"
+    "    folder = pathlib.Path(os.environ['RAY_TMPDIR'])\n"
+    "    mode = oct(folder.stat().st_mode & 0o777)\n"
+    "print(json.dumps([str(folder.parent), mode, folder.exists(), os.environ.get('RAY_TMPDIR')]))"
+)
+
+
+def test_a_ray_of_ones_own_has_a_private_folder_with_a_short_name_that_goes_with_it(tmp_path):
     long = tmp_path / ("x" * 40)
     long.mkdir()
-    assert seen_by(PREPARE + ours, TMPDIR=str(long)) == "/tmp"
-    assert seen_by(PREPARE + ours, TMPDIR=str(long), RAY_TMPDIR="/scratch") == "/scratch"
-    assert seen_by(PREPARE + ours, TMPDIR="/tmp") is None
-    # Python passes over a folder that is not there; Ray makes it.
-    assert seen_by(PREPARE + ours, TMPDIR=str(tmp_path / ("y" * 40))) == "/tmp"
+    assert seen_by(WITHIN, TMPDIR=str(long)) == ["/tmp", "0o700", False, None]
+    assert seen_by(WITHIN, TMPDIR="/tmp") == ["/tmp", "0o700", False, None]
+    assert seen_by(WITHIN, TMPDIR=str(long), RAY_TMPDIR="/dev/shm") == [
+        "/dev/shm",
+        "0o700",
+        False,
+        "/dev/shm",
+    ]
+    # Python passes over a folder that is not there.
+    assert seen_by(WITHIN, TMPDIR=str(tmp_path / ("y" * 40))) == ["/tmp", "0o700", False, None]
 
 
-def test_where_ray_could_write_no_token_it_is_given_one():
-    told = (
-        "import json, os; print(json.dumps([os.environ.get(n) for n in ('RAY_AUTH_TOKEN', 'RAY_AUTH_MODE')]))"
-    )
-    token, mode = seen_by(PREPARE + told, HOME="/proc")  # takes no files, not even root's
-    assert (len(token), mode) == (64, "token")
-    assert seen_by(PREPARE + told, HOME="/proc", RAY_AUTH_TOKEN="mine") == ["mine", "token"]
+TOKEN = "import json, os; print(json.dumps([os.environ.get(n) for n in ('RAY_AUTH_TOKEN', 'RAY_AUTH_MODE')]))"
+
+
+def test_a_ray_of_ones_own_has_a_token_that_lies_in_no_file(tmp_path):
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("read by everybody")
+    tokens = [seen_by(PREPARE + TOKEN, HOME=str(tmp_path)) for _ in range(2)]
+    assert [(len(token), mode) for token, mode in tokens] == [(64, "token")] * 2
+    assert tokens[0] != tokens[1]
+    assert seen_by(PREPARE + TOKEN, HOME="/proc", RAY_AUTH_TOKEN="mine") == ["mine", "token"]
+
+
+def test_a_token_file_of_a_cluster_that_others_may_read_is_named(tmp_path):
+    file = tmp_path / ".ray" / "auth_token"
+    file.parent.mkdir()
+    file.write_text("secret")
+    elsewhere = PREPARE.replace("prepare_environment()", "prepare_environment('head:6379')")
+    told = "import json; from offbeat_recipes.cli._environment import open_token; print(json.dumps(str(open_token())))"
+    home = {"HOME": str(tmp_path)}
+    file.chmod(0o644)
+    assert seen_by(elsewhere + told, **home) == str(file)
+    assert seen_by(elsewhere + told, **home, RAY_AUTH_TOKEN="another") == "None"
+    assert seen_by(elsewhere + TOKEN, **home) == [None, "token"], "it is the cluster's"
+    file.chmod(0o600)
+    assert seen_by(elsewhere + told, **home) == "None"
+
+
+SERVING = """
+import json, os, pathlib, sys
+from offbeat_recipes.cli._environment import private_ray
+from offbeat_trainer.cluster.session import start_ray, stop_ray
+from offbeat_trainer.config import ClusterConfig
+with private_ray():
+    start_ray(ClusterConfig(), num_gpus=0)
+    import ray
+    session = ray._private.worker._global_node.get_session_dir_path()
+    print(json.dumps([session, ray.get_runtime_context().gcs_address]), flush=True)
+    sys.stdin.readline()
+    stop_ray()
+"""
+STRANGER = f"""
+import json, os, sys
+import ray
+session, address = sys.argv[1:]
+def tried(what, *arguments):
+    try:
+        what(*arguments)
+    except Exception as error:
+        return type(error).__name__
+    return "done"
+joins = tried(lambda: ray.init(address=address, logging_level="ERROR"))  # with another token; the user does not matter
+os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
+print(json.dumps([
+    joins, tried(os.listdir, session), tried(os.rename, session + "/sockets", session + "/moved"),
+    tried(os.unlink, session + "/logs/debug_state.txt"),
+]))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_of_the_machine_reaches_nothing_of_a_runs_ray(tmp_path):
+    """Sockets and logs of a Ray in its usual place can be moved and replaced by links; the token of a usual one lies in the home."""
+    environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    run = subprocess.Popen(
+        [sys.executable, "-c", PREPARE + SERVING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**environment, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    with run:
+        session, address = json.loads(run.stdout.readline())
+        stranger = subprocess.run(
+            [sys.executable, "-c", STRANGER, session, address], capture_output=True, text=True, timeout=600, check=False,
+            env={**environment, "HOME": "/nowhere", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+        )  # fmt: skip
+        run.communicate("over\n", timeout=600)
+    assert run.returncode == 0
+    assert stranger.stdout, stranger.stderr
+    joins, *files = json.loads(stranger.stdout)
+    assert joins not in ("done", "ImportError"), stranger.stderr
+    assert files == ["PermissionError"] * 3
+    assert not (tmp_path / ".ray").exists(), "no token in a file"
+    assert not os.path.exists(session)
 
 
 def test_there_may_be_no_home():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.cli import STARTED_S
-from offbeat_recipes.cli._environment import prepare_environment
+from offbeat_recipes.cli._environment import open_token, prepare_environment, private_ray
 from offbeat_recipes.cli._hydra import USAGE, complain
 from offbeat_recipes.errors import RecipeError
 from offbeat_recipes.plan.facts import gather_facts
@@ -23,7 +24,14 @@ _NOT_NEEDED = {"sft": ("task.reward",), "sft_by_loss": ("task.reward",)}
 
 def checked(prog: str, config: RunConfig, what: str) -> int:
     """Plan `config`; run `offbeat_recipes.run.commands.<what>` if nothing is refused; return the exit code."""
-    prepare_environment()
+    address = config.cluster.ray_address
+    prepare_environment(address)
+    readable = open_token() if address else None
+    if readable is not None:
+        sys.stderr.write(
+            f"{prog}: note: others may read {readable}, and who has that token runs code on the cluster as you: "
+            f"chmod 600 {readable}\n"
+        )
     try:
         plan = plan_run(config, gather_facts(config))
         for warning in plan.warnings:
@@ -34,7 +42,8 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
                 sys.stderr.write(f"{prog}: refused: {refusal}\n")
             return USAGE
         # Composition brings Ray and the engines: not before everything is known to fit.
-        return int(getattr(import_module("offbeat_recipes.run.commands"), what)(config, STARTED_S))
+        with nullcontext() if address else private_ray():
+            return int(getattr(import_module("offbeat_recipes.run.commands"), what)(config, STARTED_S))
     except RecipeError as error:
         complain(prog, error)
         return USAGE

@@ -7,8 +7,14 @@ import resource
 import secrets
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_rollout.folders import HeldFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 _WANTED = {
     # `uv run` in front of the command would make Ray pack the folder and start every worker through uv again.
@@ -34,27 +40,70 @@ _WANTED = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 
+_TOKENS = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 _PLENTY = 65536  # open files
-# Of 107 bytes (unix(7)): "/ray/session_2026-11-22_19-08-20_123456_1234567/sockets/plasma_store" takes 68.
-_RAY_ROOM_BYTES = 39
+_PREFIX = "offbeat-ray-"
+# Of 107 bytes (unix(7)): "/ray/session_2026-11-22_19-08-20_123456_1234567/sockets/plasma_store" takes 68, our own folder 21.
+_RAY_ROOM_BYTES = 18
 
 
-def prepare_environment() -> None:
-    """Set what is not set yet, before Ray or a model library is imported; child processes inherit it."""
+def prepare_environment(ray_address: str = "") -> None:
+    """Set what is not set yet, before Ray or a model library is imported; child processes inherit it.
+
+    A Ray of the run's own (no `ray_address`) has a token that no file holds: Ray would write one into the home, where
+    others may read it, and who has it runs code as the user of the run.
+    """
     _allow_open_files()
-    # Ray's sockets lie in folders of its own, with names that leave little of what a socket's name may have. Where TMPDIR is not
-    # there, Python takes another folder, and Ray makes it.
-    temporary = os.environ.get("TMPDIR") or tempfile.gettempdir()
-    if len(os.fsencode(temporary)) > _RAY_ROOM_BYTES and os.access("/tmp", os.W_OK):
-        os.environ.setdefault("RAY_TMPDIR", "/tmp")
     for name, value in _WANTED.items():
         os.environ.setdefault(name, value)
-    # A Ray that was started with a token refuses drivers that do not say so; those without one take no offence. Once
-    # imported, Ray has taken its mode and only its children would see another: it would refuse its own driver.
-    if "ray" not in sys.modules and not _has_token() and not _home_takes_files():
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one into the home, and stop
-    if "ray" not in sys.modules and _has_token():
+    with suppress(RuntimeError):  # there may be no home
+        # By itself torch compiles to, and loads code from, a folder under /tmp whose name anybody can guess.
+        os.environ.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "offbeat" / "torchinductor")
+        )
+    if (
+        "ray" in sys.modules
+    ):  # it has taken its mode: only its children would see another, and refuse their own driver
+        return
+    if not ray_address and not _TOKENS & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # A Ray that was started with a token refuses drivers that do not say so; those without one take no offence.
+    if _TOKENS & os.environ.keys() or _token_file() is not None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def open_token() -> Path | None:
+    """Return the file of Ray's token where others than its owner may read it."""
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    file = Path(named) if named else _token_file()
+    with suppress(OSError):
+        if file is not None and "RAY_AUTH_TOKEN" not in os.environ and file.stat().st_mode & 0o077:
+            return file
+    return None
+
+
+@contextmanager
+def private_ray() -> Generator[None]:
+    """Give the Ray that is started within a folder that no other user may enter, and remove it at the end.
+
+    Ray makes its own folders writable for everybody, wherever they lie: others could move its sockets away, and put a link
+    to a file of the user's where it writes a log.
+    """
+    before = os.environ.get("RAY_TMPDIR")
+    where = before or os.environ.get("TMPDIR") or tempfile.gettempdir()
+    # Where TMPDIR is not there, Python takes another folder.
+    if len(os.fsencode(where)) > _RAY_ROOM_BYTES and os.access("/tmp", os.W_OK):
+        where = "/tmp"
+    folder = HeldFolder(Path(where), _PREFIX)
+    os.environ["RAY_TMPDIR"] = str(folder.path)
+    try:
+        yield
+    finally:
+        folder.close()
+        if before is None:
+            del os.environ["RAY_TMPDIR"]
+        else:
+            os.environ["RAY_TMPDIR"] = before
 
 
 def speak_utf8() -> None:
@@ -67,21 +116,11 @@ def speak_utf8() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _has_token() -> bool:
-    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        return True
+def _token_file() -> Path | None:
     with suppress(RuntimeError, OSError):  # there may be no home
-        return (Path.home() / ".ray" / "auth_token").is_file()
-    return False
-
-
-def _home_takes_files() -> bool:
-    with suppress(RuntimeError):
-        home = Path.home()
-        # `os.access` says yes to root on any file system; a folder says what it takes.
-        with suppress(OSError), tempfile.TemporaryFile(dir=home):
-            return True
-    return False
+        file = Path.home() / ".ray" / "auth_token"
+        return file if file.is_file() else None
+    return None
 
 
 def _allow_open_files() -> None:

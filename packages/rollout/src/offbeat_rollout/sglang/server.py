@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_rollout.errors import EngineStateError
+from offbeat_rollout.folders import HeldFolder
 from offbeat_rollout.sglang import keeper
 from offbeat_rollout.sglang.arguments import server_command
-from offbeat_rollout.sglang.folders import HeldFolder
 
 if TYPE_CHECKING:
     from offbeat_rollout.sglang.client import Client

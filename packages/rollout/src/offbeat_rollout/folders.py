@@ -9,31 +9,31 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "offbeat-sglang-"
+SGLANG = "offbeat-sglang-"
 _NUM_TRIES = 100
 
 
 class HeldFolder:
-    """An empty folder of this process, in `where` or else where temporary files lie; `close` removes it.
+    """An empty folder (0700) of this process, in `where` or else where temporary files lie; `close` removes it.
 
     Its lock lasts as long as the process does, whatever namespace that lives in. A killed process leaves its folder behind,
-    with nobody's lock: the next that is made in `where` removes it.
+    with nobody's lock: the next that is made in `where` with the same `prefix` removes it.
     """
 
-    def __init__(self, where: Path) -> None:
+    def __init__(self, where: Path, prefix: str = SGLANG) -> None:
         where = where if where.is_dir() else Path(tempfile.gettempdir())
-        for left in where.glob(f"{PREFIX}*"):
+        for left in where.glob(f"{prefix}*"):
             with suppress(OSError):  # somebody holds it, or it is another user's
                 _remove(left, _lock(left))
         for _ in range(_NUM_TRIES):
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
             with suppress(OSError):  # one who looked for what is left has taken it for that
                 self._lock = _lock(self.path)
                 if self.path.exists():
                     return
                 os.close(self._lock)
         raise OSError(
-            f"every folder made in {where} was taken away at once; see what removes {PREFIX}* there"
+            f"every folder made in {where} was taken away at once; see what removes {prefix}* there"
         )
 
     def close(self) -> None:
