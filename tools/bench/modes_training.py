@@ -11,6 +11,7 @@ from offbeat_ckptsync import LocalMember, Receiver, Seat, SyncConfig, SyncReport
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, World, engine_class
 from offbeat_engine.testing import make_tiny_model
@@ -67,7 +68,7 @@ class PacedPublisher:
         self._replica = replica
         self._manager = CheckpointEngineManager(LocalSource(Sender(weights, config)), config)
         receiver = Receiver(Seat(member="paced"), DictSink(weights.manifest()))
-        self._manager.add(LocalMember(receiver, make_transport(config.transport, config)))
+        self._manager.add(LocalMember(receiver, make_transport(config.transport, config), gate=NO_TRAFFIC))
 
     async def publish(self, version: int) -> SyncReport:
         """See `Publisher.publish`."""

@@ -16,6 +16,7 @@ from offbeat_ckptsync.control.members import ControlMember
 from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import DigestError, TransferError
 from offbeat_ckptsync.member.sinks import ModuleSource
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import SyncReport
 from offbeat_ckptsync.wire import decode, encode
@@ -119,7 +120,11 @@ async def _measure(load: Load, config: SyncConfig) -> list[SyncReport]:
     try:
         for index, replica in enumerate(replicas):
             replica.wait_ready()
-            manager.add(ControlMember(f"replica-{index}", replica.control, mailbox=mailbox, config=config))
+            manager.add(
+                ControlMember(
+                    f"replica-{index}", replica.control, mailbox=mailbox, config=config, gate=NO_TRAFFIC
+                )
+            )
         reports: list[SyncReport] = []
         for version in range(1, load.num_syncs + 2):
             weights.change()

@@ -22,7 +22,7 @@ def run_example(tmp_path):
         done = subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False, env=env
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
         return done.stdout
 
     return run

@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig, make_transport
     from offbeat_ckptsync.control.manager import CheckpointEngineManager
-    from offbeat_ckptsync.control.members import ControlMember, LocalMember
+    from offbeat_ckptsync.control.members import ControlMember, LocalMember, LockGate
     from offbeat_ckptsync.control.ranks import Mailbox
     from offbeat_ckptsync.errors import SyncError, SyncFailed
     from offbeat_ckptsync.member.receiver import Receiver
     from offbeat_ckptsync.member.sinks import ModuleSink, ModuleSource
     from offbeat_ckptsync.network.agent import Agent, agent_of
     from offbeat_ckptsync.network.membership import Membership
-    from offbeat_ckptsync.seams import Transport, WeightSink, WeightSource
+    from offbeat_ckptsync.seams import NO_TRAFFIC, GenerationGate, Transport, WeightSink, WeightSource
     from offbeat_ckptsync.source.sender import LocalSource, Sender
     from offbeat_ckptsync.values import Manifest, Seat, SyncReport
 
 _FOLDERS = {
     "config": ("SyncConfig", "make_transport"),
     "control.manager": ("CheckpointEngineManager",),
-    "control.members": ("ControlMember", "LocalMember"),
+    "control.members": ("ControlMember", "LocalMember", "LockGate"),
     "control.ranks": ("Mailbox",),
     "errors": ("SyncError", "SyncFailed"),
     "member.receiver": ("Receiver",),
     "member.sinks": ("ModuleSink", "ModuleSource"),
     "network.agent": ("Agent", "agent_of"),
     "network.membership": ("Membership",),
-    "seams": ("Transport", "WeightSink", "WeightSource"),
+    "seams": ("NO_TRAFFIC", "GenerationGate", "Transport", "WeightSink", "WeightSource"),
     "source.sender": ("LocalSource", "Sender"),
     "values": ("Manifest", "Seat", "SyncReport"),
 }
@@ -46,11 +46,14 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "NO_TRAFFIC",
     "Agent",
     "CheckpointEngineManager",
     "ControlMember",
+    "GenerationGate",
     "LocalMember",
     "LocalSource",
+    "LockGate",
     "Mailbox",
     "Manifest",
     "Membership",

@@ -43,6 +43,8 @@ class SyncConfig:
     know `secret` gets no seat where ranks meet at a store; it never travels with an offer. `device`
     is where payloads are when they travel: "cuda" means NCCL. `allow_cast` lets a receiver convert floating dtypes.
     Buckets have `bucket_mib`; without it 32 in host memory and 512 on GPUs (where nothing was measured yet).
+    `silent` says what happens when a member gives no word within the deadline of a phase before the flip while others do: "fence"
+    takes it out, and the others get the new version; "fail" fails the sync, and all keep the old version.
     `canary` asks every replica a fixed question after its flip; an answer further than
     `canary_tolerance` (log-probs: nats) from what most say fences it off. It needs room for a few requests at once.
     With `delta` "auto" a bucket of which at most `delta_max_fraction` of the elements changed since the last committed
@@ -63,6 +65,7 @@ class SyncConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     allow_cast: bool = False
     disk_path: str = ""  # folder shared by all members; needed by `disk`
+    silent: Literal["fence", "fail"] = "fence"
     canary: bool = False
     canary_tolerance: float = 0.05
     delta: Literal["off", "auto"] = "off"

@@ -42,9 +42,12 @@ class LoadError(SyncError, RuntimeError):
 class SyncFailed(SyncError, RuntimeError):
     """A sync that did not reach every member; the message says which member, in which phase, and why.
 
-    `served` tells what each member serves now.
+    `served` tells what each member serves now, `silent` which members alone gave no word, and in which phase.
     """
 
-    def __init__(self, message: str, *, served: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, message: str, *, served: dict[str, int] | None = None, silent: dict[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.served = {} if served is None else served
+        self.silent = {} if silent is None else silent

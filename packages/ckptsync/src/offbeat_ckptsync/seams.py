@@ -35,6 +35,13 @@ class WeightSource(ABC):
     They are then packed by several threads while the pass goes on.
     """
 
+    def writes(self) -> dict[str, int]:
+        """Return for each tensor a number that grows with every write into it; of what nobody counts nothing.
+
+        A sync during which one of them grew fails: what was sent is a mixture of two versions.
+        """
+        return {}
+
     @abstractmethod
     def manifest(self) -> Manifest:
         """Return what `tensors` will yield, moving nothing."""
@@ -223,7 +230,8 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 class GenerationGate:
     """What a member closes around its flip: generation, and where trainer and replica share a device, the engine's memory.
 
-    As it is here it closes nothing, for members that nothing generates with while they flip.
+    As it is here it closes nothing (`NO_TRAFFIC`). A server whose requests run in threads or tasks of the member's process
+    has `LockGate`.
 
     What happens to requests in flight and to cached keys and values is the gate's business: a sync does not touch
     keys and values computed under the old weights.
@@ -255,6 +263,10 @@ class GenerationGate:
 
     async def wake(self, tags: list[str]) -> None:
         """Take back the memory of `tags`, "weights" or "kv_cache"; what has none to take back does nothing."""
+
+
+NO_TRAFFIC = GenerationGate()
+"""Says that nothing computes with the weights while a member flips: a request that did would see layers of two versions."""
 
 
 class Member(ABC):

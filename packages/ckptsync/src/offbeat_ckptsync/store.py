@@ -35,8 +35,17 @@ class Store:
         """Host a store on `port` (0: a free one) of `host`, an address of this machine; nothing else is listened on.
 
         It ends with this object. `on_set` is called after each text that is set, in any thread.
+
+        Raises:
+            TransferError: `host` is no address of this machine, or the port is taken.
         """
-        listener = socket.create_server((host, port), backlog=512)
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, port), family=family, backlog=512)
+        except OSError as error:
+            raise TransferError(
+                f"cannot listen on {host}:{port}: {error}; `host` must be an address of this machine, the port free"
+            ) from error
         table = _Table(on_set)
         store = cls(table, host, int(listener.getsockname()[1]))
         weakref.finalize(store, table.close, listener)
@@ -97,6 +106,7 @@ class _Table:
         self._on_set = on_set
         self._lock = threading.Lock()
         self._texts: dict[str, str] = {}
+        self._num_chars = 0  # of keys and texts
         self._waiting: dict[str, list[threading.Event]] = {}
         self._lines: set[socket.socket] | None = set()  # None: closed
 
@@ -108,7 +118,8 @@ class _Table:
                 return self._get(key, wait_s)
             case "delete", ():
                 with self._lock:
-                    self._texts.pop(key, None)
+                    if (text := self._texts.pop(key, None)) is not None:
+                        self._num_chars -= len(key) + len(text)
             case "keys", ():
                 with self._lock:
                     return [each for each in self._texts if each.startswith(key)]
@@ -118,6 +129,14 @@ class _Table:
 
     def _set(self, key: str, text: str) -> None:
         with self._lock:
+            num_chars = self._num_chars + len(key) + len(text)
+            if key in self._texts:
+                num_chars -= len(key) + len(self._texts[key])
+            if num_chars > _MAX_HELD_CHARS:
+                raise TransferError(
+                    f"the store keeps at most {_MAX_HELD_CHARS} characters, and {key[:80]!r} would make it {num_chars}"
+                )
+            self._num_chars = num_chars
             self._texts[key] = text
             waiting = self._waiting.pop(key, [])
         for event in waiting:
@@ -141,19 +160,15 @@ class _Table:
     def serve(self, line: socket.socket) -> None:
         """Answer one connection until it ends; who asks otherwise than he should is hung up on."""
         with line:
-            if not self._keeps(line):
-                return
             try:
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while True:
                     op, key, *more = cast("list[object]", _receive(line))
                     _send(line, self.ask(str(op), str(key), *more))
-            except (OSError, ValueError, TypeError):
+            except (OSError, ValueError, TypeError, TransferError, RecursionError):
                 return
             finally:
-                with self._lock:
-                    if self._lines is not None:
-                        self._lines.discard(line)
+                self.drop(line)
 
     def close(self, listener: socket.socket) -> None:
         with self._lock:
@@ -168,11 +183,19 @@ class _Table:
     def is_closed(self) -> bool:
         return self._lines is None
 
-    def _keeps(self, line: socket.socket) -> bool:
+    def keep(self, line: socket.socket) -> bool:
+        """Count a connection among those that are closed with the store; False where there are too many, or it is closed."""
+        with self._lock:
+            if self._lines is None or len(self._lines) >= _MAX_LINES:
+                return False
+            self._lines.add(line)
+            return True
+
+    def drop(self, line: socket.socket) -> None:
+        """Count it no more."""
         with self._lock:
             if self._lines is not None:
-                self._lines.add(line)
-            return self._lines is not None
+                self._lines.discard(line)
 
 
 def _welcome(table: _Table, listener: socket.socket) -> None:
@@ -187,7 +210,14 @@ def _welcome(table: _Table, listener: socket.socket) -> None:
                     return
                 time.sleep(_AGAIN_S)  # as many files are open as may be; who called waits
                 continue
-            threading.Thread(target=table.serve, args=(line,), name="store line", daemon=True).start()
+            try:
+                if not table.keep(line):
+                    raise RuntimeError("too many lines")
+                threading.Thread(target=table.serve, args=(line,), name="store line", daemon=True).start()
+            except RuntimeError:  # this process may start no more threads, or there are too many lines
+                table.drop(line)
+                line.close()
+                time.sleep(_AGAIN_S)
 
 
 class _Far:
@@ -252,3 +282,5 @@ def own_address(host: str, port: int) -> str:
 _EACH_S = 30.0  # one request to a store that answers takes microseconds, beside what it waits for
 _AGAIN_S = 0.05
 _MAX_BYTES = 64 << 20
+_MAX_HELD_CHARS = 256 << 20
+_MAX_LINES = 4096

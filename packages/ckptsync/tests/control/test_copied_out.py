@@ -13,6 +13,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, LocalSync, assert_same
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
@@ -75,7 +76,7 @@ async def test_the_weights_are_copied_out_before_members_have_agreed():
     config, sink = SyncConfig(transport="shm"), DictSink()
     sender, transport = Sender(DictSource(large(1)), config), make_transport("shm", config)
     manager = CheckpointEngineManager(LocalSource(sender), config)
-    manager.add(Slow(Receiver(Seat(member="slow"), sink), transport))
+    manager.add(Slow(Receiver(Seat(member="slow"), sink), transport, gate=NO_TRAFFIC))
     await manager.sync(1, gathered=copied.set)
     assert_same(sink.weights, large(1))
     sender.close()

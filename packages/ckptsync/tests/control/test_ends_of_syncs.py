@@ -12,6 +12,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.threads import in_thread
@@ -24,7 +25,7 @@ class Failing(LocalMember):
     """Raises `error` in one of its methods."""
 
     def __init__(self, name, method, error):
-        super().__init__(Receiver(Seat(member=name), DictSink()), LoopbackTransport())
+        super().__init__(Receiver(Seat(member=name), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
 
         async def fail(*_):
             raise error
@@ -66,7 +67,7 @@ async def test_no_member_is_called_as_the_sending_side_is():
 
 async def test_nobody_is_added_as_one_that_serves_what_others_serve_while_these_change_over():
     local = local_of(served("a", seed=0))
-    joiner = LocalMember(Receiver(Seat(member="late"), DictSink()), LoopbackTransport())
+    joiner = LocalMember(Receiver(Seat(member="late"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
     refused = []
 
     class Adding(LocalMember):
@@ -77,7 +78,7 @@ async def test_nobody_is_added_as_one_that_serves_what_others_serve_while_these_
                 refused.append(str(error))
             return await super().transfer(sync_id)
 
-    local.manager.add(Adding(Receiver(Seat(member="b"), DictSink()), LoopbackTransport()))
+    local.manager.add(Adding(Receiver(Seat(member="b"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC))
     await local.manager.sync(1)
     assert local.manager.members == ["a", "b"]
     assert "a sync is under way; `await catch_up('late')`" in refused[0]
@@ -94,7 +95,7 @@ async def test_who_is_told_of_a_fence_and_fails_undoes_nothing_of_the_sync():
 
     local = local_of(served("a", seed=0))
     manager = CheckpointEngineManager(LocalSource(local.sender), CONFIG, on_fence=on_fence)
-    manager.add(LocalMember(local.receivers["a"], LoopbackTransport()))
+    manager.add(LocalMember(local.receivers["a"], LoopbackTransport(), gate=NO_TRAFFIC))
     for name in ("b", "c"):
         manager.add(Failing(name, "flip", KeyError("layer")))
     with pytest.raises(RuntimeError, match="no place for another b"):
@@ -114,7 +115,7 @@ async def test_a_sync_that_is_cancelled_again_and_again_in_the_flip_is_ended_all
             return await super().flip(sync_id, sent)
 
     sink = DictSink()
-    local.manager.add(Slow(Receiver(Seat(member="b"), sink), LoopbackTransport()))
+    local.manager.add(Slow(Receiver(Seat(member="b"), sink), LoopbackTransport(), gate=NO_TRAFFIC))
     sync = asyncio.create_task(local.manager.sync(1), name="sync")
     await flips.wait()
     for _ in range(3):
@@ -132,7 +133,7 @@ async def test_a_fenced_member_that_took_part_in_a_later_sync_is_fenced_no_more(
     local = local_of(served("a", "b", seed=0))
     local.sinks["b"].fail = True
     assert [*(await local.manager.sync(1)).fenced] == ["b"]
-    fresh = LocalMember(Receiver(Seat(member="b"), DictSink()), LoopbackTransport())
+    fresh = LocalMember(Receiver(Seat(member="b"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
     local.manager.enlist(fresh)
     assert [*local.manager.fenced] == ["b"]
     await local.manager.sync(2)
@@ -155,7 +156,9 @@ async def test_who_loads_or_is_broken_is_not_brought_in(state, error, says, sync
             return Status(version=0, label=None, committed=False, state=state)
 
     with pytest.raises(error, match=says):
-        await local.manager.catch_up(Late(Receiver(Seat(member="late"), DictSink()), LoopbackTransport()))
+        await local.manager.catch_up(
+            Late(Receiver(Seat(member="late"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
+        )
     assert (local.manager.members, local.source.walks) == (["a"], walks)
 
 
@@ -182,7 +185,7 @@ async def test_an_offer_that_nobody_waits_for_any_more_does_not_take_the_place_o
     sender = Sender(DictSource(awkward_weights(1)), CONFIG, transport=Late())
     manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
     sink = DictSink()
-    manager.add(Letting(Receiver(Seat(member="a"), sink), LoopbackTransport()))
+    manager.add(Letting(Receiver(Seat(member="a"), sink), LoopbackTransport(), gate=NO_TRAFFIC))
     first = asyncio.create_task(manager.sync(1), name="first")
     assert await in_thread(lambda: offers.wait(120), name="wait")
     first.cancel()

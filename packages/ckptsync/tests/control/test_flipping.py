@@ -10,7 +10,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncError, SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.seams import GenerationGate
+from offbeat_ckptsync.seams import NO_TRAFFIC, GenerationGate
 from offbeat_ckptsync.source.sender import LocalSource
 from offbeat_ckptsync.testing import (
     assert_same,
@@ -31,7 +31,7 @@ async def test_a_member_that_dies_in_the_flip_is_fenced_off_and_the_others_go_on
 
     manager = CheckpointEngineManager(LocalSource(local.sender), CONFIG, on_fence=on_fence)
     for receiver in local.receivers.values():
-        manager.add(LocalMember(receiver, LoopbackTransport()))
+        manager.add(LocalMember(receiver, LoopbackTransport(), gate=NO_TRAFFIC))
     sinks["b"].fail = True
     report = await manager.sync(1)
     assert (manager.members, list(report.members), list(report.fenced)) == (["a"], ["a"], ["b"])
@@ -40,6 +40,34 @@ async def test_a_member_that_dies_in_the_flip_is_fenced_off_and_the_others_go_on
     local.source.weights = awkward_weights(2)
     await manager.sync(2)
     assert_same(sinks["a"].weights, awkward_weights(2))
+
+
+async def test_on_fence_may_bring_the_member_back_at_once():
+    """It took the manager's turn, for which `catch_up` then waited for ever, and no cancel ended it."""
+    sinks = served("a", "b", seed=0)
+    local = local_of(sinks)
+    members = {
+        name: LocalMember(each, LoopbackTransport(), gate=NO_TRAFFIC)
+        for name, each in local.receivers.items()
+    }
+    caught_up = []
+
+    async def on_fence(name, reason):
+        caught_up.append((await manager.catch_up(members[name])).version)
+
+    manager = CheckpointEngineManager(LocalSource(local.sender), CONFIG, on_fence=on_fence)
+    for member in members.values():
+        manager.add(member)
+    commit = members["b"].commit
+
+    async def refuses_once(label):
+        members["b"].commit = commit
+        raise SyncError("planted: not now")
+
+    members["b"].commit = refuses_once
+    report = await asyncio.wait_for(manager.sync(1), 60)
+    assert (list(report.fenced), caught_up, manager.members) == (["b"], [1], ["a", "b"])
+    assert_same(sinks["b"].weights, awkward_weights(1))
 
 
 async def test_when_nobody_changes_over_the_sync_failed():
@@ -101,7 +129,7 @@ async def test_one_that_refuses_in_the_flip_is_fenced_and_catches_up():
     report = await local.manager.sync(1)
     assert report.fenced == {"b": "flip: not now"} == local.manager.fenced
     sinks["b"].refuse = False
-    joiner = LocalMember(local.receivers["b"], LoopbackTransport())
+    joiner = LocalMember(local.receivers["b"], LoopbackTransport(), gate=NO_TRAFFIC)
     assert (await local.manager.catch_up(joiner)).members.keys() == {"b"}
     assert local.manager.fenced == {}
     assert_same(sinks["b"].weights, sinks["a"].weights)
@@ -127,7 +155,9 @@ async def test_the_canary_fences_the_odd_one_which_is_loaded_anew():
     sinks = {name: SlippingSink() for name in "abc"}
     local = local_of({})
     members = {
-        name: LocalMember(Receiver(Seat(member=name), sink), LoopbackTransport(), canary=canary_of(sink))
+        name: LocalMember(
+            Receiver(Seat(member=name), sink), LoopbackTransport(), canary=canary_of(sink), gate=NO_TRAFFIC
+        )
         for name, sink in sinks.items()
     }
     for member in members.values():

@@ -11,6 +11,7 @@ from offbeat_ckptsync.errors import SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource
 from offbeat_ckptsync.testing import (
     Fault,
@@ -102,7 +103,7 @@ async def test_a_side_that_hangs_is_given_up_at_its_deadline(where):
     fault = Fault("hang", 1)
     sinks = served("a", "b", seed=0)
     make = lambda: FaultyTransport(LoopbackTransport(), **{where: fault})  # noqa: E731
-    local = local_of(sinks, make, transfer_timeout_s=2)
+    local = local_of(sinks, make, transfer_timeout_s=2, silent="fail")
     with pytest.raises(SyncFailed, match="transfer"):
         await local.manager.sync(1)
     fault.release.set()
@@ -125,7 +126,7 @@ async def test_a_source_that_lies_about_itself_changes_nothing():
 async def test_a_late_joiner_is_brought_to_the_committed_version():
     local = local_of(served("a", seed=0))
     late = DictSink()
-    joiner = LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport())
+    joiner = LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport(), gate=NO_TRAFFIC)
     await local.manager.sync(5)
     with pytest.raises(SyncError, match="catch_up"):
         local.manager.add(joiner)
@@ -142,7 +143,9 @@ async def test_two_contents_cannot_have_one_label():
     local.source.weights = awkward_weights(6)  # the trainer has stepped on
     late = DictSink()
     with pytest.raises(SyncFailed, match="no longer those committed as version 5"):
-        await local.manager.catch_up(LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport()))
+        await local.manager.catch_up(
+            LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport(), gate=NO_TRAFFIC)
+        )
     assert late.version is None
     assert local.manager.members == ["a"]
 
@@ -150,7 +153,9 @@ async def test_two_contents_cannot_have_one_label():
 async def test_before_the_first_sync_a_joiner_is_simply_a_member():
     local = local_of(served("a", seed=0))
     assert (
-        await local.manager.catch_up(LocalMember(Receiver(Seat(member="b"), DictSink()), LoopbackTransport()))
+        await local.manager.catch_up(
+            LocalMember(Receiver(Seat(member="b"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
+        )
         is None
     )
     assert local.manager.members == ["a", "b"]
@@ -184,9 +189,13 @@ async def test_who_is_found_lost_after_a_failure_does_not_fail_the_others(found)
 
     local = local_of(served("a", "b", seed=0))
     manager = CheckpointEngineManager(LocalSource(local.sender), CONFIG, on_failure=on_failure)
-    manager.add(LocalMember(local.receivers["a"], LoopbackTransport()))
+    manager.add(LocalMember(local.receivers["a"], LoopbackTransport(), gate=NO_TRAFFIC))
     manager.add(
-        LocalMember(local.receivers["b"], FaultyTransport(LoopbackTransport(), on_receive=Fault("die", 1)))
+        LocalMember(
+            local.receivers["b"],
+            FaultyTransport(LoopbackTransport(), on_receive=Fault("die", 1)),
+            gate=NO_TRAFFIC,
+        )
     )
     if not found:
         with pytest.raises(SyncFailed, match="the line is cut"):
@@ -206,7 +215,10 @@ async def test_a_joiner_that_serves_the_committed_content_already_is_taken_as_it
     await local.manager.sync(1)
     local.manager.remove("b")
     walks = local.source.walks
-    assert await local.manager.catch_up(LocalMember(local.receivers["b"], LoopbackTransport())) is None
+    assert (
+        await local.manager.catch_up(LocalMember(local.receivers["b"], LoopbackTransport(), gate=NO_TRAFFIC))
+        is None
+    )
     assert (local.source.walks, local.manager.members) == (walks, ["a", "b"])
 
 
@@ -216,9 +228,9 @@ async def test_a_manager_refuses_a_label_that_members_know_with_another_content(
     await one.manager.sync(1)
     await two.manager.sync(1)
     fresh = CheckpointEngineManager(LocalSource(one.sender), CONFIG)
-    await fresh.catch_up(LocalMember(one.receivers["a"], LoopbackTransport()))
+    await fresh.catch_up(LocalMember(one.receivers["a"], LoopbackTransport(), gate=NO_TRAFFIC))
     with pytest.raises(VersionError, match="version 1 stands for content"):
-        await fresh.catch_up(LocalMember(two.receivers["b"], LoopbackTransport()))
+        await fresh.catch_up(LocalMember(two.receivers["b"], LoopbackTransport(), gate=NO_TRAFFIC))
     assert fresh.members == ["a"]
 
 
@@ -244,7 +256,7 @@ class Echoing(LocalMember):
 )
 async def test_a_member_that_does_not_prove_what_every_rank_staged_is_refused(bend, told):
     local, sink = local_of({}), DictSink()
-    member = Echoing(Receiver(Seat(member="m"), sink), LoopbackTransport())
+    member = Echoing(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=NO_TRAFFIC)
     local.manager.add(member)
     member.bend = bend
     with pytest.raises(SyncFailed, match=f"version 1: verify: .*{told}"):

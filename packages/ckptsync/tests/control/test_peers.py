@@ -11,6 +11,7 @@ from offbeat_ckptsync.control.members import LocalMember, StagedCopy
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSource
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Seat
 
@@ -31,7 +32,7 @@ class Party:
         receiver = Receiver(Seat(member=name), AdoptingModuleSink(module))
         copies, transport = Sender(StagedCopy(receiver), self.config), make_transport("shm", self.config)
         self.open += [copies, transport]
-        return LocalMember(receiver, transport, copies=LocalSource(copies))
+        return LocalMember(receiver, transport, copies=LocalSource(copies), gate=NO_TRAFFIC)
 
     def train(self):
         with torch.no_grad():

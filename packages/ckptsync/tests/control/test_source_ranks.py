@@ -19,6 +19,7 @@ from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports import auto
@@ -68,9 +69,11 @@ class Ranks:
         self.manager = CheckpointEngineManager(SourceRanks(self.ask, 4, BESIDE.__getitem__), config)
         self.sink, self.parts = DictSink(), [DictSink(), DictSink()]
         self.receiver = Receiver(Seat(member="alone"), self.sink)
-        self.manager.add(LocalMember(self.receiver, make_transport(transport, config)))
+        self.manager.add(LocalMember(self.receiver, make_transport(transport, config), gate=NO_TRAFFIC))
         self.workers = [Rank(sink, rank=rank, num_ranks=2) for rank, sink in enumerate(self.parts)]
-        self.manager.add(ControlMember("pair", self.control, mailbox=Mailbox(), config=config))
+        self.manager.add(
+            ControlMember("pair", self.control, mailbox=Mailbox(), config=config, gate=NO_TRAFFIC)
+        )
 
     def _noting(self, rank, transport):
         sender = transport.sender

@@ -17,6 +17,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.network.agent import Agent, agent_of
 from offbeat_ckptsync.network.membership import Membership
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.values import Registration, Seat
@@ -85,7 +86,7 @@ async def test_an_answer_that_is_no_json_is_told_as_a_failure():
 
     receiver = Receiver(Seat(member="one"), DictSink())
     async with Place() as place:
-        call = await place.join(agent_of(receiver, CONFIG, SECRET, canary=no_json))
+        call = await place.join(agent_of(receiver, CONFIG, SECRET, canary=no_json, gate=NO_TRAFFIC))
         member = CarriedMember(Registration(name="one", role="member"), call)
         async with asyncio.timeout(60):
             with pytest.raises(SyncError, match=r"canary: TypeError: .*not JSON serializable"):
@@ -97,7 +98,7 @@ async def test_a_sync_that_was_begun_while_the_line_broke_is_given_up():
     sink = Slow("begin")
     receiver = Receiver(Seat(member="one"), sink)
     async with Place() as place:
-        agent = agent_of(receiver, CONFIG, SECRET)
+        agent = agent_of(receiver, CONFIG, SECRET, gate=NO_TRAFFIC)
         member = CarriedMember(Registration(name="one", role="member"), await place.join(agent))
         offer = Sender(place.source, CONFIG).offer(1, ["one"])
         begun = asyncio.create_task(member.begin(dataclasses.replace(offer, silent_s=600.0)), name="begin")
@@ -117,18 +118,19 @@ async def test_a_sync_that_was_begun_while_the_line_broke_is_given_up():
 async def test_a_name_that_comes_back_as_another_kind_is_that_member_no_more():
     receiver = Receiver(Seat(member="x"), DictSink())
     async with Place() as place:
-        before = agent_of(receiver, CONFIG, SECRET)
+        before = agent_of(receiver, CONFIG, SECRET, gate=NO_TRAFFIC)
         await place.join(before)
         assert place.manager.members == ["x"]
         for task in before._tasks:
             task.cancel()  # it does not register again
+        before._handle = lambda *_: asyncio.sleep(0)  # nor answer: one that did would keep its name
         await place.join(Agent("x", SECRET, source=LocalSource(Sender(place.source, CONFIG))))
         await until(lambda: not place.manager.members)
 
 
 async def test_whatever_goes_wrong_while_a_member_catches_up_is_told_and_it_is_tried_again():
     async with Place() as place:
-        await place.join(agent_of(Receiver(Seat(member="one"), DictSink()), CONFIG, SECRET))
+        await place.join(agent_of(Receiver(Seat(member="one"), DictSink()), CONFIG, SECRET, gate=NO_TRAFFIC))
         await place.manager.sync(1)
         catch_up, failed = place.manager.catch_up, []
 
@@ -139,7 +141,7 @@ async def test_whatever_goes_wrong_while_a_member_catches_up_is_told_and_it_is_t
             return await catch_up(member)
 
         place.manager.catch_up = fails_once
-        late = agent_of(Receiver(Seat(member="late"), DictSink()), CONFIG, SECRET)
+        late = agent_of(Receiver(Seat(member="late"), DictSink()), CONFIG, SECRET, gate=NO_TRAFFIC)
         joining = asyncio.create_task(place.join(late), name="join")
         await until(lambda: "planted" in place.membership.refused.get("late", ""))
         await joining
@@ -151,8 +153,8 @@ async def test_a_member_whose_flip_ends_after_its_deadline_comes_back():
     receiver = Receiver(Seat(member="two"), sink)
     config = dataclasses.replace(CONFIG, flip_timeout_s=1.0)
     async with Place(config) as place:
-        await place.join(agent_of(Receiver(Seat(member="one"), DictSink()), config, SECRET))
-        await place.join(agent_of(receiver, config, SECRET))
+        await place.join(agent_of(Receiver(Seat(member="one"), DictSink()), config, SECRET, gate=NO_TRAFFIC))
+        await place.join(agent_of(receiver, config, SECRET, gate=NO_TRAFFIC))
         report = await place.manager.sync(1)
         assert report.fenced == {"two": "flip: took longer than 1 s"}
         await until(lambda: "still loads" in place.membership.refused.get("two", ""))

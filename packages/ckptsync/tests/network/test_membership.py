@@ -18,6 +18,7 @@ from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.network.agent import Agent, agent_of
 from offbeat_ckptsync.network.membership import Membership, register
 from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
@@ -31,7 +32,7 @@ class Replica:
     def __init__(self, name, config=CONFIG, secret=SECRET):
         self.sink = DictSink(manifest_of(awkward_weights(0).items()))
         self.receiver = Receiver(Seat(member=name), self.sink)
-        self.agent = agent_of(self.receiver, config, secret)
+        self.agent = agent_of(self.receiver, config, secret, gate=NO_TRAFFIC)
 
     def status(self):
         return self.receiver.status()

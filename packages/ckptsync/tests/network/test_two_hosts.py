@@ -76,7 +76,7 @@ def test_weights_cross_and_a_cut_link_is_named_and_heals(hosts):
     told = source.ask("sync", 1)
     assert told["members"] == ["far"]
     assert told["transport"] == "broadcast"
-    assert "rank 0 of far is in another network namespace" in told["why"]
+    assert "rank 0 of far is on another machine (far; the source is on near)" in told["why"]
     assert replica.ask("status") == {"version": 1, "committed": True, "prints": prints_of(awkward_weights(1))}
     near.cut()
     told = source.ask("sync", 2)

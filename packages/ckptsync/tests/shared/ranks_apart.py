@@ -22,6 +22,7 @@ from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing.contract import (
     BUCKET_BYTES,
     CASES,
@@ -260,4 +261,6 @@ class _Rank:
     def _serve(self, expected: Manifest | None) -> None:
         self._sink = DictSink(expected)
         self._receiver = Receiver(Seat(member=self._name), self._sink)
-        self._operations = Operations(self._name, member=LocalMember(self._receiver, self._transport))
+        self._operations = Operations(
+            self._name, member=LocalMember(self._receiver, self._transport, gate=NO_TRAFFIC)
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
@@ -19,6 +20,8 @@ from offbeat_ckptsync.plan.digest import told
 from offbeat_ckptsync.values import Echo, Label, Phase, Sent, Status, SyncOffer, SyncReport
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Member, Source
 
@@ -26,7 +29,10 @@ _Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
 
 OnFence = Callable[[str, str], Awaitable[None]]
-"""Called with a member's name and the reason when it is fenced off: give it no more traffic, start it anew."""
+"""Called with a member's name and the reason when it is fenced off: give it no more traffic, start it anew.
+
+The reason begins with the phase: until `verify` the old weights are whole, and a member that answers again need not be started
+anew. No sync is under way then, so it may `catch_up` the member, or another in its place."""
 
 OnFailure = Callable[[list[str], SyncFailed], Awaitable[None]]
 """Called with the members of a sync that failed, and how. It may find out who of them is lost, and `remove` those."""
@@ -43,8 +49,9 @@ class _Verified:
 class CheckpointEngineManager:
     """Knows a membership list, not how replicas are built. One sync at a time; membership may change at any moment.
 
-    Before the flip a failure leaves every member on its old version. A member that fails in the flip or after it is
-    fenced off: it is no member any more, the others go on with the new version. `catch_up` brings it back.
+    Before the flip a failure leaves every member on its old version. A member that fails in the flip or after it, or that alone
+    is silent before it (`SyncConfig.silent`), is fenced off: it is no member any more, the others go on with the new version.
+    `catch_up` brings it back.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class CheckpointEngineManager:
         self._on_failure = on_failure
         self._members: dict[str, Member] = {}
         self._fenced: dict[str, str] = {}
+        self._untold: dict[str, str] = {}  # of these: those whose `on_fence` is still to be called
         self._label: Label | None = None
         self._book = LabelBook()
         self._turn = asyncio.Lock()
@@ -131,13 +139,14 @@ class CheckpointEngineManager:
             VersionError: `version` is not above the committed one.
             SyncFailed: not one member changed over; names member, phase and cause, and what each serves now.
         """
-        async with self._turn:
+        async with self._in_turn():
             if self._label is not None and version <= self._label.version:
                 raise VersionError(
                     f"version {version} after {self._label.version} was committed; versions must rise"
                 )
             left: dict[str, str] = {}
             target = Target(version=version, check=self._book.check, gathered=gathered)
+            fenced: dict[str, str] = {}
             while True:
                 members = dict(self._members)
                 if not members:
@@ -145,15 +154,35 @@ class CheckpointEngineManager:
                 try:
                     report = await self._run(self._source, members, target)
                 except SyncFailed as failed:
-                    if self._on_failure is not None:
-                        await self._on_failure([*members], failed)
-                    gone = [name for name, member in members.items() if self._members.get(name) is not member]
+                    gone = await self._without(members, failed)
                     if not gone or not self._members or gathered is not None:
                         raise
-                    left |= dict.fromkeys(gone, str(failed))
+                    fenced |= {name: self._fenced[name] for name in gone if name in self._untold}
+                    left |= {name: str(failed) for name in gone if name not in self._untold}
                 else:
                     self._doubt = False
-                    return dataclasses.replace(report, left=left)
+                    return dataclasses.replace(report, left=left, fenced=fenced | report.fenced)
+
+    async def _without(self, members: dict[str, Member], failed: SyncFailed) -> list[str]:
+        """Take out who is to blame for a failed sync, and return which of `members` are members no more."""
+        self._take_out({n: why for n, why in failed.silent.items() if n in self._members}, members)
+        if self._on_failure is not None:
+            await self._on_failure([name for name in members if name not in failed.silent], failed)
+        return [name for name, member in members.items() if self._members.get(name) is not member]
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self) -> AsyncGenerator[None]:
+        """Let one sync go on at a time; say afterwards who was fenced off, so that `on_fence` may have its turn."""
+        try:
+            async with self._turn:
+                yield
+        finally:
+            untold, self._untold = self._untold, {}
+            if self._on_fence is not None:
+                told = (self._on_fence(name, reason) for name, reason in untold.items())
+                for error in await asyncio.gather(*told, return_exceptions=True):
+                    if error is not None:
+                        raise error
 
     async def catch_up(self, member: Member, *, peers_only: bool = False) -> SyncReport | None:
         """Bring a late joiner to the committed version and make it a member; waits for a sync that runs.
@@ -167,7 +196,7 @@ class CheckpointEngineManager:
             SyncFailed: as `sync`; the joiner is not a member then. Where nobody holds the committed weights any more,
                 `sync` the next version (`enlist` lets the joiner take part).
         """
-        async with self._turn:
+        async with self._in_turn():
             self._require_new(member.name)
             report = None
             status = await self._asked(member.status(), member.name)
@@ -224,7 +253,7 @@ class CheckpointEngineManager:
 
     async def _asked(self, answer: Coroutine[object, object, _Result], name: str) -> _Result:
         limit_s = self._config.begin_timeout_s
-        return (await all_of({name: answer}, limit_s, where=Phase.BEGIN, silent=set()))[name]
+        return (await all_of({name: answer}, limit_s, where=Phase.BEGIN))[name]
 
     async def _run(self, source: Source, members: dict[str, Member], target: Target) -> SyncReport:
         run = Run(source, self._config, members, dataclasses.replace(target, whole=self._doubt))
@@ -238,19 +267,24 @@ class CheckpointEngineManager:
             self._book.bind(done.label)  # from here on it may be served somewhere
         else:
             served = await run.abort()
-            raise SyncFailed(f"version {version}: {run.reasons}. {_served_text(served)}", served=served)
+            raise SyncFailed(
+                f"version {version}: {run.reasons}. {_served_text(served)}",
+                served=served,
+                silent=run.silenced,
+            )
         await run.commit(done.label)
         if run.flips:  # before anything can go wrong where others are told
             self._label = done.label
         for name in run.flips:
             self._fenced.pop(name, None)
-        await self._fence(run, members)
+        await run.tell_fenced()
+        self._take_out(fenced := run.silenced | run.fenced, members)
         if not run.flips:
             raise SyncFailed(f"version {version}: no member changed over: {run.reasons}")
         report = self._told(make_report(done.offer, run.walls(), done.sent, done.echoes, run.flips))
         return dataclasses.replace(
             report,
-            fenced=run.fenced,
+            fenced=fenced,
             content_digest=done.label.content_digest,
             delta_why=run.why_whole or done.sent.delta_why,
         )
@@ -274,20 +308,17 @@ class CheckpointEngineManager:
             served = await _to_its_end(run.abort())
             if not isinstance(error, SyncError):
                 raise
-            raise SyncFailed(f"{error}. {_served_text(served)}", served=served) from error
+            silent = run.silent(served) if self._config.silent == "fence" else {}
+            raise SyncFailed(f"{error}. {_served_text(served)}", served=served, silent=silent) from error
         return _Verified(offer=offer, sent=sent, echoes=echoes, label=label)
 
-    async def _fence(self, run: Run, members: dict[str, Member]) -> None:
-        await run.tell_fenced()
-        self._fenced |= run.fenced
-        for name in run.fenced:
+    def _take_out(self, fenced: dict[str, str], members: dict[str, Member]) -> None:
+        """Fence members off, each with its reason; `on_fence` is called at the end of the turn."""
+        self._fenced |= fenced
+        self._untold |= fenced
+        for name in fenced:
             if self._members.get(name) is members[name]:
                 del self._members[name]
-        if self._on_fence is not None:
-            told = (self._on_fence(name, reason) for name, reason in run.fenced.items())
-            for error in await asyncio.gather(*told, return_exceptions=True):
-                if error is not None:
-                    raise error
 
 
 class LabelBook:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -35,17 +36,19 @@ class ReplicaMember(Member):
         name: str,
         ranks: Ranks,
         *,
-        gate: GenerationGate | None = None,
+        gate: GenerationGate,
         canary: AskCanary | None = None,
         copies: Source | None = None,
     ) -> None:
         """Drive `ranks`; `gate` is closed while their weights change, `canary` is asked after it.
 
+        Where nothing computes with the weights then, say so: `gate=NO_TRAFFIC`.
+
         `copies` sends what is served to joiners; see `Member.peer`.
         """
         self._name = name
         self._ranks = ranks
-        self._gate = GenerationGate() if gate is None else gate
+        self._gate = gate
         self._ask_canary = canary
         self._copies = copies
         self._is_closed = False  # since `begin`: a gate that shares its device
@@ -228,6 +231,57 @@ _NEXT_TOKEN_S = 0.05
 _WATCH_S = 600.0
 
 
+class LockGate(GenerationGate):
+    """Keeps requests of this process from weights that change: each computes inside `with gate`, or `async with gate`.
+
+    Any number of requests are inside at once. A flip waits until those have left, and lets the next ones in when it is done.
+    """
+
+    def __init__(self) -> None:
+        """Be open."""
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._is_closed = False
+
+    def __enter__(self) -> None:
+        """Wait until no flip is under way."""
+        with self._changed:
+            self._changed.wait_for(self._let_in)
+
+    def __exit__(self, *_: object) -> None:
+        """Let a flip that waits begin."""
+        with self._changed:
+            self._num_inside -= 1
+            self._changed.notify_all()
+
+    async def __aenter__(self) -> None:
+        """As `__enter__`, beside the event loop."""
+        while not self._let_in():  # noqa: ASYNC110 -- a flip ends in another thread
+            await asyncio.sleep(_LOOK_S)
+
+    async def __aexit__(self, *_: object) -> None:
+        """As `__exit__`."""
+        self.__exit__()
+
+    async def pause(self) -> None:
+        """Let nobody in, and wait until nobody is inside; the flip's deadline bounds it."""
+        with self._changed:
+            self._is_closed = True
+        while self._num_inside:  # noqa: ASYNC110 -- as above
+            await asyncio.sleep(_LOOK_S)
+
+    async def resume(self) -> None:
+        """Let requests in again."""
+        with self._changed:
+            self._is_closed = False
+            self._changed.notify_all()
+
+    def _let_in(self) -> bool:
+        with self._changed:
+            self._num_inside += not self._is_closed
+            return not self._is_closed
+
+
 class LocalMember(ReplicaMember):
     """A receiver in this process, say for a Transformers replica."""
 
@@ -236,7 +290,7 @@ class LocalMember(ReplicaMember):
         receiver: Receiver,
         transport: Transport,
         *,
-        gate: GenerationGate | None = None,
+        gate: GenerationGate,
         canary: AskCanary | None = None,
         copies: Source | None = None,
     ) -> None:
@@ -255,7 +309,7 @@ class ControlMember(ReplicaMember):
         *,
         mailbox: Mailbox,
         config: SyncConfig,
-        gate: GenerationGate | None = None,
+        gate: GenerationGate,
         canary: AskCanary | None = None,
     ) -> None:
         """Drive the engine behind `control`; see `EngineRanks`, and `ReplicaMember` for the rest."""
@@ -266,7 +320,7 @@ def local_member(
     receiver: Receiver,
     config: SyncConfig,
     *,
-    gate: GenerationGate | None = None,
+    gate: GenerationGate,
     canary: AskCanary | None = None,
 ) -> LocalMember:
     """Return a member for a receiver of this process that also hands what it keeps on to joiners."""

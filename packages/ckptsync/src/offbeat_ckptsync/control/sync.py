@@ -43,7 +43,8 @@ class Target:
 class Run:
     """The manager's side of the state machine. Every method is one phase and raises before the next may start.
 
-    `flip` and `commit` do not raise for members: whoever fails there is in `fenced`, with the reason.
+    `flip` and `commit` do not raise for members: whoever fails there is in `fenced`, with the reason. Nor do `transfer` and
+    `verify` raise for members that alone are silent, where the settings say so (`SyncConfig.silent`): they are in `silenced`.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Run:
         self._marks: dict[Phase, float] = {}
         self.flips: dict[str, Flip] = {}
         self.fenced: dict[str, str] = {}
-        self._silent: set[str] = set()  # who missed a deadline
+        self._silent: dict[str, str] = {}  # who gave no word, and in which phase
+        self._missed: set[str] = set()  # of these: who missed a deadline that others met
+        self.silenced: dict[str, str] = {}  # of these: those without whom the sync goes on
         self.why_whole = ""  # why no bucket may go as a delta, where the source could send some
         self.refused: dict[str, str] = {}  # of `fenced`: those that still serve the old version, whole
 
@@ -96,7 +99,7 @@ class Run:
         self._marks[Phase.TRANSFER] = time.perf_counter()
         work: dict[str, Coroutine[object, object, Sent | list[Echo]]] = {
             SOURCE: self._send(offer),  # type: ignore[dict-item]
-            **{name: member.transfer(offer.sync_id) for name, member in self._members.items()},  # type: ignore[dict-item]
+            **{name: self._members[name].transfer(offer.sync_id) for name in self._there},  # type: ignore[dict-item]
         }
         done = await self._all(Phase.TRANSFER, self._config.transfer_timeout_s, work)
         sent = done.pop(SOURCE)
@@ -130,7 +133,7 @@ class Run:
             self._target.check(label)
         except SyncError as error:
             raise type(error)(f"{where}: {error}") from error
-        work = {name: member.verify(offer.sync_id, sent) for name, member in self._members.items()}
+        work = {name: self._members[name].verify(offer.sync_id, sent) for name in self._there}
         await self._all(Phase.VERIFY, self._config.verify_timeout_s, work)
         return label
 
@@ -146,7 +149,7 @@ class Run:
                     self.refused[name] = str(error)
                 raise
 
-        await self._each(Phase.FLIP, self._config.flip_timeout_s, one, [*self._members])
+        await self._each(Phase.FLIP, self._config.flip_timeout_s, one, self._there)
 
     async def commit(self, label: Label) -> None:
         """Ask the canaries, then let `label` stand at every member that changed over."""
@@ -192,8 +195,27 @@ class Run:
 
     async def tell_fenced(self) -> None:
         """Tell those fenced off, where they can be told; most are dead, and who does not hear it is told when it comes back."""
-        told = {name: self._members[name].fence(reason) for name, reason in self.fenced.items()}
+        fenced = self.silenced | self.fenced
+        told = {name: self._members[name].fence(reason) for name, reason in fenced.items()}
         await failures_of(told, _FENCE_S, where="fence")
+
+    def silent(self, served: Mapping[str, int]) -> dict[str, str]:
+        """Return which members are to blame for a sync that failed, each with the reason; `served` is from `abort`.
+
+        Who missed a deadline that others met, and who did not even answer an abort. Where that is every member, the fault is
+        elsewhere, and none is returned.
+        """
+        unheard = f"{[*self._marks][-1]}: did not say what it serves when the sync had failed"
+        silent = {
+            name: self._silent.get(name, unheard)
+            for name in self._members
+            if name in self._missed or name not in served
+        }
+        return silent if len(silent) < len(self._members) else {}
+
+    @property
+    def _there(self) -> list[str]:
+        return [name for name in self._members if name not in self.silenced]
 
     @property
     def reasons(self) -> str:
@@ -240,12 +262,24 @@ class Run:
     async def _all(
         self, phase: Phase, limit_s: float, work: Mapping[str, Coroutine[object, object, _Result]]
     ) -> dict[str, _Result]:
+        def on_silent(names: list[str], too_late: bool) -> bool:
+            why = f"took longer than {limit_s:g} s" if too_late else "gave no word when others failed"
+            self._silent |= dict.fromkeys(names, f"{phase}: {why}")
+            if not too_late or SOURCE in names or len(names) == len(work.keys() - {SOURCE}):
+                return False
+            self._missed.update(names)
+            if phase is Phase.BEGIN or self._config.silent == "fail":
+                return False  # the source would wait for those that it has made an offer to
+            self.silenced |= {name: self._silent[name] for name in names}
+            return True
+
         return await all_of(
-            work, limit_s, where=f"version {self._target.version}: {phase}", silent=self._silent
+            work, limit_s, where=f"version {self._target.version}: {phase}", on_silent=on_silent
         )
 
 
 SOURCE = "source"
 """How messages call the sending side."""
 
-_FENCE_S = _SILENT_S = 1.0
+_FENCE_S = 1.0
+_SILENT_S = 5.0

@@ -8,19 +8,25 @@ from typing import TYPE_CHECKING, TypeVar
 from offbeat_ckptsync.errors import DigestError, SyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
 _Result = TypeVar("_Result")
 _SETTLE_S = 0.25
 
 
 async def all_of(
-    work: Mapping[str, Coroutine[object, object, _Result]], limit_s: float, *, where: str, silent: set[str]
+    work: Mapping[str, Coroutine[object, object, _Result]],
+    limit_s: float,
+    *,
+    where: str,
+    on_silent: Callable[[list[str], bool], bool] = lambda names, too_late: False,
 ) -> dict[str, _Result]:
     """Await all of `work` within `limit_s`; the first failure ends the waiting.
 
     The error, which begins with `where`, names everyone that failed within a moment of the first: when one side dies its
-    peers fail too, and which of them noticed first says nothing about who is to blame. Who gave no word is added to `silent`.
+    peers fail too, and which of them noticed first says nothing about who is to blame. `on_silent` gets the names of those
+    that gave no result, and whether `limit_s` is over (else somebody failed); where it is and the call returns True,
+    the results of the others are returned.
 
     Raises:
         SyncError: of the kind of the failure that says most; also where somebody took longer.
@@ -39,7 +45,7 @@ async def all_of(
     errors = {name: task.exception() for name, task in tasks.items() if task.done()}
     causes = {name: error for name, error in errors.items() if error is not None}
     slow = [name for name in tasks if name not in errors]
-    silent.update(slow)
+    may_lack = bool(slow) and on_silent(slow, not causes)
     if causes:
         # Who found wrong bytes says more than who then lost a line.
         first = min(causes.values(), key=lambda error: not isinstance(error, DigestError))
@@ -47,9 +53,9 @@ async def all_of(
         unheard = f"; no word from {', '.join(slow)}" if slow else ""
         told = "; ".join(f"{name}: {_said(error)}" for name, error in causes.items())
         raise kind(f"{where}: {told}{unheard}") from first
-    if slow:
+    if slow and not may_lack:
         raise SyncError(f"{where}: {', '.join(slow)} took longer than {limit_s:g} s")
-    return {name: task.result() for name, task in tasks.items()}
+    return {name: task.result() for name, task in tasks.items() if name in errors}
 
 
 async def failures_of(work: Mapping[str, Awaitable[None]], limit_s: float, *, where: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_ckptsync.errors import ManifestError
+from offbeat_ckptsync.member.staging import writes_to
 from offbeat_ckptsync.plan.manifest import dtype_name, make_manifest, manifest_of, require_match
 from offbeat_ckptsync.seams import WeightSink, WeightSource
 from offbeat_ckptsync.threads import num_movers
@@ -31,7 +32,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class ModuleSource(WeightSource):
     """The weights of a torch module as a source: parameters and persistent buffers, tied ones under each name once.
 
-    For a model in one process. A sharded engine brings its own source.
+    For a model in one process. A sharded engine brings its own source. Let no optimizer step run from `sync` until it returns: the
+    tensors are read while they are sent. A step that runs all the same fails the sync, where torch counts its writes (those
+    through `parameter.data` it does not count).
     """
 
     tensors_stay = True  # they are the live ones
@@ -42,6 +45,10 @@ class ModuleSource(WeightSource):
     def manifest(self) -> Manifest:
         """Return what `tensors` will yield."""
         return manifest_of(distinct_tensors(self._module))
+
+    def writes(self) -> dict[str, int]:
+        """Return torch's count of each tensor."""
+        return {name: writes_to(tensor) for name, tensor in owned_tensors(self._module)}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors themselves, detached; nothing is copied."""

@@ -18,6 +18,8 @@ from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.network.channel import Channel, ChannelClosed, answer
 from offbeat_ckptsync.network.membership import register
 from offbeat_ckptsync.ops import failure
+from offbeat_ckptsync.store import own_address
+from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Registration
 
 if TYPE_CHECKING:
@@ -43,9 +45,9 @@ class Agent:
         *,
         member: Member | None = None,
         source: Source | None = None,
-        host: str = "127.0.0.1",
+        host: str = "",
     ) -> None:
-        """Listen on `host`, loopback unless told otherwise, and answer only those who know `secret`.
+        """Answer only those who know `secret`; listen on `host`, by default the address from which the manager is reached.
 
         Raises:
             ValueError: there is nothing to serve, or no secret.
@@ -65,17 +67,31 @@ class Agent:
         self._sending: str = ""  # the sync that is open at the source
         self._silence: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._num_refused = 0
 
     @property
     def has_manager(self) -> bool:
         """Say whether a manager is on the line."""
         return self._channel is not None
 
-    async def start(self) -> Registration:
-        """Begin to listen, and return what to register."""
-        self._server = await asyncio.start_server(self._answer, self._host, 0)
+    async def start(self, reached_at: str = "127.0.0.1") -> Registration:
+        """Begin to listen, and return what to register: `host`, or where it is no single address, `reached_at`.
+
+        Raises:
+            TransferError: `host` is no address of this machine.
+        """
+        host = self._host or reached_at
+        try:
+            self._server = await asyncio.start_server(self._answer, host, 0)
+        except OSError as error:
+            raise TransferError(
+                f"{self.name} cannot listen on {host}: {error}; `host` is an address of its own machine, or left out"
+            ) from error
         port = int(self._server.sockets[0].getsockname()[1])
-        return Registration(name=self.name, role=self._operations.role, host=self._host, port=port)
+        if host in ("0.0.0.0", "::"):
+            host = reached_at
+        return Registration(name=self.name, role=self._operations.role, host=host, port=port)
 
     async def join(self, host: str, port: int, *, timeout_s: float = 60.0) -> None:
         """Register at the store of a manager and wait until it calls; from then on register again whenever it is lost.
@@ -83,7 +99,13 @@ class Agent:
         Raises:
             TransferError: no store answers, or no manager called, within `timeout_s`.
         """
-        registration = await self.start()
+        try:
+            reached_at = await in_thread(lambda: own_address(host, port), name="own address")
+        except OSError as error:
+            raise TransferError(
+                f"{self.name} knows no way to the manager at {host}:{port}: {error}"
+            ) from error
+        registration = await self.start(reached_at)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._register_until_called(host, port, registration)
@@ -106,13 +128,15 @@ class Agent:
         """Listen no more, hang up, give up what is open."""
         if self._server is not None:
             self._server.close()
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+        self._channel = None
+        for writer in self._callers.values():
+            writer.close()
         await self._give_up()
         for task in list(self._tasks):
             if task is not asyncio.current_task():
                 task.cancel()
+        if self._callers:  # they end with their lines; one that a loop which ends cancels leaves a traceback
+            await asyncio.wait(self._callers, timeout=_HELLO_S)
 
     async def _register_until_called(self, host: str, port: int, registration: Registration) -> None:
         while not self.has_manager:
@@ -133,10 +157,15 @@ class Agent:
             await asyncio.sleep(_RETRY_S)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._callers[task] = writer
+        task.add_done_callback(self._callers.pop)
         try:
             channel = await answer(reader, writer, self._secret, name=self.name, timeout_s=_HELLO_S)
         except SyncError as error:
-            _log.warning("%s: %s", self.name, error)
+            self._num_refused += 1
+            if self._num_refused.bit_count() == 1:  # at 1, 2, 4 ..: nobody fills the log
+                _log.warning("%s refused %d callers; the last: %s", self.name, self._num_refused, error)
             return
         if self._channel is not None:
             self._channel.close()  # a manager that is there takes the place of one that was
@@ -223,9 +252,12 @@ def agent_of(
     config: SyncConfig,
     secret: str,
     *,
-    gate: GenerationGate | None = None,
+    gate: GenerationGate,
     canary: AskCanary | None = None,
 ) -> Agent:
-    """Return an agent for a replica in this process: it takes weights, and hands its copy on to joiners."""
+    """Return an agent for a replica in this process: it takes weights, and hands its copy on to joiners.
+
+    `gate` keeps requests from weights that change: `LockGate`, or `NO_TRAFFIC` where nothing serves beside the flip.
+    """
     member = local_member(receiver, config, gate=gate, canary=canary)
-    return Agent(receiver.seat.member, secret, member=member, host=config.host)
+    return Agent(receiver.seat.member, secret, member=member)

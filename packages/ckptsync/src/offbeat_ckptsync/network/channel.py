@@ -117,7 +117,7 @@ async def answer(
             await _write(writer, _NO_MAC, _body({"protocol": PROTOCOL, "nonce": mine}))
             hello = _object((await _read(reader, _MAX_HELLO_BYTES))[1])
             theirs = _nonce(hello, "the caller")
-            if not hmac.compare_digest(str(hello.get("proof")), _proof(key, "caller", mine, theirs)):
+            if not _is_same(hello.get("proof"), _proof(key, "caller", mine, theirs)):
                 raise TransferError("a caller does not know the secret; hung up")
             await _write(
                 writer, _NO_MAC, _body({"name": name, "proof": _proof(key, "called", mine, theirs, name)})
@@ -232,7 +232,7 @@ async def _prove_as_caller(
             f"{where} hung up on our proof; is the secret the same on both sides?"
         ) from closed
     actual = str(told.get("name"))
-    if not hmac.compare_digest(str(told.get("proof")), _proof(key, "called", theirs, mine, actual)):
+    if not _is_same(told.get("proof"), _proof(key, "called", theirs, mine, actual)):
         raise TransferError(f"{where} does not know the secret; hung up")
     if actual != name:
         raise TransferError(f"{where} is not there any more: {actual} answers; hung up")
@@ -247,7 +247,12 @@ def _nonce(hello: Json, who: str) -> str:
 
 
 def _proof(secret: bytes, *parts: str) -> str:
-    return hmac.digest(secret, ":".join(parts).encode(), hashlib.sha256).hex()
+    text = ":".join(parts).encode(errors="surrogatepass")  # a stranger's words may hold anything
+    return hmac.digest(secret, text, hashlib.sha256).hex()
+
+
+def _is_same(told: object, proof: str) -> bool:
+    return hmac.compare_digest(str(told).encode(errors="surrogatepass"), proof.encode())
 
 
 def _session_key(secret: bytes, called: str, caller: str) -> bytes:
@@ -261,7 +266,7 @@ def _body(message: Json) -> bytes:
 def _object(body: bytes) -> Json:
     try:
         data: object = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError(f"a frame holds no JSON: {error}") from error
     if not isinstance(data, dict):
         raise WireError(f"a frame holds {type(data).__name__}, expected an object")

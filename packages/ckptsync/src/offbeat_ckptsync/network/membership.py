@@ -137,7 +137,7 @@ class Membership:
 
     async def fenced(self, name: str, reason: str) -> None:
         """Hang up on a member that was fenced off: if it lives it registers again and catches up. The manager's `on_fence`."""
-        _log.warning("%s is fenced off: %s", name, reason)
+        _log.warning("%r is fenced off: %s", name, reason)
         if name in self._connections:
             self._connections[name].close()
 
@@ -207,18 +207,24 @@ class Membership:
             registration = decode(Registration, told.get("registration"))
             signed = str(_signed(registration, self._secret)["proof"])
             good = hmac.compare_digest(str(told.get("proof")).encode(), signed.encode())
-        except (SyncError, ValueError, AttributeError) as error:
+        except (SyncError, ValueError, AttributeError, RecursionError) as error:
             _log.warning("a registration that is none: %s", error)
             return None
         if not good:
-            _log.warning("%s registered without the secret; not called", registration.name)
+            _log.warning("%r registered without the secret; not called", registration.name)
             self.refused[registration.name] = "it does not know the secret"
         return registration if good else None
 
     async def _call(self, registration: Registration) -> None:
         name = registration.name
-        if await self._is_on_the_line(registration):
-            return  # it registered a moment before it was called
+        if (there := await self._on_the_line(name)) is not None:
+            if there != registration:  # else it registered a moment before it was called
+                self.refused[name] = (
+                    f"two processes call themselves {name!r}: the one at {there.host}:{there.port} is on the line, the one at "
+                    f"{registration.host}:{registration.port} is not called; give each a name of its own"
+                )
+                _log.warning("%s", self.refused[name])
+            return
         try:
             limit_s = self._config.begin_timeout_s
             channel = await dial(
@@ -234,16 +240,17 @@ class Membership:
         self._connections[name] = connection
         self._welcome(connection)
 
-    async def _is_on_the_line(self, registration: Registration) -> bool:
-        connection = self._connections.get(registration.name)
-        if connection is None or connection.registration != registration:
-            return False
+    async def _on_the_line(self, name: str) -> Registration | None:
+        """Return who is on the line under this name and answers."""
+        connection = self._connections.get(name)
+        if connection is None:
+            return None
         try:
             async with asyncio.timeout(_PING_S):
                 await connection.call("ping", {})
         except (SyncError, TimeoutError):
-            return False
-        return True
+            return None
+        return connection.registration
 
     def _welcome(self, connection: Connection) -> None:
         if self._manager is not None and "member" in connection.registration.role:
@@ -259,7 +266,7 @@ class Membership:
                 await manager.catch_up(member)
             except Exception as error:  # noqa: BLE001 -- told to who waits for it
                 self.refused[name] = str(error) if isinstance(error, SyncError) else repr(error)
-                _log.warning("%s did not catch up: %s", name, error)
+                _log.warning("%r did not catch up: %s", name, error)
                 if self._connections.get(name) is not connection:
                     return
                 cause = error.__cause__

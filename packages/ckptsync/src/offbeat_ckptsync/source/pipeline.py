@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.errors import ManifestError
+from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, bytes_of
 from offbeat_ckptsync.plan.manifest import dtype_name
 from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
@@ -76,6 +76,7 @@ def send_weights(
 
     Raises:
         ManifestError: the source yields other tensors than it offered, or none on this rank.
+        TransferError: somebody wrote into the weights meanwhile (`WeightSource.writes`).
         TransferError: the transport failed or took longer than the offer's `timeout_s`; names the bucket.
     """
     return gather_weights(source, offer, open_sender, buffers=buffers, session=session, senders=senders)()
@@ -94,7 +95,7 @@ def gather_weights(
 
     Once this returns, no tensor of the source is read any more: the weights may change while buckets are on the wire.
     """
-    started = time.perf_counter()
+    started, writes = time.perf_counter(), source.writes()
     try:
         _, num_bytes = bucket_starts(buckets_of(offer))
         session = SendSession() if session is None else session
@@ -123,6 +124,12 @@ def gather_weights(
     if failure is not None:
         raise failure
     stream.end()
+    if changed := [name for name, number in source.writes().items() if writes.get(name) != number]:
+        stream.cancel()
+        raise TransferError(
+            f"{len(changed)} tensors were written to while they were copied out, {changed[0]!r} first: what was sent is a mixture "
+            "of versions; let no optimizer step run beside a sync"
+        )
     return lambda: stream.finish(started)
 
 

@@ -12,6 +12,7 @@ from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.testing.fakes import DictSource, Fault, FaultyTransport, LocalSync, assert_same
 from offbeat_ckptsync.values import Seat, SyncReport
 
@@ -89,7 +90,7 @@ class _Town:
     def member(self, name: str) -> LocalMember:
         """Return a member that holds nothing yet."""
         self._sinks[name] = DictSink(self._expected)
-        return LocalMember(Receiver(Seat(member=name), self._sinks[name]), self._transport())
+        return LocalMember(Receiver(Seat(member=name), self._sinks[name]), self._transport(), gate=NO_TRAFFIC)
 
     async def sync(self, fraction: float, *, deltas: bool, why: str = "") -> SyncReport:
         """Change a fraction of the elements, sync, and look at what arrived and how."""

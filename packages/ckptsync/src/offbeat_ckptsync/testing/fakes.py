@@ -13,7 +13,14 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.plan.buckets import bytes_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport, WeightSink, WeightSource
+from offbeat_ckptsync.seams import (
+    NO_TRAFFIC,
+    BucketReceiver,
+    BucketSender,
+    Transport,
+    WeightSink,
+    WeightSource,
+)
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Bucket, Manifest, Seat, SyncOffer
 
@@ -211,7 +218,7 @@ class LocalSync:
         }
         self._transports = [make() for _ in self.receivers]
         for receiver, transport in zip(self.receivers.values(), self._transports, strict=True):
-            self.manager.add(LocalMember(receiver, transport))
+            self.manager.add(LocalMember(receiver, transport, gate=NO_TRAFFIC))
 
     async def serving(self) -> dict[str, tuple[int, dict[str, str]]]:
         """Return the version that each member serves, and `prints_of` its weights; for members with a `DictSink`."""

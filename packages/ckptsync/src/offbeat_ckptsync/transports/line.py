@@ -1,6 +1,6 @@
 """A line between a source and the receiving ranks of its machine: a Unix socket that takes packets and open files.
 
-The source listens on an abstract address (no file, so nothing to remove whatever happens; Linux only). Either side looks
+The source listens in a folder that only its user may enter (0700), so that nobody else can fill its queue. Either side looks
 at the other's user id as the kernel tells it, before it reads a byte, and hangs up on anybody else's. Packets are
 JSON objects of at most 64 KiB (SOCK_SEQPACKET keeps their borders):
 
@@ -14,15 +14,20 @@ that it still sees when a receiver closes.
 from __future__ import annotations
 
 import array
+import contextlib
 import hmac
 import json
 import os
 import secrets
 import select
+import shutil
 import socket
 import struct
+import tempfile
 import threading
 import time
+import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import SyncError, TransferError
@@ -38,7 +43,11 @@ if TYPE_CHECKING:
 Packet = dict[str, Any]
 
 _MAX_PACKET = 1 << 16
+_FOLDER, _SOCKET = "offbeat-line-", "socket"
+_MAX_FOLDER = 100  # the kernel takes 107 bytes of a path
+_YOUNG_S = 60.0  # a folder may not be listened in yet
 _TICK_S = 0.02  # how soon a waiting side notices an abort
+_AGAIN_S = 0.002
 _HELLO_S = 1.0  # a receiver says who it is right after it has connected
 _BACKLOG = 128
 _ROOM = socket.CMSG_LEN(array.array("i").itemsize)  # for one open file
@@ -52,21 +61,30 @@ class Line:
         self._sock = sock
 
     @classmethod
-    def connect(cls, address: str, deadline: float, *, who: str) -> Line:
-        """Call the source at `address`.
+    def connect(cls, address: str, deadline: float, stop: Callable[[], bool], *, who: str) -> Line:
+        """Call the source at `address`; while more call than it can take, call again.
 
         Raises:
-            TransferError: nobody of this user answers there.
+            TransferError: nobody of this user answers there, or `stop()` said so.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(max(deadline - time.monotonic(), _TICK_S))
-        try:
-            sock.connect(_bytes_of(address))
-        except OSError as error:
-            sock.close()
-            raise TransferError(
-                f"{who} finds no source at {address}: {error}; is it on this machine, in the same network namespace?"
-            ) from error
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                sock.setblocking(False)  # the kernel answers at once, or says that the queue is full
+                sock.connect(address)
+                break
+            except OSError as error:
+                sock.close()
+                is_full = isinstance(error, BlockingIOError)
+                if is_full and not stop() and time.monotonic() < deadline:
+                    time.sleep(_AGAIN_S)
+                    continue
+                why = (
+                    "more call it than it can take"
+                    if is_full
+                    else "is it on this machine, with the same /tmp?"
+                )
+                raise TransferError(f"{who} finds no source at {address}: {error}; {why}") from error
         line = cls(sock)
         if (user := line.peer_user()) != os.getuid():
             line.close()
@@ -163,13 +181,19 @@ class Reception:
     """Where the receiving ranks of one machine call."""
 
     def __init__(self) -> None:
-        """Listen on an address nobody can guess."""
+        """Listen in a folder of this user's; what processes that were killed left of theirs is removed."""
         if not hasattr(socket, "SCM_RIGHTS") or not hasattr(os, "memfd_create"):
             raise SyncError("this transport needs Linux; choose `broadcast` or `disk`")
-        self._name = f"offbeat-{secrets.token_hex(16)}"
-        self._token = secrets.token_hex(16)  # the name can be listed by others of this machine, this cannot
+        _remove_left_folders()
+        folder = tempfile.mkdtemp(prefix=_FOLDER)
+        if len(folder) > _MAX_FOLDER:
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp")
+        self._name = f"{folder}/{_SOCKET}"
+        self._remove = weakref.finalize(self, _remove_folder, folder, os.getpid())
+        self._token = secrets.token_hex(16)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind(_bytes_of(self._name))
+        self._socket.bind(self._name)
         self._socket.listen(_BACKLOG)
         self._socket.settimeout(_TICK_S)
 
@@ -211,6 +235,7 @@ class Reception:
     def close(self) -> None:
         """Listen no more."""
         self._socket.close()
+        self._remove()
 
     def _next(self, offer: SyncOffer) -> Guest | None:
         try:
@@ -292,7 +317,7 @@ def call(
     """
     who = f"{offer.transport}: {seat}"
     deadline = time.monotonic() + float(offer.endpoint["rendezvous_s"])
-    line = Line.connect(str(offer.endpoint["address"]), deadline, who=who)
+    line = Line.connect(str(offer.endpoint["address"]), deadline, stop, who=who)
     hello = {"sync": offer.sync_id, "token": offer.endpoint["token"]}
     hello |= {"member": seat.member, "rank": seat.rank, "num_ranks": seat.num_ranks, **about}
     try:
@@ -314,5 +339,20 @@ def _absent(guests: dict[tuple[str, int], Guest], seats: Sequence[tuple[str, int
     return [f"rank {rank} of {member}" for member, rank in seats if (member, rank) not in guests]
 
 
-def _bytes_of(name: str) -> bytes:
-    return b"\0" + name.encode()
+def _remove_folder(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # not in a process that was forked off
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_left_folders() -> None:
+    """Remove folders of this user in which nobody listens any more."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            about = folder.stat()
+            if about.st_uid != os.getuid() or time.time() - about.st_mtime < _YOUNG_S:
+                continue
+            probe.setblocking(False)
+            try:
+                probe.connect(str(folder / _SOCKET))
+            except (ConnectionRefusedError, FileNotFoundError):
+                shutil.rmtree(folder, ignore_errors=True)

@@ -26,7 +26,8 @@ class Place:
     host: str  # of this boot of this machine
     hostname: str  # for messages
     user: int
-    network: int  # network namespace: abstract sockets are known within one
+    network: int  # network namespace: loopback is one
+    mounts: int = 0  # mount namespace: the sockets of `line` lie in a folder
     gpu: str = ""  # UUID of its GPU, or empty
     free_bytes: int = 0  # of that GPU's memory, now
 
@@ -69,6 +70,7 @@ def here(device: str) -> Place:
         hostname=socket.gethostname(),
         user=os.getuid(),
         network=_inode("/proc/self/ns/net"),
+        mounts=_inode("/proc/self/ns/mnt"),
         gpu=gpu,
         free_bytes=free_bytes,
     )
@@ -76,7 +78,7 @@ def here(device: str) -> Place:
 
 def machine_of(place: Place) -> str:
     """Return what ranks have in common that can share memory."""
-    return f"{place.host}/{place.user}/{place.network}"
+    return f"{place.host}/{place.hostname}/{place.user}/{place.network}/{place.mounts}"
 
 
 def choose(
@@ -201,12 +203,14 @@ def _link(nvml: Any, one: Any, other: Any) -> Link:  # noqa: ANN401 -- a module 
 
 
 def _apart(source: Place, place: Place) -> str:
-    if place.host != source.host:
+    if (place.host, place.hostname) != (source.host, source.hostname):  # machines of one snapshot boot alike
         return f"on another machine ({place.hostname}; the source is on {source.hostname})"
     if place.user != source.user:
         return f"of another user ({place.user}; the source is of {source.user})"
     if place.network != source.network or not place.network:
         return "in another network namespace (a container, say)"
+    if place.mounts != source.mounts:
+        return "in another mount namespace (a container, say)"
     return ""
 
 

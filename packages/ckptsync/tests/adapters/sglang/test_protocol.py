@@ -30,6 +30,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_ckptsync.values import Seat
@@ -200,7 +201,9 @@ async def test_other_shapes_than_those_of_its_model_folder_are_refused_by_name(l
 
 def add_plain_member(local):
     sink = DictSink()
-    local.manager.add(LocalMember(Receiver(Seat(member="plain"), sink), make_transport("loopback", CONFIG)))
+    local.manager.add(
+        LocalMember(Receiver(Seat(member="plain"), sink), make_transport("loopback", CONFIG), gate=NO_TRAFFIC)
+    )
     return sink
 
 

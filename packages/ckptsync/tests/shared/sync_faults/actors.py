@@ -24,6 +24,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.network.agent import Agent
 from offbeat_ckptsync.network.channel import Connection as Line
 from offbeat_ckptsync.network.membership import Membership
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import in_thread, use_device
@@ -74,7 +75,9 @@ async def receiver(pipe: Connection, store: tuple[str, int], config: SyncConfig,
     arms = HurtMember.arms = Arms()
     sink = LiveSink(arms)
     taker = Receiver(Seat(member=name), sink)
-    member = HurtMember(taker, faulty_transport(config, arms, sends=False), canary=sink.canary)
+    member = HurtMember(
+        taker, faulty_transport(config, arms, sends=False), canary=sink.canary, gate=NO_TRAFFIC
+    )
     source = LocalSource(Sender(StagedCopy(taker), dataclasses.replace(config, delta="off")))
     agent = Agent(name, SECRET, member=member, source=source)
 

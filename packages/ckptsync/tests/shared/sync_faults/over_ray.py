@@ -11,6 +11,7 @@ from offbeat_ckptsync.control.carried import Operations
 from offbeat_ckptsync.control.members import StagedCopy
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Registration, Seat
 from offbeat_rollout import Health, RolloutConfig
@@ -65,6 +66,7 @@ class Replica(ReplicaWorker):
             faulty_transport(self._sync, self.arms, sends=False),
             canary=self.sink.canary,
             copies=LocalSource(Sender(StagedCopy(self.receiver), self._sync)),
+            gate=NO_TRAFFIC,
         )
         self._operations = Operations(self._name, member=member)
         return Registration(name=self._name, role=self._operations.role)

@@ -26,7 +26,7 @@ from offbeat_ckptsync.control.members import AskCanary, LocalMember
 from offbeat_ckptsync.errors import TransferError, VersionError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.plan.manifest import make_manifest
-from offbeat_ckptsync.seams import Transport, WeightSink
+from offbeat_ckptsync.seams import NO_TRAFFIC, Transport, WeightSink
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports.topology import gpu_uuid
 from offbeat_ckptsync.transports.weight_files import folder_specs
@@ -100,7 +100,7 @@ class SglangMember(LocalMember):
         self._config = config
         self._sink = _ServerSink(server, config, loading)
         receiver = Receiver(Seat(member=name), self._sink, allow_cast=config.allow_cast)
-        super().__init__(receiver, transport, canary=canary)
+        super().__init__(receiver, transport, gate=NO_TRAFFIC, canary=canary)  # `flip` pauses the server
         self._served = ""  # the weight version that the server has said back; "" before the first flip
 
     async def begin(self, offer: SyncOffer) -> str:
