@@ -22,10 +22,9 @@ from offbeat_engine import (
     SftLoss,
     World,
     engine_class,
-    newest_checkpoint,
 )
 from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_engine.toolkit.checkpoint_folders import META, whole_steps
+from offbeat_engine.toolkit.checkpoint_folders import META, step_path, whole_steps
 
 pytestmark = pytest.mark.spawns
 
@@ -34,7 +33,7 @@ KEEP = 2
 CHILD = """
 import os, sys
 import torch
-from offbeat_engine import Fsdp2Config, ModelConfig, SftLoss, World, engine_class, newest_checkpoint
+from offbeat_engine import Fsdp2Config, ModelConfig, SftLoss, World, engine_class
 from offbeat_engine.testing import random_batch
 
 def say(line):
@@ -130,13 +129,13 @@ def ask(process, line):
 
 def check(engine, folder, before):
     """Load the newest checkpoint, compare every number with its step, and return that."""
-    found = newest_checkpoint(folder)
-    if found is None:
+    found = whole_steps(folder)
+    if not found:
         assert before == 0, f"checkpoint {before} was there and is gone"
         return 0
     step = engine.load_checkpoint(str(folder))
-    assert found.name == f"step_{step}"
-    assert (found / META).is_file()
+    assert found[-1] == step
+    assert (step_path(folder, step) / META).is_file()
     assert step >= before
     for name, weight in engine.named_weights():
         assert bool((weight == step).all()), f"{name} of step {step} holds {weight.unique().tolist()[:4]}"

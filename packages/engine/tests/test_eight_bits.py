@@ -140,3 +140,16 @@ def test_it_is_refused_where_torchao_is_not_installed(model, monkeypatch):
     optimizer = OptimizerConfig(name=OptimizerName.ADAMW_8BIT)
     refused = Fsdp2Engine.check(Fsdp2Config(model=ModelConfig(path=model), optimizer=optimizer), 1)
     assert any("install offbeat-engine[torchao]" in str(each) for each in refused)
+
+
+@needs_torchao
+def test_only_the_first_step_makes_moments(model):
+    engine = make_engine(model, World())
+    rule, made = engine._parts.updater._rule, []
+    empty = rule._empty
+    rule._empty = lambda name, shard: (made.append(name), empty(name, shard))[1]
+    steps(engine, BATCHES[:1])
+    assert sorted(made) == sorted(rule._shards)
+    steps(engine, BATCHES[1:3])
+    assert rule.moments().keys() == rule._shards.keys()
+    assert len(made) == len(rule._shards)

@@ -17,8 +17,6 @@ from offbeat_engine.fsdp2 import Fsdp2Engine, load_plan, sharding
 from offbeat_engine.testing import make_tiny_model
 from offbeat_engine.toolkit import weight_files
 
-pytest.importorskip("transformers.core_model_loading", reason="transformers before 5 loads whole")
-
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {
     "num_key_value_heads": 4,  # as many as of queries: the latent is what is small
@@ -360,3 +358,12 @@ def test_all_ranks_refuse_what_one_cannot_read(tiny, tmp_path, two_ranks):
     first, second = two_ranks.run(refused, tiny, str(other))
     assert "another rank could not build the model: rank 1" in first
     assert f"lack 1 of the model's weights, such as `{NORM}`" in second
+
+
+def test_a_changed_transformers_is_not_a_fault_of_the_folder(tiny, monkeypatch):
+    monkeypatch.setattr("transformers.core_model_loading.rename_source_key", lambda name: (name, None))
+    with pytest.raises(
+        ConfigError, match=r"transformers 5\..* is not one that this package was made for .*5 were given"
+    ) as caught:
+        Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=tiny)), World()).init_model()
+    assert tiny not in str(caught.value)

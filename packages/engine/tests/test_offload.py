@@ -155,19 +155,19 @@ def test_a_set_is_away_only_while_nobody_holds_it():
     before = [tensor.clone() for tensor in tensors]
     offloadable = Offloadable(lambda: tensors)
     offloadable.settle(in_host=True)
-    assert offloadable.is_away
+    assert offloadable._away
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0, 0, 0]
     with offloadable.held():
         with offloadable.held():
-            assert not offloadable.is_away
-        assert not offloadable.is_away
+            assert not offloadable._away
+        assert not offloadable._away
         assert all(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True))
         assert offloadable.owns(shared[2:3])
         assert not offloadable.owns(shared.clone())
         tensors[2] += 1
         offloadable.settle(in_host=False)
         offloadable.settle(in_host=True)
-    assert offloadable.is_away
+    assert offloadable._away
     offloadable.settle(in_host=True)
     offloadable.settle(in_host=False)
     assert tensors[2].tolist() == [1, 2, 3]
@@ -191,3 +191,13 @@ def test_offloading_frees_the_gpu(tmp_path):
     outside = torch.cuda.memory_allocated()
     num_weights = sum(param.numel() for param in engine._parts.scorer.parameters())
     assert inside - outside >= 4 * 4 * num_weights  # weights, gradients, two moments
+
+
+def test_a_stream_of_weights_lists_what_waits_once_and_not_for_each_name(tiny):
+    engine = make_engine(config_of(tiny, offload_parameters=True))
+    waiting, listed = engine._parts.weights, []
+    tensors = waiting._tensors
+    waiting._tensors = lambda: (listed.append(1), tensors())[1]
+    names = [name for name, _ in engine.named_weights()]
+    assert len(names) > 20
+    assert len(listed) == 2  # for their addresses, and to send them away again

@@ -1,5 +1,6 @@
 """What goes wrong on one rank, in a loss, a hook or its answer, is raised on all of them; the next step knows nothing of it."""
 
+import shutil
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,15 +9,17 @@ from torch.testing import assert_close
 
 from offbeat_engine import (
     BatchError,
+    ConfigError,
     Fsdp2Config,
+    LoraConfig,
     ModelConfig,
     SftLoss,
     StepContext,
     StepError,
     World,
 )
-from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
-from offbeat_engine.testing import random_batch
+from offbeat_engine.fsdp2 import Fsdp2Engine, checks, model, sharding
+from offbeat_engine.testing import RankPool, random_batch
 
 pytestmark = pytest.mark.spawns
 
@@ -212,3 +215,46 @@ def test_a_token_that_the_model_has_not_is_refused_on_all_ranks(tiny, two_ranks)
     left, right = two_ranks.run(said_of_tokens, tiny)
     assert left == right
     assert "rank 1: `input_ids` hold 1 tokens that the model has not, such as 64: it has 0..63" in left
+
+
+def refused(world, paths, changes):
+    """Return what `init_model` raises on this rank, which reads a folder of its own."""
+    config = Fsdp2Config(model=ModelConfig(path=paths[world.rank]), **changes)
+    with pytest.raises(ConfigError) as caught:
+        Fsdp2Engine(config, world).init_model()
+    return str(caught.value)
+
+
+def lacks_peft(world, path):
+    if world.rank:
+        checks.has_peft = lambda: False
+    return refused(world, [path, path], {"lora": LoraConfig(rank=2)})
+
+
+def fails_to_build(world, path):
+    if world.rank:
+
+        def build_scorer(config):
+            raise MemoryError("this rank has none left")
+
+        model.build_scorer = build_scorer
+    with pytest.raises((ConfigError, MemoryError)) as caught:
+        Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path)), world).init_model()
+    return str(caught.value)
+
+
+def test_what_one_rank_lacks_is_raised_by_all(tiny, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tiny, damaged)
+    (damaged / "config.json").write_text("{")
+    with RankPool(2, timeout_s=60.0) as ranks:
+        left, right = ranks.run(refused, [tiny, str(damaged)], {})
+        assert left == right
+        assert "rank 1: model.path: no model" in left
+        left, right = ranks.run(lacks_peft, tiny)
+        assert left == right
+        assert "rank 1: lora.rank: adapters need the peft package" in left
+    with RankPool(2, timeout_s=60.0) as ranks:
+        left, right = ranks.run(fails_to_build, tiny)
+        assert "another rank could not build the model: rank 1: MemoryError" in left
+        assert right == "this rank has none left"

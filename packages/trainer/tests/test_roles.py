@@ -163,7 +163,7 @@ def test_weights_that_wait_in_host_memory_come_once_for_all_mini_batches(model):
     engine = new_engine(model, offload_parameters=True)
     weights, fetched = engine._parts.weights, []
     fetch = weights._fetch
-    weights._fetch = lambda: (fetched.append(weights.is_away), fetch())
+    weights._fetch = lambda: (fetched.append(bool(weights._away)), fetch())
     Seen.of(SeenBatches(), updates=3).learn({"policy": Role(engine)}, random_batch(6))
     assert fetched == [True, True]  # for the log-probs before the first step, and for all three steps
 

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from offbeat_engine.registry import engine_class, engine_config_class, engine_names
     from offbeat_engine.saving import SaveHandle
     from offbeat_engine.schedules import learning_rate
-    from offbeat_engine.toolkit.checkpoint_folders import newest_checkpoint
     from offbeat_engine.toolkit.planning import plan_micro_batches, plan_shards
     from offbeat_engine.values import (
         LossFn,
@@ -95,7 +94,6 @@ _HOMES = {
     "NonFiniteError": "errors",
     "RankLostError": "errors",
     "StateError": "errors",
-    "newest_checkpoint": "toolkit.checkpoint_folders",
     "Engine": "interface",
     "EngineBase": "base",
     "LossFn": "values",
@@ -174,7 +172,6 @@ __all__ = [
     "engine_config_class",
     "engine_names",
     "learning_rate",
-    "newest_checkpoint",
     "plan_micro_batches",
     "plan_shards",
     "register_field",

@@ -100,6 +100,8 @@ class World:
         if self.size > 1:
             raise StateError(f"rank {self.rank} of {self.size} has no process group; call `World.join` first")
         backend = "nccl" if self.device == "cuda" else "gloo"
+        if self.device == "cuda":
+            torch.cuda.set_device(self.local_rank)  # FSDP's mesh takes the current one
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
         )

@@ -126,15 +126,20 @@ class PaddedRows:
         outputs: list[torch.Tensor] = []
         for group in self.classes:
             mask = _window_mask(asked.window, group.source_BT)
+            keys, values = (_spread(each, group.source_BT, self.shared) for each in (key_NKD, value_NKD))
+            if query_NAD.is_cuda and (mask is not None or query_NAD.dtype == torch.float32):
+                # Flash takes neither. The memory-efficient kernel wants a key head for each query head; else all scores are made.
+                repeats = query_NAD.shape[1] // key_NKD.shape[1]
+                keys, values = (each.repeat_interleave(repeats, 1) for each in (keys, values))
             output_BATD = functional.scaled_dot_product_attention(
                 _spread(query_NAD, group.source_BT),
-                _spread(key_NKD, group.source_BT, self.shared),
-                _spread(value_NKD, group.source_BT, self.shared),
+                keys,
+                values,
                 attn_mask=mask,
                 is_causal=mask is None,
                 dropout_p=asked.dropout,
                 scale=asked.scaling,
-                enable_gqa=query_NAD.shape[1] != key_NKD.shape[1],
+                enable_gqa=query_NAD.shape[1] != keys.shape[1],
             )
             outputs.append(output_BATD.transpose(1, 2).flatten(0, 1))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

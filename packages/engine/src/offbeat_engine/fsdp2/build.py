@@ -101,7 +101,7 @@ def _built_by_all(config: Fsdp2Config, world: World) -> model.Scorer:
     scorer, error = None, None
     try:
         scorer = model.build_scorer(config)
-    except ConfigError as caught:
+    except Exception as caught:  # noqa: BLE001 raised below, when all ranks know
         error = caught
     failure = first_failure(world, error)
     if error is not None:

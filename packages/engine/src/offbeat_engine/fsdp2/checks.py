@@ -265,11 +265,9 @@ def require(config: Fsdp2Config, world: World, refused: list[Refusal]) -> None:
         ConfigError: with all reasons, the same on all ranks; where one lacks something it says which.
         StateError: there are other ranks, and `World.join` was not called.
     """
-    if refused:  # on every rank alike
-        raise ConfigError("; ".join(map(str, refused)))
     if world.size > 1:
         world.ensure_group(config.collective_timeout_s)
-    lacking = refusals_here(config, world)
+    lacking = refused or refusals_here(config, world)
     failure = first_failure(world, ConfigError("; ".join(map(str, lacking))) if lacking else None)
     if failure is not None:
         raise ConfigError(failure.replace("ConfigError: ", "", 1))

@@ -46,12 +46,11 @@ class AdamW8bit:
     def step(self, rate: float) -> None:
         """See `Rule`."""
         state: Any = self._optimizer.state
-        fresh = self.empty_moments()
         for name, shard in self._shards.items():
             grad = self._params[name].grad
             shard.grad = None if grad is None or not shard.numel() else local(grad)
             if shard.grad is not None and not state.get(shard):
-                state[shard] = _joined(fresh[name])
+                state[shard] = _joined(self._empty(name, shard))
         self._optimizer.param_groups[0]["lr"].fill_(rate)
         on_cuda = any(shard.is_cuda for shard in self._shards.values())
         with nullcontext() if on_cuda else torch.compiler.set_stance("force_eager"):
@@ -61,9 +60,8 @@ class AdamW8bit:
     def moments(self) -> Moments:
         """See `Rule`; codes and scales apart."""
         states: Any = self._optimizer.state
-        fresh = self.empty_moments() if states else {}
         return {
-            name: _parted(states[shard], len(shard)) if states.get(shard) else fresh[name]
+            name: _parted(states[shard], len(shard)) if states.get(shard) else self._empty(name, shard)
             for name, shard in self._shards.items()
             if states and (states.get(shard) or not shard.numel())
         }

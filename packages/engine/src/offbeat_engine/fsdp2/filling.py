@@ -32,11 +32,11 @@ def fill(scorer: Scorer, unfilled: Unfilled, world: World) -> None:
     Raises:
         ConfigError: a file could not be read on some rank; all ranks raise together.
     """
-    _give_memory(scorer, world)
-    places = {lora.plain_name(name): (name, tensor) for name, tensor in _tensors(scorer.hf).items()}
     sums: dict[str, int] = {}
     error: Exception | None = None
     try:
+        _give_memory(scorer, world)
+        places = {lora.plain_name(name): (name, tensor) for name, tensor in _tensors(scorer.hf).items()}
         for name, whole in unfilled.drawn.items():
             rows = my_rows(places[lora.plain_name(name)][1])
             _write(places[lora.plain_name(name)][1], whole[rows] if whole.dim() else whole)

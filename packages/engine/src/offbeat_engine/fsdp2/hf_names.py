@@ -10,7 +10,6 @@ is right exactly when no exported weight is made of several held ones, which `ch
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,9 +20,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def converts(hf: Any) -> bool:  # noqa: ANN401
-    """Return whether transformers (5 and later) converts this family's weights as it loads and saves them."""
-    if find_spec("transformers.conversion_mapping") is None:
-        return False
+    """Return whether transformers converts this family's weights as it loads and saves them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(hf, add_legacy=False))

@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,8 @@ def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
                 )
     except _UNFIT as error:
         raise ConfigError(
-            f"no model for a {config.head} head in {config.path!r}: expected a local Hugging Face folder with "
+            _other_transformers(error)
+            or f"no model for a {config.head} head in {config.path!r}: expected a local Hugging Face folder with "
             f"config.json{'' if config.random_init else ' and safetensors'} ({error})"
         ) from error
 
@@ -94,7 +94,22 @@ def empty_model(config: ModelConfig) -> Any:  # noqa: ANN401
         return _empty(auto, shape, {"attn_implementation": "eager"})
     except _UNFIT as error:
         said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise ConfigError(f"no model for a {config.head} head in {config.path!r} ({said})") from error
+        reason = f"no model for a {config.head} head in {config.path!r} ({said})"
+        raise ConfigError(_other_transformers(error) or reason) from error
+
+
+def _other_transformers(error: Exception) -> str | None:
+    """Return in words that a call of this package does not fit the installed transformers, or None where `error` says something else."""
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    module = "" if where is None else str(where.tb_frame.f_globals.get("__name__"))
+    if not isinstance(error, TypeError | AttributeError) or not module.startswith("offbeat_engine."):
+        return None
+    return (
+        f"transformers {version('transformers')} is not one that this package was made for ({error}); install one within "
+        f"{next(filter(lambda each: each.startswith('transformers'), requires('offbeat-engine') or ()), 'its bounds')}"
+    )
 
 
 def check_files(hf: Any, config: ModelConfig) -> None:  # noqa: ANN401
@@ -155,8 +170,6 @@ def _from_files(
 
 def _obstacle(config: ModelConfig, shape: Any) -> str | None:  # noqa: ANN401
     """Return why this folder is transformers' to load, or None."""
-    if find_spec("transformers.core_model_loading") is None:
-        return f"transformers {version('transformers')} does not tell how it renames weights, 5 and later do"
     if getattr(shape, "quantization_config", None) is not None:
         return "its weights are quantized"
     if (Path(config.path) / "adapter_config.json").is_file():

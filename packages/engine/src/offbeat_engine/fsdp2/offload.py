@@ -32,11 +32,6 @@ class Offloadable:
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
 
     @property
-    def is_away(self) -> bool:
-        """Whether the tensors are in host memory now."""
-        return bool(self._away)
-
-    @property
     def waits_in_host(self) -> bool:
         """Whether they will be when nobody holds them."""
         return self._waits_in_host
@@ -60,10 +55,9 @@ class Offloadable:
             if not self._holders and self._waits_in_host:
                 self._send()
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` shares memory with one of them, and so is lost when they leave."""
-        address = tensor.untyped_storage().data_ptr()
-        return any(storage.data_ptr() == address for storage in self._storages())
+    def addresses(self) -> set[int]:
+        """Return where their memory begins while they are on the device: what lies there is lost when they leave."""
+        return {storage.data_ptr() for storage in self._storages()}
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
         """Yield each storage once: gradients of one reduction, and tied weights, share theirs."""

@@ -47,10 +47,6 @@ class Updater:
         self._world = world
         self._num_copies = num_copies  # of each shard among the ranks (hybrid sharding)
         self.num_steps = 0  # scheduled steps so far
-        self.rebind(params)
-
-    def rebind(self, params: dict[str, torch.nn.Parameter]) -> None:
-        """Start afresh on those of `params` that are trained: no moments, the learning rate of `num_steps`."""
         self.params = {name: param for name, param in params.items() if param.requires_grad}
         self._rule = _make_rule(self._config, self.params)
 

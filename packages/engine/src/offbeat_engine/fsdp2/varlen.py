@@ -294,9 +294,9 @@ def _as_flash_takes_them(query: torch.Tensor, key: torch.Tensor, value: torch.Te
             f"{value.dtype}; set `attention: sdpa`"
         )
     # Rotary embeddings may have left queries and keys in float32.
-    query, key, value = (
-        functional.pad(each.to(value.dtype), (0, size - each.shape[-1])) for each in (query, key, value)
-    )
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if {*sizes} != {size}:  # padding by nothing would copy
+        query, key, value = (functional.pad(each, (0, size - each.shape[-1])) for each in (query, key, value))
     return query, key, value
 
 

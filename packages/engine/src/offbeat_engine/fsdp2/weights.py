@@ -52,10 +52,7 @@ class Source:
 
 def held(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
     """Return name to parameter (or persistent buffer), tied ones once, under the name `save_pretrained` keeps."""
-    tied: Iterable[str] = (
-        getattr(hf, "all_tied_weights_keys", None) or getattr(hf, "_tied_weights_keys", None) or ()
-    )
-    dropped = set(tied)
+    dropped: set[str] = set(hf.all_tied_weights_keys or ())
     named: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}
     for name, tensor in hf.state_dict(keep_vars=True).items():
@@ -163,9 +160,12 @@ def _source_on(source: Source, dtype: torch.dtype, ranks: Collection[int], rank:
 def handed_out(held: Offloadable, named: Iterable[tuple[T, W]]) -> Iterator[tuple[T, W]]:
     """Yield `named` while the weights `held` are on the device; what they share memory with must not outlive that."""
     with held.held():
+        addresses: set[int] = set()  # the same for the whole stream
         for name, tensor in named:
-            if tensor is not None and held.waits_in_host and held.owns(tensor):
-                tensor = tensor.clone()  # the live one is about to leave
+            if tensor is not None and held.waits_in_host:
+                addresses = addresses or held.addresses()
+                if tensor.untyped_storage().data_ptr() in addresses:
+                    tensor = tensor.clone()  # the live one is about to leave
             yield name, tensor
 
 

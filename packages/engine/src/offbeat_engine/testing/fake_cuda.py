@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from offbeat_engine.fsdp2.updater import Updater
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
@@ -128,5 +130,6 @@ def pretend_on_cuda(engine: Fsdp2Engine) -> None:
     parts = engine._parts  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     assert parts is not None
     parts.scorer.to("cuda")
-    parts.updater.rebind(dict(parts.scorer.hf.named_parameters()))
+    updater = Updater(engine.config.optimizer, dict(parts.scorer.hf.named_parameters()), engine.world)
+    engine._parts = replace(parts, updater=updater)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     engine.world = replace(engine.world, device="cuda")

@@ -75,12 +75,6 @@ def whole_steps(root: str | Path) -> list[int]:
     return sorted(step for step, path in found if step is not None and (path / META).is_file())
 
 
-def newest_checkpoint(root: str | Path) -> Path | None:
-    """Return the folder of the newest whole checkpoint in `root`, or None."""
-    steps = whole_steps(root)
-    return step_path(root, steps[-1]) if steps else None
-
-
 def read_meta(folder: Path) -> dict[str, Any]:
     """Return what `folder` says of itself.
 
