@@ -214,7 +214,7 @@ class LoopConfig:
 
     One step trains on `prompts_per_step` * `group_size` completions in `updates_per_step` equal mini-batches.
     `validate_every`, `save_every` and `sample_every` count steps; 0 = only at the ends (validation), only when the run is
-    asked to stop (saving), never (samples). What is saved at intervals is saved at the end, too. `step_timeout_s` bounds each wait of the driver for a phase of one step.
+    asked to stop (saving), never (samples). What is saved at intervals is saved at the end, too. `step_timeout_s` bounds each wait of the driver in which nothing moves.
     """
 
     steps: int = 100

@@ -136,6 +136,49 @@ async def test_a_late_answer_names_who_was_waited_for_and_for_what(cluster):
     assert reduce_metrics(await cluster.train.supervise(random_batch(4)))["train/loss"] > 0
 
 
+async def test_work_of_the_ranks_may_take_as_long_as_it_moves(cluster, monkeypatch):
+    """A save of twenty minutes, or a long batch, ends no run; work that stands still does, by name."""
+
+    def plant(worker, seconds, moving):
+        import time
+
+        from offbeat_trainer.cluster import process
+
+        def slow(_):
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                # To the look this is code of ours, as that of a role or an engine is.
+                exec(
+                    compile("time.sleep(0.01)\n" * 200, "slow", "exec"),
+                    {"time": time, "__name__": process.__name__},
+                )
+            return []
+
+        def stuck(_):
+            exec("time.sleep(seconds)", {"time": time, "seconds": seconds, "__name__": process.__name__})
+            return []
+
+        worker.learner.supervise = slow if moving else stuck
+
+    async def planted(seconds, moving):
+        await cluster.train.call("__ray_call__", plant, seconds, moving, what="plant")
+
+    monkeypatch.setattr(cluster.watchdog, "timeout_s", 6.0)
+    await planted(14.0, True)
+    assert await cluster.train.supervise(random_batch(4)) == []
+    assert "moved" in cluster.watchdog.last["the training ranks"].what
+    monkeypatch.setattr(cluster.watchdog, "timeout_s", 2.0)
+    await planted(10.0, False)
+    words = (
+        r"nothing has moved for 2 s: the driver waits for the training ranks to train on a supervised batch"
+    )
+    with pytest.raises(DeadlineExceeded, match=words):
+        await cluster.train.supervise(random_batch(4))
+    await cluster.train.call(
+        "__ray_call__", lambda worker: vars(worker.learner).pop("supervise") and None, what="mend"
+    )
+
+
 async def test_requests_of_a_killed_replica_go_to_the_other_one(cluster, publisher, requests, until, pid_of):
     await publisher.publish(5)
     asked = requests(8, max_tokens=500)

@@ -35,7 +35,7 @@ class Cluster:
     ) -> None:
         """Start Ray; the pools are started by `start`, or each by its own.
 
-        What replicas do is drawn on `timeline`, and to `watchdog` every token is progress.
+        What replicas do is drawn on `timeline`. To `watchdog` every token is progress, and so is what moves on a rank.
         """
         self._spec = spec
         self._rooms = Rooms(spec)
@@ -52,7 +52,11 @@ class Cluster:
         )
         self._publisher: ClusterPublisher | None = None
         self.train = TrainGroup(
-            spec, self._rooms, standing=standing, make_room=self.rollout.rest if shared else None
+            spec,
+            self._rooms,
+            standing=standing,
+            make_room=self.rollout.rest if shared else None,
+            watchdog=self.watchdog,
         )
         start_ray(spec.cluster, num_gpus=spec.num_gpus)
 

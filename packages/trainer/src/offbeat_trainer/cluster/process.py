@@ -6,7 +6,10 @@ import ctypes
 import logging
 import os
 import sys
+import threading
+import time
 from pathlib import Path
+from traceback import walk_stack
 
 # A rank on a CPU hands what it frees back to the kernel while it loads, so that its peak is of what it holds.
 # (glibc takes a block of this size or more straight from the kernel.)
@@ -23,6 +26,34 @@ def keep_freed_memory() -> None:
     mallopt = ctypes.CDLL(None).mallopt
     for option, value in ((_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 << 20), (_MMAP_MAX, 0)):
         mallopt(option, value)
+
+
+def moves(num_looks: int = 50, pause_s: float = 0.02) -> bool:
+    """Say whether code of this process moves: from micro-batch to micro-batch, or from tensor to tensor of a file.
+
+    Threads are looked at up to `num_looks` times. One that stands in a single call, say a collective that another rank does not
+    join, stands in the same place each time.
+    """
+    first = _places()
+    for _ in range(num_looks):
+        time.sleep(pause_s)
+        if _places() != first:
+            return True
+    return False
+
+
+def _places() -> list[list[tuple[int, int]]]:
+    """Return where each other thread stands that runs code of ours."""
+    stacks = [
+        [frame for frame, _ in walk_stack(top)]
+        for thread, top in sys._current_frames().items()  # noqa: SLF001 - documented, for debugging
+        if thread != threading.get_ident()
+    ]
+    return [
+        [(id(frame), frame.f_lasti) for frame in stack]
+        for stack in stacks
+        if any(frame.f_globals.get("__name__", "").startswith("offbeat_") for frame in stack)
+    ]
 
 
 def redirect_output(log_path: str) -> None:

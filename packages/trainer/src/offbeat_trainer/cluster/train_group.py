@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -18,7 +19,7 @@ from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.cluster.waits import answer, answers
 from offbeat_trainer.concurrency import together
-from offbeat_trainer.errors import DeadlineExceeded, PlanRefused
+from offbeat_trainer.errors import DeadlineExceeded, PlanRefused, WorkerGone
 from offbeat_trainer.learner import CarriedPolicy
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat_engine import EngineConfig
     from offbeat_trainer.cluster.placement import Rooms
     from offbeat_trainer.cluster.spec import ClusterSpec
+    from offbeat_trainer.watch.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ _DONE = {
 }
 _COMPUTED = ("update", "supervise", "evaluate")
 """What computes on a batch, alone on the devices."""
+RANKS = "the training ranks"
 
 
 class TrainGroup(CarriedPolicy):
@@ -53,12 +56,14 @@ class TrainGroup(CarriedPolicy):
         *,
         standing: asyncio.Lock,
         make_room: Callable[[], Awaitable[None]] | None = None,
+        watchdog: Watchdog,
     ) -> None:
         """Train in `rooms`; nothing is started yet.
 
         `standing` is held while the weights change, and by whoever needs them to stand still. `make_room` is called under it
-        before every update.
+        before every update. `watchdog` ends work of the ranks in which nothing moves.
         """
+        self._watchdog = watchdog
         self._spec = spec
         self._rooms = rooms
         self._make_room = make_room
@@ -140,7 +145,36 @@ class TrainGroup(CarriedPolicy):
             given = (
                 [ray.put(one) for one in args] if computes else args
             )  # a batch travels once, not once a rank
-            return (await self.call("do", method, kwargs, *given, what=what.format(*args)))[0]
+            return (await self._while_it_moves("do", method, kwargs, *given, what=what.format(*args)))[0]
+
+    async def _while_it_moves(self, method: str, *args: object, what: str) -> list[Any]:
+        """As `call`, for as long as a rank moves: to write a large model, or to train on a long batch, takes what it takes.
+
+        Raises:
+            DeadlineExceeded: nothing moved on any rank for the watchdog's `timeout_s`.
+        """
+        every = dict.fromkeys(range(self.num_ranks), args)
+        with self._watchdog.waiting("the driver", RANKS, what):
+            work = self.each(method, every, what=what, timeout_s=math.inf)
+            return [*(await guarded(work, self._follow(), name=what)).values()]
+
+    async def _follow(self) -> None:
+        """Tell the watchdog now and then that a rank moves; end where one is lost, which whoever waits for it says."""
+        period_s = min(self._spec.cluster.health_period_s, self._watchdog.timeout_s / 4)
+        while True:
+            await asyncio.sleep(period_s)
+            for name, worker in zip(self._names, self._workers, strict=True):
+                call = worker.moves.options(concurrency_group="watch").remote()
+                timeout_s = self._spec.cluster.health_timeout_s
+                try:
+                    moves = await answer(call, owner=name, what="say whether it moves", timeout_s=timeout_s)
+                except DeadlineExceeded:
+                    continue
+                except WorkerGone:
+                    return
+                if moves:
+                    self._watchdog.progress(RANKS, f"{name} moved")
+                    break
 
     @asynccontextmanager
     async def _devices_alone(self, *, changes: bool = True) -> AsyncGenerator[None]:
@@ -179,7 +213,7 @@ class TrainGroup(CarriedPolicy):
             log.warning("%s has not answered for %g s; it is slow or it hangs", name, timeout_s)
 
     async def call(self, method: str, *args: object, what: str, timeout_s: float | None = None) -> list[Any]:
-        """Call `method` on every rank and return the answers in rank order."""
+        """Call `method` on every rank and return the answers in rank order; see `each`."""
         every = dict.fromkeys(range(self.num_ranks), args)
         return [*(await self.each(method, every, what=what, timeout_s=timeout_s)).values()]
 
@@ -192,7 +226,10 @@ class TrainGroup(CarriedPolicy):
         timeout_s: float | None = None,
         group: str | None = None,
     ) -> dict[int, Any]:
-        """Call `method` on some ranks, each with arguments of its own, and return the answers by rank."""
+        """Call `method` on some ranks, each with arguments of its own, and return the answers by rank.
+
+        By default within `trainer.step_timeout_s`.
+        """
         calls = [
             getattr(self._workers[rank], method).options(concurrency_group=group).remote(*own)
             for rank, own in arguments.items()

@@ -16,7 +16,7 @@ from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_engine import World, engine_class
 from offbeat_trainer.cluster.nodes import LOOPBACK, this_node
-from offbeat_trainer.cluster.process import keep_freed_memory, redirect_output
+from offbeat_trainer.cluster.process import keep_freed_memory, moves, redirect_output
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.learner import Learner
 from offbeat_trainer.roles.role import POLICY, Role
@@ -81,6 +81,10 @@ class TrainWorker:
 
     def here(self) -> None:
         """Answer, from another thread than the one that computes."""
+
+    def moves(self) -> bool:
+        """Say, from another thread, whether this rank's work moves; see `process.moves`."""
+        return moves()
 
     def device(self) -> str:
         """Return the id of this rank's GPU as CUDA_VISIBLE_DEVICES would name it; "" on CPU."""
