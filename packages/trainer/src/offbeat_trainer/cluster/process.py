@@ -46,7 +46,7 @@ def _places() -> list[list[tuple[int, int]]]:
     """Return where each other thread stands that runs code of ours."""
     stacks = [
         [frame for frame, _ in walk_stack(top)]
-        for thread, top in sys._current_frames().items()  # noqa: SLF001 - documented, for debugging
+        for thread, top in sys._current_frames().items()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         if thread != threading.get_ident()
     ]
     return [
