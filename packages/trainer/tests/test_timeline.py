@@ -5,8 +5,17 @@ import json
 
 import pytest
 
-from offbeat_trainer.config import AsyncConfig, LoopConfig, Order
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun, run_virtual
+from offbeat_trainer.config import (
+    AsyncConfig,
+    EnvironmentConfig,
+    LoopConfig,
+    Order,
+    RewardConfig,
+    RewardFrom,
+)
+from offbeat_trainer.rollouts.environment import Feedback
+from offbeat_trainer.scoring.scorer import TaskScorer
+from offbeat_trainer.testing import ScriptedPool, ScriptedRun, ScriptedTask, run_virtual
 from offbeat_trainer.watch.timeline import GENERATION, TRAINER, Timeline
 
 LOOP = LoopConfig(
@@ -32,22 +41,25 @@ def test_idle_time_by_hand():
             with timeline.phase("drain"), timeline.generating("2"):
                 await asyncio.sleep(0.5)
             await asyncio.sleep(1)
+        with timeline.phase("generate"), timeline.scoring():
+            with timeline.generating("3"):
+                await asyncio.sleep(0.5)
+            await asyncio.sleep(4)
         timeline.tail(2.0)
         return by_cause(timeline)
 
     causes = run_virtual(main())
     assert causes == pytest.approx(
         {
-            (TRAINER, "generate"): 3, (TRAINER, "drain"): 0.5, (TRAINER, "sync"): 1, (TRAINER, "tail"): 2,
-            (GENERATION, "train"): 2, (GENERATION, "sync"): 1,
+            (TRAINER, "generate"): 3.5, (TRAINER, "drain"): 0.5, (TRAINER, "sync"): 1, (TRAINER, "tail"): 2,
+            (TRAINER, "reward"): 4, (GENERATION, "train"): 2, (GENERATION, "sync"): 1, (GENERATION, "reward"): 4,
         }
     )  # fmt: skip
-    assert timeline.total_s == 7.5
-    assert timeline.sentence() == (
-        "trainer waited 40% of the run for generation, 27% for the longest 2% of generations alone"
-    )
+    assert timeline.total_s == 12
+    assert timeline.rewards_s == 4
+    assert timeline.sentence() == "trainer waited 33% of the run for rewards"
     values = {metric.key: metric.reduction.value() for metric in timeline.metrics()}
-    assert values == pytest.approx({"idle/trainer_fraction": 4.5 / 7.5, "idle/generation_fraction": 3 / 7.5})
+    assert values == pytest.approx({"idle/trainer_fraction": 9 / 12, "idle/generation_fraction": 7 / 12})
 
 
 def run_with(folder, mode, *, token_s, train_s, **options):
@@ -66,6 +78,40 @@ def test_the_sentence_names_what_it_was(tmp_path):
     assert "staleness bound" in training.timeline.sentence()
     syncing = run_with(tmp_path / "c", "fully_async", token_s=0.001, train_s=0.01, sync_s=10.0)
     assert "for the weight sync" in syncing.timeline.sentence()
+
+
+class Guess:
+    """One turn, and what it is worth is the task's to say."""
+
+    def reset(self, prompt, seed):
+        return []
+
+    def step(self, action):
+        return Feedback(observation=[], reward=0.0, done=True)
+
+
+class SlowScorer(TaskScorer):
+    """Takes 20 s for each group, on the clock of the loop."""
+
+    async def score(self, group):
+        await asyncio.sleep(20)
+        return await super().score(group)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+@pytest.mark.parametrize("environment", [None, Guess], ids=["one turn", "several turns"])
+def test_slow_rewards_are_not_slow_generation(tmp_path, mode, environment):
+    task = ScriptedTask()
+    run = run_with(
+        tmp_path, mode, token_s=0.01, train_s=1.0, task=task, scorer=SlowScorer(task.score, RewardConfig()),
+        environment=environment, turns=EnvironmentConfig(reward_from=RewardFrom.TASK),
+    )  # fmt: skip
+    generate_s, reward_s = (
+        sum(values[f"time/{phase}_s"] for values in run.reporter.steps.values()) for phase in ("generate", "reward")
+    )  # fmt: skip
+    assert generate_s < LOOP.steps * 0.2  # 12 tokens take 0.12 s
+    assert reward_s > LOOP.steps * 20 / 4
+    assert run.timeline.sentence().endswith("of the run for rewards")
 
 
 def test_the_long_tail_is_told_apart(tmp_path):

@@ -123,7 +123,8 @@ class MultiTurn:
         own = tuple(score for _, score in made)
         if self._scorer is None or self._config.reward_from is RewardFrom.ENVIRONMENT:
             return replace(group, scores=own)
-        scored = await self._scorer.score(group)
+        with self._timeline.scoring():
+            scored = await self._scorer.score(group)
         if (
             self._config.reward_from is RewardFrom.TASK
         ):  # the environment's rewards would still be credited turn by turn

@@ -56,12 +56,17 @@ class SingleTurn:
         """See `Rollout.run`."""
         with self._timeline.generating(f"{next(self._numbers)}"):
             group = await self.generator.complete(prompt, sampling, n, begun=begun, keep=keep)
-        return await self.scorer.score(group)
+        return await self.score(group)
+
+    async def score(self, group: Group) -> Group:
+        """Return `group` with the scores that the scorer gives it."""
+        with self._timeline.scoring():
+            return await self.scorer.score(group)
 
     async def run_all(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Group]:
         """See `Rollout.run_all`; all completions are asked for in one batch."""
         groups = await self.generator.collect(prompts, sampling, n)
-        return await those_that_came(self.scorer.score(group) for group in groups)
+        return await those_that_came(self.score(group) for group in groups)
 
     async def interrupt(self) -> None:
         """See `Rollout.interrupt`."""

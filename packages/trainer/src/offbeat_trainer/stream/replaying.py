@@ -76,7 +76,7 @@ class Replayer(Producer):
                 buffer.touch()
         whole = Group(prompt=prompt, trajectories=begun)
         rollout = parts.rollout
-        buffer.finish(index, await rollout.scorer.score(whole) if isinstance(rollout, SingleTurn) else made)
+        buffer.finish(index, await rollout.score(whole) if isinstance(rollout, SingleTurn) else made)
         parts.watchdog.progress(GENERATION, f"replayed group {index}")
 
     def _versions(self, index: int) -> list[int]:

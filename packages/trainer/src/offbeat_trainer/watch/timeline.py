@@ -86,8 +86,10 @@ class Timeline:
         self._tracks: dict[str, int] = {}
         self._phases: list[str] = []
         self._running = 0
+        self._scoring = 0
         self._idle: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._tail_s = 0.0
+        self.rewards_s = 0.0  # in which the loop waited for groups that were all generated and not all scored
         self._first_s: float | None = None
         self._last_s = 0.0
 
@@ -128,6 +130,17 @@ class Timeline:
         finally:
             self._pass_time()
             self._running -= num_groups
+
+    @contextmanager
+    def scoring(self) -> Generator[None]:
+        """One more group is scored in the block: where nothing is generated beside, the loop waits for rewards."""
+        self._pass_time()
+        self._scoring += 1
+        try:
+            yield
+        finally:
+            self._pass_time()
+            self._scoring -= 1
 
     @contextmanager
     def overlapping(self, track: str, name: str, key: str, **details: object) -> Generator[None]:
@@ -208,6 +221,9 @@ class Timeline:
             self._first_s = now
         elif now > self._last_s:
             phase = self._phases[-1] if self._phases else ""
+            if phase in ("generate", "drain") and self._scoring and not self._running:
+                phase = "reward"
+                self.rewards_s += now - self._last_s
             if phase != TRAINING:
                 self._idle[TRAINER, phase] += now - self._last_s
             if self._running == 0:

@@ -179,9 +179,9 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str, detail: str = "") -> Generator[None]:
-        """Count the time inside the block as `name`, also when it raises."""
+        """Count the time inside the block as `name`, also when it raises; waits for rewards alone count as "reward"."""
         self._reporter.phase(name, detail)
-        started_s = now_s()
+        started_s, rewards_s = now_s(), self._timeline.rewards_s
         owner, what = OWNERS.get(name, ("the run", name))
         try:
             # Bounded: each call of a phase has a deadline of its own, which names the process.
@@ -192,7 +192,10 @@ class PhaseClock:
             ):
                 yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + now_s() - started_s
+            rewards_s = self._timeline.rewards_s - rewards_s if name in ("generate", "sync") else 0.0
+            self._seconds[name] = self._seconds.get(name, 0.0) + now_s() - started_s - rewards_s
+            if rewards_s:
+                self._seconds["reward"] = self._seconds.get("reward", 0.0) + rewards_s
 
     @contextmanager
     def _told_when_slow(self, name: str, wait: Wait) -> Generator[None]:
