@@ -1,6 +1,7 @@
 """How long the process over there may say nothing, on a clock that jumps: its pipe is real, what answers is this file."""
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ class Answering(CallProcess):
         super().__init__(Setup(paths=(), search=(), concurrency=1, timeout_s=60.0))
         self.after_s = after_s
         self.numbers = iter(range(len(after_s)))
+        self.frames = 0
 
     async def _start(self):
         self.life += 1
@@ -26,15 +28,30 @@ class Answering(CallProcess):
 
         def write(framed):
             assert LENGTH.unpack(framed[: LENGTH.size]) == (len(framed) - LENGTH.size,)
-            number = next(self.numbers)
-            if self.after_s[number] is not None:
-                answer = frame(Answer(number=number, value=number))
-                asyncio.get_running_loop().call_later(self.after_s[number], stream.feed_data, answer)
+            self.frames += 1
+            for call in pickle.loads(framed[LENGTH.size :]):
+                number = next(self.numbers)
+                assert call.number == number
+                if self.after_s[number] is not None:
+                    answer = frame([Answer(number=number, value=number)])
+                    asyncio.get_running_loop().call_later(self.after_s[number], stream.feed_data, answer)
 
-        async def drain():
-            pass
+        return SimpleNamespace(stdin=SimpleNamespace(write=write), stdout=stream, pid=NOBODY)
 
-        return SimpleNamespace(stdin=SimpleNamespace(write=write, drain=drain), stdout=stream, pid=NOBODY)
+
+def test_calls_of_one_turn_go_in_one_frame_without_those_that_nobody_waits_for():
+    async def go():
+        process = Answering(0.0, 1.0, 2.0, 0.0)
+        await process.call(READY, {})
+        calls = [asyncio.create_task(process.call(READY, {})) for _ in range(3)]
+        await asyncio.sleep(0)
+        calls[2].cancel()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return process.frames, [one.value for one in answers[:2]], answers[2]
+
+    frames, values, cancelled = run_virtual(go())
+    assert (frames, values) == (2, [1, 2])
+    assert isinstance(cancelled, asyncio.CancelledError)
 
 
 @pytest.mark.parametrize("idle_s", [0, 1, 120, 200, 239, 10_000])

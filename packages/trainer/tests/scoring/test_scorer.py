@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import pytest
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer import Group, Prompt, RewardConfig, RewardFailed, Score, TrainerError, Trajectory
 from offbeat_trainer.config import OnFailure
+from offbeat_trainer.scoring.frames import DIED, RAISED, TIMED_OUT, Call, Setup
 from offbeat_trainer.scoring.functions import find_reward
 from offbeat_trainer.scoring.scorer import FunctionScorer, TaskScorer
+from offbeat_trainer.scoring.server import Server
 
 pytestmark = pytest.mark.spawns
 
@@ -242,6 +245,34 @@ async def test_when_the_process_of_the_rewards_is_killed_another_takes_its_place
     assert failed.value.reason == "died"
     assert rewards_of(await made.score(group("fine", texts=("a",)))) == [1]
     assert "all is well with fine" in (tmp_path / "rewards.log").read_text()
+
+
+@pytest.mark.parametrize(("how", "failure"), [("died", DIED), ("timed out", TIMED_OUT), ("raised", RAISED)])
+def test_a_quick_call_that_fails_in_a_batch_fails_alone(tmp_path, how, failure):
+    file = tmp_path / "rewards_in_batches.py"
+    file.write_text(REWARDS)
+    path, answers = f"{file}:fails", queue.SimpleQueue()
+    server = Server(Setup(paths=(path,), search=(), concurrency=2, timeout_s=5.0), answers.put)
+    try:
+        calls = [Call(number=place, path=path, arguments={"how": "fine"}) for place in range(5)]
+        calls[3] = replace(calls[3], arguments={"how": how})
+        server._call_s[path] = 1e-9  # as if calls had been quick
+        server.take(calls)
+        found, frames = {}, []
+        while len(found) < len(calls):
+            frames.append(answers.get(timeout=600))
+            found |= {answer.number: answer for answer in frames[-1]}
+    finally:
+        server.close()
+    assert {number: answer.failure for number, answer in found.items()} == {
+        0: "",
+        1: "",
+        2: "",
+        3: failure,
+        4: "",
+    }
+    assert [answer.value for number, answer in sorted(found.items()) if number != 3] == [1.0] * 4
+    assert len(frames) == (1 if how == "raised" else 5)
 
 
 DRIVER = """

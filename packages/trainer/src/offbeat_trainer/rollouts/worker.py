@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 import threading
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from offbeat_trainer.loading import load_object
@@ -87,13 +88,13 @@ def main() -> None:
     instances = Instances(setup.paths[0], setup.timeout_s)
     loop = asyncio.new_event_loop()
     threaded = False
-    while (call := read_frame(incoming)) is not None:
+    for call in chain.from_iterable(iter(lambda: read_frame(incoming), None)):
         if threaded:
             work = asyncio.run_coroutine_threadsafe(instances.answer(call), loop)
-            work.add_done_callback(lambda done: answer(done.result()))
+            work.add_done_callback(lambda done: answer([done.result()]))
             continue
         found = loop.run_until_complete(instances.answer(call))
-        answer(found)
+        answer([found])
         if call.path == "look" and found.value is True:
             threaded = True
             threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()

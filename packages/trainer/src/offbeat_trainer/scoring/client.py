@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from offbeat_trainer.scoring.frames import DIED, LENGTH, Answer, Call, frame
+from offbeat_trainer.scoring.frames import DIED, LENGTH, Answer, Call, frame, read_answers
 from offbeat_trainer.watch.timeline import now_s
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class CallProcess:
         self._silence_s = 2 * setup.timeout_s + 120
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._outgoing: list[Call] = []
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -49,20 +50,28 @@ class CallProcess:
 
     async def call(self, path: str, arguments: dict[str, Any]) -> Answer:
         """Call the function at `path`; its failure is an answer, the end of the process over there is one, too."""
-        process = await self._running()
+        await self._running()
         call = Call(number=next(self._numbers), path=path, arguments=arguments)
-        answer = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
         if not self._waiting:  # until now there was nothing to say
             self._heard_s = now_s()
         self._waiting[call.number] = answer
+        if not self._outgoing:
+            loop.call_soon(self._send)
+        self._outgoing.append(call)
         try:
-            assert process.stdin is not None
-            with suppress(ConnectionError):  # it is gone: the reader answers
-                process.stdin.write(frame(call))
-                await process.stdin.drain()
             return await answer
         finally:
             self._waiting.pop(call.number, None)
+
+    def _send(self) -> None:
+        """Send the calls of this turn of the event loop in one frame, except those that nobody waits for any more."""
+        calls, self._outgoing = self._outgoing, []
+        if self._process is None:  # it is gone: the reader has answered
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.write(frame([call for call in calls if call.number in self._waiting]))
 
     async def end(self) -> None:
         """Kill the process, whatever it does; calls under way are answered, and the next one starts another."""
@@ -119,11 +128,12 @@ class CallProcess:
         why = "it ended"
         try:
             while True:
-                answer = await self._next(process)
+                answers = await self._next(process)
                 self._heard_s = now_s()
-                waiting = self._waiting.get(answer.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answer)
+                for answer in answers:
+                    waiting = self._waiting.get(answer.number)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(answer)
         except TimeoutError:
             why = f"it gave no answer for {self._silence_s:g} s"
         except asyncio.IncompleteReadError:
@@ -137,8 +147,8 @@ class CallProcess:
                     detail = f"the process that calls {self._whose}: {why}; what it said is in {self._log or 'stderr'}"
                     waiting.set_result(Answer(number=number, failure=DIED, detail=detail))
 
-    async def _next(self, process: asyncio.subprocess.Process) -> Answer:
-        """Return the next answer.
+    async def _next(self, process: asyncio.subprocess.Process) -> list[Answer]:
+        """Return the answers of the next frame.
 
         Raises:
             IncompleteReadError: the process is gone.
@@ -158,7 +168,7 @@ class CallProcess:
                 continue
             (size,) = LENGTH.unpack(head)
             async with asyncio.timeout(self._silence_s):
-                return Answer.read(await stream.readexactly(size))
+                return read_answers(await stream.readexactly(size))
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -1,7 +1,7 @@
 """What goes between the driver and the processes that call what users wrote.
 
 A frame is a length (8 bytes, little-endian), then a pickle; both ends are this package on this machine, joined by a pipe
-that nobody else has. In goes a `Setup`, then `Call`s; out comes one `Answer` a call, in any order.
+that nobody else has. In go a `Setup`, then lists of `Call`s; out come lists of `Answer`s, one a call, in any order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 LENGTH = struct.Struct("<q")
 RAISED, TIMED_OUT, DIED, NO_NUMBER, LOST = "raised", "timed out", "died", "not a number", "lost"
@@ -52,12 +52,10 @@ class Answer:
     failure: str = ""
     detail: str = ""
 
-    @staticmethod
-    def read(body: bytes) -> Answer:
-        """Return the answer in the body of a frame."""
-        found = pickle.loads(body)
-        assert isinstance(found, Answer)
-        return found
+
+def read_answers(body: bytes) -> list[Answer]:
+    """Return the answers in the body of a frame."""
+    return pickle.loads(body)
 
 
 def read_frame(stream: BinaryIO) -> Any | None:  # noqa: ANN401 - whatever was written
@@ -76,18 +74,18 @@ def frame(value: object) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def over_there() -> tuple[BinaryIO, Callable[[Answer], None]]:
+def over_there() -> tuple[BinaryIO, Callable[[Sequence[Answer]], None]]:
     """Return where calls come from and what sends answers, from any thread; what is printed goes where errors go from now on."""
     outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     one_at_a_time = threading.Lock()
 
-    def answer(one: Answer) -> None:
+    def answer(several: Sequence[Answer]) -> None:
         try:
-            framed = frame(one)
+            framed = frame(several)
         except Exception as error:  # noqa: BLE001 - whatever a user's value does when it is pickled
             detail = f"what was returned cannot be sent: {type(error).__name__}: {error}"
-            framed = frame(Answer(number=one.number, failure=RAISED, detail=detail))
+            framed = frame([Answer(number=one.number, failure=RAISED, detail=detail) for one in several])
         with one_at_a_time:
             outgoing.write(framed)
             outgoing.flush()
