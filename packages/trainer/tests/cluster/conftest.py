@@ -71,8 +71,8 @@ def complete():
     async def complete(handle, requests):
         """Ask one replica, past the pool; return its completions in the order of `requests`."""
         made = {}
-        async for some in handle.completions.options(num_returns="streaming").remote(requests):
-            made |= {completion.request_id: completion for completion in await some}
+        async for some in handle.completions.options(num_returns="streaming").remote([requests]):
+            made |= {completion.request_id: completion for _, completion in await some}
         return [made[request.request_id] for request in requests]
 
     return complete

@@ -4,20 +4,22 @@ The tests share the cluster and run in the order they are written: the last ones
 """
 
 import asyncio
+import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
 from offbeat_ckptsync import SyncConfig
 from offbeat_engine import BatchError
 from offbeat_engine.testing import random_batch
-from offbeat_rollout import NoReplica, RequestTimeout
+from offbeat_rollout import NoReplica, RequestError, RequestTimeout
 from offbeat_rollout.clock import RequestClock
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
 from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.watch.timeline import GENERATION
+from offbeat_trainer.watch.timeline import GENERATION, Timeline
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -107,6 +109,29 @@ async def test_a_request_that_is_too_slow_fails_and_nobody_is_lost(cluster, requ
     assert [await pid_of(handle) for handle in rollout.handles.values()] == pids
     assert len(await rollout.generate_many(requests(8))) == 8
     assert cluster.watchdog.last[GENERATION].what in {"replica 0 made tokens", "replica 1 made tokens"}
+
+
+async def test_batches_of_one_turn_travel_together_and_one_that_is_refused_fails_alone(
+    cluster, requests, tmp_path
+):
+    def batch(name, max_tokens=8):
+        return [replace(one, request_id=f"{name}/{one.request_id}") for one in requests(6, max_tokens=max_tokens)]  # fmt: skip
+
+    timeline = Timeline(tmp_path / "trace.json")
+    for replica in cluster.rollout._replicas.values():
+        replica._timeline = timeline
+    bad = [replace(one, prompt_ids=()) for one in batch("bad")]
+    one, refused, other = await asyncio.gather(
+        *map(cluster.rollout.generate_many, (batch("a"), bad, batch("b", max_tokens=40))), return_exceptions=True
+    )  # fmt: skip
+    timeline.close()
+    assert isinstance(refused, RequestError)
+    assert [done.request_id for done in one] == [f"a/r{index}" for index in range(6)]
+    assert [done.token_ids[:8].tolist() for done in other] == [done.token_ids.tolist() for done in one]
+    events = json.loads((tmp_path / "trace.json").read_text())
+    sent = [event["args"]["requests"] for event in events if event.get("ph") == "b"]
+    assert (len(sent), sum(sent)) == (2, 18)
+    assert cluster.rollout.serving == {"replica 0": 4, "replica 1": 4}
 
 
 async def test_an_error_over_there_comes_back_as_itself_and_says_where(cluster):

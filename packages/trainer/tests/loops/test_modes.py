@@ -53,6 +53,30 @@ async def in_plain_turns(parts, outcome, start):
         await close_step(parts, outcome, clock, step, groups, [*trained, *sync_metrics(report)])
 
 
+class Turns(ScriptedPool):
+    """Counts the groups that are asked for in one turn of the event loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups = []
+        self._turn_ends = None
+
+    async def generate_many(self, requests):
+        if self._turn_ends is None or self._turn_ends.is_set():
+            self.groups.append(0)
+            self._turn_ends = asyncio.Event()
+            asyncio.get_running_loop().call_soon(self._turn_ends.set)
+        self.groups[-1] += 1
+        return await super().generate_many(requests)
+
+
+def test_a_synchronous_step_asks_for_all_its_groups_in_one_turn(tmp_path):
+    pool = Turns()
+    loop = replace(LOOP, prompts_per_step=10, validate_every=0)
+    ScriptedRun(folder=tmp_path, mode="sync", loop=loop, pool=pool).go()
+    assert [count for count in pool.groups if count > 1] == [10] * loop.steps
+
+
 WITHOUT_STALENESS = [
     ("sync", Order.FIRST_IN, Partial.WAIT),
     *[("fully_async", order, partial) for order in Order for partial in Partial],

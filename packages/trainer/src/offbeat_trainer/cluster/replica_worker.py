@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from offbeat_ckptsync.control.carried import Operations
 from offbeat_ckptsync.values import Registration
+from offbeat_rollout import Completion, RolloutError
 from offbeat_rollout.registry import adapter_class
 from offbeat_trainer.cluster.nodes import own_host, this_node
 from offbeat_trainer.cluster.process import redirect_output
 from offbeat_trainer.cluster.supplies import take_piece
+from offbeat_trainer.concurrency import together
 from offbeat_trainer.weights.gates import SharedGate
 from offbeat_trainer.weights.member import make_member
 
@@ -21,11 +24,14 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync import SyncConfig
     from offbeat_ckptsync.wire import Json
-    from offbeat_rollout import Completion, GenerateRequest, RolloutEngine
+    from offbeat_rollout import GenerateRequest, RolloutEngine
     from offbeat_trainer.cluster.spec import RolloutSpec
 
 LINGER_S = 0.1
 """How long a completion waits for others to travel with: a message costs as much time as hundreds of tokens."""
+
+Ended: TypeAlias = tuple[int, Completion | RolloutError]
+"""The place of a batch in its message, and a completion of it or what ended it."""
 
 
 class ReplicaWorker:
@@ -68,30 +74,38 @@ class ReplicaWorker:
         assert self._gate is not None, "only a replica that shares its devices rests"
         await self._gate.rest()
 
-    async def completions(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[list[Completion]]:
-        """Yield the completions of `requests` as they end; those that end close to each other travel together.
+    async def completions(self, batches: Sequence[Sequence[GenerateRequest]]) -> AsyncGenerator[list[Ended]]:
+        """Yield what ends of each of `batches`, with its place; what ends close to each other travels together.
 
+        A batch whose requests the engine refuses, or gives up, ends with that error and leaves the others alone.
         See `RolloutEngine.generate_many`.
         """
-        there: list[Completion] = []
+        there: list[Ended] = []
         some = asyncio.Event()
 
-        def ended(completion: Completion) -> None:
-            there.append(completion)
+        def ended(place: int, result: Completion | RolloutError) -> None:
+            there.append((place, result))
             some.set()
 
-        call = asyncio.create_task(self._engine.generate_many(requests, ended), name="generate a batch")
+        async def generate(place: int, requests: Sequence[GenerateRequest]) -> None:
+            try:
+                await self._engine.generate_many(requests, partial(ended, place))
+            except RolloutError as error:
+                ended(place, error)
+
+        work = {f"batch {place}": generate(place, requests) for place, requests in enumerate(batches)}
+        call = asyncio.create_task(together(work), name="generate batches")
         call.add_done_callback(lambda _: some.set())
         try:
             while there or not call.done():
                 if not there:
                     await some.wait()  # the engine has deadlines, and the pool looks whether it moves
                 await asyncio.wait((call,), timeout=LINGER_S)
-                together = there.copy()
+                ready = there.copy()
                 there.clear()
                 some.clear()
-                if together:
-                    yield together
+                if ready:
+                    yield ready
             await call
         finally:
             call.cancel()

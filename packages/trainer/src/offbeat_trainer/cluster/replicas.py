@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from offbeat_rollout import RolloutError
 from offbeat_rollout.registry import adapter_environment
 from offbeat_rollout.seats import Replica
 from offbeat_trainer.cluster.replica_worker import ReplicaWorker
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from offbeat_rollout import Completion, GenerateRequest
     from offbeat_trainer.cluster.placement import Rooms
+    from offbeat_trainer.cluster.replica_worker import Ended
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.watch.timeline import Timeline
 
@@ -65,6 +68,35 @@ class ReplicaStarter:
         )
 
 
+class _Batch:
+    """The requests of one call, and who waits for their completions."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None]) -> None:
+        self.requests = requests
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended = ended
+        self._num_left = len(requests)
+
+    def take(self, result: Completion | RolloutError) -> None:
+        """Hand a completion on; the last one, or an error, ends the call. Nothing is handed on once nobody waits."""
+        if isinstance(result, RolloutError):
+            self.end(result)
+        elif not self.done.done():
+            self._ended(result)
+            self._num_left -= 1
+            if not self._num_left:
+                self.end()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let the call return, or raise `error`; harmless once it has."""
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+
 class RemoteReplica:
     """Satisfies `Replica`: forwards to the process of one replica. A replacement's `handle` takes the old one's place."""
 
@@ -77,6 +109,8 @@ class RemoteReplica:
         self._name = name
         self._timeout_s = timeout_s
         self._calls = count()
+        self._outgoing: list[_Batch] = []
+        self._sending: set[asyncio.Task[None]] = set()
 
     @property
     def name(self) -> str:
@@ -86,17 +120,40 @@ class RemoteReplica:
     async def generate_many(
         self, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None]
     ) -> None:
-        """Forward, and draw the call on the replica's track. How long it may take is the pool's to say, by progress."""
-        calls = self.handle.completions.options(num_returns="streaming").remote(requests)
-        with self._timeline.overlapping(
-            self._name, "complete", f"{self._name}/{next(self._calls)}", requests=len(requests)
-        ):
-            while True:
-                some = await answer(_next(calls), owner=self._name, what="complete a batch", timeout_s=None)
-                if some is None:
-                    return
-                for completion in some:
-                    ended(completion)
+        """Send `requests`, in one message with all that other calls send in this turn of the event loop.
+
+        How long it may take is the pool's to say, by progress.
+        """
+        batch = _Batch(requests, ended)
+        self._outgoing.append(batch)
+        if len(self._outgoing) == 1:
+            sending = asyncio.create_task(self._send(), name=f"complete at {self._name}")
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+        await batch.done
+
+    async def _send(self) -> None:
+        """Send what waits and hand out what comes back; the call is drawn on the replica's track."""
+        batches, self._outgoing = self._outgoing, []
+        sent = [batch.requests for batch in batches]
+        try:
+            calls = self.handle.completions.options(num_returns="streaming").remote(sent)
+            with self._timeline.overlapping(
+                self._name, "complete", f"{self._name}/{next(self._calls)}", requests=sum(map(len, sent))
+            ):
+                while True:
+                    some = await answer(
+                        _next(calls), owner=self._name, what="complete a batch", timeout_s=None
+                    )
+                    if some is None:
+                        break
+                    for place, result in some:
+                        batches[place].take(result)
+            for batch in batches:
+                batch.end()
+        except Exception as error:  # noqa: BLE001 - raised by each of the calls that wait
+            for batch in batches:
+                batch.end(error)
 
     async def carry(self, method: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - see `Carrier`
         """Have the engine over there do `method`."""
@@ -111,7 +168,7 @@ class RemoteReplica:
         return await answer(call, owner=self._name, what=what, timeout_s=self._timeout_s)
 
 
-async def _next(calls: AsyncIterator[Awaitable[list[Completion]]]) -> list[Completion] | None:
+async def _next(calls: AsyncIterator[Awaitable[list[Ended]]]) -> list[Ended] | None:
     """Return what comes next of a streaming call, or None at its end."""
     try:
         reference = await anext(calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,6 +30,7 @@ REFUSED = "refused"
 
 # What a group may fail with without its being the run's fault: it is tried again, elsewhere if there is an elsewhere.
 RETRIED = (RolloutError, WorkerGone, DeadlineExceeded, ConnectionError, TimeoutError)
+TOGETHER = 64  # groups that are begun before anybody else has a turn
 REST_S = 1.0  # before the next attempt: replicas are fenced, replaced and synced meanwhile
 
 
@@ -138,16 +140,17 @@ class Producer:
         await self._buffer.settled()
 
     async def _feed(self) -> None:
-        while True:
+        for number in itertools.count(1):
             await self._buffer.leave()
             index = self._prompts.next_index()
             prompt = self._prompts.prompt(index)
             begun, version = self._begun(index)
             self._buffer.issue(index, prompt.uid, version)
             self._groups[index] = self._spawn(f"group {index}", self._make(index, prompt, begun, version))
-            await asyncio.sleep(
-                0
-            )  # a new version lets hundreds in at once: the trainer must not wait for all of them
+            # What begins in one turn of the loop travels in one message and joins one batch. A new version lets hundreds
+            # in: the trainer must not wait for all of them.
+            if number % TOGETHER == 0:
+                await asyncio.sleep(0)
 
     def _begun(self, index: int) -> tuple[tuple[Trajectory, ...], int]:
         """Return what an earlier process left of a group, if it is not too old by now, and the oldest version in it.
