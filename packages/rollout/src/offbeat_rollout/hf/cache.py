@@ -57,7 +57,7 @@ class SlotCache:
         self._prefill_slots: torch.Tensor | None = None
         self._rows = 0
         self._positions = 0
-        self._row_index = torch.empty(0, dtype=torch.int64)
+        self.row_index = torch.empty(0, dtype=torch.int64)
         self._position_R = torch.empty(0, dtype=torch.int64)
 
     def reserve(self, num_slots: int, num_positions: int) -> None:
@@ -86,8 +86,8 @@ class SlotCache:
         self._rows = len(position_R)
         self._positions = num_positions
         self._position_R = position_R
-        if len(self._row_index) != self._rows:
-            self._row_index = torch.arange(self._rows, device=position_R.device)
+        if len(self.row_index) != self._rows:
+            self.row_index = torch.arange(self._rows, device=position_R.device)
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy slots onto others: `target[i]` becomes `source[i]`."""
@@ -107,8 +107,8 @@ class SlotCache:
             keys[self._prefill_slots, :, :, :length] = key.transpose(2, 3)
             values[self._prefill_slots, :, :length] = value
             return key, value
-        keys[self._row_index, :, :, self._position_R] = key.squeeze(2)
-        values[self._row_index, :, self._position_R] = value.squeeze(2)
+        keys[self.row_index, :, :, self._position_R] = key.squeeze(2)
+        values[self.row_index, :, self._position_R] = value.squeeze(2)
         return keys[: self._rows, :, :, : self._positions], values[: self._rows, :, : self._positions]
 
     def _layer(self, key: torch.Tensor, value: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:

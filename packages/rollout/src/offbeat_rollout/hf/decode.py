@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from offbeat_rollout.stop_strings import StopStrings
     from offbeat_rollout.types import GenerateRequest
 
+_STEPS_AHEAD = 8  # whose tokens are written into rows at once
 _PREFILL_TOKENS = 16384  # in one call of the model; bounds the memory of a prefill
 
 
@@ -73,13 +74,14 @@ class Row:
             made = replace(made, routed_experts=np.concatenate(self.experts))
         return made if self.stopped_at is None else replace(made, stop_reason=self.stopped_at)
 
-    def add(self, token: int, logprob: float, version: int) -> None:
-        """Take the next token."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        """Take the next tokens."""
+        self.token_ids += tokens
+        self.logprobs += logprobs
+        self.versions += versions
         if self.stop_strings is not None:
-            self.stopped_at = self.stop_strings.add(token)
+            for token in tokens:
+                self.stopped_at = self.stop_strings.add(token)
 
     @property
     def stopped(self) -> bool:
@@ -137,10 +139,17 @@ class RunningBatch:
         self._token_R = torch.zeros(0, dtype=torch.int64)
         self._position_R = torch.zeros(0, dtype=torch.int64)
         self._max_length = 0
+        # Steps whose tokens are not in the rows yet: token ids [R], log-probs [R], version.
+        self._steps: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._uniform_RK = torch.zeros(0, 0)  # of the next K steps
+        self._num_until_limit = 0  # steps from the first of `_steps` until a row reaches its limit
+        self._stops: frozenset[int] = frozenset()  # of any row
+        self._watches_text = False  # a row has texts to stop at
 
     @torch.inference_mode()
     def join(self, rows: Sequence[Row]) -> None:
         """Add rows; their prompts are computed now, each distinct one once."""
+        self._write_rows()  # it knows who is where now
         first = len(self.rows)
         self.rows += rows
         self._reserve()
@@ -149,7 +158,8 @@ class RunningBatch:
 
     @torch.inference_mode()
     def leave(self, gone: Callable[[Row], bool]) -> list[Row]:
-        """Take out the rows for which `gone` holds and close the gaps, so that the next step costs less."""
+        """Take out the rows for which `gone` holds, whole, and close the gaps, so that the next step costs less."""
+        self._write_rows()
         leaving = [slot for slot, row in enumerate(self.rows) if gone(row)]
         if not leaving:
             return []
@@ -169,6 +179,7 @@ class RunningBatch:
     @torch.inference_mode()
     def recompute(self) -> None:
         """Compute keys and values of all live rows again, under the weights of now."""
+        self._write_rows()
         if self.rows:
             self._cache.zero()
             self._prefill(self.rows, 0)
@@ -182,23 +193,23 @@ class RunningBatch:
         rows = len(self._position_R)
         if self._max_length >= self._cache.num_positions:
             self._reserve()
+        if len(self._steps) == self._uniform_RK.shape[1]:
+            self._look_ahead()
         mask = self._mask[:rows, :, :, : round_positions(self._max_length)]
-        mask[torch.arange(rows, device=self._device), 0, 0, self._position_R] = 0
         self._cache.begin_decode(self._position_R, mask.shape[-1])
+        mask[self._cache.row_index, 0, 0, self._position_R] = 0
         logits = self._forward(self._token_R.unsqueeze(1), self._position_R.unsqueeze(1), mask)
         if self._recorder is not None:
             for row, experts in zip(self.rows, self._recorder.take(), strict=False):
                 row.experts.append(experts[None])
-        uniforms = [row.uniforms[len(row.token_ids)] for row in self.rows] + [0.0] * (rows - live)
-        uniform_R = torch.tensor(uniforms, dtype=torch.float32, device=self._device)
         num_top = max(row.request.sampling.top_logprobs for row in self.rows)
+        uniform_R = self._uniform_RK[:, len(self._steps)]
         token_R, logprob_R, top = sample(logits[:, -1].float(), self._table, uniform_R, num_top)
+        self._steps.append((token_R, logprob_R, version))
         self._token_R = token_R
         self._position_R = self._position_R + 1
         self._position_R[live:] = 0
         self._max_length += 1
-        for row, token, logprob in zip(self.rows, token_R.tolist(), logprob_R.tolist(), strict=False):
-            row.add(token, logprob, version)
         if top is not None:
             for row, values, ids in zip(self.rows, top[0].tolist(), top[1].tolist(), strict=False):
                 asked = row.request.sampling.top_logprobs
@@ -206,8 +217,35 @@ class RunningBatch:
 
     def finished(self) -> list[tuple[Row, Finish]]:
         """Take out the rows that ended where they were to stop or at their limit, with the reason."""
+        if not self._may_have_finished():
+            return []
         done = self.leave(lambda row: row.stopped or len(row.token_ids) >= row.limit)
         return [(row, Finish.STOP if row.stopped else Finish.LENGTH) for row in done]
+
+    def _may_have_finished(self) -> bool:
+        """Say whether the last step can have ended a row, by a look at all rows at once."""
+        if not self._steps or self._watches_text or len(self._steps) >= self._num_until_limit:
+            return True
+        return not self._stops.isdisjoint(self._steps[-1][0][: len(self.rows)].tolist())
+
+    def _write_rows(self) -> None:
+        """Write the tokens of the steps so far into the rows; what was drawn for later steps is drawn again."""
+        if self._steps:
+            tokens, logprobs, versions = zip(*self._steps, strict=True)
+            self._steps.clear()
+            made = zip(torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
+            for row, (own_tokens, own_logprobs) in zip(self.rows, made, strict=False):
+                row.extend(own_tokens, own_logprobs, versions)
+        self._uniform_RK = self._uniform_RK[:, :0]
+
+    def _look_ahead(self) -> None:
+        """Prepare the next few steps, in which no row reaches its limit before the last one."""
+        self._write_rows()
+        self._num_until_limit = min(row.limit - len(row.token_ids) for row in self.rows)
+        ahead = max(1, min(_STEPS_AHEAD, self._num_until_limit))
+        uniforms = [row.uniforms[len(row.token_ids) :][:ahead] for row in self.rows]
+        uniforms += [[0.0] * ahead] * (len(self._position_R) - len(self.rows))
+        self._uniform_RK = torch.tensor(uniforms, dtype=torch.float32, device=self._device)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         out = self._model(
@@ -221,6 +259,7 @@ class RunningBatch:
         return out.logits
 
     def _reserve(self) -> None:
+        self._write_rows()
         slots = round_up(len(self.rows), self._row_step)
         longest = max(len(row.request.prompt_ids) + len(row.token_ids) for row in self.rows)
         if slots <= self._cache.num_slots and longest < self._cache.num_positions:
@@ -292,6 +331,8 @@ class RunningBatch:
         column = torch.arange(self._cache.num_positions, device=self._device)
         mask_RS = torch.zeros(rows, len(column), dtype=self._model.dtype, device=self._device)
         self._mask = mask_RS.masked_fill_(column > reach_R1, -torch.inf)[:, None, None, :]
+        self._stops = frozenset[int]().union(*{row.stops for row in self.rows})
+        self._watches_text = any(row.stop_strings is not None for row in self.rows)
         sampling = [row.request.sampling for row in self.rows]
         if sampling:
             padded = sampling + [sampling[0]] * padding

@@ -12,6 +12,7 @@ are merged into the base weights when they come; what follows costs what it cost
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -136,9 +137,10 @@ class HfEngine(RolloutEngine, TensorUpdates):
         if worker.asleep:
             raise EngineStateError("the engine sleeps; `wake` it before `generate`")
         ids = [request.request_id for request in requests]
+        taken = {request_id for request_id, count in Counter(ids).items() if count > 1} | self._pending.keys()
         for request in requests:
             check_request(request, self.config, worker.vocab_size)
-            if request.request_id in self._pending or ids.count(request.request_id) > 1:
+            if request.request_id in taken:
                 raise RequestError(
                     f"request id {request.request_id!r} is in use; ids must be unique while they run"
                 )

@@ -62,7 +62,7 @@ def _generated(model: PreTrainedModel, max_model_len: int) -> list[Row]:
     batch.join(rows)
     for _ in range(min(row.limit for row in rows)):
         batch.step(0)
-    return rows
+    return batch.leave(lambda _: True)
 
 
 @torch.inference_mode()
