@@ -1,6 +1,7 @@
 """What every adapter refuses by its settings and a model's config.json."""
 
 import json
+import re
 
 import pytest
 
@@ -46,5 +47,5 @@ def test_other_frequencies_are_taken(tmp_path, rope):
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])
 def test_a_config_that_is_none_is_refused_by_its_folder(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=f"cannot read the config.json in '{tmp_path}'"):
+    with pytest.raises(ConfigError, match=re.escape(f"cannot read the config.json in '{tmp_path}'")):
         check_config(VllmConfig(model_path=str(tmp_path)), VllmEngine.capabilities())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.spawns
 
 # A server with a process of its own, which shares memory as SGLang's do; the server says where they are, and waits.
 SERVER = '''
-import multiprocessing, os, subprocess, sys
+import json, multiprocessing, os, subprocess, sys
 own = multiprocessing.get_context("spawn").Semaphore()
 lines = """
 import mmap, multiprocessing, sys, time
@@ -32,7 +33,7 @@ time.sleep(3600)
 """
 child = subprocess.Popen([sys.executable, "-c", lines, *sys.argv[1:]], stdout=subprocess.PIPE)
 semaphore = child.stdout.readline().decode().strip()
-print(os.getpid(), child.pid, os.environ["TMPDIR"], semaphore, own._semlock.name, flush=True)
+print(json.dumps([os.getpid(), child.pid, os.environ["TMPDIR"], semaphore, own._semlock.name]), flush=True)
 child.wait()
 '''
 SHARED = Path("/dev/shm")
@@ -57,11 +58,11 @@ def kept(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    server, child, where, *names = process.stdout.readline().split()
+    server, child, where, *names = json.loads(process.stdout.readline())
     semaphores = [SHARED / f"sem.{name.removeprefix('/')}" for name in names]
     assert all(each.exists() for each in semaphores)
     assert where == str(folder)
-    yield process, (int(server), int(child)), (folder, memory, *semaphores, *mapped[:3])
+    yield process, (server, child), (folder, memory, *semaphores, *mapped[:3])
     stay = [mapped[3], others]
     assert all(each.exists() for each in stay), "what is of another kind, or somebody else's, stays"
     process.stdin.close()
