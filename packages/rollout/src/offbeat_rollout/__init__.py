@@ -38,37 +38,20 @@ if TYPE_CHECKING:
 
 # Public names and the module each lives in: importing the package stays cheap, torch comes with the first use.
 _HOMES = {
-    "LoraConfig": "config",
-    "RolloutConfig": "config",
-    "CompletionError": "errors",
-    "ConfigError": "errors",
-    "EngineStateError": "errors",
-    "NoReplica": "errors",
-    "ReplicaGone": "errors",
-    "RequestError": "errors",
-    "RequestTimeout": "errors",
-    "RolloutError": "errors",
-    "UpdateRefused": "errors",
-    "RolloutEngine": "interface",
-    "TensorUpdates": "interface",
-    "WorkerUpdates": "interface",
-    "EngineReplica": "seats",
-    "Replica": "seats",
-    "ReplicaPool": "pool",
-    "TopLogprobs": "top_logprobs",
-    "adapter_class": "registry",
-    "adapter_environment": "registry",
-    "adapter_names": "registry",
-    "Completion": "types",
-    "Finish": "types",
-    "GenerateRequest": "types",
-    "Health": "types",
-    "PauseMode": "types",
-    "RolloutCapabilities": "types",
-    "RolloutFeature": "types",
-    "SamplingParams": "types",
-    "VersionSpan": "types",
-    "version_spans": "types",
+    name: module
+    for module, names in {
+        "config": "LoraConfig RolloutConfig",
+        "errors": "CompletionError ConfigError EngineStateError NoReplica ReplicaGone RequestError "
+        "RequestTimeout RolloutError UpdateRefused",
+        "interface": "RolloutEngine TensorUpdates WorkerUpdates",
+        "pool": "ReplicaPool",
+        "registry": "adapter_class adapter_environment adapter_names",
+        "seats": "EngineReplica Replica",
+        "top_logprobs": "TopLogprobs",
+        "types": "Completion Finish GenerateRequest Health PauseMode RolloutCapabilities RolloutFeature "
+        "SamplingParams VersionSpan version_spans",
+    }.items()
+    for name in names.split()
 }
 
 

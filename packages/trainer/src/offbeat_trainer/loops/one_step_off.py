@@ -13,11 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.data.assemble import assembled
-from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
-from offbeat_trainer.loops.sync import in_turns
-from offbeat_trainer.stream.gate import version_of
-from offbeat_trainer.stream.stream import open_stream
+from offbeat_trainer.loops.sync import in_turns, run_sync
 
 if TYPE_CHECKING:
     from offbeat_trainer.config import AsyncConfig
@@ -33,21 +29,6 @@ def one_step_off(mode: AsyncConfig) -> AsyncConfig:
 async def run_one_step_off(parts: Parts, outcome: Outcome, start: int = 0) -> None:
     """Train from step `start` to the last, or to the first step boundary after a stop was requested.
 
-    The policy must already hold the weights of step `start`. `outcome` is filled as the run goes.
+    See `run_sync`; while a step trains, the groups of the next one are generated.
     """
-    await open_run(parts, outcome, start)
-    async with open_stream(parts, one_step_off(parts.asynchrony), start) as stream:
-        for step in range(start, parts.loop.steps):
-            clock = parts.clock()
-            with clock.phase("generate"):
-                groups = await stream.take(step)
-            with clock.phase("reward"):
-                batch = await assembled(groups, parts.algorithm.targets, parts.sampling.temperature)
-            with clock.phase("train"):  # meanwhile: the groups of the next step are generated
-                trained = await parts.policy.update(batch)
-            with clock.phase("sync"):
-                report = await stream.publish(version_of(step + 1))
-            metrics = [*trained, *sync_metrics(report), *stream.metrics()]
-            if await close_step(parts, outcome, clock, step, groups, metrics):
-                return
-            del groups, batch  # see `run_fully_async`
+    await run_sync(parts, outcome, start, mode=one_step_off(parts.asynchrony))

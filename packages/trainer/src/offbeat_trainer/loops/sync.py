@@ -34,14 +34,18 @@ def in_turns(mode: AsyncConfig) -> AsyncConfig:
     )
 
 
-async def run_sync(parts: Parts, outcome: Outcome, start: int = 0) -> None:
+async def run_sync(
+    parts: Parts, outcome: Outcome, start: int = 0, *, mode: AsyncConfig | None = None
+) -> None:
     """Train from step `start` to the last, or to the first step boundary after a stop was requested.
 
     The policy must already hold the weights of step `start`. `outcome` is filled as the run goes, so that whoever
     ends the run has what was reached. What is generated while a step is validated and saved is the next one's.
+    `mode` is another than `in_turns` makes, which syncs after each step, too.
     """
+    mode = in_turns(parts.asynchrony) if mode is None else mode
     await open_run(parts, outcome, start)
-    async with open_stream(parts, in_turns(parts.asynchrony), start) as stream:
+    async with open_stream(parts, mode, start) as stream:
         for step in range(start, parts.loop.steps):
             clock = parts.clock()
             with clock.phase("generate"):
