@@ -36,14 +36,17 @@ def seen_by(devices):
 
 def test_a_device_mix_up_raises_and_values_are_none():
     with FakeCuda() as cuda:
-        there, here = torch.arange(4).to("cuda"), torch.arange(4)
+        there, here = torch.arange(4).to("cuda", non_blocking=True), torch.arange(4)
         assert isinstance(there, FakeTensor)
         with pytest.raises(RuntimeError, match=r"FakeTensor Device|same device|two different devices"):
             there + here
         assert (here + here).tolist() == [0, 2, 4, 6]
         assert cuda.waits == []
         assert there.tolist() == [0, 0, 0, 0]
-        assert cuda.waits
+        assert len(cuda.waits) == 4
+        cuda.waits.clear()
+        assert (here.to("cuda") + there).device.type == "cuda"
+        assert cuda.waits == ["elsewhere"]  # for the copy
     assert not isinstance(torch.arange(4) + 1, FakeTensor)
 
 

@@ -98,18 +98,14 @@ class Unseen:
 
 
 @dataclass(frozen=True, slots=True)
-class LengthClass:
-    """Sequences that attend together: where their tokens lie in the packed row."""
-
-    source_BT: torch.Tensor  # int64, index into the packed row; padding repeats the sequence's first token
-    real_BT: torch.Tensor  # bool
-
-
-@dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """How to go from the packed row to padded classes and back: a `RowPlan`."""
+    """How to go from the packed row to padded classes and back: a `RowPlan`.
 
-    classes: tuple[LengthClass, ...]
+    Each class says of sequences that attend together where their tokens lie in the packed row: int64 [B, T]. Padding
+    repeats the sequence's first token.
+    """
+
+    classes: tuple[torch.Tensor, ...]
     back_N: torch.Tensor  # int64, where each packed token lies in the concatenated, flattened classes
     shared: bool = False  # whether some tokens belong to more than one sequence
     peers: SubGroup | None = None
@@ -124,15 +120,15 @@ class PaddedRows:
     ) -> torch.Tensor:
         """Attend within each sequence, class by class; [N, A, D]."""
         outputs: list[torch.Tensor] = []
-        for group in self.classes:
-            mask = _window_mask(asked.window, group.source_BT)
-            keys, values = (_spread(each, group.source_BT, self.shared) for each in (key_NKD, value_NKD))
+        for source_BT in self.classes:
+            mask = _window_mask(asked.window, source_BT)
+            keys, values = (_spread(each, source_BT, self.shared) for each in (key_NKD, value_NKD))
             if query_NAD.is_cuda and (mask is not None or query_NAD.dtype == torch.float32):
                 # Flash takes neither. The memory-efficient kernel wants a key head for each query head; else all scores are made.
                 repeats = query_NAD.shape[1] // key_NKD.shape[1]
                 keys, values = (each.repeat_interleave(repeats, 1) for each in (keys, values))
             output_BATD = functional.scaled_dot_product_attention(
-                _spread(query_NAD, group.source_BT),
+                _spread(query_NAD, source_BT),
                 keys,
                 values,
                 attn_mask=mask,
@@ -153,7 +149,7 @@ def plan_padded(
     lengths_S = torch.tensor(lengths, dtype=torch.int64)
     own_ST = own_ST & (torch.arange(where_ST.shape[1]) < lengths_S[:, None])
     back_N = torch.empty(int(own_ST.sum()), dtype=torch.int64)
-    classes: list[LengthClass] = []
+    classes: list[torch.Tensor] = []
     offset = 0
     for members in plan_length_classes(lengths):
         members_B, longest = torch.tensor(members), lengths[members[0]]
@@ -163,8 +159,9 @@ def plan_padded(
         own_BT = own_ST[members_B, :longest]
         back_N[source_BT[own_BT]] = own_BT.flatten().nonzero().squeeze(1) + offset
         offset += real_BT.numel()
-        classes.append(LengthClass(source_BT.to(device), real_BT.to(device)))
-    return PaddedRows(tuple(classes), back_N.to(device), shared=len(back_N) < sum(lengths))
+        classes.append(source_BT.to(device, non_blocking=True))
+    shared = len(back_N) < sum(lengths)
+    return PaddedRows(tuple(classes), back_N.to(device, non_blocking=True), shared=shared)
 
 
 def packed_attention(

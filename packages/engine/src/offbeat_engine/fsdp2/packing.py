@@ -111,8 +111,8 @@ class RowInputs:
         rows_S = lengths_b.nonzero().squeeze(1)
         lengths = [int(length) for length in lengths_b[rows_S].tolist()]
         inputs: dict[str, object] = {
-            "input_ids": ids_bT[row_N, position_N][None].to(device),
-            "position_ids": position_N[None].to(device),
+            "input_ids": ids_bT[row_N, position_N][None].to(device, non_blocking=True),
+            "position_ids": position_N[None].to(device, non_blocking=True),
             "packed": self.plan(where_bT[rows_S].cpu(), own_bT[rows_S].cpu(), lengths, device),
         }
         return inputs, where_bT
@@ -150,4 +150,5 @@ def padded_inputs(
     ids = torch.where(mask_bT, ids_bT[:, :num_fed], 0)
     where_bT = torch.zeros_like(ids_bT)
     where_bT[:, :num_fed] = torch.arange(num_rows * num_fed, device=ids_bT.device).view(num_rows, num_fed)
-    return {"input_ids": ids.to(device), "attention_mask": mask_bT.to(device)}, where_bT
+    inputs = {"input_ids": ids, "attention_mask": mask_bT}
+    return {name: value.to(device, non_blocking=True) for name, value in inputs.items()}, where_bT

@@ -153,9 +153,11 @@ def _part(
     *,
     causal: bool,
 ) -> Part:
-    asks_Q, sees_M = (None if each is None else each.to(device) for each in (asks_Q, sees_M))
+    asks_Q, sees_M = (
+        None if each is None else each.to(device, non_blocking=True) for each in (asks_Q, sees_M)
+    )
     ends_q, ends_k = (
-        torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device)
+        torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device, non_blocking=True)
         for sizes in (lengths_q, lengths_k)
     )
     return Part(asks_Q, sees_M, ends_q, ends_k, max(lengths_q), max(lengths_k), causal)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class FakeCuda:
     """While it is entered, what is on the CPU is real and computed, and what is on `cuda` is only shaped.
 
-    A value that comes back from the device is zero. Each time that the host waits for one it is written down:
-    `waits` holds the module and function of this project that did, and "backward" for each backward pass between. Such a
-    pass is not run, for autograd's threads want a driver; whatever it would give a gradient gets one of its shape.
+    A value that comes back from the device is zero. Each time that the host waits for the device it is written down: for
+    a value, or until it has taken a copy that is not `non_blocking`. `waits` holds the module and function of this
+    project that did, and "backward" for each backward pass between. Such a pass is not run, for autograd's threads want a driver; whatever it would give a gradient gets one of its shape.
     """
 
     def __init__(self) -> None:
@@ -105,6 +105,9 @@ class _Sorting(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 `item`, `tolist` and `float`
             self._waits.append(_where())
             return 0.0 if fakes[0].dtype.is_floating_point else fakes[0].dtype is not torch.bool and 0
+        copies = func is torch.ops.aten._to_copy.default and not fakes  # noqa: SLF001 what `to` comes to
+        if copies and not kwargs.get("non_blocking"):
+            self._waits.append(_where())
         return tree_map(self._back, func(*args, **kwargs))
 
     def _back(self, result: object) -> object:

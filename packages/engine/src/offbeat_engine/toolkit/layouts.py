@@ -81,7 +81,8 @@ def lay_out(
 
     With `experts` those that the batch brings are laid out with it.
 
-    All is planned where the batch is, and moved once: nothing is read back from `device`.
+    All is planned where the batch is, and moved once: nothing is read back from `device`, and no copy to it is waited for,
+    which would last until the passes before have ended there.
     """
     asked = None if batch is None or not bool(batch["loss_mask"].any()) else batch
     layout = _dummy(make_inputs, device) if asked is None else _whole(asked, make_inputs, device, experts)
@@ -90,11 +91,11 @@ def lay_out(
     temperature_M = layout.temperature_M
     return replace(
         layout,
-        select_M=layout.select_M.to(device),
-        targets_M=layout.targets_M.to(device),
-        temperature_M=None if temperature_M is None else temperature_M.to(device),
-        place_M=layout.place_M.to(device),
-        experts_NK=None if layout.experts_NK is None else layout.experts_NK.to(device),
+        select_M=layout.select_M.to(device, non_blocking=True),
+        targets_M=layout.targets_M.to(device, non_blocking=True),
+        temperature_M=None if temperature_M is None else temperature_M.to(device, non_blocking=True),
+        place_M=layout.place_M.to(device, non_blocking=True),
+        experts_NK=None if layout.experts_NK is None else layout.experts_NK.to(device, non_blocking=True),
     )
 
 
