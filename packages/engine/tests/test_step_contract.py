@@ -153,29 +153,51 @@ def test_a_key_has_one_meaning():
             register_field(Field(key=key, dims="B", dtype=torch.int64, required=False, meaning="another"))
 
 
-def step_of_nothing(world, path):
+def no_sequences():
+    return random_batch(4)[:0]
+
+
+def no_tokens():
+    batch = random_batch(4)
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    return batch
+
+
+def one_step(engine):
+    engine.optimizer_zero_grad()
+    engine.forward_backward_step(random_batch(4))
+    return engine.optimizer_step(), engine.lr_scheduler_step()
+
+
+def step_of_nothing(world, path, make):
+    other = engine_of(path, world)
+    with other.train_mode():
+        expected = [one_step(other) for _ in range(2)]
     engine = engine_of(path, world)
     weights = {name: tensor.clone() for name, tensor in engine.named_weights()}
     with engine.train_mode():
-        engine.forward_backward_step(random_batch(4))
-        engine.optimizer_step()
-        engine.lr_scheduler_step()
+        steps = [one_step(engine)]
         moved = {name: tensor.clone() for name, tensor in engine.named_weights()}
         engine.optimizer_zero_grad()
-        predictions, loss, _ = engine.forward_backward_step(random_batch(4)[:0])
-        with pytest.raises(StateError, match="no gradients; no rank had a sequence"):
+        predictions, loss, _ = engine.forward_backward_step(make())
+        with pytest.raises(StateError, match="no gradients; no rank had a token under its `loss_mask`"):
             next(engine.named_gradients())
         norm, rate = engine.optimizer_step(), engine.lr_scheduler_step()
-    still = {name: tensor.clone() for name, tensor in engine.named_weights()}
+        still = {name: tensor.clone() for name, tensor in engine.named_weights()}
+        steps.append(one_step(engine))
+    assert steps == expected  # as if it had not been: moments and schedule too
+    after = dict(other.named_weights())
+    assert all(torch.equal(tensor, after[name]) for name, tensor in engine.named_weights())
     assert not all(torch.equal(weights[name], moved[name]) for name in weights)
     assert all(torch.equal(still[name], moved[name]) for name in still)
     return loss, norm, rate, predictions["logprobs"].shape
 
 
-def test_a_mini_batch_without_sequences_changes_nothing(tiny, two_ranks):
-    expected = (0.0, 0.0, learning_rate(RISING, 1), (0, 24))
-    assert step_of_nothing(World(), tiny) == expected
-    assert two_ranks.run(step_of_nothing, tiny) == [expected, expected]
+@pytest.mark.parametrize("make", [no_sequences, no_tokens])
+def test_a_mini_batch_without_tokens_to_train_changes_nothing(tiny, two_ranks, make):
+    expected = (0.0, 0.0, learning_rate(RISING, 1), (len(make()), 24))
+    assert step_of_nothing(World(), tiny, make) == expected
+    assert two_ranks.run(step_of_nothing, tiny, make) == [expected, expected]
 
 
 class NanOnce:

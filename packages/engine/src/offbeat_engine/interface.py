@@ -173,8 +173,8 @@ class Engine(ABC):
     def optimizer_step(self) -> float:
         """Clip, step, and return the global gradient norm before clipping.
 
-        NaN says that the step was skipped, 0.0 also that there was nothing to step on: where no rank had a sequence there
-        is no gradient, and what has none stays as it is, untouched by momentum and weight decay.
+        NaN says that the step was skipped, 0.0 also that there was nothing to step on: where no rank had a token under its
+        `loss_mask`, weights, moments and schedule stay as they are, untouched by momentum and weight decay.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ class Accumulation:
     def __init__(self, on_nonfinite: NonFinite) -> None:
         """Stop or skip where a loss or norm is not finite."""
         self._on_nonfinite = on_nonfinite
-        self._num_micro_batches: int | None = None  # None: no call since gradients were dropped
+        self._num_loss_tokens: int | None = None  # None: no call since gradients were dropped
         self._is_lost = False
         self._stepped = True
 
@@ -31,7 +31,7 @@ class Accumulation:
 
     def drop(self) -> None:
         """Begin anew; gradients were dropped."""
-        self._num_micro_batches, self._is_lost = None, False
+        self._num_loss_tokens, self._is_lost = None, False
 
     def add(self, stats: StepStats) -> None:
         """Count a training call.
@@ -39,7 +39,7 @@ class Accumulation:
         Raises:
             NonFiniteError: its loss is not finite and the config says stop.
         """
-        self._num_micro_batches = (self._num_micro_batches or 0) + stats.num_micro_batches
+        self._num_loss_tokens = (self._num_loss_tokens or 0) + stats.num_loss_tokens
         if not math.isfinite(stats.loss):
             self._is_lost = True
             if self._on_nonfinite == NonFinite.STOP:
@@ -55,10 +55,10 @@ class Accumulation:
             StateError: nothing was accumulated.
         """
         self._stepped = False
-        if self._num_micro_batches is None:
+        if self._num_loss_tokens is None:
             raise StateError("`optimizer_step` without a gradient; call `forward_backward_step` first")
-        if not self._num_micro_batches:
-            return 0.0  # no rank had a sequence
+        if not self._num_loss_tokens:
+            return 0.0  # no rank had a token under its mask
         norm = grad_norm()
         if self._is_lost or not math.isfinite(norm):
             if self._on_nonfinite == NonFinite.STOP:
@@ -71,10 +71,10 @@ class Accumulation:
 
     def check_gradients(self) -> None:
         """Raise `StateError` unless there is a gradient to look at."""
-        if not self._num_micro_batches:
+        if not self._num_loss_tokens:
             why = (
                 "call `forward_backward_step` first"
-                if self._num_micro_batches is None
-                else "no rank had a sequence"
+                if self._num_loss_tokens is None
+                else "no rank had a token under its `loss_mask`"
             )
             raise StateError(f"there are no gradients; {why}")
