@@ -11,6 +11,7 @@ from offbeat_engine import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    StepError,
     StepStats,
     World,
     engine_class,
@@ -121,6 +122,31 @@ def test_one_update_is_one_step_on_the_whole_batch_without_extra_passes(model):
     ]
     assert Metric("train/lr", Last(LR)) in metrics
     assert reduce_metrics(metrics)["train/grad_norm"] > 0
+
+
+def test_no_gradient_waits_in_host_memory_between_steps(model):
+    engine = new_engine(model, offload_parameters=True)
+    weights = engine._parts.weights
+    with weights.held():
+        held = sum(storage.nbytes() for storage in weights._storages())
+    for _ in range(2):
+        Role(engine).train([random_batch(6)], SftLoss())
+        assert weights.is_away
+        assert sum(copy.nbytes for _, copy in weights._away) == held
+
+
+def test_gradients_of_a_step_that_failed_are_dropped(model):
+    class Failing(SeenBatches):
+        def __call__(self, predictions, batch, ctx):
+            raise ValueError("planned")
+
+    engine, other = new_engine(model), new_engine(model)
+    with pytest.raises(StepError, match="planned"):
+        Role(engine).train([random_batch(6)], Failing())
+    for each in (engine, other):
+        Role(each).train([random_batch(6)], SftLoss())
+    weights = dict(other.named_weights())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.named_weights())
 
 
 def test_several_updates_are_taken_against_the_policy_before_the_first(model):

@@ -168,9 +168,11 @@ def unrouted(batch: TrainBatch) -> TrainBatch:
 def _step(
     engine: Engine, share: TrainBatch, derived: Callable[[Mapping[str, float]], dict[str, float]] | None
 ) -> list[Metric]:
-    engine.optimizer_zero_grad()
-    _, _, ctx = engine.forward_backward_step(share, predict=False)
-    grad_norm = engine.optimizer_step()
+    try:
+        _, _, ctx = engine.forward_backward_step(share, predict=False)
+        grad_norm = engine.optimizer_step()
+    finally:
+        engine.optimizer_zero_grad()  # not first in the next step: gradients would travel with offloaded weights
     lr = engine.lr_scheduler_step()
     assert ctx.stats is not None
     return [
