@@ -133,7 +133,8 @@ def test_what_follows_from_other_settings():
     assert str(config.folder) == "runs/x"
     assert (config.sync_config().device, config.sync_config().host) == ("cuda", "127.0.0.1")
     assert config.sync_config().disk_path.endswith("runs/x/sync")
-    assert parse({"sync": {"disk_path": "/d"}}).sync_config().disk_path == "/d"
+    assert config.sync_config().silent == "fence"
+    assert parse({"sync": {"silent": "fail"}}).sync_config().silent == "fail"
     assert str(parse({"run_dir": "/r"}).folder) == "/r"
 
 

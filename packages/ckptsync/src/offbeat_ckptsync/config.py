@@ -1,11 +1,13 @@
 """Settings of a weight sync, and the transports that can be set. Imports nothing heavy."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+import math
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Literal, cast
 
 from offbeat_ckptsync.errors import SyncError
+from offbeat_ckptsync.values import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,8 +74,13 @@ class SyncConfig:
     delta_max_fraction: float = 0.25
 
     def __post_init__(self) -> None:
-        """Refuse a transport that nobody has, with the names there are, and a fraction that is none: `ValueError`."""
+        """Refuse a transport that nobody has, with the names there are, and numbers that cannot be: `ValueError`."""
         require_transport(self.transport)
+        for name in ("bucket_mib", *(f"{phase}_timeout_s" for phase in Phase)):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` must be above 0 and finite, got {value}")
+        if self.device not in _BUCKET_MIB:
+            raise ValueError(f"`device` is one of {', '.join(_BUCKET_MIB)}, got {self.device!r}")
         if not 0.0 <= self.delta_max_fraction <= 1.0:
             raise ValueError(
                 f"`delta_max_fraction` is a part of the elements, 0 to 1, got {self.delta_max_fraction}"

@@ -2,18 +2,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
+import threading
 
+import numpy as np
 import pytest
+import torch
 
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
-from offbeat_ckptsync.errors import SyncError, SyncFailed, VersionError
+from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError, VersionError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource
 from offbeat_ckptsync.testing import (
+    DictSource,
     Fault,
     FaultyTransport,
     assert_same,
@@ -274,3 +279,57 @@ async def test_a_source_that_still_sends_says_so_before_the_manager_stops_waitin
         await local.manager.sync(1)
     local.sender._sending.release()
     await local.manager.sync(1)
+
+
+class SlowlyGathered(DictSource):
+    """Gathers slowly, and to its end whatever becomes of the sync: other ranks take part."""
+
+    def __init__(self, weights):
+        super().__init__(weights)
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def tensors(self):
+        self.begun.set()
+        assert self.goes_on.wait(600)
+        yield from super().tensors()
+
+
+async def test_a_member_that_dies_while_the_source_gathers_slowly_fails_nobody():
+    """The walk takes longer than `begin_timeout_s`; the sync without the dead one waits for it."""
+    source = SlowlyGathered(awkward_weights(1))
+    sinks = served("a", "b", seed=0)
+    local = local_of(sinks, source=source, begin_timeout_s=1)
+
+    async def dies(sync_id):
+        await asyncio.to_thread(source.begun.wait, 600)
+        local.manager.remove("b")
+        asyncio.get_running_loop().call_later(1.5, source.goes_on.set)
+        raise TransferError("planted: b is dead")
+
+    local.manager._members["b"].transfer = dies
+    report = await local.manager.sync(1)
+    assert (list(report.members), list(report.left)) == (["a"], ["b"])
+    assert_same(sinks["a"].weights, awkward_weights(1))
+
+
+@pytest.mark.parametrize("version", [True, 2.0, np.int64(2), torch.tensor(2), "2"])
+async def test_a_version_that_could_not_travel_is_refused_before_anything_is_asked(version):
+    local = local_of(served("a", seed=0))
+    with pytest.raises(VersionError, match="a version is a whole number"):
+        await local.manager.sync(version)
+    assert local.source.walks == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"bucket_mib": -1}, "`bucket_mib` must be above 0 and finite, got -1"),
+        ({"bucket_mib": float("nan")}, "`bucket_mib` must be above 0 and finite, got nan"),
+        ({"begin_timeout_s": -1}, "`begin_timeout_s` must be above 0 and finite, got -1"),
+        ({"transfer_timeout_s": float("inf")}, "`transfer_timeout_s` must be above 0 and finite, got inf"),
+        ({"device": "gpu"}, "`device` is one of cpu, cuda, got 'gpu'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(settings, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        dataclasses.replace(CONFIG, **settings)

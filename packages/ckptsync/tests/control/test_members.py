@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import multiprocessing as mp
 
@@ -160,22 +161,32 @@ async def test_a_session_that_a_dead_manager_left_open_is_taken_over(local, repl
     assert replicas["one"].active is False
 
 
-async def test_a_replica_that_is_killed_fails_the_sync_and_the_others_live_on(local, replicas):
+@pytest.mark.parametrize("silent", ["fail", "fence"])
+async def test_a_replica_that_is_killed_is_named_and_the_others_live_on(local, replicas, silent):
     source, manager = local
+    version = (manager.version or 0) + 1
     third = Replica(1)
-    source.weights = awkward_weights(9)
+    source.weights = awkward_weights(version)
+    await manager.sync(version)
     await manager.catch_up(
         ControlMember("third", third.control, mailbox=Mailbox(), config=CONFIG, gate=third)
     )
     third.processes[0].kill()
     third.processes[0].join(120)
-    source.weights = awkward_weights(10)
-    with pytest.raises(SyncFailed, match="third") as caught:
-        await manager.sync(10)
-    assert caught.value.served == {"one": 9, "two": 9}
-    manager.remove("third")
-    await manager.sync(10)
-    assert await replicas["one"].serving() == [[10, prints_of(awkward_weights(10))]]
+    source.weights = awkward_weights(version + 1)
+    manager._config = dataclasses.replace(CONFIG, silent=silent)
+    if silent == "fail":
+        with pytest.raises(SyncFailed, match="third") as caught:
+            await manager.sync(version + 1)
+        assert caught.value.served == {"one": version, "two": version}
+        manager.remove("third")
+        await manager.sync(version + 1)
+    else:
+        report = await manager.sync(version + 1)
+        assert ([*report.members], [*report.fenced]) == (["one", "two"], ["third"])
+        assert "did not say what it serves" in report.fenced["third"]
+    assert await replicas["one"].serving() == [[version + 1, prints_of(awkward_weights(version + 1))]]
+    manager._config = CONFIG
     third.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import gc
 import threading
 
@@ -9,10 +11,13 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink, ModuleSource
-from offbeat_ckptsync.source.sender import Sender
+from offbeat_ckptsync.seams import NO_TRAFFIC
+from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.values import Seat
 
 SIZE = 64
@@ -243,3 +248,74 @@ def test_what_needs_another_dtype_is_copied_and_the_rest_is_not():
     assert model.scale.data_ptr() == place
     assert model.embed.data_ptr() == given["embed"].data_ptr()
     assert_equal(model.bits(), Model(2).bits())
+
+
+class Adopting:
+    """A manager over `shm`, and members that serve from its segments and keep no copy for joiners."""
+
+    def __init__(self):
+        self.config = SyncConfig(transport="shm", bucket_mib=1 / 128, begin_timeout_s=2)
+        self.model = Model(0)
+        self.sending = make_transport("shm", self.config)
+        self.sender = Sender(ModuleSource(self.model), self.config, transport=self.sending)
+        self.manager = CheckpointEngineManager(LocalSource(self.sender), self.config)
+        self.served, self.ends = {}, [self.sender]
+
+    def member(self, name):
+        self.served[name] = Model(9)
+        end = make_transport("shm", self.config)
+        self.ends.append(end)
+        receiver = Receiver(Seat(member=name), AdoptingModuleSink(self.served[name]))
+        return LocalMember(receiver, end, gate=NO_TRAFFIC)
+
+    async def sync(self, version):
+        with torch.no_grad():
+            self.model.scale.fill_(version)
+        return await self.manager.sync(version)
+
+    def scales(self):
+        return {name: float(model.scale[0].detach()) for name, model in self.served.items()}
+
+    def close(self):
+        for end in self.ends:
+            end.close()
+
+
+async def test_members_that_caught_up_one_by_one_do_not_stop_every_later_sync():
+    """Each holds the committed version in a segment of its own, of which it can let go by flipping alone."""
+    site = Adopting()
+    site.manager.add(site.member("m0"))
+    await site.sync(1)
+    for name in ("m1", "m2", "m3"):
+        await site.manager.catch_up(site.member(name))
+    assert len(site.sending._segments) == 4
+    for version in range(2, 6):
+        assert len((await site.sync(version)).members) == 4
+        assert site.scales() == dict.fromkeys(site.served, float(version))
+    gc.collect()
+    await site.sync(6)
+    assert len(site.sending._segments) <= 3, "and the memory comes back"
+    site.close()
+
+
+async def test_what_a_member_that_was_fenced_off_still_holds_stops_no_sync():
+    site = Adopting()
+    silent = site.member("silent")
+    site.manager.add(site.member("m"))
+    site.manager.add(silent)
+    await site.sync(1)
+    transfer, never = silent.transfer, asyncio.Event()
+
+    async def stages_and_says_nothing(sync_id):
+        await transfer(sync_id)
+        await never.wait()
+
+    silent.transfer = stages_and_says_nothing
+    silent.fence = silent.abort = lambda *_: never.wait()
+    site.manager._config = dataclasses.replace(site.config, transfer_timeout_s=2)
+    report = await site.sync(2)
+    assert (list(report.members), list(report.fenced)) == (["m"], ["silent"])
+    for version in range(3, 8):
+        await site.sync(version)
+    assert site.scales() == {"m": 7.0, "silent": 1.0}
+    site.close()

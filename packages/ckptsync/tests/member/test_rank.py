@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.errors import SyncError, TransferError, VersionError
+from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
 from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.digest import label_of
@@ -17,6 +18,7 @@ from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource
 from offbeat_ckptsync.wire import encode
+from sync_faults.planted import TornSink
 
 CONFIG = SyncConfig(transport="loopback")
 
@@ -127,3 +129,66 @@ def test_one_of_several_ranks_whose_mailbox_is_gone_logs_what_a_single_one_raise
         worker.handle({**asked, "mailbox": {"host": fresh.host, "port": fresh.port}}, quiet=True)
         assert fresh.get("r/0") is not None, "the next manager is answered"
         worker.close()
+
+
+class Synced:
+    """A rank and a source that has sent it version 1."""
+
+    def __init__(self, sink):
+        self.sender, self.worker = (
+            Sender(DictSource({"a": torch.ones(1000), "b": torch.ones(1)}), CONFIG),
+            Rank(sink),
+        )
+        self.mailbox = Store.serve("127.0.0.1")
+
+    def ask(self, op, **fields):
+        where = {"host": self.mailbox.host, "port": self.mailbox.port}
+        return self.worker.handle({"op": op, "mailbox": where, **fields})
+
+    def begin(self, version, config=CONFIG):
+        offer = self.sender.offer(version, ["m"])
+        self.ask("begin", offer=encode(offer), config=encode(config), member="m", staged=f"s{version}")
+        return offer
+
+    def flip(self, version):
+        offer = self.begin(version)
+        sent = self.sender.send(offer)
+        assert self.mailbox.get(f"s{version}/0", 120) is not None
+        self.ask("flip", sync_id=offer.sync_id, sent=encode(sent))
+        return encode(label_of(sent, offer.bucket_bytes))
+
+    def close(self):
+        self.sender.close()
+        self.worker.close()
+
+
+def test_a_broken_rank_is_mended_by_no_other_settings():
+    """They made a fresh receiver over torn weights, which said that it served version 0."""
+    sink = TornSink()
+    site, sink.fail = Synced(sink), True
+    with pytest.raises(LoadError, match="half-way"):
+        site.flip(1)
+    sink.fail = False
+    with pytest.raises(PhaseError, match="broken"):
+        site.begin(1, dataclasses.replace(CONFIG, flip_timeout_s=61.0))
+    with pytest.raises(LoadError, match="is broken and serves no version"):
+        site.ask("abort", sync_id="")
+    assert site.ask("status")["status"]["state"] == "broken"
+    site.close()
+
+
+def test_what_is_served_and_its_label_outlive_other_settings_and_a_close():
+    """A commit comes with the next request, after a close too: it was refused, and every sync with it."""
+    site = Synced(DictSink())
+    label = site.flip(1)
+    site.worker.close()
+    assert site.ask("status", committed=label)["status"] == {
+        "version": 1,
+        "label": label,
+        "committed": True,
+        "state": "idle",
+    }
+    site.begin(2, dataclasses.replace(CONFIG, flip_timeout_s=61.0))
+    assert site.ask("abort", sync_id="") == {"version": 1}
+    assert site.ask("status")["status"]["label"] == label
+    site.close()

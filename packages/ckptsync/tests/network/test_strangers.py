@@ -121,15 +121,12 @@ def test_what_a_process_that_was_killed_left_is_removed_by_the_next_one(tmp_path
 def test_one_that_finds_the_queue_full_calls_again_until_its_deadline():
     reception = Reception()
     address = str(reception.endpoint()["address"])
-    never = lambda: False  # noqa: E731
-    held = [
-        Line.connect(address, time.monotonic() + 60, never, who="r") for _ in range(129)
-    ]  # backlog and one
+    held = [Line.connect(address, time.monotonic() + 60, who="r") for _ in range(129)]  # backlog and one
     with pytest.raises(TransferError, match=r"r finds no source at .* more call it than it can take"):
-        Line.connect(address, time.monotonic() + 0.1, never, who="r")
+        Line.connect(address, time.monotonic() + 0.1, who="r")
     got = []
     thread = threading.Thread(
-        target=lambda: got.append(Line.connect(address, time.monotonic() + 600, never, who="r"))
+        target=lambda: got.append(Line.connect(address, time.monotonic() + 600, who="r"))
     )
     thread.start()
     time.sleep(0.1)

@@ -277,7 +277,7 @@ def test_a_caller_without_the_secret_or_of_another_sync_gets_no_segment(wire):
         line.close()
     for words in (b"not json", b"[]", b'{"token": "\xc3\xa9"}'):
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stranger.connect(b"\0" + str(offer.endpoint["address"]).encode())
+        stranger.connect(str(offer.endpoint["address"]))
         stranger.send(words)
         stranger.close()
     sending.join(120)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -75,6 +76,7 @@ class CheckpointEngineManager:
         self._turn = asyncio.Lock()
         self._way = ("", "")  # how weights went last, and why so
         memcpy_gb_per_s()  # now, while nothing else runs; reports are held against it
+        self._gathered_by = 0.0  # as of `Run`, of the last sync that failed
         self._doubt = False  # wrong bytes were found: what deltas stand on may be such
 
     @property
@@ -139,6 +141,10 @@ class CheckpointEngineManager:
             VersionError: `version` is not above the committed one.
             SyncFailed: not one member changed over; names member, phase and cause, and what each serves now.
         """
+        if (
+            type(version) is not int
+        ):  # a bool, a float, a tensor: what cannot travel is refused before it is used
+            raise VersionError(f"a version is a whole number (int), got {version!r}")
         async with self._in_turn():
             if self._label is not None and version <= self._label.version:
                 raise VersionError(
@@ -256,7 +262,9 @@ class CheckpointEngineManager:
         return (await all_of({name: answer}, limit_s, where=Phase.BEGIN))[name]
 
     async def _run(self, source: Source, members: dict[str, Member], target: Target) -> SyncReport:
-        run = Run(source, self._config, members, dataclasses.replace(target, whole=self._doubt))
+        busy_s = max(self._gathered_by - time.perf_counter(), 0.0) if source is self._source else 0.0
+        target = dataclasses.replace(target, whole=self._doubt, busy_s=busy_s)
+        run = Run(source, self._config, members, target)
         done = await self._until_verified(run)
         return await _to_its_end(self._change_over(run, done, members))
 
@@ -305,6 +313,7 @@ class CheckpointEngineManager:
             label = await run.verify(offer, buckets, sent, echoes)
         except (Exception, asyncio.CancelledError) as error:
             self._doubt = self._doubt or isinstance(error, DigestError)
+            self._gathered_by = run.gathered_by
             served = await _to_its_end(run.abort())
             if not isinstance(error, SyncError):
                 raise

@@ -88,10 +88,10 @@ class ReplicaMember(Member):
         drain_s = time.perf_counter() - mark
         try:
             flips: list[Flip] = await self._ranks.ask("flip", sync_id, sent)
-        except (LoadError, TransferError):
-            raise
-        except SyncError:
-            await self._open()
+        except SyncError as error:
+            self._look_away()
+            if not isinstance(error, (LoadError, TransferError)):
+                await self._open()
             raise
         await self._open()
         pause_s = time.perf_counter() - mark

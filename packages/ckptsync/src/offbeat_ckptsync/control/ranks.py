@@ -128,6 +128,11 @@ class Mailbox:
                 await bell.wait(deadline)
         return True
 
+    def drop(self, key: str) -> None:
+        """Throw away what lies under `key`, of all ranks."""
+        for each in self._store.keys(f"{key}/") if key else ():
+            self._store.delete(each)
+
     def _take(self, key: str) -> Json | None:
         text = self._store.get(key)
         if text is None:
@@ -222,6 +227,7 @@ class EngineRanks(Ranks):
     async def _begin(self, offer: SyncOffer) -> list[str]:
         """Open the engine's update session and let every rank check the offer, say what it keeps, and start staging."""
         await self._start()
+        self._mailbox.drop(self._staged_key)  # echoes of a sync that was given up
         self._bucket_bytes = offer.bucket_bytes
         self._staged_key = f"staged-{uuid.uuid4().hex}"
         given = (offer, self._config, self._name, self._staged_key)

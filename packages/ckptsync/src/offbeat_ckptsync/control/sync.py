@@ -37,6 +37,9 @@ class Target:
     check: Callable[[Label], None]
     reload: bool = False
     whole: bool = False  # no deltas: what they stand on may be spoilt
+    busy_s: float = (
+        0.0  # for which the source may still gather what was given up, before it can make an offer
+    )
     gathered: Callable[[], None] | None = None  # is called once the source's weights may change
 
 
@@ -74,7 +77,9 @@ class Run:
         self._marks[Phase.BEGIN] = time.perf_counter()
         limit_s = self._config.begin_timeout_s
         offers = await self._all(
-            Phase.BEGIN, limit_s, {SOURCE: self._source.offer(self._target.version, [*self._members])}
+            Phase.BEGIN,
+            limit_s + self._target.busy_s,
+            {SOURCE: self._source.offer(self._target.version, [*self._members])},
         )
         self._offer = offer = dataclasses.replace(
             offers[SOURCE], reload=self._target.reload, silent_s=self._silent_s()
@@ -198,6 +203,14 @@ class Run:
         fenced = self.silenced | self.fenced
         told = {name: self._members[name].fence(reason) for name, reason in fenced.items()}
         await failures_of(told, _FENCE_S, where="fence")
+
+    @property
+    def gathered_by(self) -> float:
+        """By when (of `time.perf_counter`) the source has gathered all: it does so to its end, also what is given up."""
+        began = self._marks.get(Phase.TRANSFER, 0.0)
+        if self._copying is not None:
+            began = self._marks[Phase.BEGIN]
+        return began + self._config.transfer_timeout_s if began else 0.0
 
     def silent(self, served: Mapping[str, int]) -> dict[str, str]:
         """Return which members are to blame for a sync that failed, each with the reason; `served` is from `abort`.

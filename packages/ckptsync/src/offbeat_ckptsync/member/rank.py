@@ -48,7 +48,6 @@ class Rank:
         self._sink = sink
         self._rank = rank
         self._num_ranks = num_ranks
-        self._version = 0
         self._prepare_thread = prepare_thread
         self._receiver: Receiver | None = None
         self._transport: Transport | None = None
@@ -59,7 +58,7 @@ class Rank:
     @property
     def version(self) -> int:
         """The version being served."""
-        return self._version if self._receiver is None else self._receiver.version
+        return 0 if self._receiver is None else self._receiver.version
 
     def handle(self, request: Mapping[str, object], *, quiet: bool = False) -> Json:
         """Do what `request` asks and return the answer; with `quiet` a failure, too, as it was mailed.
@@ -91,13 +90,12 @@ class Rank:
 
     def close(self) -> None:
         """Leave all connections."""
-        self._version = self.version
         if self._transport is not None:
             self._transport.close()
         # A thread that mails while the interpreter ends would take the process down.
         if self._staging is not None:
             self._staging.join(_STAGING_ENDS_S)
-        self._transport = self._receiver = self._mailbox = self._made_from = self._staging = None
+        self._transport = self._mailbox = self._made_from = self._staging = None
 
     def begin(self, offer: SyncOffer, config: SyncConfig, member: str, staged: str) -> str:
         """Agree to `offer` as a rank of `member`, then stage; see `Receiver.begin`. The echo is mailed under `staged`."""
@@ -130,7 +128,7 @@ class Rank:
         """Return what is served, and whether its label stands."""
         if self._receiver is not None:
             return self._receiver.status()
-        return Status(version=self._version, label=None, committed=False, state="idle")
+        return Status(version=0, label=None, committed=False, state="idle")
 
     def distrust(self) -> None:
         """Let no label stand; see `Receiver.distrust`."""
@@ -145,14 +143,15 @@ class Rank:
         return answer_blocking(self, RANK_OPS, str(request.get("op")), request)
 
     def _seated(self, offer: SyncOffer, config: SyncConfig, member: str) -> tuple[Receiver, Transport]:
-        """Return receiver and transport, made anew where another member or other settings are meant."""
+        """Return receiver and transport; the latter is made anew where another member or other settings are meant."""
         made_from = (member, config)
         if self._receiver is None or self._transport is None or self._made_from != made_from:
-            self._version = self.version
             if self._transport is not None:
                 self._transport.close()
             seat = Seat(member=member, rank=self._rank, num_ranks=self._num_ranks)
-            self._receiver = Receiver(seat, self._sink, version=self._version, allow_cast=config.allow_cast)
+            if self._receiver is None:
+                self._receiver = Receiver(seat, self._sink)
+            self._receiver.use(seat, allow_cast=config.allow_cast)
             self._transport = make_transport(offer.transport, config)
             self._made_from = made_from
         return self._receiver, self._transport

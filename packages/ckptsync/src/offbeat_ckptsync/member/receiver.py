@@ -125,6 +125,11 @@ class Receiver:
                 state=str(self._state),
             )
 
+    def use(self, seat: Seat, *, allow_cast: bool) -> None:
+        """Take part as `seat` and by other settings from now on; what is served stays as it is, torn weights too."""
+        with self._lock:
+            self.seat, self._allow_cast = seat, allow_cast
+
     def begin(self, offer: SyncOffer) -> str:
         """Agree to `offer`; one that is still open is given up first.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 import uuid
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ class Sender:
         self._bases = Bases()
         self._buffers: Buffers | None = None
         self._sending = threading.Lock()
+        self._ends_at = 0.0  # by which time (monotonic) what is sent has left, or has been given up
         self._gathered: dict[str, Callable[[], Sent]] = {}  # by sync, one at most: waits until it has left
 
     def offer(self, version: int, members: list[str]) -> SyncOffer:
@@ -110,6 +112,7 @@ class Sender:
     def _turn(self, offer: SyncOffer) -> Generator[None]:
         """Work for `offer` in the block, alone; a failure in it gives the sync up."""
         self._take_turn()
+        self._ends_at = time.monotonic() + self._config.transfer_timeout_s
         try:
             yield
         except BaseException:
@@ -164,7 +167,8 @@ class Sender:
         return self._buffers
 
     def _take_turn(self) -> None:
-        limit_s = self._config.begin_timeout_s / 2  # the manager waits for all of it, and is to hear why
+        # The manager waits for longer, and is to hear why: one that was given up is still gathered to its end.
+        limit_s = self._config.begin_timeout_s / 2 + max(self._ends_at - time.monotonic(), 0.0)
         if not self._sending.acquire(timeout=limit_s):
             raise PhaseError(f"the source still sends another sync after {limit_s:g} s; abort that one first")
 

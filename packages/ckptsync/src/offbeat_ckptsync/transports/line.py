@@ -61,7 +61,9 @@ class Line:
         self._sock = sock
 
     @classmethod
-    def connect(cls, address: str, deadline: float, stop: Callable[[], bool], *, who: str) -> Line:
+    def connect(
+        cls, address: str, deadline: float, stop: Callable[[], bool] = lambda: False, *, who: str
+    ) -> Line:
         """Call the source at `address`; while more call than it can take, call again.
 
         Raises:

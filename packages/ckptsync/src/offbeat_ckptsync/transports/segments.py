@@ -12,7 +12,7 @@ import mmap
 import os
 import uuid
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from offbeat_ckptsync.transports.line import Line
+    from offbeat_ckptsync.values import Seat
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: fault pages in, or say that there are none
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Lease(NamedTuple):
+    """A receiving rank's claim on what is in a segment, for as long as its line is open."""
+
+    line: Line
+    seat: Seat
+    version: int
 
 
 class Segment:
@@ -41,7 +50,7 @@ class Segment:
         """
         self.id = uuid.uuid4().hex
         self.num_bytes = num_bytes
-        self.leases: list[tuple[Line, str]] = []  # and who has it, in words
+        self.leases: list[Lease] = []
         self.fd = os.memfd_create("offbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             size = max(num_bytes, mmap.PAGESIZE)
@@ -59,21 +68,17 @@ class Segment:
 
     def is_free(self) -> bool:
         """Say whether nobody holds what is in it."""
-        still = [lease for lease in self.leases if lease[0].is_open()]
+        still = [lease for lease in self.leases if lease.line.is_open()]
         for lease in self.leases:
             if lease not in still:
-                lease[0].close()
+                lease.line.close()
         self.leases = still
         return not still
 
-    def holders(self) -> list[str]:
-        """Return who holds what is in it, in words."""
-        return [who for line, who in self.leases if line.is_open()]
-
     def close(self) -> None:
         """Let go of it; receivers that hold it keep it."""
-        for line, _ in self.leases:
-            line.close()
+        for lease in self.leases:
+            lease.line.close()
         self.leases = []
         self.memory = self.memory.new_empty(0)
         fd, self.fd = self.fd, -1  # another file may get the number, and must not be sent for this one

@@ -10,7 +10,7 @@ changes over where its digest differs from the source's.
 
 A rank's connection is its lease on what it staged: it stays open for as long as any tensor over the segment lives, and
 the kernel closes it when the rank dies. The source writes to a segment only when it has no lease left, and takes
-another one otherwise, of three at most. So nothing staged is overwritten, and what was verified is what is loaded.
+another one otherwise, as long as its members hold fewer than three versions. So nothing staged is overwritten, and what was verified is what is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender
 from offbeat_ckptsync.transports.line import Guest, Line, LineTransport, call
-from offbeat_ckptsync.transports.segments import Mapping, Segment
+from offbeat_ckptsync.transports.segments import Lease, Mapping, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 
-MAX_SEGMENTS = 3
-"""How many segments a source has at most, each as large as the weights."""
+MAX_VERSIONS = 3
+"""How many versions the members of a sync may hold when another segment is made, each as large as the weights.
+
+Members that caught up one by one hold a version in a segment each; who was fenced off counts for nothing."""
 
 _TICK_S = 0.02
 
@@ -49,29 +51,35 @@ class ShmTransport(LineTransport):
         super().__init__(config)
         self._segments: list[Segment] = []
         self._open: dict[str, Segment] = {}  # by sync
+        self._members: dict[str, list[str]] = {}
         self._maps: dict[str, Mapping] = {}
 
-    def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor:
-        """Return a segment that nobody holds; makes one where there is none, but no more than three.
+    def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
+        """Listen (once) and say where."""
+        self._members = {sync_id: members}
+        return super().open(sync_id, members)
 
-        One is served from, one is being filled, and one may be held by whoever was fenced off.
+    def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor:
+        """Return a segment that nobody holds; makes one where there is none and members hold fewer than `MAX_VERSIONS`.
 
         Raises:
-            TransferError: three are held and none was let go of within `rendezvous_s`; names who holds them.
+            TransferError: they hold so many, and none was let go of within `rendezvous_s`; names who holds them.
         """
+        members = self._members.get(offer.sync_id, [])
         deadline = time.monotonic() + float(offer.endpoint["rendezvous_s"])
-        while (chosen := self._free_segment(num_bytes)) is None:
+        while (chosen := self._free_segment(num_bytes, members)) is None:
             if self.is_aborted(offer.sync_id) or time.monotonic() > deadline:
-                held = ", ".join(sorted({who for each in self._segments for who in each.holders()}))
+                leases = (lease for each in self._segments for lease in each.leases)
+                held = ", ".join(sorted({f"{lease.seat} (version {lease.version})" for lease in leases}))
                 raise TransferError(
-                    f"shm: {MAX_SEGMENTS} versions of {num_bytes} bytes are still held, by {held}; who keeps tensors of a "
+                    f"shm: {MAX_VERSIONS} versions of {num_bytes} bytes are still held, by {held}; who keeps tensors of a "
                     "version must let go of them, or be started anew"
                 )
             time.sleep(_TICK_S)
         self._open = {offer.sync_id: chosen}
         return chosen.memory
 
-    def _free_segment(self, num_bytes: int) -> Segment | None:
+    def _free_segment(self, num_bytes: int, members: list[str]) -> Segment | None:
         with self._lock:
             free = [segment for segment in self._segments if segment.is_free()]
             chosen = next((segment for segment in free if segment.num_bytes == num_bytes), None)
@@ -79,7 +87,13 @@ class ShmTransport(LineTransport):
                 if segment is not chosen:
                     self._segments.remove(segment)
                     segment.close()
-            if chosen is None and len(self._segments) < MAX_SEGMENTS:
+            held = {
+                lease.version
+                for segment in self._segments
+                for lease in segment.leases
+                if not members or lease.seat.member in members
+            }
+            if chosen is None and len(held) < MAX_VERSIONS:
                 chosen = Segment(num_bytes)
                 self._segments.append(chosen)
             return chosen
@@ -92,7 +106,7 @@ class ShmTransport(LineTransport):
         guests = self.meet(offer, members, seats)
         with self._lock:
             # Before they see the segment: from here on it is theirs until they close.
-            segment.leases += [(guest.line, f"{guest.seat} (version {offer.version})") for guest in guests]
+            segment.leases += [Lease(guest.line, guest.seat, offer.version) for guest in guests]
             self._lines = {offer.sync_id: [guest.line for guest in guests]}
         return _Sender(offer, segment, guests, [each.id for each in self._segments])
 

@@ -130,6 +130,7 @@ class SyncSection(SyncConfig):
     flip_timeout_s: float = field(default=60.0, metadata={"derived": "sync.transfer_timeout_s"})
     commit_timeout_s: float = field(default=30.0, metadata={"derived": "sync.transfer_timeout_s"})
     allow_cast: bool = field(default=False, metadata={"derived": "model.dtype, which all have"})
+    disk_path: str = field(default="", metadata={"derived": "run_dir"})
     canary_tolerance: float = field(default=0.05, metadata={"derived": "sync.canary"})
     delta_max_fraction: float = field(default=0.25, metadata={"derived": "sync.delta"})
 
@@ -332,14 +333,14 @@ class RunConfig:
         return LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
 
     def sync_config(self) -> SyncConfig:
-        """Return the settings of the weight sync; without `disk_path`, files go to the run folder."""
+        """Return the settings of the weight sync; files go to the run folder."""
         transfer_s = self.sync.transfer_timeout_s
         derived: dict[str, Any] = {
             **dict.fromkeys(("begin_timeout_s", "verify_timeout_s", "commit_timeout_s"), transfer_s / 10),
             "flip_timeout_s": transfer_s / 5,
             "host": self.cluster.rendezvous_host or "127.0.0.1",
             "device": self.device,
-            "disk_path": self.sync.disk_path or str((self.folder / "sync").absolute()),
+            "disk_path": str((self.folder / "sync").absolute()),
         }
         return SyncConfig(**{**_as(SyncConfig, self.sync), **derived})
 

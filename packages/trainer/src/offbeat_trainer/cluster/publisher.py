@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync import SyncError, SyncFailed
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.values import Phase
 from offbeat_trainer.cluster.carrier import TrainSource
 from offbeat_trainer.errors import WorkerGone
 
@@ -162,7 +163,11 @@ class ClusterPublisher:
     async def _fence(self, name: str, reason: str) -> None:
         await asyncio.sleep(0)
         self._refuse(name, reason)
-        self._rollout.lose(name, reason)
+        phase, _, _ = reason.partition(":")
+        if phase in (Phase.BEGIN, Phase.TRANSFER, Phase.VERIFY):
+            self._rollout.set_aside(name, reason)
+        else:  # what it holds now nobody knows
+            self._rollout.lose(name, reason)
 
 
 _BETWEEN_NEIGHBOURS = ("auto", "cuda_ipc", "shm")

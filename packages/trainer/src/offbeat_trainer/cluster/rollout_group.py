@@ -57,6 +57,7 @@ class RolloutGroup:
 
     A replica that dies, hangs or says it is not well is *lost*: its requests move to the others, and a new process is
     started in its place, brought to the served version and admitted. Where it was the only one, batches wait for that.
+    One that was only silent in a sync (`set_aside`) is brought back if it answers within `cluster.health_timeout_s`.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class RolloutGroup:
         self._joiner = joiner
         self.lost: dict[str, str] = {}  # why; until the replacement is admitted
         self.replacing: set[str] = set()
+        self._silent: set[str] = set()  # of these: whose process may go on, with the old weights whole
         self._replicas: dict[str, RemoteReplica] = {}
         self._pool: ReplicaPool | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -177,6 +179,11 @@ class RolloutGroup:
         """Give the replica up for dead: its requests go elsewhere, and it is replaced."""
         self._open().lose(name, reason)
 
+    def set_aside(self, name: str, reason: str) -> None:
+        """Go on without a replica that was silent in a sync: its requests go elsewhere, and it is brought back or replaced."""
+        self._silent.add(name)
+        self.lose(name, reason)
+
     async def unwell(self, names: Collection[str]) -> dict[str, str]:
         """Ask these replicas for their health now; who is not well or late is lost, and returned with the reason."""
         reasons = dict(zip(names, await asyncio.gather(*map(self._reason_unwell, names)), strict=True))
@@ -243,7 +250,8 @@ class RolloutGroup:
     def _on_lost(self, name: str, reason: str) -> None:
         if name in self.replacing or name not in self.handles:
             return
-        log.warning("%s is lost (%s); a new one is started in its place", name, reason)
+        then = "it is waited for" if name in self._silent else "a new one is started in its place"
+        log.warning("%s is lost (%s); %s", name, reason, then)
         self._timeline.mark(name, f"lost: {reason}")
         self.lost[name] = reason
         self.replacing.add(name)
@@ -254,6 +262,8 @@ class RolloutGroup:
     async def _replace(self, name: str) -> None:
         why = self.lost[name]
         try:
+            if await self._came_back(name):
+                return
             for _ in range(MAX_STARTS):
                 try:
                     with self._timeline.span(name, "start anew"):
@@ -268,6 +278,24 @@ class RolloutGroup:
             self.replacing.discard(name)
         finally:
             self.touch()
+
+    async def _came_back(self, name: str) -> bool:
+        """Let a replica in again that was silent in a sync, once it answers; False where it does not, or was lost otherwise."""
+        if name not in self._silent:
+            return False
+        self._silent.remove(name)
+        if self.devices_free is not None:
+            return False  # its devices are the trainer's, which waits for no silent process
+        if why := await self._reason_unwell(name):
+            log.warning("%s does not come back (%s); a new one is started in its place", name, why)
+            return False
+        with self._timeline.span(name, "catch up"):
+            try:
+                await self._let_in(name)
+            except Exception:
+                log.exception("%s cannot catch up; a new one is started in its place", name)
+                return False
+        return True
 
     async def _start_anew(self, name: str) -> None:
         ray.kill(self.handles[name])  # one that hangs must not hold its devices
@@ -289,8 +317,12 @@ class RolloutGroup:
             self._replicas[name].handle = handle
             if self.devices_free is not None:
                 await self._replicas[name].rest()
-        member = self._announced(registration)
-        if await self._joiner.join(member):
+        self._announced(registration)
+        await self._let_in(name)
+
+    async def _let_in(self, name: str) -> None:
+        """Bring a replica that has no traffic to what is served, and give it some."""
+        if await self._joiner.join(self.members[name]):
             return
         if self._started_with is not None:
             self.admit(name, self._started_with)
@@ -298,11 +330,10 @@ class RolloutGroup:
             self.lost.pop(name)
             self.replacing.discard(name)
 
-    def _announced(self, registration: Registration) -> Member:
+    def _announced(self, registration: Registration) -> None:
         name = registration.name
         call = to_replica(name, self.handles[name], self._timeline)
         self.members[name] = CarriedMember(registration, call)
-        return self.members[name]
 
     async def _reason_unwell(self, name: str) -> str:
         try:

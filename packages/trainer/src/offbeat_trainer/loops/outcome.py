@@ -251,4 +251,5 @@ def sync_metrics(report: SyncReport) -> list[Metric]:
         Metric("sync/transfer_s", Mean(report.transfer_s)),
         Metric("sync/verify_s", Mean(report.verify_s)),
         Metric("sync/flip_s", Mean(report.flip_s)),
+        Metric("sync/fenced_members", Sum(len(report.fenced))),
     ]
