@@ -103,17 +103,6 @@ def test_an_embedding_of_its_own_is_a_group_of_its_own(family, tmp_path, two_ran
     assert [name for name in first if not torch.allclose(got[name], alone[name], rtol=1e-4, atol=1e-6)] == []
 
 
-def test_weights_kept_among_neighbours_change_nothing(model, four_ranks):
-    same(four_ranks.run(run, model, {"reshard": 2})[0][0], four_ranks.run(run, model, {})[0][0])
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_number_that_does_not_divide_the_ranks_is_refused(model, number):
-    config = Fsdp2Config(model=ModelConfig(path=model), reshard=number)
-    refused = [str(each) for each in Fsdp2Engine.check(config, 2)]
-    assert any("reshard: a number must be a divisor of the 2 ranks" in each for each in refused)
-
-
 @pytest.mark.parametrize("changes", [{}, {"shard_size": 1}], ids=["shards", "copies"])
 def test_gradients_added_up_in_bfloat16_are_off_by_its_rounding(model, two_ranks, changes):
     exact = two_ranks.run(run, model, changes)[0][0]

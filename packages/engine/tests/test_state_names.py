@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_engine.fsdp2.state_names import Held, StateNames
 from offbeat_engine.toolkit.slice_files import SliceReader, write_slices
-from offbeat_engine.toolkit.slices import check_fit, merge, said_of
+from offbeat_engine.toolkit.slices import Region, check_fit, merge, said_of
 from offbeat_engine.toolkit.training_state import EXP_AVG, WEIGHT
 
 SHAPE = {
@@ -35,12 +35,21 @@ FAMILIES = {
 }
 
 
-def rows_of(kind, name, whole, rank, size):
-    """Return what `rank` of `size` holds of a tensor, as `torch.chunk` cuts it."""
-    parts = whole.chunk(size) if whole.dim() else (whole,) * size
-    first_row = sum(len(part) for part in parts[:rank]) if whole.dim() else 0
-    rows = parts[rank] if rank < len(parts) else whole[:0]
-    return Held(kind=kind, name=name, rows=rows, first_row=first_row, shape=tuple(whole.shape))
+def part_of(kind, name, whole, rank, size, dim=0):
+    """Return what `rank` of `size` holds of a tensor, as `torch.chunk` cuts it along `dim`."""
+    parts = whole.chunk(size, dim) if whole.dim() else (whole,) * size
+    values = parts[rank] if rank < len(parts) else whole[:0]
+    offsets = [0] * whole.dim()
+    if whole.dim():
+        offsets[dim] = sum(part.shape[dim] for part in parts[:rank])
+    region = Region(tuple(offsets), tuple(values.shape))
+    return Held(kind=kind, name=name, values=values, region=region, shape=tuple(whole.shape))
+
+
+def cuts_of(names, name, whole, size):
+    """Return the dimensions along which `size` ranks may cut a tensor evenly, rows first."""
+    others = [dim for dim in range(1, whole.dim()) if whole.dim() == 3 and whole.shape[dim] % size == 0]
+    return [0, *(dim for dim in others if names.can_cut(name, dim))]
 
 
 @pytest.mark.parametrize(("written", "read"), [(2, 1), (1, 3), (3, 8)])
@@ -64,7 +73,11 @@ def test_what_some_ranks_write_others_read(tmp_path, family, written, read):
                     (
                         piece
                         for (kind, name), whole in state.items()
-                        for piece in names.pieces(rows_of(kind, name, whole, rank, written))
+                        for piece in names.pieces(
+                            part_of(
+                                kind, name, whole, rank, written, cuts_of(names, name, whole, written)[-1]
+                            )
+                        )
                     ),
                 )
             )
@@ -76,13 +89,23 @@ def test_what_some_ranks_write_others_read(tmp_path, family, written, read):
     wanted = {}
     for (kind, name), whole in state.items():
         for rank in range(read):
-            expected = rows_of(kind, name, whole, rank, read)
-            held = rows_of(kind, name, torch.full_like(whole, torch.nan), rank, read)
-            names.fill(held, reader)
-            assert torch.equal(held.rows, expected.rows), name
+            for dim in cuts_of(names, name, whole, read):
+                expected = part_of(kind, name, whole, rank, read, dim)
+                held = part_of(kind, name, torch.full_like(whole, torch.nan), rank, read, dim)
+                names.fill(held, reader)
+                assert torch.equal(held.values, expected.values), name
         wanted |= names.wanted(expected)
     check_fit(index, wanted, "here")
     assert wanted.keys() == index.keys()
+
+
+def test_experts_are_cut_along_what_their_own_tensors_have():
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SHAPE, **FAMILIES["mixtral"]))
+    names = StateNames(hf)
+    both, down = (f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+    assert [names.can_cut(both, dim) for dim in (1, 2)] == [False, True]
+    assert [names.can_cut(down, dim) for dim in (1, 2)] == [True, True]
 
 
 def test_what_is_not_taken_apart_expert_by_expert_keeps_its_name_in_memory():
@@ -102,7 +125,13 @@ def test_experts_are_called_one_by_one_and_other_state_as_in_memory():
         hf = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SHAPE, **FAMILIES["mixtral"]))
     name, names = "model.layers.1.mlp.experts.down_proj", StateNames(hf)
     codes = torch.empty(hf.get_parameter(name).shape, dtype=torch.uint8)
-    held = Held(kind="exp_avg_codes/", name=name, rows=codes, first_row=0, shape=tuple(codes.shape))
+    held = Held(
+        kind="exp_avg_codes/",
+        name=name,
+        values=codes,
+        region=Region.whole(tuple(codes.shape)),
+        shape=tuple(codes.shape),
+    )
     assert names.names(name) == [f"model.layers.1.block_sparse_moe.experts.{n}.w2.weight" for n in range(5)]
     assert names.wanted(held) == {f"exp_avg_codes/{name}": (tuple(codes.shape), torch.uint8)}
     assert [piece.name for piece in names.pieces(held)] == [f"exp_avg_codes/{name}"]

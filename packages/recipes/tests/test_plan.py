@@ -267,6 +267,29 @@ def test_memory_by_tensors_pipelines_and_experts(
     assert items["Adam's two moments, float32, sharded"] == 8 * moments
 
 
+@pytest.mark.parametrize(
+    ("experts", "hidden", "optimizer", "held"),
+    [
+        (64, 64, "adamw", 800_000 // 16),
+        (8, 64, "adamw", 800_000 // 16),  # each is cut along its width
+        (8, 24, "adamw", 800_000 // 8),  # which does not come out even: half of the ranks hold one each
+        (20, 24, "adamw", 800_000 // 10),
+        (8, 64, "adamw_8bit", 800_000 // 8),
+    ],
+)
+def test_a_rank_that_holds_most_of_the_experts_is_counted(
+    experts: int, hidden: int, optimizer: str, held: int
+):
+    settings = ["engine.num_ranks=16", "device=cuda", f"engine.optimizer.name={optimizer}"]
+    model = replace(MIXTURE, num_experts=experts, hidden_size=hidden)
+    items = dict(
+        rank_memory(compose_run(settings), replace(CPU, num_gpus=16, gpu_gib=80, model=model), 30, 8).items
+    )
+    assert items["master weights, float32, sharded"] == 4 * (200_000 // 16 + held)
+    moments = [size for name, size in items.items() if name.startswith("Adam's two moments")]
+    assert moments[0] >= (8 if optimizer == "adamw" else 2) * (200_000 // 16 + held)
+
+
 def test_in_bfloat16_weights_lie_beside_masters_that_copies_share_out():
     config = compose_run(
         ["engine=megatron", "engine.num_ranks=8", "device=cuda", "model.dtype=bfloat16", "engine.tensor_parallel_size=2"]

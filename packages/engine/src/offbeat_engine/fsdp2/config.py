@@ -19,8 +19,7 @@ class Fsdp2Config(EngineConfig):
     `compile` compiles every layer. `attention` picks the kernel.
 
     `reshard` says when a rank lets go of the weights that it gathered: "always" after each layer, forward and backward;
-    "never" before the mini-batch ends (faster, at the memory of the whole model in the compute dtype); a number keeps
-    them among that many neighbouring ranks between forward and backward; "auto" is "always", but a model of at most
+    "never" before the mini-batch ends (faster, at the memory of the whole model in the compute dtype); "auto" is "always", but a model of at most
     256 MiB is gathered once. `reduce_dtype` is the precision in which gradients are added up over ranks; micro-batches are
     added up in float32. In bfloat16 every micro-batch is reduced by itself, which sends half the bytes, but more often where `reshard`
     or `shard_size` would else reduce once.
@@ -35,7 +34,7 @@ class Fsdp2Config(EngineConfig):
     sequence_parallel_size: int = bounded(1, at_least=1, speed=True)
     shard_size: int = bounded(0, at_least=0, speed=True)
     compile: bool = field(default=False, metadata=SPEED)
-    reshard: Literal["auto", "always", "never"] | int = field(default="auto", metadata=SPEED)
+    reshard: Literal["auto", "always", "never"] = field(default="auto", metadata=SPEED)
     reduce_dtype: Dtype = Dtype.FLOAT32
     checkpoint_every: int = bounded(1, at_least=1, speed=True)
     checkpoint_keeps: Literal["inputs", "products"] = field(default="inputs", metadata=SPEED)

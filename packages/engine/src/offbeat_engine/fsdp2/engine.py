@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from offbeat_engine.values import (
         Predictions,
         StepContext,
-        WeightShard,
         WeightSpec,
     )
     from offbeat_engine.world import World
@@ -166,11 +164,6 @@ class Fsdp2Engine(EngineBase[Parts]):
         dtype, rank = model.compute_dtype(self._config), self.world.rank
         named = weights.stream_on(self._sources(), dtype, frozenset(ranks), rank)
         return weights.handed_out(self._ready().weights, named)
-
-    def named_shards(self) -> Iterator[WeightShard]:  # noqa: D102
-        shards = weights.shards(self._sources(), model.compute_dtype(self._config), self.world.rank)
-        pieces = weights.handed_out(self._ready().weights, ((shard, shard.tensor) for shard in shards))
-        return (replace(shard, tensor=tensor) for shard, tensor in pieces)
 
     def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
         return weights.specs(self._sources(), model.compute_dtype(self._config))

@@ -1,4 +1,4 @@
-"""Values for a model that was sharded without them: each rank reads its own rows from the files.
+"""Values for a model that was sharded without them: each rank reads its own part from the files.
 
 A rank's host memory holds its shards, and for a moment one tensor of the model besides: only what transformers makes
 of other tensors in ways that do not go row by row is put together whole.
@@ -20,9 +20,11 @@ from offbeat_engine.fsdp2.load_plan import Group, convert
 from offbeat_engine.fsdp2.loading import Unfilled, put
 from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, sum_tensor
+from offbeat_engine.toolkit.slices import Region
 
 if TYPE_CHECKING:
     from offbeat_engine.fsdp2.scorer import Scorer
+    from offbeat_engine.toolkit.weight_files import Read
     from offbeat_engine.world import World
 
 
@@ -38,8 +40,8 @@ def fill(scorer: Scorer, unfilled: Unfilled, world: World) -> None:
         _give_memory(scorer, world)
         places = {lora.plain_name(name): (name, tensor) for name, tensor in _tensors(scorer.hf).items()}
         for name, whole in unfilled.drawn.items():
-            rows = my_rows(places[lora.plain_name(name)][1])
-            _write(places[lora.plain_name(name)][1], whole[rows] if whole.dim() else whole)
+            place = places[lora.plain_name(name)][1]
+            _write(place, whole[region_of(place).within(Region.whole(tuple(whole.shape)))])
         for group in unfilled.plan.groups:
             _fill_group(scorer, unfilled, group, places, sums, world)
     except (OSError, RuntimeError, ValueError) as caught:
@@ -87,22 +89,37 @@ def _fill_group(
             made = convert(group, parts, scorer.hf)
         for target in group.targets:
             full_name, place = places[target]
-            rows = my_rows(place)
-            if rows.start == rows.stop and place.dim():
+            region = region_of(place)
+            if not region.numel:
                 continue
+            slices = region.within(Region.whole(tuple(place.shape)))
+            rows = slices[0] if slices else slice(0, 0)
             if target in made:
-                values = made[target][rows] if place.dim() else made[target]
+                values = made[target][slices]
             elif group.converter is None:
                 values = read(group.names[0], rows.start, rows.stop)
+                values = values[(slice(None), *slices[1:])] if slices else values
             else:
-                parts = {
-                    pattern: [read(name, 0, None) for name in names[rows]]
-                    for pattern, names in group.sources.items()
-                }
-                values = convert(group, parts, scorer.hf)[target]
+                values = convert(group, _parts(group, region, rows, unfilled, read), scorer.hf)[target]
             _write(place, values)
             if full_name in scorer.base and speaks(place, world):
                 sums[full_name] = lora.fingerprint(values.float(), rows.start)
+
+
+def _parts(
+    group: Group, region: Region, rows: slice, unfilled: Unfilled, read: Read
+) -> dict[str, list[torch.Tensor]]:
+    """Read what `region` of a target that is made `by_rows` consists of; of a part of a source no more is kept."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for pattern, names in group.sources.items():
+        for name in names[rows]:
+            whole = Region.whole(unfilled.files.shapes[name])
+            part = group.source_region(region, whole.shape)
+            values = read(name, 0, None)
+            parts.setdefault(pattern, []).append(
+                values if part == whole else values[part.within(whole)].clone()
+            )
+    return parts
 
 
 def _write(place: torch.Tensor, values: torch.Tensor) -> None:
@@ -110,19 +127,20 @@ def _write(place: torch.Tensor, values: torch.Tensor) -> None:
         local(place.detach()).copy_(values)
 
 
-def my_rows(place: torch.Tensor) -> slice:
-    """Return which rows of the whole tensor this rank holds."""
+def region_of(place: torch.Tensor) -> Region:
+    """Return which part of the whole tensor this rank holds: the one place that knows how a shard lies."""
+    whole = Region.whole(tuple(place.shape))
     if not isinstance(place, DTensor):
-        return slice(0, place.shape[0] if place.dim() else 0)
-    *copies, shards = place.placements
-    assert shards == Shard(0)
-    assert all(copy == Replicate() for copy in copies)
-    mesh = place.device_mesh
-    num_rows = -(-place.shape[0] // mesh.size(mesh.ndim - 1))  # as `torch.chunk` cuts
-    start = min(mesh.get_local_rank(mesh.ndim - 1) * num_rows, place.shape[0])
-    stop = min(start + num_rows, place.shape[0])
-    assert local(place.detach()).shape[0] == stop - start
-    return slice(start, stop)
+        return whole
+    *replicas, shard = place.placements
+    assert isinstance(shard, Shard)
+    assert all(replica == Replicate() for replica in replicas)
+    mesh, size = place.device_mesh, place.shape[shard.dim]
+    length = -(-size // mesh.size(mesh.ndim - 1))  # as `torch.chunk` cuts
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * length, size)
+    shape = tuple(local(place.detach()).shape)
+    assert shape[shard.dim] == min(length, size - start)
+    return Region(tuple(start if dim == shard.dim else 0 for dim in range(place.dim())), shape)
 
 
 def speaks(place: torch.Tensor, world: World) -> bool:

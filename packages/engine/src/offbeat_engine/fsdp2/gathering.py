@@ -25,15 +25,17 @@ def whole_on(tensor: torch.Tensor, ranks: Collection[int], rank: int) -> torch.T
     if not isinstance(tensor, DTensor):
         return tensor if here else None
     cuts = [number for number, each in enumerate(tensor.placements) if each.is_shard()]
-    if [tensor.placements[number] for number in cuts] != [Shard(0)]:  # not as `fully_shard` cuts by itself
+    placement = tensor.placements[cuts[0]] if len(cuts) == 1 else None
+    if not isinstance(placement, Shard):  # not as `fully_shard` cuts by itself
         whole = tensor.full_tensor()
         return whole if here else None
+    dim = placement.dim
     group = tensor.device_mesh.get_group(cuts[0])
     members: list[int] = dist.get_process_group_ranks(group)
     wanting = sorted({*members} & {*ranks})
     if wanting == sorted(members):
         return tensor.full_tensor()
-    mine = _filled_up(tensor.to_local(), -(-tensor.shape[0] // len(members)))
+    mine = _filled_up(tensor.to_local().movedim(dim, 0), -(-tensor.shape[dim] // len(members)))
     whole = None
     for one in wanting:
         if one != rank:
@@ -42,7 +44,7 @@ def whole_on(tensor: torch.Tensor, ranks: Collection[int], rank: int) -> torch.T
         # One memory for all shards: they lie in it as in the whole, and what fills up the last is cut off.
         rows = mine.new_empty((len(members) * len(mine), *mine.shape[1:]))
         dist.gather(mine, list(rows.split(len(mine))), dst=one, group=group)
-        whole = rows[: tensor.shape[0]]
+        whole = rows[: tensor.shape[dim]].movedim(0, dim).contiguous()
     return whole
 
 

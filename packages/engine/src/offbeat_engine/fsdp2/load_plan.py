@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from offbeat_engine.toolkit.slices import Region, Shape
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -36,6 +38,30 @@ class Group:
     def names(self) -> list[str]:
         """Return all sources' names in files."""
         return [name for names in self.sources.values() for name in names]
+
+    def source_dim(self, dim: int) -> int | None:
+        """Return which dimension of each source becomes `dim` of the target, `by_rows` from 1 on; None where sources lie along it."""
+        from transformers.core_model_loading import Transpose
+
+        assert self.by_rows
+        assert self.converter is not None
+        for step in reversed(self.converter.operations[1:]):
+            if type(step) is Transpose:
+                dim = {step.dim0: step.dim1, step.dim1: step.dim0}.get(dim, dim)
+            elif step.dim == dim:
+                return None
+        return dim - 1
+
+    def source_region(self, region: Region, source: Shape) -> Region:
+        """Return the part of a source of shape `source` that `region` of the target is made of, `by_rows`."""
+        (target,) = self.targets.values()
+        offsets, shape = [0] * len(source), [*source]
+        for dim in range(1, len(target)):
+            if region.shape[dim] != target[dim]:
+                place = self.source_dim(dim)
+                assert place is not None, "it is not cut along such a dimension"
+                offsets[place], shape[place] = region.offsets[dim], region.shape[dim]
+        return Region(tuple(offsets), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,14 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch.distributed.tensor import Shard
 
-from offbeat_engine.config import Dtype
+from offbeat_engine.config import Dtype, OptimizerName
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families, filling, lora
+from offbeat_engine.fsdp2.state_names import StateNames
 from offbeat_engine.toolkit.collectives import compute_device, sum_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,27 +40,12 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
     if world.size == 1 and (config.dtype == Dtype.FLOAT32 or config.inference_only):
         _place(scorer, world)
         return False
-    from torch.distributed.fsdp import (
-        FSDPModule,
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-    mesh = _mesh(config, world)
-    # Inputs are not cast: temperatures must stay float32, and hidden states are in the compute dtype already.
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.dtype == Dtype.BFLOAT16 else None,
-        reduce_dtype=getattr(torch, config.reduce_dtype),
-        cast_forward_inputs=False,
-    )
-    once = gathers_once(scorer, config)
-    whole = _kept_whole(scorer, config)
-    shard_group = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
+    once, shard_group = gathers_once(scorer, config), _sharder(scorer, config, world)
     if not once:
-        after_forward = config.reshard if isinstance(config.reshard, int) else config.reshard != "never"
         for layer in layers_of(scorer):
-            shard_group(layer, reshard_after_forward=after_forward)
+            shard_group(layer, reshard_after_forward=config.reshard != "never")
         if (table := _own_table(scorer)) is not None:
             # By itself, so that a gather never holds two copies of both ends of the model at once.
             shard_group(table, reshard_after_forward=config.reshard == "always")
@@ -78,6 +65,49 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
         if param.requires_grad and world.size > 1:
             param.register_hook(add_up)
     return True
+
+
+def _sharder(scorer: Scorer, config: Fsdp2Config, world: World) -> Callable[..., object]:
+    """Return `fully_shard` with what is the same for all groups."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    placements = _placements(scorer, config, config.shard_ranks(world.size))
+    # Inputs are not cast: temperatures must stay float32, and hidden states are in the compute dtype already.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if config.dtype == Dtype.BFLOAT16 else None,
+        reduce_dtype=getattr(torch, config.reduce_dtype),
+        cast_forward_inputs=False,
+    )
+    return partial(
+        fully_shard,
+        mesh=_mesh(config, world),
+        mp_policy=policy,
+        ignored_params=set(_kept_whole(scorer, config)),
+        shard_placement_fn=placements.get,
+    )
+
+
+def _placements(scorer: Scorer, config: Fsdp2Config, num_ranks: int) -> dict[torch.nn.Parameter, Shard]:
+    """Return what is not cut by rows: experts that do not come out even over `num_ranks`, along a dimension that does.
+
+    By rows, 8 experts on 16 ranks would lie on 8 of them, whole. Moments of eight bits have blocks, which need rows.
+    """
+    hf = scorer.hf
+    uneven = {
+        name: param for name, param in hf.named_parameters() if param.dim() > 2 and len(param) % num_ranks
+    }
+    if not uneven or config.optimizer.name == OptimizerName.ADAMW_8BIT:
+        return {}
+    names, files = StateNames(hf), scorer.unfilled.plan.groups if scorer.unfilled is not None else ()
+    sources = {target: group for group in files if group.by_rows for target in group.targets}
+    placements: dict[torch.nn.Parameter, Shard] = {}
+    for name, param in uneven.items():
+        group = sources.get(lora.plain_name(name))
+        for dim in range(1, param.dim()):
+            fits = param.shape[dim] % num_ranks == 0 and names.can_cut(name, dim)
+            if fits and (group is None or group.source_dim(dim) is not None):
+                placements[param] = Shard(dim)
+    return placements
 
 
 def _kept_whole(scorer: Scorer, config: Fsdp2Config) -> list[torch.nn.Parameter]:

@@ -19,7 +19,6 @@ import torch
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2 import hf_names, lora, weights
 from offbeat_engine.fsdp2.load_plan import Group, convert, make_plan
-from offbeat_engine.toolkit.slices import Region
 from offbeat_engine.toolkit.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from offbeat_engine.values import WeightShard
 
@@ -27,23 +26,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from offbeat_engine.toolkit.slice_files import SliceReader
-    from offbeat_engine.toolkit.slices import Shape
+    from offbeat_engine.toolkit.slices import Region, Shape
 
 _LIKE_WEIGHTS = frozenset({WEIGHT, EXP_AVG, EXP_AVG_SQ})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Rows of one tensor of the training state: `rows`, from `first_row` on, of a whole of `shape`.
+    """A rank's part of one tensor of the training state: `values`, which lie at `region` in a whole of `shape`.
 
     `kind` is what comes before the name of the weight, `name`, that it belongs to.
     """
 
     kind: str
     name: str
-    rows: torch.Tensor
-    first_row: int
+    values: torch.Tensor
+    region: Region
     shape: Shape
+
+    @property
+    def rows(self) -> slice:
+        """Which rows of the whole it has."""
+        return slice(self.region.offsets[0], self.region.offsets[0] + self.region.shape[0])
 
 
 class StateNames:
@@ -57,6 +61,11 @@ class StateNames:
             self._shapes = {name: shape for source in weights.exported(hf) for name, shape in source.parts}
             for group in make_plan(hf, self._shapes).groups:
                 self._groups |= dict.fromkeys(group.targets, group)
+
+    def can_cut(self, name: str, dim: int) -> bool:
+        """Return whether shards of the weight `name` may be cut along `dim`: not where several tensors of a file lie along it."""
+        group = self._groups.get(lora.plain_name(name))
+        return group is None or not group.by_rows or group.source_dim(dim) is not None
 
     def names(self, name: str) -> list[str]:
         """Return what the weight held as `name` is called in files: of experts, the names of each."""
@@ -72,57 +81,50 @@ class StateNames:
         """Return names, whole shapes and dtypes of what `held` and the rows of other ranks are made of."""
         names = self.names(held.name) if held.kind in _LIKE_WEIGHTS else [held.name]
         shapes = self._shapes if self._group(held) else dict.fromkeys(names, held.shape)
-        return {held.kind + name: (shapes[name], held.rows.dtype) for name in names}
+        return {held.kind + name: (shapes[name], held.values.dtype) for name in names}
 
     def pieces(self, held: Held) -> Iterator[WeightShard]:
         """Yield what a checkpoint keeps of `held`."""
         group = self._group(held)
         if group is None:
             (name,) = self.wanted(held)
-            yield WeightShard(name=name, shape=held.shape, offsets=_region(held).offsets, tensor=held.rows)
+            yield WeightShard(name=name, shape=held.shape, offsets=held.region.offsets, tensor=held.values)
             return
-        if not len(held.rows):
+        if not len(held.values):
             return
-        made = hf_names.original(self._hf, lora.plain_name(held.name), held.rows.detach())
+        made = hf_names.original(self._hf, lora.plain_name(held.name), held.values.detach())
         for names in group.sources.values():
             # Made of a part of the experts, they are numbered from the first one.
-            for called, name in zip(names, self._mine(held, names), strict=False):
+            for called, name in zip(names, names[held.rows], strict=False):
                 if called not in made:
                     raise CheckpointError(
                         f"`{held.name}` of {type(self._hf).__name__} should leave as `{name}`, and does not; "
                         f"it leaves as {', '.join(sorted(made)[:3])}"
                     )
                 shape = self._shapes[name]
-                tensor = made[called].reshape(shape)
-                yield WeightShard(
-                    name=held.kind + name, shape=shape, offsets=(0,) * len(shape), tensor=tensor
-                )
+                part = group.source_region(held.region, shape)
+                tensor = made[called].reshape(part.shape)
+                yield WeightShard(name=held.kind + name, shape=shape, offsets=part.offsets, tensor=tensor)
 
     def fill(self, held: Held, reader: SliceReader) -> None:
-        """Read `held.rows`."""
+        """Read `held.values`."""
         group = self._group(held)
         if group is None:
             (name,) = self.wanted(held)
-            reader.fill(name, _region(held), held.rows)
-        elif len(held.rows):
+            reader.fill(name, held.region, held.values)
+        elif len(held.values):
             parts = {
-                pattern: [reader.read(held.kind + name) for name in self._mine(held, names)]
+                pattern: [
+                    reader.read(held.kind + name, group.source_region(held.region, self._shapes[name]))
+                    for name in names[held.rows]
+                ]
                 for pattern, names in group.sources.items()
             }
             made = convert(group, parts, self._hf)[lora.plain_name(held.name)]
             with torch.no_grad():
-                held.rows.copy_(made)
+                held.values.copy_(made)
 
     def _group(self, held: Held) -> Group | None:
         """Return what `held` is taken apart by, None where it stays in one piece."""
         group = self._groups.get(lora.plain_name(held.name)) if held.kind in _LIKE_WEIGHTS else None
         return group if group is not None and group.by_rows else None
-
-    @staticmethod
-    def _mine(held: Held, names: tuple[str, ...]) -> tuple[str, ...]:
-        return names[held.first_row : held.first_row + len(held.rows)]
-
-
-def _region(held: Held) -> Region:
-    whole = Region.whole(held.shape)
-    return Region((held.first_row, *whole.offsets[1:]), tuple(held.rows.shape)) if held.shape else whole

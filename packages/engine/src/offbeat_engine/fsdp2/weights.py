@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset,  # what torch's own checkpoints use
-)
 
 from offbeat_engine.fsdp2 import families, hf_names, lora
 from offbeat_engine.fsdp2.gathering import whole_on
 from offbeat_engine.toolkit import weight_folders
 from offbeat_engine.toolkit.weight_folders import copy_beside, named_files, write_files
-from offbeat_engine.values import WeightKind, WeightShard, WeightSpec
+from offbeat_engine.values import WeightKind, WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -167,26 +164,6 @@ def handed_out(held: Offloadable, named: Iterable[tuple[T, W]]) -> Iterator[tupl
                 if tensor.untyped_storage().data_ptr() in addresses:
                     tensor = tensor.clone()  # the live one is about to leave
             yield name, tensor
-
-
-def shards(sources: list[Source], dtype: torch.dtype, rank: int) -> Iterator[WeightShard]:
-    """Yield the pieces of `rank`, this one, in `dtype`: its rows of what is sharded; on rank 0 the whole of what is not.
-
-    A collective all the same: what is merged with an adapter, or leaves under other names, is made of whole tensors there.
-    """
-    for source in sources:
-        tensor = source.tensor.detach()
-        if source.convert is None and source.adapter is None and isinstance(tensor, DTensor):
-            local = tensor.to_local().to(_leaves_in(source, dtype))
-            shape = tuple(tensor.shape)
-            _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-            if local.numel():
-                yield WeightShard(name=source.parts[0][0], shape=shape, offsets=tuple(offsets), tensor=local)
-            continue
-        for name, whole in stream_on([source], dtype, {0}, rank):
-            if whole is not None:
-                shape = tuple(whole.shape)
-                yield WeightShard(name=name, shape=shape, offsets=(0,) * len(shape), tensor=whole)
 
 
 def _merged(source: Source, dtype: torch.dtype) -> torch.Tensor:

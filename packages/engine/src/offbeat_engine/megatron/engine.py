@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from offbeat_engine.values import (
         Predictions,
         StepContext,
-        WeightShard,
         WeightSpec,
     )
     from offbeat_engine.world import World
@@ -175,9 +174,6 @@ class MegatronEngine(EngineBase[Parts]):
 
     def named_weights_on(self, ranks: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:  # noqa: D102
         return self._ready().leaving.whole(compute_dtype(self._config), ranks, _itself)
-
-    def named_shards(self) -> Iterator[WeightShard]:  # noqa: D102
-        return self._ready().leaving.shards(compute_dtype(self._config))
 
     def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
         return self._ready().leaving.specs(compute_dtype(self._config))

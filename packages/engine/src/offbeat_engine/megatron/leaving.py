@@ -19,7 +19,7 @@ import torch.distributed as dist
 from offbeat_engine.megatron import families
 from offbeat_engine.megatron.blocks import Among, blocks_of
 from offbeat_engine.toolkit.collectives import compute_device, gather
-from offbeat_engine.values import WeightShard, WeightSpec
+from offbeat_engine.values import WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -142,13 +142,6 @@ class Leaving:
                 dist.send(packed, dst=rank)
             else:
                 dist.recv(packed, src=holder)
-
-    def shards(self, dtype: torch.dtype) -> Iterator[WeightShard]:
-        """Yield the blocks that leave from this rank; nothing is sent."""
-        for name, shape in self.shapes.items():
-            for param, block in self.own.get(name, ()):
-                part = block.of(param.detach()).to(dtype)
-                yield WeightShard(name=name, shape=shape, offsets=block.offsets, tensor=part)
 
 
 def _value(param: torch.nn.Parameter, values: Values, block: Block) -> torch.Tensor:

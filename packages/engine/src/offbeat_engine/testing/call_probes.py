@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from offbeat_engine.interface import Engine
     from offbeat_engine.testing.compare import Named
     from offbeat_engine.testing.probes import Job
-    from offbeat_engine.values import LossOutput, LossScale, Predictions, StepContext, WeightShard
+    from offbeat_engine.values import LossOutput, LossScale, Predictions, StepContext
     from offbeat_engine.world import World
 
 COMPLAINT = "planted by the conformance suite"
@@ -138,10 +138,3 @@ def weights_on(world: World, job: Job, chosen: int) -> tuple[Named, list[str], N
             [name for name, _ in some],
             {name: tensor for name, tensor in some if tensor is not None},
         )
-
-
-def pieces(world: World, job: Job) -> tuple[Named, list[WeightShard]]:
-    """Return the weights, and this rank's pieces of them."""
-    with running(world, job) as engine:
-        whole = weights_of(engine)
-        return whole, [replace(shard, tensor=copy_of(shard.tensor)) for shard in engine.named_shards()]

@@ -1,4 +1,4 @@
-"""Cases about calls: what is left out, what hooks add, what goes wrong on one rank, and weights for some ranks or in pieces."""
+"""Cases about calls: what is left out, what hooks add, what goes wrong on one rank, and weights for some ranks."""
 
 # tensordict is typed in part.
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -21,7 +21,6 @@ from offbeat_engine.testing.runner import BATCHES, Case
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat_engine.testing.compare import Named
     from offbeat_engine.testing.runner import Options, Runner
 
 
@@ -36,7 +35,6 @@ def cases(options: Options) -> Iterator[Case]:
         "empty": _empty,
         "units": _units,
         "weights_on": _weights_on,
-        "weights_in_pieces": _pieces,
     }
     for name, check in checks.items():
         for num_ranks in (1, 2):
@@ -136,24 +134,6 @@ def _weights_on(runner: Runner, family: str, num_ranks: int) -> None:
         if names != list(everywhere):
             raise AssertionError(f"`named_weights_on` yields other names on rank {rank}, or another order")
         check_tensors(f"weights on rank {rank}", chosen, everywhere if rank == last else {}, 0.0)
-
-
-def _pieces(runner: Runner, family: str, num_ranks: int) -> None:
-    """The pieces of all ranks together are the weights."""
-    answers = runner.run(call_probes.pieces, num_ranks, runner.job(family))
-    whole: Named = answers[0][0]
-    joined = {name: torch.full(tensor.shape, torch.nan) for name, tensor in whole.items()}
-    for _, shards in answers:
-        for shard in shards:
-            if shard.shape != tuple(whole[shard.name].shape):
-                raise AssertionError(
-                    f"a piece of `{shard.name}` says the whole is {shard.shape}, not {whole[shard.name].shape}"
-                )
-            place = joined[shard.name]
-            for dim, (start, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
-                place = place.narrow(dim, start, size)
-            place.copy_(shard.tensor)
-    check_tensors("weights made of all ranks' pieces", joined, whole, 0.0)
 
 
 def _gradients(runner: Runner, family: str) -> None:

@@ -53,7 +53,7 @@ GIB = 1 << 30
 class ModelFacts:
     """The shape of the model. Tied weights count once, experts in both numbers; `max_positions` 0 means: not said.
 
-    `experts_per_token` are those that a token goes to, over all layers.
+    `num_experts` are those of a layer that lie in one tensor, 0 without any. `experts_per_token` are those that a token goes to, over all layers.
     """
 
     num_params: int
@@ -64,6 +64,7 @@ class ModelFacts:
     head_dim: int
     max_positions: int
     num_expert_params: int = 0
+    num_experts: int = 0
     experts_per_token: int = 0
 
 
@@ -167,8 +168,8 @@ def model_facts(shape: PretrainedConfig) -> ModelFacts:
         raise ValueError(
             f"model.path: its config.json has {heads} attention heads that cannot share {kv_heads} key-value heads equally"
         )
-    of_experts = [(name, one.numel()) for name, one in model.named_parameters() if ".experts." in name]
-    mixtures = {name.partition(".experts.")[0] for name, _ in of_experts}
+    of_experts = {name: param for name, param in model.named_parameters() if ".experts." in name}
+    mixtures = {name.partition(".experts.")[0] for name in of_experts}
     return ModelFacts(
         num_params=sum(parameter.numel() for parameter in model.parameters()),
         num_layers=int(text.num_hidden_layers),
@@ -177,7 +178,8 @@ def model_facts(shape: PretrainedConfig) -> ModelFacts:
         num_kv_heads=kv_heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)),
         max_positions=int(getattr(text, "max_position_embeddings", 0)),
-        num_expert_params=sum(numel for _, numel in of_experts),
+        num_expert_params=sum(param.numel() for param in of_experts.values()),
+        num_experts=max((len(param) for param in of_experts.values() if param.dim() > 2), default=0),
         experts_per_token=len(mixtures) * int(getattr(text, "num_experts_per_tok", 0) or 0),
     )
 

@@ -5,6 +5,7 @@ What the libraries themselves take (Python, torch, vLLM: one to two GiB a proces
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,16 +121,24 @@ def _other_roles(config: RunConfig, facts: Facts) -> tuple[Items, Items]:
 
 
 def _share(engine: EngineConfig, model: ModelFacts, ranks: int) -> int:
-    """Return how many parameters a rank of `ranks` holds, on average."""
-    experts = model.num_expert_params
-    rest = model.num_params - experts
-    return -(-rest // engine.shard_ranks(ranks)) + -(-experts // engine.expert_ranks(ranks))
+    """Return how many parameters a rank of `ranks` holds, at most of experts and on average of the rest."""
+    rest = -(-(model.num_params - model.num_expert_params) // engine.shard_ranks(ranks))
+    among, experts = engine.expert_ranks(ranks), model.num_experts
+    part = 1 / among
+    eight_bits = engine.optimizer.name is OptimizerName.ADAMW_8BIT
+    if experts % among and (eight_bits or model.hidden_size % among):
+        part = (
+            -(-experts // among) / experts
+        )  # whole ones: FSDP cuts each only where its width comes out even
+    return rest + math.ceil(model.num_expert_params * part)
 
 
 def _states(engine: EngineConfig, model: ModelFacts, ranks: int) -> tuple[Items, Items]:
     """Return what a rank keeps of the weights it trains: what is arithmetic, and what depends on which are trained."""
     shard = _share(engine, model, ranks)
-    mine = min(shard, -(-model.num_params // engine.moment_ranks(ranks)))
+    mine = shard
+    if engine.moment_ranks(ranks) != engine.shard_ranks(ranks):
+        mine = min(shard, -(-model.num_params // engine.moment_ranks(ranks)))
     if engine.lora.rank:
         base, width = ("base weights, frozen, sharded", shard * bytes_of(engine.dtype)), 4 * _FP32
         adapter = engine.lora.rank * model.num_layers * _ADAPTED_WIDTHS * model.hidden_size * width
