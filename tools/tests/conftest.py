@@ -1,3 +1,4 @@
+# pyright: basic
 """A throw-away copy of the checkout to plant violations in, and a way to run a gate on it."""
 
 from __future__ import annotations

@@ -106,6 +106,45 @@ def test_types_are_strict(small_checkout):
     assert "reportMissingParameterType" in after.stdout  # a rule of strict mode only
 
 
+HELPED = """class Thing:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def made():
+    return {}
+"""
+
+
+@pytest.mark.parametrize("place", ["tools/bench/planted.py", "packages/small/tests/shared/planted.py"])
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        ("Thing()", "reportCallIssue"),
+        ("Thing(1).gone", "reportAttributeAccessIssue"),
+        ('Thing("one")', "reportArgumentType"),
+    ],
+)
+def test_types_of_benches_and_of_what_tests_share_are_checked(small_checkout, place, call, rule):
+    untyped = "tests" in place  # what tests share need not be annotated
+    text = HELPED if untyped else HELPED.replace("made():", "made() -> object:")
+    small_checkout.write(place, f"{'# pyright: basic' * untyped}\n{text.format(call)}")
+    after = small_checkout.gate("types")
+    assert after.returncode == 1
+    rules = {line.rpartition(" ")[2] for line in after.stdout.splitlines() if line.startswith(f"{place}:8: ")}
+    assert f"({rule})" in rules
+
+
+@pytest.mark.parametrize("pattern", ['"packages/**/tests", ', ', "tools"]\nexclude'])
+def test_types_of_benches_and_helpers_that_are_left_out_are_red(small_checkout, pattern):
+    for place in ("tools/bench/thing.py", "packages/small/tests/shared/helper.py"):
+        small_checkout.write(place, '"""Nothing."""\n')
+    small_checkout.replace("pyproject.toml", pattern, "]\nexclude" if "exclude" in pattern else "")
+    after = small_checkout.gate("types")
+    assert after.returncode == 1
+    assert "analysed 2 files where packages/*/src, packages/*/tests and tools hold 3" in after.stdout
+
+
 def test_types_of_no_file_is_red(small_checkout):
     small_checkout.replace("pyproject.toml", '"packages/**/src"', '"nowhere/**/src"')
     after = small_checkout.gate("types")

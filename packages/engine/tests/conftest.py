@@ -1,3 +1,4 @@
+# pyright: basic
 from contextlib import ExitStack
 
 import pytest

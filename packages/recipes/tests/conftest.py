@@ -1,3 +1,4 @@
+# pyright: basic
 """What the processes of these tests agree on."""
 
 import subprocess
@@ -33,6 +34,7 @@ def shared_ray():
     head = subprocess.Popen(
         [sys.executable, "-c", RAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    assert head.stdout is not None
     address = head.stdout.readline().strip()
     assert address, "Ray did not start; it says why above"
     yield f"cluster.ray_address={address}"

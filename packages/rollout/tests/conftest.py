@@ -1,7 +1,9 @@
+# pyright: basic
 """What tests of the rollout package share."""
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -15,7 +17,7 @@ async def virtual_time():
 
     For what lives in this loop alone: nobody waits for a thread or a process here.
     """
-    loop = asyncio.get_running_loop()
+    loop: Any = asyncio.get_running_loop()  # its selector is nobody's business but asyncio's
     now_s = loop.time()
     with pytest.MonkeyPatch.context() as patch:
         select = loop._selector.select

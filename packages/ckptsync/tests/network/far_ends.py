@@ -1,3 +1,4 @@
+# pyright: basic
 """The two ends of test_two_hosts.py, each a process on a host of its own: `near` sends and manages, `far` receives."""
 
 from __future__ import annotations

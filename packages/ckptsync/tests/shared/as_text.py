@@ -1,3 +1,4 @@
+# pyright: basic
 """Wire values as JSON text, which is what most carriers make of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: basic
 """A source and its manager in a process of its own, which drive an engine of the process that started it, and kill themselves."""
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from offbeat_ckptsync.wire import decode
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+    from offbeat_ckptsync.values import Bucket
 
 MOMENTS = ("session", "begin", "transfer", "flip")
 """When it dies: its session is open; it has asked to begin, and no rank has heard it yet; buckets are on the way; the ranks have
@@ -53,7 +56,7 @@ async def _manage(pipe: Connection, folder: str, config: SyncConfig, version: in
 
 
 class _Death(Fault):
-    def strike(self, bucket: object, payload: object) -> None:
+    def strike(self, bucket: Bucket, payload: torch.Tensor) -> None:
         if bucket.index == self.bucket:
             _die()
 

@@ -1,3 +1,4 @@
+# pyright: basic
 """Receiving ranks in processes of their own, as members that a manager drives through pipes."""
 
 from __future__ import annotations

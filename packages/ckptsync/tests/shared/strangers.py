@@ -1,3 +1,4 @@
+# pyright: basic
 """Processes of another user of this machine, who has no secret; they know what everybody may list."""
 
 from __future__ import annotations

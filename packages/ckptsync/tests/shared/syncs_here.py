@@ -1,3 +1,4 @@
+# pyright: basic
 """A sync in this process over `loopback`, for tests of who drives it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: basic
 """A model folder with a tokenizer of printable characters, with and without a chat template."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: basic
 """Prints what SGLang's kernel for GPUs says of bytes, in SGLang's environment: `python hash_by_kernel.py SIZE..`.
 
 The kernel runs in Triton's interpreter; what is done around it is SGLang's `gpu_tensor_hash` without its demand for a GPU.
@@ -14,10 +15,14 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 import torch
-import triton
 
-PLACE = Path(find_spec("sglang").origin).parent / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py"
+sglang = find_spec("sglang")
+assert sglang is not None
+assert sglang.origin is not None
+PLACE = Path(sglang.origin).parent / "kernels" / "ops" / "memory" / "gpu_tensor_hash.py"
 SPEC = spec_from_file_location("gpu_tensor_hash", PLACE)
+assert SPEC is not None
+assert SPEC.loader is not None
 theirs = module_from_spec(SPEC)
 SPEC.loader.exec_module(theirs)
 
@@ -27,7 +32,7 @@ def hashed(data: torch.Tensor) -> int:
     if not len(words):
         return 0
     seed = 0x243F6A88
-    tiles = torch.empty(triton.cdiv(len(words), 8192), dtype=torch.uint64)
+    tiles = torch.empty(-(-len(words) // 8192), dtype=torch.uint64)
     theirs.hash_tiles32_kernel_blocked[(len(tiles),)](
         words,
         tiles,
@@ -43,7 +48,7 @@ def hashed(data: torch.Tensor) -> int:
         USE_CG=True,
     )
     while len(tiles) > 1:
-        fewer = torch.empty(triton.cdiv(len(tiles), 1024), dtype=torch.uint64)
+        fewer = torch.empty(-(-len(tiles) // 1024), dtype=torch.uint64)
         theirs.add_tree_reduce_u64_kernel[(len(fewer),)](tiles, fewer, len(tiles), CHUNK=1024)
         tiles = fewer
     return theirs._final_splitmix64(int(tiles.item()))

@@ -1,3 +1,4 @@
+# pyright: basic
 """A weight-transfer backend that reads a file: a plugin in a folder of its own, found by vLLM's processes as every plugin is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: basic
 """One way to start a cluster on this CPU, and to wait for what happens in it.
 
 Ray reads some of its settings when it is imported: tests here import it only through these fixtures.

@@ -1,3 +1,4 @@
+# pyright: basic
 """Forks runs that kill themselves. Started by test_kill.py; one JSON line in, one JSON line out.
 
 A run counts what its interpreter does (calls and returns of Python and C functions, as `sys.setprofile` sees them) and
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,16 +30,14 @@ def run(job):
     import random
 
     draws = random.Random(job["life"])  # every life has a timing of its own
+    asynchrony: dict[str, Any] = {
+        name: KINDS[name](value) if name in KINDS else value for name, value in job["asynchrony"].items()
+    }
     done = ScriptedRun(
         folder=Path(job["folder"]),
         mode=job["mode"],
         loop=LoopConfig(**job["loop"]),
-        asynchrony=AsyncConfig(
-            **{
-                name: KINDS[name](value) if name in KINDS else value
-                for name, value in job["asynchrony"].items()
-            }
-        ),
+        asynchrony=AsyncConfig(**asynchrony),
         journal=JOURNALS[job["journal"]](Path(job["folder"])),
         pool=ScriptedPool(pace=lambda request: draws.uniform(0.001, 0.4)),
         train_s=lambda step: draws.uniform(0.0, 3.0),

@@ -1,3 +1,4 @@
+# pyright: basic
 """Ray's workers as forks of one process that has loaded the libraries.
 
 A fresh worker imports Ray twice, torch, tensordict and transformers: six seconds of a core, and a test's run has up to five.
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 # Not Ray: what its workers are told by their environment it reads as it is imported.
 PRELOADED = (
@@ -60,7 +61,7 @@ with socket.socket(socket.AF_UNIX) as line:
 
 
 @contextmanager
-def forked_workers() -> Iterator[str]:
+def forked_workers() -> Generator[str]:
     """Keep a process ready of which workers are forked; return what must be `sys.executable` where a Ray is started.
 
     It has the environment of this process: what the libraries read when they are imported must be set by now.

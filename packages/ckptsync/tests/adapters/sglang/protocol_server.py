@@ -1,3 +1,4 @@
+# pyright: basic
 """A process that speaks SGLang's documented update protocol over a real model: not SGLang, and no stand-in for it.
 
 It loads safetensors files in place, tensor by tensor, as SGLang does; generates only while it is not paused; and keeps a
@@ -73,7 +74,14 @@ class Model:
         return True, "Succeeded to update model weights."
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    model: Model
+
+
 class Handler(BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride] -- it is started by that alone
+
     def do_GET(self):
         model = self.server.model
         match self.path:
@@ -137,13 +145,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):
         pass
 
 
 if __name__ == "__main__":
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), Handler)
     server.model = Model(sys.argv[1])
     print(server.server_address[1], flush=True)
     server.serve_forever()

@@ -1,3 +1,4 @@
+# pyright: basic
 """Processes that can be hurt: a sender, receivers and a manager, each in one of its own, driven through a pipe.
 
 A command is a JSON array, its answer a JSON value. `arm` plants a fault in the next sync: `killed` (SIGKILL), `hung`
@@ -161,7 +162,14 @@ async def manager(pipe: Connection, store: tuple[str, int], config: SyncConfig, 
     async def state() -> dict[str, object]:
         return {"version": boss.version, "members": boss.members, "refused": membership.refused}
 
-    asked = {"arm": arm, "armed": armed, "strike": strike_other, "wait": wait, "sync": sync, "state": state}
+    asked: Handlers = {
+        "arm": arm,
+        "armed": armed,
+        "strike": strike_other,
+        "wait": wait,
+        "sync": sync,
+        "state": state,
+    }
     await obey(pipe, asked)
 
 

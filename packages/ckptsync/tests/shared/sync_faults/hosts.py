@@ -1,3 +1,4 @@
+# pyright: basic
 """Two hosts on one machine: network namespaces joined by a virtual link that can be cut.
 
 Each has its own loopback and address, its own name, /dev/shm and /tmp/ray, and its own content under one path (`own`). What lies

@@ -1,3 +1,4 @@
+# pyright: basic
 """Faults to plant in a receiver or a sender, in the phase where it has work to do."""
 
 from __future__ import annotations

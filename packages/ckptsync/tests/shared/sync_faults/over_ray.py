@@ -1,3 +1,4 @@
+# pyright: basic, reportPrivateImportUsage=false
 """Replicas and training ranks of a run that can be hurt, in processes of Ray; all around them is a run's own."""
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Replica(ReplicaWorker):
 class Rank(TrainWorker):
     """Has weights to send and trains nothing."""
 
-    def build(self, *_: Any) -> None:
+    def build(self, engines: object) -> None:
         """Have the weights of version 0."""
         self.arms = Arms()
         self.weights = HurtWeights(self.arms)

@@ -1,3 +1,4 @@
+# pyright: basic
 """Replicas with a real SGLang server each, and a sender of such a model, that can be hurt; see `actors`.
 
 What a server serves is judged by what it hashes of its own memory and by log-probs of a completion beside those of the trainer's

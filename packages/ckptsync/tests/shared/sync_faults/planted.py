@@ -1,3 +1,4 @@
+# pyright: basic
 """A source and a sink with a defect."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: basic
 """A sender, a manager and two receivers in processes of their own, forked from one that has loaded torch already."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: basic
 """A rank of an engine's replica in a process of its own, driven as engines drive theirs."""
 
 from __future__ import annotations
