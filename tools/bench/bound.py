@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -110,7 +110,7 @@ def receive(line: socket.socket, shared: np.ndarray) -> None:
 
     with ThreadPoolExecutor(THREADS) as pool:
         while True:
-            proofs = []
+            proofs: list[Future[bool]] = []
             for _ in range(0, len(shared), BUCKET):
                 if not (told := line.recv(64)):
                     return

@@ -25,21 +25,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_account import account_of, steps_on_record
-from failures import BenchError, tail
+from runner import BenchError, guarded, say, tail
 
 GROUPS, GROUP_SIZE = 8, 4
-STEPS_PER_KILL = 40  # so many that the run does not end before the last kill
 SAVE_EVERY = 10
 POLL_S = 0.05
 RESUME_TIMEOUT_S = 420.0  # from a kill to the next step on record
 END_TIMEOUT_S = 120.0  # of a run whose rank has died
 ORPHAN_TIMEOUT_S = 60.0
 VICTIMS = ("driver", "replica", "training rank")
-
-
-def say(text: str) -> None:
-    """Tell what is going on, on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +54,7 @@ class Chaos:
     @property
     def steps(self) -> int:
         """How many steps the whole run has."""
-        return (self.options.kills + 1) * STEPS_PER_KILL
+        return (self.options.kills + 1) * self.options.steps_per_kill
 
     @property
     def done(self) -> int:
@@ -190,12 +184,12 @@ def run(chaos: Chaos) -> dict[str, object]:
     started_s = time.monotonic()
     chaos.start()
     for number in range(chaos.options.kills):
-        if not chaos.until_step(chaos.done + chaos.dice.randint(1, STEPS_PER_KILL // 4)):
+        if not chaos.until_step(chaos.done + chaos.dice.randint(1, chaos.options.steps_per_kill // 4)):
             raise BenchError(f"the run does not work by itself:\n{tail(chaos.folder.with_suffix('.log'))}")
         time.sleep(chaos.dice.uniform(0.0, chaos.options.spread_s))
         if chaos.done >= chaos.steps - 1:
             raise BenchError(f"the run was over before kill {number + 1}; use a smaller --spread-s")
-        victim = chaos.dice.choice(VICTIMS)
+        victim = chaos.dice.choice(chaos.options.victims.split(","))
         say(f"kill {number + 1} of {chaos.options.kills}: {victim}, after step {chaos.done}")
         chaos.kill(victim)
     came = chaos.until_step(chaos.steps)
@@ -226,6 +220,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument(
+        "--steps-per-kill",
+        type=int,
+        default=40,
+        help="so many that the run does not end before the last kill",
+    )
+    parser.add_argument("--victims", default=",".join(VICTIMS), help="who is killed, by commas")
     parser.add_argument("--rollout", default="vllm", help="adapter")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of who is killed, and when")
@@ -264,4 +265,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +31,7 @@ import torch
 from engine_checkpoint import checkpointing
 from engine_load import loading
 from engine_loops import BareShards, Plain, Size, Turns, batch_of, engine_on, make_model, take_turns
+from runner import guarded
 
 from offbeat_engine import World
 from offbeat_engine.testing import run_ranks
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HERE = Path(__file__).resolve().parent
+SMALLEST = Size(
+    hidden=48, layers=1, intermediate=64, heads=4, vocab=64, sequences=4, tokens=8, micro_batch_tokens=64, rounds=1,
+    scale=16,
+)  # fmt: skip
 AIMS = {
     "overhead_ratio": (0.95, "at least"),
     "fsdp_ratio": (0.95, "at least"),
@@ -136,16 +142,16 @@ def _part(what: str, how: str, size: Size, model: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def load(_size: Size, _model: str, engine: str = "fsdp2") -> dict[str, Any]:
+def load(size: Size, _model: str, engine: str = "fsdp2") -> dict[str, Any]:
     """Two ranks that load a model of 1.1 GB and export it: the worst peaks of host memory, mapped pages of files included."""
     with tempfile.TemporaryDirectory() as folder:
-        return loading(Path(folder), engine)
+        return loading(Path(folder), engine, size.scale)
 
 
-def checkpoint(_size: Size, _model: str) -> dict[str, Any]:
+def checkpoint(size: Size, _model: str) -> dict[str, Any]:
     """Two ranks that save and load 1.5 GiB of training state: peaks of host memory, mapped pages of files included."""
     with tempfile.TemporaryDirectory() as folder:
-        return checkpointing(Path(folder))
+        return checkpointing(Path(folder), size.scale)
 
 
 def megatron(size: Size, model: str) -> dict[str, Any]:
@@ -192,9 +198,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=Size().rounds, help="pairs of steps that count")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of each side; one never waits for another")
+    parser.add_argument(
+        "--smallest", action="store_true", help="as little as runs every part: a check, no figures"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     size = Size(rounds=options.rounds, device=options.device)
+    if options.smallest:
+        size = replace(SMALLEST, device=options.device)
     answer: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", size)
@@ -219,4 +230,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(guarded(main))

@@ -23,12 +23,12 @@ LAYERS = 4  # of the model that `engine_load` has 30 of: 0.13 B parameters, 1.5 
 _STATE_BYTES = 12  # a parameter: float32 master, two moments
 
 
-def checkpointing(folder: Path) -> dict[str, Any]:
+def checkpointing(folder: Path, scale: int = 1) -> dict[str, Any]:
     """Return the figures of `tools/bench/engine.py`: peaks of the worst rank over its state and the largest tensor.
 
     Pages of files that are mapped into memory count. A save that is waited for; one in the background copies the state first.
     """
-    model, numels = make_large_model(folder / "large", LAYERS)
+    model, numels = make_large_model(folder / "large", max(1, LAYERS // scale), scale)
     small = make_tiny_model(folder / "small")
     saved = run_ranks(_save, NUM_RANKS, small, model, str(folder), timeout_s=900.0)
     size = sum(path.stat().st_size for path in (folder / "step_1").iterdir())

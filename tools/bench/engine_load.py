@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 NUM_RANKS = 2
 # Qwen2's shape, untied: 0.57 B parameters, 1.1 GB in bfloat16 and 2.3 GB in float32.
-SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
+HIDDEN, INTERMEDIATE, HEADS = 1024, 4096, 16
 LAYERS, VOCAB, FILE_BYTES = 30, 32_768, 400 << 20
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
-def loading(folder: Path, name: str) -> dict[str, Any]:
+def loading(folder: Path, name: str, scale: int = 1) -> dict[str, Any]:
     """Return the figures of `tools/bench/engine.py`: the worst rank's peak over its shard and the largest tensor.
 
     Export: every weight goes by on rank 0, whole, one after the other, and what is above the shard counts beside it.
     """
-    model, numels = make_large_model(folder / "large")
+    model, numels = make_large_model(folder / "large", max(1, LAYERS // scale), scale)
     small = make_tiny_model(folder / "small")
     parts = run_ranks(_load, NUM_RANKS, name, small, model, timeout_s=900.0)
     whole = run_ranks(_load_whole, 1, small, model, timeout_s=900.0)[0]
@@ -53,13 +53,20 @@ def loading(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def make_large_model(folder: Path, layers: int = LAYERS) -> tuple[str, list[int]]:
+def make_large_model(folder: Path, layers: int, scale: int = 1) -> tuple[str, list[int]]:
     """Write random bfloat16 weights in several files; return the folder and how many numbers each tensor has."""
     from safetensors.torch import save_file
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        num_hidden_layers=layers, vocab_size=VOCAB, tie_word_embeddings=False, dtype="bfloat16", **SHAPE
+        hidden_size=HIDDEN // scale,
+        intermediate_size=INTERMEDIATE // scale,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        num_hidden_layers=layers,
+        vocab_size=VOCAB // scale,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
     )
     with torch.device("meta"):
         shapes = {name: param.shape for name, param in Qwen2ForCausalLM(config).named_parameters()}

@@ -48,6 +48,7 @@ class Size:
     rounds: int = 7
     dtype: str = "float32"
     device: str = "cpu"
+    scale: int = 1  # what the sizes of the large model and of the log-probs' vocabulary are divided by
 
 
 class Side(Protocol):
@@ -167,10 +168,10 @@ class Plain:
         from transformers import AutoModelForCausalLM
 
         self.size = size
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="sdpa"
-        ).to(size.device)
-        self.model = self.prepared(self.model).train()
+        )
+        self.model: Any = self.prepared(loaded.to(size.device)).train()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )

@@ -47,12 +47,13 @@ def _status_mib(field: str) -> float:
     return int(found[1]) / 1024
 
 
-def logprobs(how: str, device: str) -> dict[str, Any]:
+def logprobs(how: str, device: str, scale: int) -> dict[str, Any]:
     """Log-probs and entropy of 2,048 tokens from 32 k words, forward and backward."""
     torch.manual_seed(0)
-    head = torch.nn.Linear(HIDDEN, VOCAB, bias=False, device=device)
-    hidden = torch.randn(TOKENS, HIDDEN, device=device, requires_grad=True)
-    targets = torch.randint(0, VOCAB, (TOKENS,), device=device)
+    tokens, vocab = TOKENS // scale, VOCAB // scale
+    head = torch.nn.Linear(HIDDEN, vocab, bias=False, device=device)
+    hidden = torch.randn(tokens, HIDDEN, device=device, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), device=device)
     peak = Peak(device)
     started = time.perf_counter()
     if how == "plain":
@@ -95,7 +96,7 @@ def main() -> None:
     what, how, model, settings = sys.argv[1:]
     size = SimpleNamespace(**json.loads(settings))
     torch.manual_seed(0)
-    answer = logprobs(how, size.device) if what == "logprobs" else offload(how, model, size)
+    answer = logprobs(how, size.device, size.scale) if what == "logprobs" else offload(how, model, size)
     print(json.dumps(answer))
 
 

@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from runner import guarded, say
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -222,14 +224,9 @@ def rounded(value: Any) -> Any:  # noqa: ANN401 what JSON can say
     if isinstance(value, float):
         return float(f"{value:.5g}") if value - value == 0 else None
     if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
-
-
-def say(message: str) -> None:
-    """Tell who waits."""
-    print(message, file=sys.stderr, flush=True)
+        return {key: rounded(each) for key, each in cast("dict[str, Any]", value).items()}
+    return [rounded(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(guarded(main))

@@ -28,17 +28,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from failures import BenchError
+from runner import BenchError, guarded, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LEAST_STEPS = 8  # of a real run: two that count
 PARTS = ("paced", "real", "driver", "rewards")
-
-
-def say(text: str) -> None:
-    """Tell what is going on, on stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _paced(options: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -46,7 +42,7 @@ def _paced(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     from modes_training import measure
 
     torch.set_num_threads(1)  # the driver shares this process, as it does not in a run: leave it a core
-    return asyncio.run(measure(folder, options.paced_steps))
+    return asyncio.run(measure(folder, options.paced_steps, smallest=options.smallest))
 
 
 def _real(options: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -57,16 +53,18 @@ def _real(options: argparse.Namespace, folder: Path) -> dict[str, object]:
         lengths=options.lengths,
         steps=options.steps,
         threads=options.threads,
-        every=options.layouts == "all",
+        layouts=options.layouts,
+        smallest=options.smallest,
     )
     return measure(folder, runs, say)
 
 
 def _driver(options: argparse.Namespace, folder: Path) -> dict[str, object]:
-    from modes_driver import measure, measure_tokens
+    from modes_driver import GROUP_S, measure, measure_tokens
 
+    group_s = 0.1 if options.smallest else GROUP_S
     return {
-        **asyncio.run(measure(folder / "many", options.in_flight, options.driver_steps)),
+        **asyncio.run(measure(folder / "many", options.in_flight, options.driver_steps, group_s)),
         **asyncio.run(measure_tokens(folder / "long", options.token_steps)),
     }
 
@@ -74,8 +72,7 @@ def _driver(options: argparse.Namespace, folder: Path) -> dict[str, object]:
 def _rewards(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     from modes_rewards import measure
 
-    del options
-    return asyncio.run(measure(folder))
+    return asyncio.run(measure(folder, smallest=options.smallest))
 
 
 def _options() -> argparse.Namespace:
@@ -89,7 +86,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=16, help="of each real run")
     parser.add_argument(
-        "--layouts", choices=["usual", "all"], default="all", help="of real runs: the best counts"
+        "--layouts", choices=["pools", "usual", "all"], default="all", help="of real runs: the best counts"
     )
     parser.add_argument(
         "--lengths", choices=["spread", "equal"], default="spread", help="of real completions"
@@ -102,7 +99,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--driver-steps", type=int, default=120, help="of 250 groups each, counted")
     parser.add_argument("--token-steps", type=int, default=20, help="of 32 completions of 8,192 tokens each")
     parser.add_argument("--keep", metavar="FOLDER", help="keep models, logs and run folders there")
+    parser.add_argument(
+        "--smallest", action="store_true", help="as little as runs every part: a check, no figures"
+    )
     options = parser.parse_args()
+    if options.smallest:
+        options.paced_steps, options.steps, options.layouts, options.threads = 0, LEAST_STEPS, "pools", 1
+        options.in_flight, options.driver_steps, options.token_steps = 500, 2, 1
     options.only = [name for name in options.only.split(",") if name]
     unknown = set(options.only) - set(PARTS)
     if unknown:
@@ -155,4 +158,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

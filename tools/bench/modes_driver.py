@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.metrics import Metric
 
 GROUP_SIZE = 8
+GROUP_S = 10.0  # of short completions: with 10,000 groups in flight, 1,000 a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,11 @@ class Load:
         return self.in_flight // self.groups_per_step - 1
 
 
-def many(in_flight: int, steps: int) -> Load:
-    """Return many short completions: with 10,000 groups in flight, 1,000 a second."""
+def many(in_flight: int, steps: int, group_s: float) -> Load:
+    """Return many short completions."""
     return Load(
         lengths=Lengths(median=8, sigma=0.4, longest=16),
-        group_s=10.0,
+        group_s=group_s,
         groups_per_step=250,
         in_flight=in_flight,
         steps=steps,
@@ -142,9 +143,9 @@ class Counted:
     in_flight: int  # the fewest groups
 
 
-async def measure(folder: Path, in_flight: int, steps: int) -> dict[str, object]:
+async def measure(folder: Path, in_flight: int, steps: int, group_s: float = GROUP_S) -> dict[str, object]:
     """Return what a completion costs the driver's CPU, and how soon a step is begun once it can be."""
-    load = many(in_flight, steps)
+    load = many(in_flight, steps, group_s)
     counted = await _run(folder, load)
     samples = load.steps * load.groups_per_step * GROUP_SIZE
     return {

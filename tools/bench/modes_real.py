@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import ours
-from failures import BenchError
 from modes_paced import TimedJournal
+from runner import BenchError
 from workload import SHAPES, Work, make_model, write_prompts
 
 from offbeat_trainer import SqliteJournal
@@ -28,13 +28,14 @@ WORK = {"spread": Work(completion_tokens=192, end_tokens=8), "equal": Work()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """What each run is: `steps` of the work with these `lengths`, on `threads` cores; `every` layout or the usual one."""
+    """What each run is: `steps` of the work with these `lengths`, on `threads` cores; in `layouts` (pools: in two pools alone)."""
 
     adapter: str
     lengths: str
     steps: int
     threads: int
-    every: bool
+    layouts: str
+    smallest: bool = False
 
 
 def apart(runs: Runs) -> ours.Layout:
@@ -51,11 +52,14 @@ def layouts(runs: Runs, mode: str) -> list[ours.Layout]:
     In turns, as the sync mode goes, both sides may use every core.
     """
     pools = apart(runs)
+    if runs.layouts == "pools":
+        return [pools]
+    every = runs.layouts == "all"
     wide_rank = replace(pools, threads_per_rank=runs.threads)  # where training is the longer half
     tried = [pools, wide_rank]
     if mode == "sync":
-        tried += ours.layouts(runs.adapter, runs.threads, every=runs.every)
-    elif runs.every:
+        tried += ours.layouts(runs.adapter, runs.threads, every=every)
+    elif every:
         tried += [replace(wide_rank, replicas=runs.threads), replace(pools, replicas=runs.threads)]
     return list(dict.fromkeys(tried))
 
@@ -68,7 +72,10 @@ def measure(folder: Path, runs: Runs, say: Callable[[str], None]) -> dict[str, o
     Raises:
         BenchError: a run failed, or its completions are not as long as the work says.
     """
-    given = _input(folder, WORK[runs.lengths], runs.steps)
+    work = (
+        Work(prompts_per_step=2, group_size=2, completion_tokens=4) if runs.smallest else WORK[runs.lengths]
+    )
+    given = _input(folder, "small" if runs.smallest else MODEL, work, runs.steps)
     speeds: dict[str, dict[ours.Layout, float]] = {mode: {} for mode in MODES}
     for mode in MODES:
         for number, layout in enumerate(layouts(runs, mode)):
@@ -102,8 +109,8 @@ def _rounded(figures: dict[str, float], digits: int) -> dict[str, float]:
     return {name: round(value, digits) for name, value in figures.items()}
 
 
-def _input(folder: Path, work: Work, steps: int) -> ours.Input:
-    make_model(folder / "model", SHAPES[MODEL], work)
+def _input(folder: Path, model: str, work: Work, steps: int) -> ours.Input:
+    make_model(folder / "model", SHAPES[model], work)
     write_prompts(folder / "prompts.jsonl", work, steps)
     shutil.copyfile(Path(__file__).with_name("reward.py"), folder / "reward.py")
     return ours.Input(model=folder / "model", prompts=folder / "prompts.jsonl", work=work)

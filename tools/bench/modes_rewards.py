@@ -15,31 +15,32 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GROUPS, GROUP_SIZE = 16, 16
+REWARD_S = 0.1
 FUNCTIONS = """
 import asyncio, time
 
 def sleep(completion):
-    time.sleep(0.1)
+    time.sleep(REWARD_S)
     return 1.0
 
 def cpu(completion):
-    end = time.thread_time() + 0.1
+    end = time.thread_time() + REWARD_S
     while time.thread_time() < end: pass
     return 1.0
 
 async def coroutine(completion):
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(REWARD_S)
     return 1.0
 """
 
 
-async def measure(folder: Path) -> dict[str, object]:
+async def measure(folder: Path, *, smallest: bool = False) -> dict[str, object]:
     """Return the seconds of a step's rewards by kind, with the default settings; the first step apart.
 
     Processes are there by then, as in a run, where they start while engines load.
     """
     file = folder / "bench_rewards.py"
-    file.write_text(FUNCTIONS)
+    file.write_text(FUNCTIONS + f"\nREWARD_S = {0.001 if smallest else REWARD_S}\n")
     answer: dict[str, object] = {}
     for name, key in (("sleep", "sleep"), ("cpu", "cpu"), ("coroutine", "async")):
         reward = find_reward(f"{file}:{name}", 1.0, {})

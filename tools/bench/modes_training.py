@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from modes_paced import VOCAB, Lengths, PacedReplica, PacedTask, StepLog, TimedJournal
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from offbeat_engine import Engine
 
 LENGTHS = Lengths(median=40, sigma=0.9, longest=480)  # mean about 60: the longest takes eight times that
+SMALLEST = Lengths(median=4, sigma=0.9, longest=48)
 PROMPTS_PER_STEP = 16
 GROUP_SIZE = 4
 SLOTS = 16
@@ -56,6 +57,13 @@ LOOPS = {"sync": run_sync, "one_step_off": run_one_step_off, "fully_async": run_
 STEP_TIMEOUT_S = 600.0
 FIRST = 3  # steps that do not count: allocators, caches, and slots that fill
 LAST = MAX_STALENESS + 1  # nor do the last ones, for which nothing more is begun
+
+
+class Pace(NamedTuple):
+    """How long completions are, and how many seconds a token takes on each slot."""
+
+    lengths: Lengths
+    token_s: float
 
 
 class PacedPublisher:
@@ -106,12 +114,13 @@ def new_engine(model: str) -> Engine:
     return engine
 
 
-async def train(folder: Path, model: str, mode: str, token_s: float, steps: int) -> Measured:
-    """Run `mode` in `folder` on `model`, with real training and a generator that takes `token_s` seconds a token on each slot."""
+async def train(folder: Path, model: str, mode: str, pace: Pace, steps: int) -> Measured:
+    """Run `mode` in `folder` on `model`, with real training and generation at `pace`."""
     engine = new_engine(model)
-    replica = PacedReplica(LENGTHS, token_s, SLOTS)
+    lengths = pace.lengths
+    replica = PacedReplica(lengths, pace.token_s, SLOTS)
     log = StepLog()
-    algorithm = Grpo(config=GrpoConfig(), step=StepShape(max_completion_tokens=LENGTHS.longest))
+    algorithm = Grpo(config=GrpoConfig(), step=StepShape(max_completion_tokens=lengths.longest))
     journal = TimedJournal(SqliteJournal(folder / "journal.sqlite"))
     parts = Parts(
         task=PacedTask(),
@@ -137,7 +146,7 @@ async def train(folder: Path, model: str, mode: str, token_s: float, steps: int)
             step_timeout_s=STEP_TIMEOUT_S,
         ),
         algorithm=algorithm,
-        sampling=SamplingConfig(max_tokens=LENGTHS.longest),
+        sampling=SamplingConfig(max_tokens=lengths.longest),
         asynchrony=AsyncConfig(max_staleness=MAX_STALENESS),
         journal=journal,
     )
@@ -161,7 +170,7 @@ def _measured(log: StepLog, replica: PacedReplica, journal: TimedJournal) -> Mea
     )
 
 
-async def measure(folder: Path, steps: int) -> dict[str, object]:
+async def measure(folder: Path, steps: int, *, smallest: bool = False) -> dict[str, object]:
     """Return how busy the bottleneck is in both overlapping modes, and what the journal takes of a step.
 
     One short run in turns says how long training takes; generation is then paced to `GENERATION_SHARE` of that.
@@ -171,10 +180,12 @@ async def measure(folder: Path, steps: int) -> dict[str, object]:
         folder / "tiny", vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_attention_heads=4,
         num_hidden_layers=4, max_position_embeddings=1024,
     )  # fmt: skip
-    alone = await train(folder / "alone", model, "sync", 1e-6, least)
-    token_s = GENERATION_SHARE * alone.training_s * SLOTS / (LENGTHS.mean() * PROMPTS_PER_STEP * GROUP_SIZE)
-    ahead = await train(folder / "fully_async", model, "fully_async", token_s, max(steps, least))
-    off = await train(folder / "one_step_off", model, "one_step_off", token_s, max(steps // 2, least))
+    lengths = SMALLEST if smallest else LENGTHS
+    alone = await train(folder / "alone", model, "sync", Pace(lengths, 1e-6), least)
+    tokens = lengths.mean() * PROMPTS_PER_STEP * GROUP_SIZE
+    pace = Pace(lengths, GENERATION_SHARE * alone.training_s * SLOTS / tokens)
+    ahead = await train(folder / "fully_async", model, "fully_async", pace, max(steps, least))
+    off = await train(folder / "one_step_off", model, "one_step_off", pace, max(steps // 2, least))
     return {
         "utilisation": round(ahead.utilisation, 4),
         "one_step_off_utilisation": round(off.utilisation, 4),

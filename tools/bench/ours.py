@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, cast
 
-from failures import BenchError, run_within, tail
+from runner import BenchError, run_within, tail
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, cast
 
-from failures import BenchError, run_within, tail
+from runner import BenchError, run_within, tail
 
 if TYPE_CHECKING:
     from ours import Input

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,9 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from chaos_account import steps_on_record
-from failures import BenchError, tail
+from runner import BenchError, guarded, started, tail
 
-POLL_S = 0.5
 STEP_TIMEOUT_S = 600.0
 SHARE = 10  # medians are over a tenth of all looks, at either end
 MIB = 2**20
@@ -102,22 +100,17 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[list[Look], float]:
     command = [sys.executable, "-m", "offbeat_recipes.cli.train", *(f"{k}={v}" for k, v in settings.items())]
     looks: list[Look] = []
     started_s = moved_s = time.monotonic()
-    with folder.with_suffix(".log").open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        try:
-            while process.poll() is None:
-                done = len(steps_on_record(folder))
-                if done > (looks[-1].step if looks else 0):
-                    looks.append(look_at(process.pid, folder, done))
-                    moved_s = time.monotonic()
-                    if len(looks) % 100 == 1:
-                        print(looks[-1], file=sys.stderr, flush=True)
-                elif time.monotonic() - moved_s > STEP_TIMEOUT_S:
-                    raise BenchError(f"no step for {STEP_TIMEOUT_S:g} s:\n{tail(folder.with_suffix('.log'))}")
-                time.sleep(POLL_S)
-        finally:
-            process.kill()
-            process.wait()
+    with folder.with_suffix(".log").open("ab") as output, started(command, output) as process:
+        while process.poll() is None:
+            done = len(steps_on_record(folder))
+            if done > (looks[-1].step if looks else 0):
+                looks.append(look_at(process.pid, folder, done))
+                moved_s = time.monotonic()
+                if len(looks) % 100 == 1:
+                    print(looks[-1], file=sys.stderr, flush=True)
+            elif time.monotonic() - moved_s > STEP_TIMEOUT_S:
+                raise BenchError(f"no step for {STEP_TIMEOUT_S:g} s:\n{tail(folder.with_suffix('.log'))}")
+            time.sleep(options.poll_s)
     if process.returncode != 0 or not looks:
         raise BenchError(f"the run ended with {process.returncode}:\n{tail(folder.with_suffix('.log'))}")
     return looks, time.monotonic() - started_s
@@ -144,7 +137,7 @@ def summary(looks: list[Look], settle: int) -> dict[str, object]:
     return answer
 
 
-def main() -> None:
+def main() -> int:
     """Run, look, and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,6 +146,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--settle", type=int, default=200, help="steps before the first figure")
     parser.add_argument("--rollout", default="hf", help="adapter")
+    parser.add_argument("--poll-s", type=float, default=0.5, help="seconds between two looks at the run")
     parser.add_argument("--keep", metavar="FOLDER", help="keep the run folder there")
     options = parser.parse_args()
     base = Path(options.keep or tempfile.mkdtemp(prefix="offbeat-soak-"))
@@ -173,7 +167,8 @@ def main() -> None:
         if not options.keep:
             shutil.rmtree(base, ignore_errors=True)
     print(json.dumps(answer) if options.json else json.dumps(answer, indent=2))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main))

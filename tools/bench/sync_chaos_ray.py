@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
+from ray.exceptions import RayError
 
 from sync_faults.hurt import MadeUp
 from sync_faults.over_ray import Site
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
     from typing import TypeVar
 
     from offbeat_ckptsync.config import SyncConfig
@@ -52,9 +52,9 @@ class OverRay(MadeUp):
         """Let the rank, or a replica, kill itself in the next sync."""
 
         async def plant() -> int:
-            process = self._site.cluster.rollout.handles.get(victim, self._site.rank)
+            process: Any = self._site.cluster.rollout.handles.get(victim, self._site.rank)
             await process.kill_at.remote(num_bytes, delay_s)
-            return await process.__ray_call__.remote(lambda _: os.getpid())
+            return await process.__ray_call__.remote(_pid_of())
 
         self._pid = self._do(plant(), self._deadline_s)
 
@@ -87,8 +87,8 @@ class OverRay(MadeUp):
 
     async def _is_new(self, process: Any) -> bool:  # noqa: ANN401 -- an actor's handle
         """Say whether it answers, and with another process id than that of who was killed."""
-        with contextlib.suppress(ray.exceptions.RayError):
-            return await process.__ray_call__.remote(lambda _: os.getpid()) != self._pid
+        with contextlib.suppress(RayError):
+            return await process.__ray_call__.remote(_pid_of()) != self._pid
         return False
 
     def close(self) -> None:
@@ -99,3 +99,12 @@ class OverRay(MadeUp):
 
     def _do(self, work: Coroutine[object, object, T], limit_s: float) -> T:
         return self._runner.run(asyncio.wait_for(work, limit_s))
+
+
+def _pid_of() -> Callable[[object], int]:
+    """Return what an actor runs to say its process id; Ray sends a function within a function as it is."""
+
+    def pid(_: object) -> int:
+        return os.getpid()
+
+    return pid

@@ -177,7 +177,7 @@ class Replica(over_sglang.Replica):
             client = cast("Any", self.engine)._open_client  # noqa: SLF001 for its calls to be counted
             client.call = functools.partial(_counted, self.doom, client.call)
             return await make_member(self.name, self.engine, self.config)
-        tensors._PART_BYTES = PART_BYTES  # noqa: SLF001 as a large model has them
+        tensors.PART_BYTES = PART_BYTES  # so that there are several, as of a large model
         transport = make_transport(self.config.transport, self.config)
         loading = self.loading(Way(self._way))
         return SglangMember(self.name, DoomedServer(url, self.doom), transport, self.config, loading)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The pause and the worst gap between two tokens while vLLM takes new weights: through us, or by its own cycle.
 
-    uv run tools/bench/sync_vllm.py offbeat|native|small OUT.json
+    uv run tools/bench/sync_vllm.py offbeat|native|small OUT.json [smallest]
 
 `sync.py` runs this once per side, each in a process of its own. Two sides get the same model of about 100 MB, the same
 eight requests in flight and the same number of updates. `small` is ours with the demo's model and nothing in flight: what
@@ -51,12 +51,15 @@ ENVIRONMENT = {
 def main() -> int:
     """Measure one side and write the answer."""
     side, out = sys.argv[1], Path(sys.argv[2])
+    smallest = "smallest" in sys.argv[3:]
     with tempfile.TemporaryDirectory(prefix="offbeat-vllm-") as scratch:
-        model = _make_model(Path(scratch) / "model", SHAPES[side])
+        model = _make_model(Path(scratch) / "model", SMALL if smallest else SHAPES[side])
         plugin = _plugin_folder(Path(scratch) / "plugin")
         os.environ |= ENVIRONMENT
         os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin), str(Path(__file__).parent)])
-        out.write_text(json.dumps(asyncio.run(_measure(side, model, Path(scratch) / "model"))))
+        out.write_text(
+            json.dumps(asyncio.run(_measure(side, model, Path(scratch) / "model", 1 if smallest else None)))
+        )
     return 0
 
 
@@ -64,7 +67,7 @@ def _make_model(folder: Path, shape: dict[str, int]) -> torch.nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(max_position_embeddings=8192, tie_word_embeddings=True, **shape)
+    config = Qwen2Config.from_dict({"max_position_embeddings": 8192, "tie_word_embeddings": True, **shape})
     model = Qwen2ForCausalLM(config).eval()
     model.save_pretrained(folder)
     return model
@@ -79,7 +82,9 @@ def _plugin_folder(folder: Path) -> Path:
     return folder
 
 
-async def _measure(side: str, model: torch.nn.Module, folder: Path) -> dict[str, object]:
+async def _measure(
+    side: str, model: torch.nn.Module, folder: Path, num_updates: int | None
+) -> dict[str, object]:
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -94,12 +99,14 @@ async def _measure(side: str, model: torch.nn.Module, folder: Path) -> dict[str,
     llm = AsyncLLM.from_engine_args(args)
     try:
         update = await (_native(llm, model) if side == "native" else _ours(llm, model))
-        return await (_rest(model, update) if side == "small" else _watch(llm, model, update))
+        if side == "small":
+            return await _rest(model, update, num_updates or NUM_SMALL_UPDATES)
+        return await _watch(llm, model, update, num_updates or NUM_UPDATES)
     finally:
         llm.shutdown()
 
 
-async def _watch(llm: Any, model: torch.nn.Module, update: Any) -> dict[str, object]:  # noqa: ANN401 -- vLLM's
+async def _watch(llm: Any, model: torch.nn.Module, update: Any, num_updates: int) -> dict[str, object]:  # noqa: ANN401 -- vLLM's
     """Generate, update now and then, and time both; `update(version)` returns the seconds generation stood still."""
     times: list[list[float]] = [[] for _ in range(NUM_REQUESTS)]
     tasks = [asyncio.create_task(_generate(llm, seen), name=f"request {i}") for i, seen in enumerate(times)]
@@ -108,7 +115,7 @@ async def _watch(llm: Any, model: torch.nn.Module, update: Any) -> dict[str, obj
     pauses: list[float] = []
     gaps: list[float] = []
     took: list[float] = []
-    for version in range(1, NUM_UPDATES + 2):
+    for version in range(1, num_updates + 2):
         _change(model)
         begun = time.perf_counter()
         pauses.append(await update(version))
@@ -130,10 +137,10 @@ async def _watch(llm: Any, model: torch.nn.Module, update: Any) -> dict[str, obj
     }  # fmt: skip
 
 
-async def _rest(model: torch.nn.Module, update: Any) -> dict[str, object]:  # noqa: ANN401 -- vLLM's
+async def _rest(model: torch.nn.Module, update: Any, num_updates: int) -> dict[str, object]:  # noqa: ANN401 -- vLLM's
     """Update a replica that nobody asks anything, and time that; `update(version)` as for `_watch`."""
     took: list[float] = []
-    for version in range(1, NUM_SMALL_UPDATES + 2):
+    for version in range(1, num_updates + 2):
         _change(model)
         begun = time.perf_counter()
         await update(version)
