@@ -1,5 +1,6 @@
 import multiprocessing as mp
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,23 @@ from offbeat_engine.testing import RankPool
 from offbeat_engine.toolkit.collectives import gather_ints
 
 
+def listens_at(port):
+    """Return the addresses at which somebody of this machine listens on `port`, as the kernel writes them."""
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [
+        words[1].partition(":")[0]
+        for words in lines
+        if words[3] == "0A" and words[1].endswith(f":{port:04X}")
+    ]
+
+
 def join(rank, address, pipe):
     world = World.join(rank=rank, size=2, store_address=address, timeout_s=600.0)
-    pipe.send(gather_ints(world, rank, 10 + rank))
+    pipe.send((gather_ints(world, rank, 10 + rank), listens_at(int(address.rpartition(":")[2]))))
     world.leave()
 
 
@@ -33,7 +48,9 @@ def test_two_processes_meet_at_an_address():
     try:
         for pipe in pipes:
             assert pipe.poll(600)
-            assert pipe.recv() == [(0, 10), (1, 11)]
+            assert pipe.recv() == ([(0, 10), (1, 11)], ["0100007F"]), (
+                "the store listens at the one address, 127.0.0.1"
+            )
     finally:
         for process in processes:
             process.join(60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -71,10 +73,7 @@ class World:
             torch.cuda.set_device(local_rank)
         let_gloo_use_the_way_to(host, int(port))
         try:
-            # With several tenants, one that this process has opened at that port already is the one.
-            store = dist.TCPStore(
-                host, int(port), size, is_master=rank == 0, timeout=timeout, multi_tenant=True
-            )
+            store = _store(host, int(port), rank, size, timeout)
             dist.init_process_group(
                 "nccl" if device == "cuda" else "gloo",
                 store=store,
@@ -175,3 +174,17 @@ class World:
         """Leave the process group, if one was joined."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _store(host: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
+    """Return the store by which ranks meet; rank 0's listens at `host` alone, where torch's own listens on every interface."""
+    listener: int | None = None
+    if rank == 0:
+        with suppress(
+            OSError
+        ):  # this process has a store there already, or nobody can listen there, which the store says
+            listener = socket.create_server((host, port)).detach()
+    # With several tenants, one that this process has opened at that port already is the one.
+    return dist.TCPStore(
+        host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
+    )

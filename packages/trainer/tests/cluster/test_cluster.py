@@ -17,7 +17,8 @@ from offbeat_engine import BatchError
 from offbeat_engine.testing import random_batch
 from offbeat_rollout import NoReplica, RequestError, RequestTimeout
 from offbeat_rollout.clock import RequestClock
-from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
+from offbeat_trainer.config import Placement
+from offbeat_trainer.errors import DeadlineExceeded, PlanRefused, WorkerGone
 from offbeat_trainer.metrics import reduce_metrics
 from offbeat_trainer.watch.timeline import GENERATION, Timeline
 
@@ -36,6 +37,60 @@ async def cluster(tmp_path_factory, started):
 @pytest.fixture(scope="module")
 async def publisher(cluster):
     return cluster.publisher()
+
+
+async def test_the_ranks_store_listens_on_no_other_interface(cluster):
+    """Torch's own listens on all, and gives every key to whoever connects."""
+
+    def address(worker):
+        from pathlib import Path
+
+        port = worker._meeting.port
+        lines = [
+            line.split()
+            for name in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        ]
+        return [words[1] for words in lines if words[3] == "0A" and words[1].endswith(f":{port:04X}")]
+
+    [found] = await cluster.train._workers[0].__ray_call__.remote(address)
+    assert found.startswith("0100007F:")
+
+
+async def test_devices_are_reserved_beside_the_event_loop(cluster):
+    """Where none are free it takes minutes, in which the driver hears Ctrl-C and draws its console."""
+    from offbeat_trainer.cluster.placement import Rooms
+
+    def rooms(timeout_s):
+        spec = cluster._spec
+        return Rooms(
+            replace(
+                spec,
+                train=replace(spec.train, device="cuda"),
+                cluster=replace(spec.cluster, start_timeout_s=timeout_s, placement=Placement.COLOCATED),
+            )
+        )
+
+    turns = 0
+
+    async def turning():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0.01)
+
+    beside = asyncio.create_task(turning())
+    with pytest.raises(PlanRefused, match=r"the pool 'shared' needs 2 x .*GPU.*within 2 s"):
+        await rooms(2.0).reserve("train")
+    beside.cancel()
+    assert turns > 3
+    waiting = rooms(STEP_TIMEOUT_S)
+    work = asyncio.create_task(waiting.reserve("train"))
+    await asyncio.sleep(0.1)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    waiting.release()
 
 
 async def test_a_replica_serves_nothing_before_its_first_sync(cluster, requests):

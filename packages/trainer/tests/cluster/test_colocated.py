@@ -40,7 +40,8 @@ async def tokens_made(cluster):
     """Return how many tokens the replica has made of what it has under way."""
 
     def count(worker):
-        return sum(len(row.token_ids) for row in worker._engine._worker._batch.rows)
+        batch = worker._engine._worker._batch
+        return sum(len(row.token_ids) + len(batch._steps) for row in batch.rows)
 
     return await cluster.rollout.handles["replica 0"].__ray_call__.remote(count)
 

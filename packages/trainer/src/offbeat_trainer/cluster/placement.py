@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from offbeat_trainer.cluster.nodes import beside_the_driver, cores_of_machines, even_shares
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.cluster.spec import ClusterSpec
 
 Pool = Literal["train", "rollout", "shared"]
+_LOOK_S = 0.02  # between two looks whether Ray has reserved what was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +55,16 @@ class Rooms:
         return self._spec.cluster.placement is Placement.COLOCATED
 
     def rank(self, index: int) -> Seat:
-        """Return the seat of training rank `index`; the first one reserves the room.
-
-        Raises:
-            PlanRefused: the cluster does not have that much free.
-        """
+        """Return the seat of training rank `index`, once `reserve` has its room."""
         gpus = 1 if self._spec.train.device == "cuda" else 0
         return Seat(strategy=self._bundle("shared" if self.shared else "train", index), num_gpus=gpus)
 
     def replica(self, index: int) -> Seat:
-        """Return the seat of replica `index`; raises as `rank` does."""
+        """Return the seat of replica `index`, once `reserve` has its room.
+
+        Raises:
+            PlanRefused: it shares the devices of ranks that have not been started.
+        """
         width, gpus = self._width, self._gpus_of_a_replica
         if not self.shared:
             return Seat(strategy=self._bundle("rollout", index), num_gpus=gpus)
@@ -106,14 +108,32 @@ class Rooms:
     def _gpus_of_a_replica(self) -> int:
         return self._width if self._spec.rollout.rollout.device == "cuda" else 0
 
+    async def reserve(self, pool: Pool) -> None:
+        """Reserve the devices of "train" or "rollout", unless it has them; on a busy cluster that may take minutes.
+
+        "PACK" takes as few machines as possible, "SPREAD" as many. The event loop goes on meanwhile, for Ctrl-C above all.
+
+        Raises:
+            PlanRefused: the cluster did not have that much free within `cluster.start_timeout_s`.
+        """
+        pool = "shared" if self.shared else pool
+        if pool in self._groups:
+            return
+        bundles, timeout_s = self._bundles(pool), self._spec.cluster.start_timeout_s
+        strategy = "SPREAD" if pool == "rollout" and not self._gpus_of_a_replica else "PACK"
+        group = self._groups[pool] = placement_group(bundles, strategy=strategy, name=pool)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while placement_group_table(group)["state"] != "CREATED":  # noqa: ASYNC110 - Ray sets no event
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError as error:
+            remove_placement_group(self._groups.pop(pool))
+            raise PlanRefused(
+                f"the pool {pool!r} needs {len(bundles)} x {bundles[0]}; within {timeout_s:g} s the cluster had only "
+                f"{ray.available_resources()} free. Ask for fewer, or add devices"
+            ) from error
+
     def _bundle(self, pool: Pool, index: int) -> PlacementGroupSchedulingStrategy:
-        if pool not in self._groups:
-            self._groups[pool] = _reserve(
-                pool,
-                self._bundles(pool),
-                strategy="SPREAD" if pool == "rollout" and not self._gpus_of_a_replica else "PACK",
-                timeout_s=self._spec.cluster.start_timeout_s,
-            )
         return PlacementGroupSchedulingStrategy(self._groups[pool], index)
 
     def _bundles(self, pool: Pool) -> list[dict[str, float]]:
@@ -132,17 +152,3 @@ class Rooms:
 
 def _bundle(num_processes: int, gpus: int) -> dict[str, float]:
     return {"CPU": num_processes * CPUS_PER_PROCESS, **({"GPU": gpus} if gpus else {})}
-
-
-def _reserve(
-    name: str, bundles: list[dict[str, float]], *, strategy: str, timeout_s: float
-) -> PlacementGroup:
-    """Reserve `bundles`: "PACK" on as few machines as possible, "SPREAD" over as many."""
-    group = placement_group(bundles, strategy=strategy, name=name)
-    if not group.wait(timeout_s):
-        remove_placement_group(group)
-        raise PlanRefused(
-            f"the pool {name!r} needs {len(bundles)} x {bundles[0]}; within {timeout_s:g} s the cluster had only "
-            f"{ray.available_resources()} free. Ask for fewer, or add devices"
-        )
-    return group

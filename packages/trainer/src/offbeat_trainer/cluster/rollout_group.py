@@ -98,6 +98,7 @@ class RolloutGroup:
     async def start(self) -> None:
         """Reserve devices and bring up all replicas; they serve nothing until their first sync."""
         spec, cluster = self._spec, self._spec.cluster
+        await self._rooms.reserve("rollout")
         self.handles = {name: self._starter.launch(name) for name in self._starter.names}
         nodes = await answers(
             [handle.node.remote() for handle in self.handles.values()],

@@ -75,6 +75,7 @@ class TrainGroup(CarriedPolicy):
         """Reserve devices, start the ranks and let them meet."""
         spec = self._spec
         environment = {} if spec.train.device == "cuda" else LOADING_ENVIRONMENT
+        await self._rooms.reserve("train")
         seats = [self._rooms.rank(rank) for rank in range(spec.train.num_ranks)]
         # Threads of their own: a sync can be given up, and a rank says that it is there, while it computes.
         actor_class: Any = cast("Any", ray.remote)(concurrency_groups={"control": 1, "watch": 1})(TrainWorker)

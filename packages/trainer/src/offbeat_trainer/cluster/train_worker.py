@@ -58,15 +58,19 @@ class TrainWorker:
             PlanRefused: `host` is not this machine's.
         """
         try:
-            socket.create_server((host, 0)).close()
+            # By itself torch's store listens on every interface, and asks nobody who they are.
+            listener = socket.create_server((host, 0))
         except OSError as error:
             raise PlanRefused(
                 f"cluster.rendezvous_host={host} is no address of training rank 0's machine, {this_node()} ({error}): leave "
                 "it empty, or let it be one"
             ) from error
         # It holds its port from here on: `join` finds it in this process, and nobody else can take it in between.
-        self._meeting = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-        return f"{host}:{self._meeting.port}"
+        port, descriptor = int(listener.getsockname()[1]), listener.detach()
+        self._meeting = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
+        )
+        return f"{host}:{port}"
 
     def join(self, store_address: str, threads: Sequence[int]) -> None:
         """Meet the other ranks. Called in the thread that computes, whose number of threads, by rank, is set here."""
