@@ -89,10 +89,12 @@ class SlotCache:
         if len(self.row_index) != self._rows:
             self.row_index = torch.arange(self._rows, device=position_R.device)
 
-    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy slots onto others: `target[i]` becomes `source[i]`."""
-        for tensor in (*self.keys, *self.values):
-            if tensor is not None:
+    def move(self, source: Sequence[int], target: Sequence[int], num_positions: int | None = None) -> None:
+        """Copy slots onto others, or the first positions of each: `target[i]` becomes `source[i]`."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            if keys is None or values is None:
+                continue
+            for tensor in (keys[..., :num_positions], values[:, :, :num_positions]):
                 tensor[torch.tensor(target, device=tensor.device)] = tensor[
                     torch.tensor(source, device=tensor.device)
                 ]

@@ -226,7 +226,8 @@ class RunningBatch:
         """Say whether the last step can have ended a row, by a look at all rows at once."""
         if not self._steps or self._watches_text or len(self._steps) >= self._num_until_limit:
             return True
-        return not self._stops.isdisjoint(self._steps[-1][0][: len(self.rows)].tolist())
+        token_R = self._steps[-1][0]
+        return bool(self._stops) and not self._stops.isdisjoint(token_R[: len(self.rows)].tolist())
 
     def _write_rows(self) -> None:
         """Write the tokens of the steps so far into the rows; what was drawn for later steps is drawn again."""
@@ -300,7 +301,7 @@ class RunningBatch:
         source = [slots_of[prompt][0] for prompt in prompts for _ in slots_of[prompt][1:]]
         target = [slot for prompt in prompts for slot in slots_of[prompt][1:]]
         if source:
-            self._cache.move(source, target)
+            self._cache.move(source, target, length)
 
     def _record(
         self, prompts: Sequence[tuple[int, ...]], length: int, slots_of: dict[tuple[int, ...], list[int]]
