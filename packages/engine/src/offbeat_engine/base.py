@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, overload
 
 import torch
 
-from offbeat_engine.errors import EngineError, StateError
+from offbeat_engine.errors import StateError
 from offbeat_engine.interface import Engine
 from offbeat_engine.toolkit import checkpoint_folders, training_state
 from offbeat_engine.toolkit.accumulation import Accumulation
@@ -209,7 +209,7 @@ class EngineBase(Engine, Generic[Parts]):
         try:
             with self._lent(), torch.set_grad_enabled(not forward_only):
                 predictions = self._run(asked, batch, ctx)
-        except EngineError:
+        except Exception:
             if not self.config.inference_only:
                 self.optimizer_zero_grad()  # they are of half a mini-batch
             raise

@@ -140,8 +140,10 @@ class Engine(ABC):
         """Run forward (and backward) over this rank's whole mini-batch and accumulate gradients.
 
         The engine splits `batch` into micro-batches itself, by token budget. Ranks may hold different numbers of
-        sequences, also none; all run equally many micro-batches, empty ones included. What goes wrong on one rank, in a
-        loss or hook too, is raised on all of them, and gradients are dropped.
+        sequences, also none; all run equally many micro-batches, empty ones included. What goes wrong on one rank in
+        its batch, a loss or a hook is raised on all of them. What the model itself raises (memory that runs out on a device) is
+        raised on that rank alone: the others wait inside a collective until `EngineConfig.collective_timeout_s`, and the ranks have
+        to be started again. Either way the gradients are dropped.
 
         Args:
             batch: this rank's sequences; an empty batch (B = 0) is allowed, on all ranks even.

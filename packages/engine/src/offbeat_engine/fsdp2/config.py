@@ -38,9 +38,7 @@ class Fsdp2Config(EngineConfig):
     reduce_dtype: Dtype = Dtype.FLOAT32
     checkpoint_every: int = bounded(1, at_least=1, speed=True)
     checkpoint_keeps: Literal["inputs", "products"] = field(default="inputs", metadata=SPEED)
-    attention: Literal["auto", "eager", "sdpa", "varlen", "flash_attention_2"] = field(
-        default="auto", metadata=SPEED
-    )
+    attention: Literal["auto", "eager", "sdpa", "varlen"] = field(default="auto", metadata=SPEED)
 
     @property
     def model_parallel_size(self) -> int:

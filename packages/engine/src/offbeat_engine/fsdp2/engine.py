@@ -13,7 +13,7 @@ import torch
 
 from offbeat_engine.base import EngineBase
 from offbeat_engine.config import require_config
-from offbeat_engine.errors import ConfigError
+from offbeat_engine.errors import ConfigError, EngineError, StateError
 from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
 from offbeat_engine.fsdp2.build import Parts, build_parts
 from offbeat_engine.fsdp2.compilation import kernels
@@ -53,6 +53,7 @@ class Fsdp2Engine(EngineBase[Parts]):
     def __init__(self, config: EngineConfig, world: World) -> None:
         super().__init__(config, world)
         self._config = require_config(config, Fsdp2Config)
+        self._failure = ""
 
     @classmethod
     def capabilities(cls) -> Capabilities:  # noqa: D102
@@ -116,8 +117,18 @@ class Fsdp2Engine(EngineBase[Parts]):
 
     def _run(self, asked: Asked, batch: TrainBatch, ctx: StepContext) -> Predictions:
         parts = self._ready()
+        if self._failure:
+            raise StateError(
+                f"the model failed in an earlier training call ({self._failure}); make a new engine"
+            )
         try:
             return run_step(step_of(parts, self._config, asked), batch, ctx)
+        except EngineError:
+            raise
+        except Exception as error:
+            if parts.sharded and asked.loss_fn is not None:  # FSDP keeps gradients of earlier micro-batches
+                self._failure = f"{type(error).__name__}: {error}"
+            raise
         finally:
             parts.routers.take(None)
             parts.reshard()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.fsdp2 import attention
 from offbeat_engine.fsdp2.packing import RowInputs, padded_inputs
-from offbeat_engine.fsdp2.varlen import plan_flash_attn, plan_varlen
+from offbeat_engine.fsdp2.varlen import plan_varlen
 
 if TYPE_CHECKING:
     from offbeat_engine.fsdp2.attention import PlanRows
@@ -29,19 +28,14 @@ class Kernel:
     plan: PlanRows | None = None
     shares: bool = False  # whether a beginning that sequences have in common may lie in the row once
     cuda_dtypes: frozenset[Dtype] = frozenset(Dtype)
-    cuda_only: bool = False
-    package: str = ""
     capability: tuple[int, int] = (0, 0)  # of a GPU, at least
 
-
-_HALF = frozenset({Dtype.BFLOAT16})
 
 KERNELS = {
     "eager": Kernel(padded="eager"),
     "sdpa": Kernel(padded="sdpa", plan=attention.plan_padded, shares=True),
-    "varlen": Kernel(plan=plan_varlen, shares=True, cuda_dtypes=_HALF, capability=(8, 0)),
-    "flash_attention_2": Kernel(
-        plan=plan_flash_attn, cuda_dtypes=_HALF, cuda_only=True, package="flash_attn", capability=(8, 0)
+    "varlen": Kernel(
+        plan=plan_varlen, shares=True, cuda_dtypes=frozenset({Dtype.BFLOAT16}), capability=(8, 0)
     ),
 }
 
@@ -82,9 +76,7 @@ def refusal(config: Fsdp2Config) -> tuple[str, str] | None:
         return f"{name} attention knows no packed rows", "set `packing: false`, or use auto"
     if not config.packing and kernel.padded is None:
         return f"{name} attention knows packed rows only", "set `packing: true`, or use auto"
-    if config.device != "cuda":
-        return (f"{name} runs on a CUDA device", "use auto") if kernel.cuda_only else None
-    if config.dtype not in kernel.cuda_dtypes:
+    if config.device == "cuda" and config.dtype not in kernel.cuda_dtypes:
         return f"{name} on a CUDA device takes {', '.join(sorted(kernel.cuda_dtypes))}", "use auto"
     return None
 
@@ -93,8 +85,6 @@ def missing_here(config: Fsdp2Config, capability: tuple[int, int]) -> str | None
     """Return what this process lacks for the kernel of `config` on a GPU of that compute capability, None if nothing."""
     name = kernel_name(config)
     kernel = KERNELS[name]
-    if kernel.package and find_spec(kernel.package) is None:
-        return f"{name} needs the package {kernel.package.replace('_', '-')}"
     if capability < kernel.capability:
         have, need = (".".join(map(str, each)) for each in (capability, kernel.capability))
         return f"{name} needs a GPU of compute capability {need}, this one has {have}"

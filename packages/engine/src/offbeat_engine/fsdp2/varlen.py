@@ -14,9 +14,9 @@ On a GPU the kernel is FlashAttention 2 as it comes with torch (`torch.nn.attent
 one, for any dtype and slow: it is there to be compared with. The GPU's has not been run by the project yet.
 """
 
-# torch.autograd.Function and torch's own operators are untyped; flash-attn is often not installed.
+# torch.autograd.Function and torch's own operators are untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportIncompatibleMethodOverride=false, reportMissingImports=false
+# pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VarlenRows:
-    """A `RowPlan` for variable-length kernels; `flash_attn` asks for that package's."""
+    """A `RowPlan` for variable-length kernels."""
 
     own: Part
     longest: int  # sequence, with what it shares
     num_tokens: int
     shared: Shared | None = None
-    flash_attn: bool = False
     peers: SubGroup | None = None
 
     def attend(
@@ -72,17 +71,12 @@ class VarlenRows:
         window = asked.window if asked.window is not None and asked.window < self.longest else None
         heads = (query_NAD, key_NKD, value_NKD)
         heads = _as_flash_takes_them(*heads) if query_NAD.is_cuda else heads
-        if self.flash_attn:
-            output_NAD = _flash_attn(self.own, heads, asked, window)
-        elif asked.dropout:
+        if asked.dropout:
             raise ConfigError(
                 f"varlen attention knows no dropout, and the model asks for {asked.dropout:g}; "
                 "set `attention: sdpa`, or train without dropout"
             )
-        else:
-            output_NAD = cast(
-                "torch.Tensor", _Varlen.apply(*heads, self.parts(window), asked.scaling, window)
-            )
+        output_NAD = cast("torch.Tensor", _Varlen.apply(*heads, self.parts(window), asked.scaling, window))
         return output_NAD[..., : value_NKD.shape[-1]]
 
     def parts(self, window: int | None) -> tuple[Part, ...]:
@@ -115,15 +109,6 @@ def plan_varlen(
     sees_M, num_seen = torch.cat([where[index] for index in asking]), [lengths[index] for index in asking]
     whole = _part(None, sees_M, num_asking, num_seen, device, causal=True)
     return replace(plan, shared=Shared(_beginnings(where, num_own, device), whole))
-
-
-def plan_flash_attn(
-    where_ST: torch.Tensor, own_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
-) -> VarlenRows:
-    """Plan rows for the flash-attn package, in which nothing is shared: a `PlanRows`."""
-    plan = plan_varlen(where_ST, own_ST, lengths, device)
-    assert plan.shared is None
-    return replace(plan, flash_attn=True)
 
 
 def _beginnings(where: list[torch.Tensor], num_own: list[int], device: torch.device) -> Part | None:
@@ -300,20 +285,3 @@ def _as_flash_takes_them(query: torch.Tensor, key: torch.Tensor, value: torch.Te
     if {*sizes} != {size}:  # padding by nothing would copy
         query, key, value = (functional.pad(each, (0, size - each.shape[-1])) for each in (query, key, value))
     return query, key, value
-
-
-def _flash_attn(own: Part, heads: Heads, asked: Asked, window: int | None) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(
-        *(each.contiguous() for each in heads),
-        cu_seqlens_q=own.ends_q,
-        cu_seqlens_k=own.ends_k,
-        max_seqlen_q=own.longest_q,
-        max_seqlen_k=own.longest_k,
-        dropout_p=asked.dropout,
-        softmax_scale=asked.scaling,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
