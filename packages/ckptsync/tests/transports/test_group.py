@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,3 +190,39 @@ def test_who_is_just_beginning_something_in_a_group_that_is_left_does_not_wait_f
     threading.Thread(target=begin, name="begin", daemon=True).start()
     assert begun.wait(300)
     ends.leave()
+
+
+class Aborting:
+    """A process group as NCCL drives it, whose kernels end when `abort` has returned."""
+
+    def __init__(self):
+        self.goes_on = threading.Event()
+
+    def broadcast(self, tensors, options):
+        class Never:
+            def is_completed(self):
+                return False
+
+        return Never()
+
+    def abort(self):
+        assert self.goes_on.wait(600)
+
+
+def test_memory_that_a_kernel_may_still_write_to_is_held_until_the_abort_is_done():
+    """Who staged lets go of it at once; another tensor would be laid there meanwhile."""
+    group, inner = Group("g", [["m", 0]]), Aborting()
+    group._held, group._chunk_bytes = [inner], 1 << 10
+    memory = np.zeros(2 << 10, dtype=np.uint8)
+    payload, is_there = torch.from_numpy(memory), weakref.ref(memory)
+    end = group.start(payload, LONG_S)
+    group.leave()
+    with pytest.raises(TransferError, match="the group was left"):
+        end()
+    del payload, memory, end, group
+    gc.collect()
+    assert is_there() is not None
+    inner.goes_on.set()
+    groups._leaving[-1].join(600)
+    gc.collect()
+    assert is_there() is None

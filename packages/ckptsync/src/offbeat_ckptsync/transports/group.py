@@ -66,7 +66,9 @@ class Group:
         self._calls = threading.Lock()  # into it; they only begin something
         self._met_at: TorchStore | None = None  # torch holds on to its own half of it only
         self._left = threading.Event()
-        self._flying: deque[list[Any]] = deque()  # chunks of broadcasts, the oldest first
+        self._flying: deque[list[Any]] = (
+            deque()
+        )  # of broadcasts, the oldest first: work and chunk, nothing once done
         self._chunk_bytes = CHUNK_BYTES
 
     def build(self, store: Store, rank: int, host: str, device: str, timeout_s: float) -> None:
@@ -156,8 +158,9 @@ class Group:
         own: list[list[Any]] = []
         for chunk in self._chunks(payload):
             while len(self._flying) >= IN_FLIGHT:
-                self._finish(self._flying.popleft(), deadline)
-            own.append([self._begun(lambda made, part=chunk: made.broadcast([part], options))])
+                self._finish(self._flying[0], deadline)
+                self._flying.popleft()
+            own.append([self._begun(lambda made, part=chunk: made.broadcast([part], options)), chunk])
             self._flying.append(own[-1])
 
         def finish() -> None:
@@ -167,10 +170,14 @@ class Group:
         return finish
 
     def leave(self) -> None:
-        """Abort what is under way here and close the connections, at any moment and from any thread."""
+        """Abort what is under way here and close the connections, at any moment and from any thread.
+
+        Until that is done the chunks under way are held: a kernel of NCCL's may still write to them.
+        """
         self._left.set()
         held, self._held = self._held, []
-        thread = threading.Thread(target=_end, args=(held, self._calls), name="leave group", daemon=True)
+        ended = held, self._calls, self._flying.copy()
+        thread = threading.Thread(target=_end, args=ended, name="leave group", daemon=True)
         thread.start()
         _leaving[:] = [*filter(threading.Thread.is_alive, _leaving), thread]
 
@@ -186,18 +193,18 @@ class Group:
         for first in range(0, payload.numel(), self._chunk_bytes):
             yield payload[first : first + self._chunk_bytes]
 
-    def _finish(self, works: list[Any], deadline: float) -> None:
-        """Wait for works, and let go of them: done is done, whoever asks again."""
-        while works:
-            work = works[0]
-            while not work.is_completed():
-                if self._left.is_set():
-                    raise TransferError("the group was left")
-                if time.monotonic() > deadline:
-                    raise TransferError("nothing more came in time")
-                time.sleep(_LOOK_S)
-            work.wait()  # raises what went wrong
-            del works[0]
+    def _finish(self, flying: list[Any], deadline: float) -> None:
+        """Wait for a broadcast, and let go of it: done is done, whoever asks again."""
+        if not flying:
+            return
+        while not flying[0].is_completed():
+            if self._left.is_set():
+                raise TransferError("the group was left")
+            if time.monotonic() > deadline:
+                raise TransferError("nothing more came in time")
+            time.sleep(_LOOK_S)
+        flying[0].wait()  # raises what went wrong
+        flying.clear()
 
 
 class StoreForTorch(TorchStore):
@@ -241,13 +248,14 @@ def _let_them_leave() -> None:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-def _end(held: list[Any], calls: threading.Lock) -> None:
+def _end(held: list[Any], calls: threading.Lock, flying: deque[list[Any]]) -> None:
     """Abort a process group: NCCL's kernels end with it; gloo's sockets close with the last reference, which frees the peers.
 
     Gloo first waits for what this rank has in flight, up to its deadline.
     """
     for group in held:
         group.abort()
+    flying.clear()
     with calls:
         pass  # who calls into the group just now does not let go of it last
     held.clear()
