@@ -218,6 +218,9 @@ class Transport(ABC):
     def abort(self, sync_id: str) -> None:
         """Either side: give up a sync; waits of this process for it end soon. Safe at any moment, from any thread."""
 
+    def trim(self) -> None:  # noqa: B027 -- optional
+        """Source side: let go of memory of syncs that are over and that nobody holds; the next sync makes some again."""
+
     @abstractmethod
     def close(self) -> None:
         """Release everything; the object is not used again."""
@@ -344,6 +347,9 @@ class Source(ABC):
     @abstractmethod
     async def abort(self, sync_id: str) -> None:
         """Give up a sync; safe at any moment."""
+
+    async def trim(self) -> None:  # noqa: B027 -- optional
+        """Let go of memory that is kept for the next sync."""
 
     async def reference(self) -> list[float]:
         """Return the right answer to the members' canary for the weights sent last; empty where it has none."""

@@ -72,3 +72,18 @@ async def test_weights_that_a_replica_has_written_into_are_given_to_nobody(party
         await party.manager.catch_up(late, peers_only=True)
     await party.manager.catch_up(late)  # from the trainer, which has them still
     assert torch.equal(party.replicas["late"].weight, served)
+
+
+async def test_what_joiners_were_given_from_takes_memory_until_the_syncs_after_it_only(party):
+    """A replica kept up to three models for joiners, for life."""
+    party.train()
+    await party.manager.sync(1)
+    await party.manager.catch_up(party.replica("late"), peers_only=True)
+    held = party.manager._members["one"].peer()._sender._transport._segments
+    assert len(held) == 1
+    for version in (2, 3):
+        party.train()
+        await party.manager.sync(version)
+    assert party.manager._members["one"].peer()._sender._transport._segments == []
+    await party.manager.catch_up(party.replica("later"), peers_only=True)
+    assert torch.equal(party.replicas["later"].weight, party.trained.weight)

@@ -12,7 +12,7 @@ from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.control.report import memcpy_gb_per_s
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
-from offbeat_ckptsync.seams import GenerationGate
+from offbeat_ckptsync.seams import NO_TRAFFIC, GenerationGate
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
 from offbeat_ckptsync.values import Seat
@@ -54,7 +54,7 @@ async def test_the_phases_sum_to_the_wall_time_and_each_says_what_it_is(transpor
     sender = Sender(SlowSource(awkward_weights(1)), config)
     manager = CheckpointEngineManager(LocalSource(sender), config)
     ends = [make_transport(transport, config) for _ in range(2)]
-    for index, (end, gate) in enumerate(zip(ends, [None, SlowGate()], strict=True)):
+    for index, (end, gate) in enumerate(zip(ends, [NO_TRAFFIC, SlowGate()], strict=True)):
         receiver = Receiver(Seat(member=f"m{index}"), SlowSink() if index else DictSink())
         manager.add(LocalMember(receiver, end, gate=gate))
     mark = time.perf_counter()

@@ -63,6 +63,8 @@ class ReplicaMember(Member):
         """See `Member.begin`. On a shared device generation then stops and the engine sleeps; one that refuses goes on."""
         self._look_away()
         self._gaps = await Gaps.watched(self._gate, offer.silent_s)
+        if self._copies is not None:
+            await self._copies.trim()  # what joiners were sent from
         held = set(await self._ranks.ask("begin", offer))
         if self._gate.shares_device and not self._is_closed:
             self._is_closed = True

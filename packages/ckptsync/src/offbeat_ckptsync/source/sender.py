@@ -156,6 +156,13 @@ class Sender:
             self._transport.abort(sync_id)
             self._bases.aborted(sync_id)
 
+    def trim(self) -> None:
+        """Let go of memory that is kept for the next sync, unless one is being sent."""
+        if self._sending.acquire(blocking=False):
+            self._buffers = None
+            self._transport.trim()
+            self._sending.release()
+
     def close(self) -> None:
         """Leave all connections."""
         self._transport.close()
@@ -218,6 +225,10 @@ class LocalSource(Source):
     async def send(self, offer: SyncOffer) -> Sent:
         """Send every bucket to every member."""
         return await in_thread(lambda: self._sender.send(offer), name=f"send {offer.version}")
+
+    async def trim(self) -> None:
+        """Let go of memory that is kept for the next sync."""
+        await in_thread(self._sender.trim, name="trim")
 
     async def abort(self, sync_id: str) -> None:
         """Give up a sync; safe at any moment."""

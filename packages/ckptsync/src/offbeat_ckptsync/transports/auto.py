@@ -70,6 +70,11 @@ class AutoTransport(Transport):
         for transport in made:
             transport.abort(sync_id)
 
+    def trim(self) -> None:
+        """As everything that was picked."""
+        for transport in self._made.values():
+            transport.trim()
+
     def close(self) -> None:
         """Close everything that was picked, and leave the stores."""
         for transport in self._made.values():

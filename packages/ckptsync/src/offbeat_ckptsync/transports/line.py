@@ -192,9 +192,9 @@ class Reception:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp")
         self._name = f"{folder}/{_SOCKET}"
-        self._remove = weakref.finalize(self, _remove_folder, folder, os.getpid())
         self._token = secrets.token_hex(16)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._remove = weakref.finalize(self, _close, self._socket, folder, os.getpid())
         self._socket.bind(self._name)
         self._socket.listen(_BACKLOG)
         self._socket.settimeout(_TICK_S)
@@ -236,7 +236,6 @@ class Reception:
 
     def close(self) -> None:
         """Listen no more."""
-        self._socket.close()
         self._remove()
 
     def _next(self, offer: SyncOffer) -> Guest | None:
@@ -341,7 +340,8 @@ def _absent(guests: dict[tuple[str, int], Guest], seats: Sequence[tuple[str, int
     return [f"rank {rank} of {member}" for member, rank in seats if (member, rank) not in guests]
 
 
-def _remove_folder(folder: str, pid: int) -> None:
+def _close(listener: socket.socket, folder: str, pid: int) -> None:
+    listener.close()
     if os.getpid() == pid:  # not in a process that was forked off
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -107,6 +107,10 @@ class RelayTransport(Transport):
         self._wire.abort(sync_id)
         self._near.abort(sync_id)
 
+    def trim(self) -> None:
+        """Give back segments that nobody holds."""
+        self._near.trim()
+
     def close(self) -> None:
         """Leave the group, the stores and the segments."""
         self._wire.close()

@@ -134,6 +134,14 @@ class ShmTransport(LineTransport):
                 self._segments.remove(segment)
                 segment.close()
 
+    def trim(self) -> None:
+        """Give back segments that nobody holds."""
+        with self._lock:
+            for segment in [each for each in self._segments if each.is_free()]:
+                self._segments.remove(segment)
+                segment.close()
+            self._open = {}
+
     def close(self) -> None:
         """Let go of segments, mappings and the address."""
         with self._lock:
