@@ -61,7 +61,8 @@ class FileEngine(WeightTransferEngine):
         pass
 
 def register():
-    WeightTransferEngineFactory.register_engine("file", FileEngine)
+    if "file" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("file", FileEngine)
 """
 
 
@@ -77,5 +78,8 @@ def file_backend(tmp_path_factory):
         "[vllm.general_plugins]\nfile_weights = file_weights:register\n"
     )
     sys.path.insert(0, str(plugin))  # spawned processes search where this one does
+    from vllm import plugins
+
+    plugins.plugins_loaded = False  # and forked ones have what was loaded here
     yield "file"
     sys.path.remove(str(plugin))

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+import tempfile
 
 import pytest
 import pytest_asyncio
@@ -34,6 +35,7 @@ from offbeat_rollout.testing import (
     write_tokenizer,
 )
 from offbeat_rollout.vllm import VllmConfig, VllmEngine, vllm_environment
+from offbeat_rollout.vllm.processes import Forked
 
 # vLLM leaves a message-queue context to the garbage collector; it is collected in the last tests of this file.
 pytestmark = pytest.mark.vllm
@@ -62,12 +64,15 @@ async def engine(paths, file_backend):
         stop_strings=True,
         weight_backend=file_backend,
     )
-    saved = dict(os.environ)
+    saved, temporary = dict(os.environ), tempfile.tempdir
     os.environ.update(vllm_environment(config))
+    tempfile.tempdir = tempfile.mkdtemp()
     engine = VllmEngine(config)
     await engine.start()
     yield engine
     await engine.stop()
+    os.rmdir(tempfile.tempdir)
+    tempfile.tempdir = temporary
     os.environ.clear()
     os.environ.update(saved)
 
@@ -266,12 +271,14 @@ async def test_discarded_weights_have_no_version_and_are_not_served(engine, path
     assert set((await engine.generate(request("some"))).policy_versions) == {6}
 
 
-async def test_stop_leaves_no_process(engine):
+async def test_stop_leaves_no_process_and_no_socket(engine):
     """Last in the file: the engine is gone afterwards."""
     children = multiprocessing.active_children()
-    assert children
+    assert [type(child) for child in children] == [Forked], "vLLM is imported once"
+    assert os.listdir(tempfile.gettempdir()), "the folder of its sockets"
     await engine.stop()
     assert not any(child.is_alive() for child in children)
+    assert not os.listdir(tempfile.gettempdir())
     assert not (await engine.health()).ok
     with pytest.raises(EngineStateError, match="call `start` first"):
         await engine.generate(request("late"))

@@ -30,20 +30,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout.checks import check_request, eos_token_ids
-from offbeat_rollout.clock import RequestClock
+from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.config import require_config
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, RolloutError
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.types import Health, PauseMode, RolloutCapabilities, RolloutFeature
 from offbeat_rollout.vllm import recording
 from offbeat_rollout.vllm.arguments import check_arguments, check_heads
-from offbeat_rollout.vllm.calls import answer_of
 from offbeat_rollout.vllm.config import VllmConfig
 from offbeat_rollout.vllm.environment import check_environment, vllm_environment
 from offbeat_rollout.vllm.lora import serve_nothing_yet, served_lora
 from offbeat_rollout.vllm.processes import Launched, build_vllm
-from offbeat_rollout.vllm.progress import Progress
-from offbeat_rollout.vllm.updates import VllmUpdates
+from offbeat_rollout.vllm.updates import VllmUpdates, answer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -58,6 +56,40 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
+class Progress:
+    """Tokens made so far and who has one, read where vLLM keeps them: requests without queue, or their prompts are computed."""
+
+    def __init__(self) -> None:
+        self.ended = 0  # tokens of the requests that have ended
+        self.paused = False
+        self._llm: AsyncLLM | None = None
+
+    def follow(self, llm: AsyncLLM) -> None:
+        """Look at this engine from now on; it has made nothing yet."""
+        self.ended, self.paused, self._llm = 0, False, llm
+
+    def work(self) -> Work:
+        """Return what is being done now."""
+        made = self._made()
+        return Work(
+            tokens_made=self.ended + sum(made.values()),
+            at_work=[name for name, count in made.items() if count],
+            paused=self.paused,
+        )
+
+    def without_tokens(self) -> list[str]:
+        """Return the requests under way that have no token yet."""
+        return [name for name, count in self._made().items() if not count]
+
+    def _made(self) -> dict[str, int]:
+        states = () if self._llm is None else self._llm.output_processor.request_states.values()
+        return {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in states
+            if state.detokenizer is not None
+        }
+
+
 class VllmEngine(RolloutEngine):
     """One vLLM engine and the processes it starts."""
 
@@ -67,7 +99,7 @@ class VllmEngine(RolloutEngine):
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         self._llm: AsyncLLM | None = None
-        self._launched: Launched[AsyncLLM] | None = None
+        self._launched: Launched | None = None
         self._updates = VllmUpdates(self.config, self._running, self._flip)
         self._version: int | None = 0
         self._num_flips = 0

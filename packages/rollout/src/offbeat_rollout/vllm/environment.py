@@ -23,7 +23,7 @@ def vllm_environment(config: RolloutConfig, cores: Sequence[int] = ()) -> dict[s
     """Return what the process that will hold a `VllmEngine` must have in its environment.
 
     `cores` are the CPU cores the replica should keep to (CPU only). A single worker then runs inside vLLM's engine
-    process: two processes import vLLM instead of three, and no step crosses a process border more than once.
+    process, which is a fork: vLLM is imported once, and no step crosses a process border more than once.
     """
     environment = {
         "HF_HUB_OFFLINE": "1",

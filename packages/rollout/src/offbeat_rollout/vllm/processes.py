@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import signal
+import tempfile
 import threading
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+import warnings
+from multiprocessing.context import ForkContext, ForkProcess
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offbeat_rollout.errors import EngineStateError
+from offbeat_rollout.folders import HeldFolder
+from offbeat_rollout.vllm.plugin import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,37 +33,33 @@ _STOP_TIMEOUT_S = 20.0
 _GRACE_S = 5.0  # for a process that was asked to end
 _KILL_TIMEOUT_S = 5.0
 _PROCESS_NAMES = "EngineCore"  # how vLLM's begin
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+_FOLDERS = "offbeat-vllm-"
+_ROOM_BYTES = 107 - len(f"/{_FOLDERS}abcdefgh/") - 36  # of a socket's name, unix(7): vLLM's are UUIDs
 
 # One engine of a process comes up at a time: what is new among the children meanwhile is then its own.
 _starting = threading.Lock()
 
 
-class Stoppable(Protocol):
-    """What a build leaves behind, say an `AsyncLLM`."""
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """End it, waiting at most `timeout` seconds."""
-        ...
-
-
-E = TypeVar("E", bound=Stoppable)
-
-
-class Launched(Generic[E]):
+class Launched:
     """One engine and its child processes. Workers below those end with their parent by vLLM's own means."""
 
-    def __init__(self, build: Callable[[], E]) -> None:
-        """Prepare; `build` blocks until the engine can generate and may start processes named as vLLM's are."""
+    def __init__(self, build: Callable[[str], AsyncLLM]) -> None:
+        """Prepare; `build` blocks until the engine can generate and may start processes named as vLLM's are.
+
+        It is given a folder, which is there until `end`.
+        """
         self._build = build
-        self._guard = (
-            threading.Lock()
-        )  # over the three below, which `end` and `run` change from different threads
-        self._engine: E | None = None
+        fits = len(os.fsencode(tempfile.gettempdir())) <= _ROOM_BYTES
+        self._folder = HeldFolder(Path(tempfile.gettempdir() if fits else "/tmp"), _FOLDERS)
+        # Over the three below, which `end` and `run` change from different threads.
+        self._guard = threading.Lock()
+        self._engine: AsyncLLM | None = None
         self._ended = False
         self._others: frozenset[int | None] | None = None  # children that were there before; None: not begun
         self._children: list[BaseProcess] | None = None  # ours, once the engine is up
 
-    def run(self, timeout_s: float) -> E:
+    def run(self, timeout_s: float) -> AsyncLLM:
         """Build the engine. Runs in a thread: it takes tens of seconds, of which `timeout_s` may go to waiting its turn.
 
         Raises:
@@ -70,7 +74,7 @@ class Launched(Generic[E]):
             with self._guard:
                 self._refuse_if_ended()
                 self._others = frozenset(child.pid for child in multiprocessing.active_children())
-            engine = self._build()
+            engine = self._build(str(self._folder.path))
             with self._guard:
                 self._children = self.children()
                 if not self._ended:
@@ -97,31 +101,66 @@ class Launched(Generic[E]):
     def end(self) -> None:
         """End the engine and its processes, up or still coming up; safe to call twice."""
         with self._guard:
-            self._ended = True
+            again, self._ended = self._ended, True
             engine, self._engine = self._engine, None
             children = self.children()
         if engine is not None:
             _shut_down(engine)
         _end(children, grace_s=0 if engine is None else _GRACE_S)
+        if not again:
+            self._folder.close()
 
     def _refuse_if_ended(self) -> None:
         if self._ended:
             raise EngineStateError("the engine was ended while it came up")
 
 
-def build_vllm(config: VllmConfig) -> AsyncLLM:
-    """Return a running `AsyncLLM` for `config`, which was checked; blocks for tens of seconds."""
+def build_vllm(config: VllmConfig, sockets: str) -> AsyncLLM:
+    """Return a running `AsyncLLM` for `config`, which was checked; blocks for seconds. Its sockets lie in the folder `sockets`."""
+    from vllm.v1.engine import utils
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from offbeat_rollout.vllm.arguments import engine_args
 
-    return AsyncLLM.from_engine_args(engine_args(config))
+    variables, usual = os.environ, utils.get_mp_context  # noqa: TID251 -- vLLM reads it here and nowhere else
+    before = variables.get(_SOCKETS)
+    variables[_SOCKETS] = sockets
+    if config.device == "cpu" and config.tensor_parallel_size == 1:  # elsewhere vLLM decides
+        utils.get_mp_context = Forking
+    try:
+        return AsyncLLM.from_engine_args(engine_args(config))
+    finally:
+        utils.get_mp_context = usual
+        variables.pop(_SOCKETS)
+        variables.update({} if before is None else {_SOCKETS: before})
 
 
-def _shut_down(engine: Stoppable) -> None:
-    with contextlib.suppress(
-        Exception
-    ):  # a dead engine may fail at its own goodbye; its processes are ended below
+class Forked(ForkProcess):
+    """vLLM's process as a fork of this one, which has imported vLLM: an interpreter of its own would do so again, for ten seconds."""
+
+    def start(self) -> None:
+        """Fork a new thread: the child has a copy of that one alone, and one that has computed waits for OpenMP threads it had."""
+        thread = threading.Thread(target=super().start, name="fork")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, since there are threads
+            thread.start()
+            thread.join()
+
+    def run(self) -> None:
+        """Do the work, as nobody's event loop."""
+        signal.set_wakeup_fd(-1)  # that of the parent would take the child's signals for its own
+        die_with_parent()  # vLLM loads its plugins once, and has in the parent
+        super().run()
+
+
+class Forking(ForkContext):
+    """Starts processes that are forks; see `Forked`."""
+
+    Process = Forked
+
+
+def _shut_down(engine: AsyncLLM) -> None:
+    with contextlib.suppress(Exception):  # a dead engine may fail at its own; its processes are ended below
         engine.shutdown(timeout=_STOP_TIMEOUT_S)
 
 

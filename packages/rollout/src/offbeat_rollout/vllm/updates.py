@@ -12,12 +12,11 @@ opened once and stays open: `finish` only sets the version, and `close` is refus
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from offbeat_rollout.errors import EngineStateError, UpdateRefused
 from offbeat_rollout.interface import WorkerUpdates
 from offbeat_rollout.lora import folder_lora_specs
-from offbeat_rollout.vllm.calls import answer_of
 from offbeat_rollout.weight_files import folder_specs
 
 if TYPE_CHECKING:
@@ -27,6 +26,24 @@ if TYPE_CHECKING:
 
     from offbeat_rollout.types import WeightSpec
     from offbeat_rollout.vllm.config import VllmConfig
+
+
+T = TypeVar("T")
+
+
+async def answer_of(call: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
+    """Return what vLLM answers to `call`.
+
+    Raises:
+        EngineStateError: no answer within `timeout_s`, the engine's `request_timeout_s`.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call
+    except TimeoutError:
+        raise EngineStateError(
+            f"vLLM did not answer `{what}` within {timeout_s} s (`request_timeout_s`)"
+        ) from None
 
 
 class VllmUpdates(WorkerUpdates):
