@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from offbeat_trainer.data.assemble import assemble_examples
 from offbeat_trainer.metrics import reduce_metrics
 
 if TYPE_CHECKING:
-    from offbeat_engine import EngineConfig
+    from offbeat_engine import EngineConfig, TrainBatch
     from offbeat_trainer.config import WarmupConfig
     from offbeat_trainer.interface import Policy, Reporter, Supervised
 
@@ -35,15 +36,16 @@ def warm_up_engine(engine: EngineConfig, config: WarmupConfig) -> EngineConfig:
     return replace(engine, optimizer=optimizer)
 
 
-async def run_warm_up(
-    policy: Policy, task: Supervised, config: WarmupConfig, reporter: Reporter
-) -> list[dict[str, float]]:
-    """Train `config.steps` supervised batches and return the metrics of each."""
-    history: list[dict[str, float]] = []
+async def run_warm_up(policy: Policy, task: Supervised, config: WarmupConfig, reporter: Reporter) -> None:
+    """Train `config.steps` supervised batches."""
+
+    def batch_of(step: int) -> TrainBatch:
+        return assemble_examples(task.examples(step, config.batch_size))
+
+    batch = batch_of(0)
     for step in range(config.steps):
-        batch = assemble_examples(task.examples(step, config.batch_size))
-        values = reduce_metrics(await policy.supervise(batch))
-        history.append(values)
+        following = min(step + 1, config.steps - 1)  # made while the ranks train on this one
+        trained, batch = await asyncio.gather(policy.supervise(batch), asyncio.to_thread(batch_of, following))
         if (step + 1) % TOLD_EVERY == 0 or step + 1 == config.steps:
-            reporter.phase("warm-up", f"step {step + 1} of {config.steps}, loss {values['train/loss']:.3f}")
-    return history
+            loss = reduce_metrics(trained)["train/loss"]
+            reporter.phase("warm-up", f"step {step + 1} of {config.steps}, loss {loss:.3f}")

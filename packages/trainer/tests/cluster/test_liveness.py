@@ -9,7 +9,7 @@ from offbeat_trainer.errors import WorkerGone
 
 @pytest.fixture
 def guarded():
-    from offbeat_trainer.cluster.liveness import guarded
+    from offbeat_trainer.cluster.waits import guarded
 
     return guarded
 

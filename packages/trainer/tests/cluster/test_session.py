@@ -112,6 +112,9 @@ def test_ctrl_z_stops_the_driver_and_not_ray():
         assert driver.stdout.readline() == "started\n"
         before = processes_of(driver.pid)
         assert len(before) >= 3, "Ray's servers are of the driver's group"
+        started = "\n".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in before)
+        assert "raylet" in started
+        assert not [name for name in ("monitor.py", "dashboard.py") if name in started], "of no use to a run"
         os.killpg(driver.pid, signal.SIGTSTP)  # as a terminal does
         deadline = time.monotonic() + 600
         while processes_of(driver.pid).get(driver.pid) != "T":

@@ -231,14 +231,17 @@ class RolloutGroup:
             ) from error
 
     async def stop(self) -> None:
-        """End the replicas; safe to call twice, and before `start` ended."""
+        """End the replicas, those that still start at once; safe to call twice, and before `start` ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         handles, self.handles = self.handles, {}
         limit_s = stop_limit_s(self._spec.rollout.adapter_name)
-        await asyncio.gather(*(_end(name, handle, limit_s) for name, handle in handles.items()))
+        up = [name for name in handles if name in self.members]
+        await asyncio.gather(*(_end(name, handles[name], limit_s) for name in up))
+        for handle in handles.values():
+            ray.kill(handle)
 
     async def _watch(self, pool: ReplicaPool) -> None:
         cluster = self._spec.cluster
@@ -369,4 +372,3 @@ async def _end(name: str, handle: Any, limit_s: float) -> None:  # noqa: ANN401
         await answer(handle.do.remote("stop"), owner=name, what="stop", timeout_s=limit_s)
     except Exception:
         log.warning("%s did not stop by itself", name, exc_info=True)
-    ray.kill(handle)

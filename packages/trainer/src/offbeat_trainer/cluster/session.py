@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import ray
+from ray._private.node import Node
 
 from offbeat_trainer.errors import TrainerError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # Actors ask for slices of a logical core: what they may really use is decided by the plan, not by Ray.
 CPUS_PER_PROCESS = 0.01
 CONNECT_TIMEOUT_S = 20.0
+_HELPERS = ("start_monitor", "start_api_server", "start_log_monitor")
 LOGICAL_CPUS = 2  # Ray starts as many processes at once as it counts CPUs
 
 
@@ -75,16 +77,37 @@ def _connect(config: ClusterConfig, num_gpus: int) -> None:
         return
     # Ray starts a worker with a line for bash, in which it leaves the interpreter's path unquoted.
     python = shlex.quote(sys.executable)
-    ray.init(
-        address="local",
-        num_cpus=LOGICAL_CPUS,
-        num_gpus=num_gpus,
-        include_dashboard=False,
-        object_store_memory=config.object_store_mib << 20,
-        runtime_env=None if python == sys.executable else {"py_executable": python},
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    with _without_helpers():
+        ray.init(
+            address="local",
+            num_cpus=LOGICAL_CPUS,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            object_store_memory=config.object_store_mib << 20,
+            runtime_env=None if python == sys.executable else {"py_executable": python},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+
+@contextmanager
+def _without_helpers() -> Generator[None]:
+    """Start no process of Ray that a private Ray has no use for: each takes a second of a core, and `ray.init` waits for one.
+
+    These are the autoscaler, which also opens a port to everybody, usage statistics (`start_api_server`, also without a dashboard),
+    and the copying of logs to the driver. Ray 2.60 has no setting for any of them.
+    """
+    usual = {name: getattr(Node, name) for name in _HELPERS}
+    for name in usual:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, method in usual.items():
+            setattr(Node, name, method)
+
+
+def _start_nothing(*_: object, **__: object) -> None: ...
 
 
 @contextmanager

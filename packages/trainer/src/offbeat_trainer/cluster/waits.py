@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Coroutine, Sequence
 
 log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 GRACE_S = 5.0
 """How long to listen to the others after a first failure: a rank often sees its peer's death before Ray tells of it."""
@@ -82,3 +84,23 @@ async def answers(
     for error in (*gone, *first):
         raise error
     return ended
+
+
+async def guarded(
+    work: Coroutine[Any, Any, _Result], watch: Coroutine[Any, Any, object], *, name: str
+) -> _Result:
+    """Return what `work` returns or raises; if `watch` raises first, end `work`, wait for that, and raise it.
+
+    Where both fail, `watch` tells: what `work` saw of a death may be no more than a broken connection.
+    """
+    working = asyncio.create_task(work, name=name)
+    watching = asyncio.create_task(watch, name=f"watch over {name}")
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done() and (not working.done() or working.exception() is not None):
+            watching.result()
+        return await working
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
