@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from offbeat_recipes.run.folder import open_run_folder
-from offbeat_recipes.run.going_on import first_step
+from offbeat_recipes.run.session import first_step
 from offbeat_trainer import JsonlReporter, Mean, Metric, ResumeError
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.run_store import RunState, RunStore

@@ -55,7 +55,7 @@ async def test_before_the_loop_listens_the_first_ends_the_run(number):
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(asyncio.create_task(run()), DEADLINE_S)
     assert stop.requested
-    assert reporter.phases == []
+    assert reporter.phases == [("stopping", "at once: no step has begun")]
 
 
 async def test_afterwards_the_signals_are_pythons_own_again():

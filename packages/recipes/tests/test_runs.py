@@ -322,3 +322,19 @@ def test_supervised_training_that_was_stopped_goes_on_to_the_bit(tmp_path: Path,
     assert history(tmp_path / "parted") == history(tmp_path / "whole")
     both = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parted")]
     assert both[0]["loss_before"] == both[1]["loss_before"] > both[0]["loss_after"] == both[1]["loss_after"]
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+def test_ctrl_c_while_a_run_starts_is_answered_and_waits_for_no_replica(tmp_path: Path, shared_ray: str):
+    folder = tmp_path / "run"
+    starting = begin(folder, "rollout=hf", shared_ray)
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while "training rank(s)" not in starting.said:
+        assert time.monotonic() < deadline
+        assert starting.poll() is None, starting.complained
+        time.sleep(0.01)
+    starting.signal(signal.SIGINT)
+    assert starting.wait(RUN_TIMEOUT_S) == 130
+    assert "stopping" in starting.said
+    assert "did not stop by itself" not in (folder / "logs" / "driver.log").read_text()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -85,3 +89,29 @@ def test_a_refusal_comes_before_ray_and_vllm():
     )
     assert done.returncode == 2
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.spawns
+def test_the_first_word_comes_before_the_libraries_and_ctrl_c_is_answered_there(tmp_path: Path):
+    keys, screen = pty.openpty()
+    program = (
+        f"import sys; from offbeat_recipes.cli.train import main; sys.exit(main(['run_dir={tmp_path}/run']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=screen, stdout=screen, stderr=screen)
+    os.close(screen)
+    said = b""
+    try:
+        while b"checking" not in said:
+            said += os.read(keys, 4096)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(600) == 130
+        with suppress(OSError):  # what a terminal says whose other side is closed
+            while more := os.read(keys, 4096):
+                said += more
+    finally:
+        process.kill()
+        process.wait()
+        os.close(keys)
+    assert said.decode().splitlines()[-1] == "offbeat-train: stopped before anything was started"
+    assert "Traceback" not in said.decode()
+    assert not (tmp_path / "run").exists()

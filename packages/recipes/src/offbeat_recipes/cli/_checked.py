@@ -33,6 +33,8 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
             f"chmod 600 {readable}\n"
         )
     try:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"{prog}: checking settings, data and model ...\n")  # imports take seconds
         plan = plan_run(config, gather_facts(config))
         for warning in plan.warnings:
             sys.stderr.write(f"{prog}: note: {warning}\n")
@@ -47,3 +49,6 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
     except RecipeError as error:
         complain(prog, error)
         return USAGE
+    except KeyboardInterrupt:  # a run that has begun takes Ctrl-C itself
+        sys.stderr.write(f"{prog}: stopped before anything was started\n")
+        return 130

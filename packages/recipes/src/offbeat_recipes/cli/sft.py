@@ -10,8 +10,6 @@ from offbeat_recipes.cli._hydra import USAGE, parser, read_command_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat_recipes.settings.tree import RunConfig
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line, refuse what cannot run, then do it; return the exit code."""
@@ -25,19 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(read, int):
         return read
     config, options = read
-    if told := _refused(config):
-        sys.stderr.write(f"{made.prog}: refused: {told}\n")
+    if config.warmup.steps < 1:
+        sys.stderr.write(f"{made.prog}: refused: warmup.steps: 0; supervised training needs it, set it\n")
         return USAGE
     from offbeat_recipes.cli._checked import checked  # torch from here on
 
     return checked(made.prog, config, "sft_by_loss" if options.loss_only else "sft")
-
-
-def _refused(config: RunConfig) -> str:
-    """Say what this command alone cannot do with `config`, or nothing."""
-    if config.warmup.steps < 1:
-        return "warmup.steps: 0; supervised training takes that many steps, set it"
-    return ""
 
 
 if __name__ == "__main__":

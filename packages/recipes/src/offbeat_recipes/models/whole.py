@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all."""
+"""Model folders that are there whole or not at all, and models of somebody's shape with fresh weights."""
 
 from __future__ import annotations
 
@@ -24,6 +24,30 @@ def make_whole(folder: Path, fill: Callable[[Path], None]) -> None:
         _put(beside, folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)  # gone already if it was put in place
+
+
+def random_model_folder(shape: Path, cache_dir: Path, seed: int) -> Path:
+    """Return a Hugging Face folder with the config and tokenizer of `shape` and weights drawn from `seed`.
+
+    Made in `cache_dir` where it is not there yet; two calls with one seed give the same weights.
+    """
+    folder = cache_dir / f"random-{seed}"
+    if folder.exists():
+        return folder
+
+    def fill(beside: Path) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape)).save_pretrained(beside)
+        for file in shape.iterdir():
+            if "token" in file.name or file.suffix in {".jinja", ".model"}:
+                shutil.copy(file, beside)
+
+    make_whole(folder, fill)
+    return folder
 
 
 def _put(beside: Path, folder: Path) -> None:

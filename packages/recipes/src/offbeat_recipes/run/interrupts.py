@@ -49,7 +49,7 @@ class StandingLoop(asyncio.SelectorEventLoop):
 class StopKeys:
     """While open, SIGINT and SIGTERM end the run in order instead of tearing it down, and SIGHUP does nothing.
 
-    Before the loop listens there is nothing to finish, so the first signal ends the run at once too.
+    Before the loop listens there is nothing to finish, so the first signal ends the run at once too, and says so.
     """
 
     def __init__(self, stop: StopRequest, reporter: Reporter) -> None:
@@ -83,6 +83,8 @@ class StopKeys:
                 "after this step, or the sync that follows with mode.sync_every, with a checkpoint; Ctrl-C again stops at once",
             )
             return
+        if not self._stop.requested:
+            self._reporter.phase("stopping", "at once: no step has begun")
         self._stop.requested = True
         assert self._task is not None
         self._task.cancel()

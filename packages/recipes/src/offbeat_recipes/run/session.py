@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync import SyncError
 from offbeat_engine import EngineError
 from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
-from offbeat_recipes.models.random import random_model_folder
+from offbeat_recipes.models.whole import random_model_folder
 from offbeat_recipes.plan.lengths import length_refusals
 from offbeat_recipes.plan.stops import check_stops
 from offbeat_recipes.run.failures import in_words
@@ -28,11 +28,11 @@ from offbeat_recipes.run.reporting import make_reporter
 from offbeat_recipes.settings.reading import to_dict
 from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_rollout import RolloutError
-from offbeat_trainer import TrainerError
+from offbeat_trainer import ResumeError, TrainerError
 from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.stream.parts import StopRequest
-from offbeat_trainer.watch.reporters.fanout import FanOut
+from offbeat_trainer.watch.reporters.fanout import FanOut, Truncating
 from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
 from offbeat_trainer.watch.reporters.screen import Screen
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
     from offbeat_recipes.tasks.base import RunnableTask
     from offbeat_trainer import Reporter
+    from offbeat_trainer.cluster.train_group import TrainGroup
+    from offbeat_trainer.run_store import RunStore
 
 HOUSE_ERRORS = (TrainerError, SyncError, EngineError, RolloutError, RecipeError)
 TRAIN, SFT, SFT_BY_LOSS = ("offbeat-train",), ("offbeat-sft",), ("offbeat-sft", "--loss-only")
@@ -178,6 +180,30 @@ def _open(
         started=started,
         program=program,
     )
+
+
+async def first_step(
+    session: Session, train: TrainGroup, store: RunStore, *, steps: int, setting: str
+) -> int:
+    """Return the first step to be done, of `steps`, whose `setting` that is; the ranks hold its weights then.
+
+    Raises:
+        ResumeError: more steps are done already.
+    """
+    step = await train.load(None) if session.folder.resumed else None
+    if step is not None and step > steps:
+        raise ResumeError(f"{session.folder.path} has {step} steps already; {setting}={steps} is less")
+    # Without a checkpoint all is said again, but what `offbeat-sft` said in this folder before reinforcement learning began.
+    again = session.folder.resumed and (
+        step is not None or setting == "warmup.steps" or not (session.folder.checkpoints / "sft").exists()
+    )
+    if again and isinstance(session.reporter, Truncating):
+        session.reporter.truncate_after(-1 if step is None else step)
+    if step is None:
+        return 0
+    session.outcome.go_on(store.load(step))
+    session.reporter.phase("resume", f"from the checkpoint of step {step}")
+    return step
 
 
 async def _guarded(session: Session, work: Work) -> int:
