@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import offbeat_engine
 from offbeat_engine import (
     ConfigError,
     Dtype,
@@ -19,6 +20,12 @@ from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model
 
 GOOD = Fsdp2Config(model=ModelConfig(path="nowhere"))
+
+
+def test_every_public_name_is_listed_and_there():
+    assert sorted(offbeat_engine._HOMES) == sorted(offbeat_engine.__all__)
+    for name in offbeat_engine.__all__:
+        assert getattr(offbeat_engine, name) is not None
 
 
 def test_the_registry_knows_the_engine():
