@@ -187,6 +187,7 @@ def main() -> int:
     options = _options()
     answer, started_s = about(), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as scratch:
+        os.environ["TMPDIR"] = scratch  # of the benches: what one leaves that is killed goes with the rest
         values, failed = measure(options.parts, Path(scratch), smallest=options.smallest)
     figures = rows(options.parts, values)
     answer |= {"seconds": round(time.perf_counter() - started_s), "figures": figures, "failed": failed}

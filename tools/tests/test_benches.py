@@ -1,6 +1,7 @@
 """Every bench in tools/bench, its whole path at the smallest size: which figures come, and whether its counts are right.
 
-Nothing here looks at a time or a speed. TRL is the one side that is left out: it has an environment of its own.
+Nothing here looks at a time or a speed. TRL is the one side that is left out: it has an environment of its own. What
+differs from another test by its adapter alone is marked deep.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,11 +24,15 @@ sys.path.insert(0, str(BENCH))
 from figures import PARTS  # noqa: E402 a script beside others, not a package
 from runner import descendants  # noqa: E402
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 FIGURES = {part.name: {figure.name: figure for figure in part.figures} for part in PARTS}
 TIMEOUT_S = 1200.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_raylet_start_wait_time_s": "180"}
 RAY = (pytest.mark.ray, pytest.mark.slow)
 VLLM = (pytest.mark.vllm, pytest.mark.slow)
+DEEP = pytest.mark.deep
 
 pytestmark = [pytest.mark.spawns, pytest.mark.timeout(TIMEOUT_S + 60)]
 
@@ -70,7 +76,7 @@ def test_the_megatron_engine_beside_a_bare_loop():
 
 
 @pytest.mark.parametrize(
-    "adapter", [pytest.param("hf", marks=RAY), pytest.param("vllm", marks=(*RAY, *VLLM))]
+    "adapter", [pytest.param("hf", marks=RAY), pytest.param("vllm", marks=(*RAY, *VLLM, DEEP))]
 )
 def test_a_step(adapter):
     answer = bench("step", "--json", "--smallest", "--no-trl", "--adapters", adapter)
@@ -83,7 +89,7 @@ def test_a_step(adapter):
     assert measured == {f"small_{adapter}_s"}
 
 
-@pytest.mark.parametrize("adapter", ["hf", pytest.param("vllm", marks=VLLM)])
+@pytest.mark.parametrize("adapter", ["hf", pytest.param("vllm", marks=(*VLLM, DEEP))])
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_first_step_is_seen(adapter):
@@ -130,7 +136,7 @@ def test_syncs_into_vllm_and_by_its_own_cycle():
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["vllm", pytest.param("sglang,seeds", marks=pytest.mark.sglang)])
+@pytest.mark.parametrize("part", ["vllm", pytest.param("sglang,seeds", marks=(pytest.mark.sglang, DEEP))])
 def test_adapters_beside_bare_engines(part):
     answer = bench("rollout", "--json", "--pairs", "1", "--requests", "2", "--tokens", "4", "--only", part)
     assert answer["engines"].keys() == set(part.split(","))
@@ -138,7 +144,7 @@ def test_adapters_beside_bare_engines(part):
     assert all(len(engine["ratios"]) == 1 for engine in answer["engines"].values())
 
 
-@pytest.mark.parametrize("carrier", ["sockets", pytest.param("ray", marks=RAY)])
+@pytest.mark.parametrize("carrier", ["sockets", pytest.param("ray", marks=(*RAY, DEEP))])
 def test_a_sender_and_a_receiver_are_killed(carrier):
     answer = bench("sync_chaos", "--json", "--kills", "2", "--transport", "shm", "--carrier", carrier)
     counts = {
@@ -209,12 +215,19 @@ def command_of(pid: int) -> str:
         return ""
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose name leaves room for those of sockets in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
-def test_ctrl_c_ends_a_bench_and_all_that_it_started(tmp_path):
+def test_ctrl_c_ends_a_bench_and_all_that_it_started(tmp_path, short_path):
     """The signal goes to the one process that a person started: `all.py`, two processes above the driver of a run."""
     command = [sys.executable, str(BENCH / "all.py"), "--smallest", "--only", "modes"]
-    environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(short_path)}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     deadline = time.monotonic() + TIMEOUT_S
@@ -234,7 +247,7 @@ def test_ctrl_c_ends_a_bench_and_all_that_it_started(tmp_path):
         assert {
             pid: command_of(pid) for pid, since in family.items() if since and started(pid) == since
         } == {}
-        assert [path.name for path in tmp_path.glob("offbeat-*")] == []
+        assert [path.name for path in short_path.glob("offbeat-*")] == []
     finally:
         process.kill()
         process.wait()
