@@ -161,6 +161,14 @@ class Chaos:
                 return
             time.sleep(POLL_S)
 
+    def close(self) -> None:
+        """End the run, and everything that has one of its logs open."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        for pid in self._with_open(""):
+            os.kill(pid, signal.SIGKILL)
+
     def _with_open(self, log: str) -> list[int]:
         """Return the processes that have a log open whose name begins with `log`, the driver's own aside."""
         start = str((self.folder / "logs").absolute()) + "/" + log
@@ -255,8 +263,7 @@ def main() -> int:
         say(f"failed: {error}")
         return 1
     finally:
-        if chaos.process is not None and chaos.process.poll() is None:
-            chaos.process.kill()
+        chaos.close()
         if not options.keep:
             shutil.rmtree(scratch, ignore_errors=True)
     print(json.dumps(answer, indent=None if options.json else 2))
@@ -265,4 +272,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(guarded(main, adopts=False))  # it counts who outlives a run

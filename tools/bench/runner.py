@@ -36,9 +36,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def guarded(main: Callable[[], int]) -> int:
-    """Return the exit code of `main`; however it ends, no process that it started is left."""
-    if sys.platform == "linux":
+def guarded(main: Callable[[], int], *, adopts: bool = True) -> int:
+    """Return the exit code of `main`; however it ends, no process that it started is left.
+
+    Without `adopts` orphans are init's, as they are where no bench runs: Ray's workers look for that.
+    """
+    if adopts and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
