@@ -130,6 +130,22 @@ async def test_where_nobody_has_the_committed_weights_a_joiner_serves_nothing_un
         assert_same(late.sink.weights, awkward_weights(2))
 
 
+async def test_a_joiner_makes_no_rank_of_the_source_gather_alone_where_it_has_several():
+    async with Party() as party:
+        party.membership.attach(party.manager, peers_only=True)
+        one = await party.join("one")
+        await party.manager.sync(1)
+        await party.join("two")  # from a peer
+        assert party.source.walks == 1
+        for replica in party.replicas:
+            replica.receiver._pool.forget()  # nobody keeps a copy any more
+        late = await party.join("late")
+        assert (party.source.walks, late.status().committed) == (1, False)
+        await party.manager.sync(2)
+        assert party.source.walks == 2
+        assert [each.status().version for each in (one, late)] == [2, 2]
+
+
 async def test_a_rendezvous_that_fails_names_who_is_missing():
     async with Party() as party:
         await party.join("one")

@@ -79,6 +79,7 @@ class Membership:
         self._read: dict[str, str] = {}  # the last text of each
         self._connections: dict[str, Connection] = {}
         self._manager: CheckpointEngineManager | None = None
+        self._peers_only = False
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self.refused: dict[str, str] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -129,9 +130,13 @@ class Membership:
 
         return CarriedSource(find)
 
-    def attach(self, manager: CheckpointEngineManager) -> None:
-        """Bring all members here, and all that come, to what `manager` has committed, and keep its list."""
-        self._manager = manager
+    def attach(self, manager: CheckpointEngineManager, *, peers_only: bool = False) -> None:
+        """Bring all members here, and all that come, to what `manager` has committed, and keep its list.
+
+        With `peers_only` joiners get it from other members, or come with the next sync: where the source has several ranks, gathering
+        is collective, and a joiner comes at a moment when the other ranks do something else.
+        """
+        self._manager, self._peers_only = manager, peers_only
         for connection in self._connections.values():
             self._welcome(connection)
 
@@ -263,14 +268,17 @@ class Membership:
         pause_s = _RETRY_S
         while self._connections.get(name) is connection:
             try:
-                await manager.catch_up(member)
+                await manager.catch_up(member, peers_only=self._peers_only)
             except Exception as error:  # noqa: BLE001 -- told to who waits for it
                 self.refused[name] = str(error) if isinstance(error, SyncError) else repr(error)
                 _log.warning("%r did not catch up: %s", name, error)
                 if self._connections.get(name) is not connection:
                     return
                 cause = error.__cause__
-                if isinstance(error, SyncFailed) and isinstance(cause, (VersionError, TransferError)):
+                is_lacking = isinstance(cause, (VersionError, TransferError)) or (
+                    self._peers_only and cause is None
+                )
+                if isinstance(error, SyncFailed) and is_lacking:
                     # Where nobody holds the committed weights any more, it gets with the next sync what the others get.
                     manager.enlist(member)
                     return

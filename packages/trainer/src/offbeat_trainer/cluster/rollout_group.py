@@ -182,7 +182,8 @@ class RolloutGroup:
 
     def set_aside(self, name: str, reason: str) -> None:
         """Go on without a replica that was silent in a sync: its requests go elsewhere, and it is brought back or replaced."""
-        self._silent.add(name)
+        if name not in self.replacing:
+            self._silent.add(name)
         self.lose(name, reason)
 
     async def unwell(self, names: Collection[str]) -> dict[str, str]:
