@@ -79,3 +79,20 @@ def test_afterwards_everything_is_as_it_was(tmp_path, error):
     assert state() == before
     with pytest.raises(UserWarning, match="a warning"):  # this project's pytest makes errors of them
         warnings.warn("a warning", UserWarning, stacklevel=1)
+
+
+def test_no_message_forges_a_line_or_moves_a_terminal(tmp_path):
+    """A reward that raises `cannot parse {completion}` brings what a model wrote into the log."""
+    path = tmp_path / "driver.log"
+    hostile = "\x1b[2J\x1b]0;owned\x07 and\r\n2026-11-23 00:00:00,000 offbeat ERROR forged"
+    with logs_to(path):
+        logging.getLogger("offbeat").warning("cannot parse %s", hostile)
+        try:
+            raise ValueError(hostile)
+        except ValueError:
+            logging.getLogger("offbeat").exception("the reward raised")
+    text = path.read_text()
+    assert not [char for char in text if char != "\n" and not char.isprintable()]
+    own = [line for line in text.splitlines() if not line.startswith("    ")]
+    assert [line.split(" offbeat ")[1].split()[0] for line in own] == ["WARNING", "ERROR"]
+    assert "Traceback (most recent call last):" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -12,13 +13,16 @@ from transformers import AutoTokenizer
 
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import DataError, TaskError
+from offbeat_recipes.plan.tokens import _tokens_of
 from offbeat_recipes.run.session import drive
 from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_recipes.tasks.config import ExternalTaskConfig, FileConfig, Gsm8kConfig
 from offbeat_recipes.tasks.file import FileTask
 from offbeat_recipes.tasks.gsm8k import INSTRUCTION, Gsm8kTask
 from offbeat_recipes.tasks.rows import read_rows
-from offbeat_rollout import Completion, Finish
+from offbeat_recipes.tasks.text import PromptMaker
+from offbeat_rollout import Completion, ConfigError, Finish
+from offbeat_rollout.stop_strings import load_tokenizer
 from offbeat_trainer import Group, RewardConfig, Trajectory
 
 if TYPE_CHECKING:
@@ -345,3 +349,33 @@ def test_a_step_that_takes_more_than_there_is_leaves_an_earlier_run_where_it_is(
     with pytest.raises(TaskError, match=r"trainer\.prompts_per_step: a step takes 3 .* the task has 2"):
         drive(config, never, 0.0)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
+
+
+def test_code_in_a_models_folder_runs_only_where_the_setting_says_so(
+    plain_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Left out of a call, transformers asks at the terminal, and a "y" there runs it: also in `offbeat-plan`, which starts nothing."""
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(plain_model, folder)
+    (folder / "theirs.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Theirs(PreTrainedTokenizerFast): pass\n"
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": "Theirs",
+        "auto_map": {"AutoTokenizer": ["theirs.Theirs", "theirs.Theirs"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(TaskError, match="trust_remote_code"):
+        _ = PromptMaker(str(folder), "never").tokenizer
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load_tokenizer(str(folder))
+    config = compose_run([f"model.path={folder}"])
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        _tokens_of(str(folder), config)
+    assert not ran.exists()
+    assert PromptMaker(str(folder), "never", trust_remote_code=True).tokenizer.get_vocab()
+    assert ran.exists()

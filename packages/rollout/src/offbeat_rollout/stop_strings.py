@@ -27,7 +27,7 @@ def load_tokenizer(model_path: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot read the tokenizer in {model_path!r}: {error}") from error
     return cast("Tokenizer", loaded.backend_tokenizer)

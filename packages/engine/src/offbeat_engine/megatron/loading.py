@@ -39,7 +39,7 @@ def hf_config(model: ModelConfig) -> Any:  # noqa: ANN401
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model.path, local_files_only=True)
+        return AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ConfigError(f"no model in {model.path!r}: expected a Hugging Face folder ({said})") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ def make_whole(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(beside, ignore_errors=True)  # gone already if it was put in place
 
 
-def random_model_folder(shape: Path, cache_dir: Path, seed: int) -> Path:
+def random_model_folder(shape: Path, cache_dir: Path, seed: int, *, trust_remote_code: bool = False) -> Path:
     """Return a Hugging Face folder with the config and tokenizer of `shape` and weights drawn from `seed`.
 
     Made in `cache_dir` where it is not there yet; two calls with one seed give the same weights.
@@ -41,7 +41,9 @@ def random_model_folder(shape: Path, cache_dir: Path, seed: int) -> Path:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape)).save_pretrained(beside)
+            trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+            made = cast("Any", AutoConfig).from_pretrained(shape, **trust)
+            AutoModelForCausalLM.from_config(made, **trust).save_pretrained(beside)
         for file in shape.iterdir():
             if "token" in file.name or file.suffix in {".jinja", ".model"}:
                 shutil.copy(file, beside)

@@ -146,7 +146,7 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
     )
 
 
-def model_facts(shape: PretrainedConfig) -> ModelFacts:
+def model_facts(shape: PretrainedConfig, *, trust_remote_code: bool = False) -> ModelFacts:
     """Return the facts of a Hugging Face config; parameters are counted on the meta device.
 
     Raises:
@@ -157,7 +157,7 @@ def model_facts(shape: PretrainedConfig) -> ModelFacts:
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shape)
+            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=trust_remote_code)
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"model.path: transformers makes no model of its config.json ({said})") from error
@@ -277,7 +277,9 @@ def _environment(config: RunConfig) -> Iterator[Refusal]:
 
 def _model(config: RunConfig) -> ModelFacts | None:
     shape = _model_config(config)
-    return None if shape is None else model_facts(shape)
+    if shape is None:
+        return None
+    return model_facts(shape, trust_remote_code=config.model.trust_remote_code)
 
 
 def _model_config(config: RunConfig) -> PretrainedConfig | None:
@@ -307,7 +309,8 @@ def _role_models(config: RunConfig) -> dict[str, ModelFacts]:
         name: model_facts(
             AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
-            )
+            ),
+            trust_remote_code=config.model.trust_remote_code,
         )
         for name, path in paths.items()
     }
@@ -345,7 +348,9 @@ def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int, list[Refusa
 
         return 0, MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS, []
     if opens:
-        task = make_task(config.task, config.model.path, config.seed)
+        task = make_task(
+            config.task, config.model.path, config.seed, trust_remote_code=config.model.trust_remote_code
+        )
         too_long = list(length_refusals(config, task))
         return getattr(task, "num_train_prompts", 0), task.max_prompt_tokens, 0, too_long
     return 0, config.task.max_prompt_tokens if isinstance(config.task, RowsConfig) else 0, 0, []

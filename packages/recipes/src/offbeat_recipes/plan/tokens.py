@@ -34,7 +34,7 @@ def _other_tokens(config: RunConfig, path: str) -> str:
     """Say how the tokens of the model in `path` differ from the policy's, or nothing: one number must be one token to both."""
     if not any((Path(path) / name).is_file() for name in _TOKENIZERS):
         return ""  # a folder of weights alone: nothing is known of its tokens
-    ours, theirs = _policy_tokens(config), _tokens_of(path)
+    ours, theirs = _policy_tokens(config), _tokens_of(path, config)
     if ours is None or ours == theirs:
         return ""
     differ = sorted(token for token in ours if theirs.get(token) != ours[token])
@@ -46,7 +46,7 @@ def _other_tokens(config: RunConfig, path: str) -> str:
 def _policy_tokens(config: RunConfig) -> dict[str, int] | None:
     """Return the policy's vocabulary; None where a task of another package makes the model."""
     if config.model.path:
-        return _tokens_of(config.model.path)
+        return _tokens_of(config.model.path, config)
     if isinstance(config.task, ArithmeticConfig):
         from offbeat_recipes.tasks.arithmetic import ArithmeticTask
 
@@ -54,7 +54,11 @@ def _policy_tokens(config: RunConfig) -> dict[str, int] | None:
     return None
 
 
-def _tokens_of(path: str) -> dict[str, int]:
+def _tokens_of(path: str, config: RunConfig) -> dict[str, int]:
     from transformers import AutoTokenizer
 
-    return dict(AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab())
+    return dict(
+        AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        ).get_vocab()
+    )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from transformers.utils import logging as transformers_logging
 
+from offbeat_trainer.watch.reporters.figures import visible
+
 if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
@@ -27,6 +29,14 @@ class _Quiet(logging.FileHandler):
             super().close()
 
 
+class _Visible(logging.Formatter):
+    """Escapes what a terminal would obey, and indents all lines but the first: messages quote models, data and users' exceptions."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one that nothing in it can end."""
+        return "\n    ".join(map(visible, super().format(record).split("\n")))
+
+
 def _log_thread(args: threading.ExceptHookArgs) -> None:
     name = "a thread" if args.thread is None else args.thread.name
     trace = None if args.exc_value is None else (args.exc_type, args.exc_value, args.exc_traceback)
@@ -41,7 +51,7 @@ def logs_to(path: Path) -> Generator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _Quiet(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler.setFormatter(_Visible("%(asctime)s %(name)s %(levelname)s %(message)s"))
     root, library = logging.getLogger(), logging.getLogger("transformers")
     transformers_logging.get_verbosity()  # lets the library set up its logger, which is to be put back
     before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in (root, library)]

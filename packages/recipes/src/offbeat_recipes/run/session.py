@@ -101,7 +101,9 @@ def drive(
     Raises:
         RecipeError: the folder or the task cannot be used; nothing was started.
     """
-    task = make_task(config.task, config.model.path, config.seed)  # before an earlier run is moved aside
+    task = make_task(
+        config.task, config.model.path, config.seed, trust_remote_code=config.model.trust_remote_code
+    )  # before an earlier run is moved aside
     if reopen:
         _require_scores(config, task)
     else:
@@ -163,7 +165,9 @@ def _open(
     base = folder.path / "base"
     base_model = task.model_folder(base, config.seed)
     if config.model.random_init:
-        base_model = random_model_folder(base_model, base, config.seed)
+        base_model = random_model_folder(
+            base_model, base, config.seed, trust_remote_code=config.model.trust_remote_code
+        )
     check_stops(task, base_model, trust_remote_code=config.model.trust_remote_code)
     jsonl = None if reopen else JsonlReporter(folder.path)
     steps = config.trainer.steps if program == TRAIN else config.warmup.steps

@@ -53,13 +53,16 @@ class RunnableTask(Task, Supervised, Protocol):
         ...
 
 
-def make_task(config: TaskConfig, model_path: str, seed: int) -> RunnableTask:
+def make_task(
+    config: TaskConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+) -> RunnableTask:
     """Return the task that `config` describes, its data read and checked.
 
     Args:
         config: the section `task` of a run.
         model_path: the model's folder, for tasks that use its tokenizer; "" where the task makes a model.
         seed: decides the order of prompts.
+        trust_remote_code: whether code in the model's folder may run, for its tokenizer.
 
     Raises:
         TaskError: it cannot be made; data errors name file, row and key.
@@ -76,15 +79,15 @@ def make_task(config: TaskConfig, model_path: str, seed: int) -> RunnableTask:
         case Gsm8kConfig():
             from offbeat_recipes.tasks.gsm8k import Gsm8kTask
 
-            return Gsm8kTask(config, model_path, seed)
+            return Gsm8kTask(config, model_path, seed, trust_remote_code=trust_remote_code)
         case FileConfig():
             from offbeat_recipes.tasks.file import FileTask
 
-            return FileTask(config, model_path, seed)
+            return FileTask(config, model_path, seed, trust_remote_code=trust_remote_code)
         case PairsConfig():
             from offbeat_recipes.tasks.pairs import PairsTask
 
-            return PairsTask(config, model_path, seed)
+            return PairsTask(config, model_path, seed, trust_remote_code=trust_remote_code)
         case ExternalTaskConfig():
             return _external(config, model_path, seed)
         case _:

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 class FileTask(TextTask):
     """Prompts under `prompt_key`: text, or a list of messages {"role", "content"}. `rewards` are the user's functions."""
 
-    def __init__(self, config: FileConfig, model_path: str, seed: int) -> None:
+    def __init__(
+        self, config: FileConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+    ) -> None:
         """Read both files and import the rewards, if any: supervised training needs none.
 
         Raises:
             TaskError: no such function, or see `TextTask`.
         """
         self._file = config
-        super().__init__(config, model_path, seed)
+        super().__init__(config, model_path, seed, trust_remote_code=trust_remote_code)
         self.rewards = self._find_rewards()
 
     def asked(self, row: Row) -> str | Messages:

@@ -59,11 +59,13 @@ def flexible_answer(text: str) -> Decimal | None:
 class Gsm8kTask(TextTask):
     """Word problems with the answer-extraction reward: 1 for the right number, else 0."""
 
-    def __init__(self, config: Gsm8kConfig, model_path: str, seed: int) -> None:
+    def __init__(
+        self, config: Gsm8kConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+    ) -> None:
         """Read both files; see `TextTask`."""
         self._extract = strict_answer if config.answer == "strict" else flexible_answer
         self._template = config.chat_template
-        super().__init__(config, model_path, seed)
+        super().__init__(config, model_path, seed, trust_remote_code=trust_remote_code)
 
     def asked(self, row: Row) -> str | Messages:
         """Return the question with the instruction, as a chat where the tokenizer has a template."""

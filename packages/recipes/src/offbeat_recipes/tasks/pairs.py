@@ -25,14 +25,16 @@ class PairsTask(TextTask):
     Supervised training learns the chosen ones.
     """
 
-    def __init__(self, config: PairsConfig, model_path: str, seed: int) -> None:
+    def __init__(
+        self, config: PairsConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+    ) -> None:
         """Read both files.
 
         Raises:
             TaskError: a file, a row or the tokenizer cannot be used.
         """
         self._pairs_config = config
-        super().__init__(config, model_path, seed)
+        super().__init__(config, model_path, seed, trust_remote_code=trust_remote_code)
 
     def asked(self, row: Row) -> str | Messages:
         """Return the row's prompt; its completions are looked at, too.

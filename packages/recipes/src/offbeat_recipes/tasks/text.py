@@ -30,10 +30,11 @@ _NAMED = 3  # overlong rows that a refusal names
 class PromptMaker:
     """Turns what a row asks into a `Prompt`, with the tokenizer of the model in `model_path`."""
 
-    def __init__(self, model_path: str, chat_template: str) -> None:
+    def __init__(self, model_path: str, chat_template: str, *, trust_remote_code: bool = False) -> None:
         """Keep both; the tokenizer is loaded at first use. `chat_template` is as in `RowsConfig`."""
         self._model_path = model_path
         self._chat_template = chat_template
+        self._trust_remote_code = trust_remote_code
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -49,14 +50,17 @@ class PromptMaker:
                 f"model.path: this task needs a local Hugging Face folder, got {self._model_path!r}"
             )
         try:
-            made = AutoTokenizer.from_pretrained(self._model_path, local_files_only=True)
+            made = AutoTokenizer.from_pretrained(
+                self._model_path, local_files_only=True, trust_remote_code=self._trust_remote_code
+            )
         except Exception as error:  # tokenizers raises a plain one for a file that is damaged
             said = (str(error).splitlines() or [type(error).__name__])[0]
             there = any(Path(self._model_path).glob("tokenizer*")) or any(
                 Path(self._model_path).glob("vocab*")
             )
             what = "the tokenizer in {} cannot be read" if there else "no tokenizer in {}"
-            raise TaskError(f"model.path: {what.format(self._model_path)}: {said}") from error
+            remedy = "; model.trust_remote_code=true lets it run" if "custom code" in said else ""
+            raise TaskError(f"model.path: {what.format(self._model_path)}: {said}{remedy}") from error
         return cast("PreTrainedTokenizerBase", made)
 
     @property
@@ -142,13 +146,15 @@ class PromptMaker:
 class TextTask:
     """Prompts of two files. Subclasses say what a row asks, what it teaches, and what a completion is worth."""
 
-    def __init__(self, config: RowsConfig, model_path: str, seed: int) -> None:
+    def __init__(
+        self, config: RowsConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+    ) -> None:
         """Read both files and make their prompts.
 
         Raises:
             TaskError: a file, a row or the tokenizer cannot be used.
         """
-        self.maker = PromptMaker(model_path, config.chat_template)
+        self.maker = PromptMaker(model_path, config.chat_template, trust_remote_code=trust_remote_code)
         self.max_prompt_tokens = config.max_prompt_tokens
         self.notes: tuple[str, ...] = ()
         self._model_path = model_path

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,  # pyright: ignore[reportUnknownVariableType]
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from offbeat_trainer.cluster.nodes import beside_the_driver, cores_of_machines, even_shares
