@@ -18,7 +18,7 @@ from offbeat_engine import (
     World,
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
-from offbeat_engine.testing import make_tiny_model, random_batch
+from offbeat_engine.testing import RankPool, make_tiny_model, random_batch
 
 pytestmark = pytest.mark.spawns
 FAMILIES = {
@@ -161,3 +161,26 @@ def test_other_ways_to_train_them(mixture, four_ranks, tmp_path, settings):
     ]  # LoRA: the base has one fingerprint
     near(loaded, expected[3], 1e-6)
     assert_close(found[3][3], found[0][3], rtol=0, atol=0)
+
+
+def test_three_ranks_which_divide_nothing_hold_rows_or_none(mixture, two_ranks, tmp_path):
+    path = mixture["mixtral"]
+    start, losses, _, weights, _, _ = trained(World(), path, {}, tmp_path / "one")
+    with RankPool(3) as three:
+        by_rank = three.run(shares, path, {})
+        found = three.run(trained, path, {}, tmp_path / "three")
+        back = three.run(resumed, path, {}, tmp_path / "one")[2]
+    experts = [name for name in by_rank[0] if "experts" in name]
+    assert [sum(share[0] for name, share in each.items() if name in experts) > 0 for each in by_rank] == [
+        True,
+        True,
+        False,
+    ]
+    assert found[2][1] == pytest.approx(losses, rel=1e-5)
+    assert all(torch.equal(found[2][0][name], weight) for name, weight in start.items())
+    assert all(torch.equal(back[0][name], weight) for name, weight in weights.items())
+    expected = resumed(World(), path, {}, tmp_path / "three")
+    again = two_ranks.run(resumed, path, {}, tmp_path / "three")[1]
+    for loaded in (expected, again):
+        assert all(torch.equal(loaded[0][name], weight) for name, weight in found[0][3].items())
+    near(again[2], expected[2])

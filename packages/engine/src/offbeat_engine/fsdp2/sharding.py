@@ -98,14 +98,10 @@ def _placements(scorer: Scorer, config: Fsdp2Config, num_ranks: int) -> dict[tor
     }
     if not uneven or config.optimizer.name == OptimizerName.ADAMW_8BIT:
         return {}
-    names, files = StateNames(hf), scorer.unfilled.plan.groups if scorer.unfilled is not None else ()
-    sources = {target: group for group in files if group.by_rows for target in group.targets}
-    placements: dict[torch.nn.Parameter, Shard] = {}
+    names, placements = StateNames(hf), dict[torch.nn.Parameter, Shard]()
     for name, param in uneven.items():
-        group = sources.get(lora.plain_name(name))
         for dim in range(1, param.dim()):
-            fits = param.shape[dim] % num_ranks == 0 and names.can_cut(name, dim)
-            if fits and (group is None or group.source_dim(dim) is not None):
+            if param.shape[dim] % num_ranks == 0 and names.can_cut(name, dim):
                 placements[param] = Shard(dim)
     return placements
 
