@@ -93,12 +93,18 @@ def test_what_a_step_waits_for_is_said_when_it_is_announced(terminal):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_that_a_run_will_stop_stays_to_be_read(terminal):
+def test_that_a_run_will_stop_and_who_was_fenced_off_stays_to_be_read(terminal):
     screen = Screen(terminal=terminal, steps=2)
-    for name, detail in (("generate", ""), ("stopping", "after this step"), ("train", "")):
+    for name, detail in (
+        ("generate", ""),
+        ("stopping", "after this step"),
+        ("fenced", "replica 1"),
+        ("train", ""),
+    ):
         screen.phase(name, detail, spend_s=1)
     screen.reporter.close()
-    assert sum("stopping: after this step" in line for line in screen.lines) == 1
+    for news in ("stopping: after this step", "fenced: replica 1"):
+        assert sum(news in line for line in screen.lines) == 1
 
 
 def test_the_header_comes_back_rarely():

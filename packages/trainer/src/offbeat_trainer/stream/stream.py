@@ -137,6 +137,8 @@ class GroupStream:
             parts.rollout.go_on()
         parts.journal.write(Flipped(steps=self.buffer.step, version=version))
         parts.timeline.mark("sync", f"version {version}")
+        for name, why in report.fenced.items():
+            parts.reporter.phase("fenced", f"{name}: {why}; version {version} goes on without it")
         self.buffer.serve(version)
         return report
 
