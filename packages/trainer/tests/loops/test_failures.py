@@ -226,3 +226,32 @@ def test_tokens_older_than_what_is_served_are_not_taken(tmp_path):
     run = ScriptedRun(folder=tmp_path, loop=LOOP, asynchrony=MODE, pool=pool).go()
     assert lies
     assert max(values["staleness/max"] for values in run.reporter.steps.values()) <= 1
+
+
+def test_a_step_that_drops_more_than_it_trains_says_so(tmp_path):
+    class Judge:
+        """Scores one group in four."""
+
+        def __init__(self):
+            self.groups = 0
+
+        async def score(self, group):
+            self.groups += 1
+            if self.groups % 4:
+                raise RewardFailed("raised", "the judge is down")
+            return replace(
+                group, scores=tuple(ScriptedTask().score(group.prompt, one) for one in group.trajectories)
+            )
+
+        async def close(self):
+            pass
+
+    loop = replace(LOOP, validation_prompts=0)
+    run = ScriptedRun(
+        folder=tmp_path, mode="sync", loop=loop, scorer=Judge(), asynchrony=AsyncConfig(max_attempts=1)
+    ).go()
+    assert run.outcome.trained_groups == LOOP.steps * LOOP.prompts_per_step
+    assert run.outcome.summary()["dropped_groups"]["reward_raised"] == 3 * run.outcome.trained_groups
+    notes = [detail for name, detail in run.reporter.phases if name == "dropped"]
+    assert len(notes) == LOOP.steps
+    assert notes[0].startswith("step 1 dropped 6 groups and trained 2")

@@ -49,6 +49,7 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "tokens_per_s": 20.0 / 4.0,
         "phase_s": {"generate": 0.5, "reward": 0.25, "train": 1.125, "sync": 0.125},
         "sync_gb_per_s": 2.0,
+        "trained_groups": 0,  # counted as steps are closed
         "dropped_groups": {"reward_raised": 2.0},
         "max_abs_logprob_diff": 1e-3,
         "warmup_s": 0.0,

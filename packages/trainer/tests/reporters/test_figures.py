@@ -1,4 +1,7 @@
+import io
+
 import pytest
+from rich.console import Console
 
 from offbeat_trainer.watch.reporters.figures import (
     COLUMNS,
@@ -66,3 +69,24 @@ def test_completions_cannot_draw_on_the_screen():
 )
 def test_the_panel_says_how_the_run_ended(values, title):
     assert summary_panel(values).title.plain == title
+
+
+def panel_text(values):
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(summary_panel(values))
+    return console.export_text()
+
+
+def test_the_panel_of_a_failed_run_begins_with_the_reason_and_leaves_out_what_was_not_reached():
+    text = panel_text(
+        {"error": "the judge\x1b[2J is down", "phase_s": {"generate": 0.0, "train": 0.0}, "steps": 0}
+    )
+    assert text.splitlines()[2].split("│")[1].split() == ["failed", "the", "judge\\x1b[2J", "is", "down"]
+    assert "per step" not in text
+
+
+def test_the_panel_says_how_many_groups_were_dropped_and_why():
+    drops = {"reward_raised": 40.0, "reward_none_applies": 4.0, "failed": 0.0}
+    text = panel_text({"dropped_groups": drops, "trained_groups": 16})
+    assert "44 groups for 16 trained: reward raised 40, reward none applies 4" in text
+    assert "dropped" not in panel_text({"dropped_groups": {"failed": 0.0}, "trained_groups": 16})

@@ -42,6 +42,7 @@ def wrapped(completions): return _all(completions)
 async def _all(completions): return np.array([await later(one) for one in completions])
 def short(completions): return [1.0]
 def process(completion): return os.getpid()
+def tokens(completion): return len(os.environ.get("RAY_AUTH_TOKEN", "")) + 10 * len(os.environ.get("JUDGE_API_KEY", ""))
 def where(completion): return threading.current_thread() is threading.main_thread()
 def alarmed(completion):
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("my own alarm")))
@@ -387,3 +388,10 @@ async def test_a_reward_that_does_not_apply_leaves_the_others_score(scorer):
     [first, second, third] = (await scorer("one", "none_for_b").score(group())).scores
     assert [first.reward, second.reward, third.reward] == [2.0, 1.0, 4.0]
     assert second.parts == {"one": 1.0}
+
+
+async def test_rewards_have_no_secret_of_the_run_in_their_environment(scorer, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("JUDGE_API_KEY", "key")
+    [score] = (await scorer("tokens").score(group(texts=("a",)))).scores
+    assert score.reward == 30.0, "a judge's key stays"

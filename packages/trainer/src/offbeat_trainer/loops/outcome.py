@@ -60,6 +60,7 @@ class Outcome:
     tokens: float = 0.0
     step_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict[str, float])
+    trained_groups: int = 0  # of this process
     dropped_groups: dict[str, float] = field(
         default_factory=dict[str, float]
     )  # since the run began, by reason
@@ -127,6 +128,7 @@ class Outcome:
             "tokens_per_s": self.tokens / self.step_s if self.step_s else None,
             "phase_s": {name: self.phase_s.get(name, 0.0) / steps for name in STEP_PHASES},
             "sync_gb_per_s": self.sync_gb_per_s / self.syncs if self.syncs else None,
+            "trained_groups": self.trained_groups,
             "dropped_groups": self.dropped_groups,
             "max_abs_logprob_diff": self.max_abs_logprob_diff,
             "warmup_s": self.warmup_s,
@@ -163,7 +165,16 @@ async def close_step(
     """
     done = step + 1
     metrics = [*group_metrics(groups), *staleness_metrics(groups, version_of(step)), *trained]
+    dropped_before = sum(outcome.dropped_groups.values())
     outcome.take(step, reduce_metrics(metrics), clock.seconds)
+    outcome.trained_groups += len(groups)
+    dropped = sum(outcome.dropped_groups.values()) - dropped_before
+    if dropped > len(groups):  # what is left is chosen by what failed
+        words = (
+            f"step {done} dropped {dropped:.0f} groups and trained {len(groups)}; the log names the reasons"
+        )
+        log.warning("%s", words)
+        parts.reporter.phase("dropped", words)
     outcome.where_time_went = parts.timeline.sentence()
     last = done == parts.loop.steps
     if last or due(done, parts.loop.validate_every):

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 COMMAND = "from offbeat_trainer.scoring.server import main; main()"
 GRACE_S = 15.0
+SECRETS = frozenset(
+    {
+        "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
+        "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+    }
+)  # fmt: skip
+"""What a run itself uses of the environment and no reward needs; the key of a judge stays."""
 
 
 class CallProcess:
@@ -113,6 +120,7 @@ class CallProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env={name: value for name, value in os.environ.items() if name not in SECRETS},  # noqa: TID251
                 start_new_session=True,  # Ctrl-C is the run's, which then closes this
             )
         finally:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RETRY_PAUSE_S = 0.5
+"""Before the second attempt of a call; each further one waits twice as long."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -143,6 +145,9 @@ class FunctionScorer:
             log.warning("%s (attempt %d of %d)", said, attempt, self._config.max_attempts)
             if attempt >= self._config.max_attempts:
                 raise RewardFailed(answer.failure, said)
+            await asyncio.sleep(
+                RETRY_PAUSE_S * 2 ** (attempt - 1)
+            )  # a judge that is busy is busy for a while
 
 
 class TaskScorer:

@@ -165,10 +165,12 @@ def summary_panel(values: Mapping[str, object]) -> Panel:
 
 def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
     lines = [
+        ("failed", _said(values, "error")),
         ("accuracy", _change(values, "accuracy_before", "accuracy_after", percent)),
         ("reward", _change(values, "reward_first", "reward_last", number)),
         ("held-out loss", _change(values, "loss_before", "loss_after", number)),
         ("steps", _one(values, "steps", lambda value: f"{value:.0f}")),
+        ("dropped", _dropped(values)),
         ("wall", _wall(values)),
         ("speed", _one(values, "tokens_per_s", lambda value: f"{number(value)} tokens/s")),
         ("per step", _phases(values)),
@@ -191,7 +193,23 @@ def _one(values: Mapping[str, object], key: str, form: Callable[[float], str]) -
 
 def _said(values: Mapping[str, object], key: str) -> Text | None:
     value = values.get(key)
-    return Text(value) if isinstance(value, str) else None
+    return Text("\n".join(map(visible, value.splitlines()))) if isinstance(value, str) and value else None
+
+
+def _dropped(values: Mapping[str, object]) -> Text | None:
+    """Say how many groups were dropped and why: what is left is no sample of all prompts any more."""
+    by_reason = {
+        reason.replace("_", " "): count
+        for reason, count in cast("Mapping[str, float]", values.get("dropped_groups") or {}).items()
+        if count
+    }
+    if not by_reason:
+        return None
+    reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in by_reason.items())
+    total = sum(by_reason.values())
+    return Text(
+        f"{total:.0f} groups for {values.get('trained_groups', 0)} trained: {reasons}", style="yellow"
+    )
 
 
 def _change(values: Mapping[str, object], first: str, last: str, form: Callable[[float], str]) -> Text | None:
@@ -206,7 +224,7 @@ def _wall(values: Mapping[str, object]) -> Text | None:
     parts = [
         (name, _one(values, key, clock)) for name, key in (("start", "startup_s"), ("warm-up", "warmup_s"))
     ]
-    inner = ", ".join(f"{name} {text.plain}" for name, text in parts if text is not None)
+    inner = ", of which ".join(f"{name} {text.plain}" for name, text in parts if text is not None)
     return wall if wall is None or not inner else Text.assemble(wall, (f"  ({inner})", "dim"))
 
 
@@ -215,7 +233,7 @@ def _phases(values: Mapping[str, object]) -> Text | None:
     if not phases:
         return None
     each = cast("Mapping[str, float]", phases).items()
-    return Text(" · ".join(f"{name} {seconds(value)} s" for name, value in each))
+    return Text(" · ".join(f"{name} {seconds(value)} s" for name, value in each if value)) or None
 
 
 def _lost(values: Mapping[str, object]) -> Text | None:
