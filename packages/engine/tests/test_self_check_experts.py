@@ -43,8 +43,8 @@ def large(tmp_path_factory):
     return made
 
 
-def build(path, world=None, **changes):
-    config = Fsdp2Config(model=ModelConfig(path=path), dtype="bfloat16", **changes)
+def build(path, world=None, dtype="bfloat16", **changes):
+    config = Fsdp2Config(model=ModelConfig(path=path), dtype=dtype, **changes)
     Fsdp2Engine(config, world or World()).init_model()
 
 
@@ -107,8 +107,9 @@ PLANTED = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_a_difference_beside_near_ties_is_refused(large, monkeypatch, plant):
+def test_a_difference_beside_near_ties_is_refused(large, monkeypatch, plant, dtype):
     plant(monkeypatch)
     with pytest.raises(ConfigError, match=PLANTED[plant]):
-        build(large("mixtral"))
+        build(large("mixtral"), dtype=dtype)

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _UNPACKED = "its layers mix tokens of packed sequences: set `packing: false`, which is exact"
-_NEAR_TIE = (
-    0.25  # of a token's range of scores: rounding came to 0.11 where dense models of such weights pass
-)
+# Of a token's range of scores: in bfloat16 rounding came to 0.11 where dense models of such weights pass.
+_NEAR_TIE = {Dtype.BFLOAT16: 0.25, Dtype.FLOAT32: 1e-5}
 _NOTHING_HELPS = "no setting of this engine makes them agree: use another model or another engine"
 
 
@@ -205,8 +204,8 @@ def _but_for_ties(
     engine: Engine, parts: Parts, batch: TrainBatch, judge: Judge, found: str | None
 ) -> str | None:
     """Return how the engine's path differs with the plain one's experts, or None: then `found` was of near ties that rounding decided."""
-    if found is None or engine.config.dtype != Dtype.BFLOAT16:
-        return found
+    if found is None:
+        return None
     device = next(parts.scorer.parameters()).device
     plain_BT, experts_BTK = _chosen(parts.scorer, batch, device)
     if experts_BTK is None:
@@ -217,7 +216,7 @@ def _but_for_ties(
     assert layout.experts_NK is not None
     with Choices(len(layout.experts_NK), layout.experts_NK, measures=True) as choices:
         own_BT = _laid_out(parts, layout, batch)
-    return found if choices.gap > _NEAR_TIE else judge.compare(plain_BT, own_BT)
+    return found if choices.gap > _NEAR_TIE[engine.config.dtype] else judge.compare(plain_BT, own_BT)
 
 
 def _chosen(
