@@ -185,6 +185,10 @@ class TimedJournal:
         self.inner.write(event)
         self.seconds += time.perf_counter() - started_s
 
+    def flush(self) -> None:
+        """Return once it outlives the process."""
+        self.inner.flush()
+
     def events(self) -> Iterable[Event]:
         """Return what is kept."""
         return self.inner.events()

@@ -142,6 +142,7 @@ def test_files_outlive_the_process_that_wrote_them(tmp_path, name):
     writer = JOURNALS[name](tmp_path)
     for event in STORY[:6]:
         writer.write(event)
+    writer.flush()
     reader = JOURNALS[name](tmp_path)  # the writer never closed it
     assert tuple(reader.events()) == STORY[:6]
     reader.close()
@@ -161,6 +162,27 @@ def test_one_process_goes_on_where_another_ended(tmp_path, name):
             told[3] = replace(told[3], trajectories=())
         journal.close()
     assert tuple(JOURNALS[name](tmp_path).events()) == tuple(told)
+
+
+def test_events_are_written_beside_the_loop_in_order_and_a_full_disk_is_told(tmp_path):
+    journal = JOURNALS["sqlite"](tmp_path)
+    with journal._lock:  # somebody writes, or forgets
+        for number in range(200):
+            journal.write(Issued(index=number, uid=str(number), version=1))
+    assert [event.index for event in journal.events()] == list(range(200))
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(sqlite3.OperationalError, match="full"):  # noqa: PT012 - by the flush, or the next event
+        for number in range(200, 200 + (1 << 14)):
+            journal.write(Issued(index=number, uid="x" * 1000, version=1))
+        journal.flush()
+    journal._db.execute("PRAGMA max_page_count=1000000")
+    journal.flush()
+    kept = [event.index for event in journal.events()]
+    assert kept == list(range(len(kept)))
+    assert len(kept) > 200
+    journal.close()
+    journal.close()
 
 
 def test_sqlite_writes_ahead(tmp_path):

@@ -76,8 +76,9 @@ class TrainGroup(CarriedPolicy):
         environment = {} if spec.train.device == "cuda" else LOADING_ENVIRONMENT
         await self._rooms.reserve("train")
         seats = [self._rooms.rank(rank) for rank in range(spec.train.num_ranks)]
-        # Threads of their own: a sync can be given up, and a rank says that it is there, while it computes.
-        actor_class: Any = cast("Any", ray.remote)(concurrency_groups={"control": 1, "watch": 1})(TrainWorker)
+        # Threads of their own: what is copied out leaves, a sync can be given up, and a rank says that it is there, while it computes.
+        groups = {"control": 1, "send": 1, "watch": 1}
+        actor_class: Any = cast("Any", ray.remote)(concurrency_groups=groups)(TrainWorker)
         self._workers: list[Any] = [
             actor_class.options(
                 num_cpus=CPUS_PER_PROCESS,
@@ -142,9 +143,8 @@ class TrainGroup(CarriedPolicy):
         """See `CarriedPolicy.carry`."""
         what, computes = _DONE[method], method in _COMPUTED
         async with self._devices_alone(changes=method != "evaluate") if computes else nullcontext():
-            given = (
-                [ray.put(one) for one in args] if computes else args
-            )  # a batch travels once, not once a rank
+            # A batch travels once, not once a rank; in a thread, because a large one takes seconds.
+            given = [await asyncio.to_thread(cast("Any", ray.put), one) for one in args] if computes else args
             return (await self._while_it_moves("do", method, kwargs, *given, what=what.format(*args)))[0]
 
     async def _while_it_moves(self, method: str, *args: object, what: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -188,10 +189,12 @@ async def close_step(
     if due(done, parts.loop.save_every) or ends or (last and parts.loop.save_every):
         with clock.phase("save"):
             # Blocked at the end: nothing follows that would wait for it.
+            await asyncio.to_thread(parts.journal.flush)  # a checkpoint stands on what its steps took
             await save(parts.store, parts.policy, outcome, block=ends or last)
-            parts.journal.forget(parts.store.oldest())
+            await asyncio.to_thread(parts.journal.forget, parts.store.oldest())
     elif not parts.loop.save_every and due(done, FORGET_EVERY):
-        parts.journal.forget(done)  # without checkpoints these tokens would never be trained again
+        # Without checkpoints these tokens would never be trained again.
+        await asyncio.to_thread(parts.journal.forget, done)
     outcome.interrupted = ends and not last
     return ends
 

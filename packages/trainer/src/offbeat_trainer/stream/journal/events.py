@@ -84,7 +84,11 @@ class Journal(Protocol):
     """Where events are kept. One process writes at a time."""
 
     def write(self, event: Event) -> None:
-        """Keep `event`, whole or not at all; once this returns it outlives a killed process."""
+        """Keep `event`, whole or not at all, after all that were written before it; see `flush`."""
+        ...
+
+    def flush(self) -> None:
+        """Return once everything written outlives a killed process. Called from any thread, as `forget` is."""
         ...
 
     def events(self) -> Iterable[Event]:
@@ -111,6 +115,9 @@ class MemoryJournal:
         """See `Journal.write`; a killed process takes this one along."""
         self._events.append(event)
 
+    def flush(self) -> None:
+        """See `Journal.flush`; nothing outlives this process."""
+
     def events(self) -> Iterable[Event]:
         """See `Journal.events`."""
         return tuple(self._events)
@@ -123,12 +130,9 @@ class MemoryJournal:
             if isinstance(event, Dropped) or (isinstance(event, Taken) and event.step < before_step)
             for index in ((event.index,) if isinstance(event, Dropped) else event.indices)
         }
-        self._events = [
-            replace(event, trajectories=())
-            if isinstance(event, (Half, Finished)) and event.index in old
-            else event
-            for event in self._events
-        ]
+        for place, event in enumerate(self._events):  # one by one: others are written meanwhile
+            if isinstance(event, (Half, Finished)) and event.index in old:
+                self._events[place] = replace(event, trajectories=())
 
     def close(self) -> None:
         """See `Journal.close`."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -58,6 +59,7 @@ class SegmentJournal:
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._file: int | None = None
+        self._lock = threading.Lock()  # of the file
         self._size = 0
         self._taken: dict[int, tuple[int, ...]] = {}
         self._dropped: set[int] = set()
@@ -69,7 +71,13 @@ class SegmentJournal:
         Raises:
             TrainerError: the disk did not take it; what was written before is as it was.
         """
-        row = to_row(event)
+        with self._lock:
+            self._write(to_row(event))
+
+    def flush(self) -> None:
+        """See `Journal.flush`; each event is there once it is written."""
+
+    def _write(self, row: Row) -> None:
         if self._file is None:
             self._begin_segment()
             assert self._file is not None
@@ -93,6 +101,10 @@ class SegmentJournal:
 
     def forget(self, before_step: int) -> None:
         """See `Journal.forget`; each segment that holds such completions is written anew, whole or not at all."""
+        with self._lock:
+            self._forget(before_step)
+
+    def _forget(self, before_step: int) -> None:
         steps = [step for step in self._taken if step < before_step]
         over = {index for step in steps for index in self._taken.pop(step)} | self._dropped
         self._dropped = set()

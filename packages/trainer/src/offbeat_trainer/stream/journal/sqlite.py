@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
+import time
+from collections import deque
 from itertools import accumulate, groupby, islice, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
@@ -52,6 +55,11 @@ WITH_EXPERTS = 3  # of completions alone: a file may hold both
 _READ = (0, 1, FORMAT)  # 0 is a new file; 1 is the same without turns
 BUSY_TIMEOUT_S = 10.0
 LOG_PAGES = 1 << 15  # of 4 KiB
+MAX_WAITING = 256
+"""How many events may wait to be written; who has one more writes them."""
+_TOGETHER_S = (
+    0.005  # what comes in this time is one transaction: on its own an event takes five times as long
+)
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS events (
@@ -65,6 +73,8 @@ CREATE TABLE IF NOT EXISTS events (
 """
 # Those that `forget` looks for: without it each of thousands of groups would be a walk over the whole run.
 _BODIES = "CREATE INDEX IF NOT EXISTS bodies ON events (number) WHERE body IS NOT NULL"
+# And what it has not looked at yet.
+_OVER = "CREATE INDEX IF NOT EXISTS over ON events (kind, number) WHERE version IS NULL AND kind IN ('dropped', 'taken')"
 _FORGET = (
     "UPDATE events SET body = NULL WHERE number = ? AND kind IN ('finished', 'half') AND body IS NOT NULL"
 )
@@ -76,7 +86,10 @@ Row: TypeAlias = tuple[str, int, int | None, str | None, bytes | None]
 
 
 class SqliteJournal:
-    """Satisfies `Journal` with a file."""
+    """Satisfies `Journal` with a file that a thread writes: the event loop does not wait for the disk.
+
+    Events are written in order. A killed process may leave the last few out, none of which came before one that is there.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open `path`, or make it.
@@ -87,8 +100,15 @@ class SqliteJournal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._open = True
+        self._rows: deque[Row] = deque()  # to be written, in this order
+        self._has_rows = threading.Event()
+        self._lock = threading.Lock()  # of the connection
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
         # isolation_level None: every statement is a transaction of its own, and no BEGIN is sent in between.
-        self._db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        self._db = sqlite3.connect(
+            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
@@ -99,22 +119,62 @@ class SqliteJournal:
                 raise ResumeError(f"{path} has format {version}, this version reads {FORMAT}")
             self._db.execute(_TABLE)
             self._db.execute(_BODIES)
+            self._db.execute(_OVER)
             self._db.execute(f"PRAGMA user_version={FORMAT}")
         except sqlite3.DatabaseError as error:
             self.close()
             raise ResumeError(f"{path} cannot be used as a journal: {error}") from error
 
     def write(self, event: Event) -> None:
-        """See `Journal.write`."""
-        self._db.execute(_INSERT, to_row(event))
+        """See `Journal.write`; raises what an earlier event failed of."""
+        if self._error is not None:
+            raise self._error
+        self._rows.append(to_row(event))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_on, name="journal", daemon=True)
+            self._thread.start()
+        self._has_rows.set()
+        if len(self._rows) > MAX_WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        """See `Journal.flush`."""
+        with self._lock:
+            rows = [self._rows.popleft() for _ in range(len(self._rows))]
+            if not rows:
+                return
+            try:
+                with self._db:  # a commit, or a rollback
+                    self._db.execute("BEGIN")
+                    self._db.executemany(_INSERT, rows)
+            except sqlite3.Error:
+                self._rows.extendleft(reversed(rows))
+                raise
+
+    def _write_on(self) -> None:
+        while self._open:
+            self._has_rows.wait()
+            time.sleep(_TOGETHER_S)
+            self._has_rows.clear()
+            try:
+                self.flush()
+            except sqlite3.Error as error:
+                self._error = error
+                return
 
     def events(self) -> Iterator[Event]:
         """See `Journal.events`."""
+        self.flush()
         for row in self._db.execute("SELECT kind, number, version, detail, body FROM events ORDER BY seq"):
             yield from_row(row)
 
     def forget(self, before_step: int) -> None:
         """See `Journal.forget`; then everything is flushed to disk."""
+        self.flush()
+        with self._lock:
+            self._forget(before_step)
+
+    def _forget(self, before_step: int) -> None:
         over = self._db.execute(
             "SELECT seq, CASE kind WHEN 'taken' THEN detail ELSE '[' || number || ']' END FROM events "
             "WHERE version IS NULL AND (kind = 'dropped' OR (kind = 'taken' AND number < ?))",
@@ -131,7 +191,14 @@ class SqliteJournal:
         """See `Journal.close`."""
         if self._open:
             self._open = False
-            self._db.close()
+            try:
+                if self._thread is not None:
+                    self._has_rows.set()
+                    self._thread.join()
+                if self._error is None:
+                    self.flush()
+            finally:
+                self._db.close()
 
 
 def to_row(event: Event) -> Row:
