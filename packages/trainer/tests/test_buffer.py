@@ -1,6 +1,7 @@
 """The buffer's account of every group, against a model that knows only sets."""
 
 import asyncio
+import gc
 
 import pytest
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
 from offbeat_trainer.stream.journal.events import MemoryJournal, recover
+from offbeat_trainer.stream.schedule import Schedule
 from offbeat_trainer.testing import run_virtual
 
 STEPS = 100_000
@@ -25,6 +27,27 @@ def make_buffer(journal=None, *, order=Order.OLDEST_VERSION, groups_per_step=2, 
     config = AsyncConfig(order=order, **mode)
     gate = StalenessGate.from_config(config, groups_per_step=groups_per_step, num_steps=STEPS)
     return GroupBuffer(gate, order, MemoryJournal() if journal is None else journal, on_drop=on_drop)
+
+
+@pytest.mark.parametrize("order", Order)
+def test_a_replayed_step_leaves_none_of_its_groups_behind(order):
+    """A schedule takes them by index: a queue that nobody looks at must not keep what was trained."""
+
+    async def replay():
+        gate = StalenessGate.from_config(AsyncConfig(order=order), groups_per_step=2, num_steps=STEPS)
+        schedule = Schedule(taken={step: (2 * step, 2 * step + 1) for step in range(30)})
+        buffer = GroupBuffer(gate, order, MemoryJournal(), replay=schedule)
+        before = len([one for one in gc.get_objects() if type(one) is Group])
+        for step in range(30):
+            for index in schedule.taken[step]:
+                buffer.issue(index, str(index), 1)
+                buffer.finish(index, make_group(index))
+            assert [entry.index for entry in await buffer.take(step)] == [*schedule.taken[step]]
+        assert buffer.pending == 0
+        gc.collect()
+        return len([one for one in gc.get_objects() if type(one) is Group]) - before
+
+    assert run_virtual(replay()) == 0
 
 
 class Account(RuleBasedStateMachine):

@@ -285,8 +285,8 @@ class GroupBuffer:
         entry.oldest = oldest_version(group.trajectories)
         entry.finished_s = now_s()
         self._finished[entry.last_step] += 1
-        if self._order is Order.FIRST_IN:
-            return  # it looks at `_first` alone
+        if self._order is Order.FIRST_IN or self._replays:
+            return  # `_first` or the schedule says what is taken
         # By rank, then index: an index is in use once, so entries themselves are never compared.
         heapq.heappush(self._ready, (self._rank(entry), entry.index, entry))
 
