@@ -24,8 +24,8 @@ from offbeat_trainer import (
 )
 from offbeat_trainer.learner import LocalPolicy
 from offbeat_trainer.local import LocalPublisher
+from offbeat_trainer.loops.online import run_sync
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed
 from offbeat_trainer.run_store import RunStore

@@ -20,7 +20,7 @@ from offbeat_trainer import (
     SamplingConfig,
     SqliteJournal,
 )
-from offbeat_trainer.loops.fully_async import run_fully_async
+from offbeat_trainer.loops.online import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore
@@ -28,6 +28,7 @@ from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from offbeat_engine import TrainBatch
@@ -107,8 +108,9 @@ class NoWeights:
         """Publish to `replica`."""
         self._replica = replica
 
-    async def publish(self, version: int) -> SyncReport:
+    async def publish(self, version: int, gathered: Callable[[], None] | None = None) -> SyncReport:
         """Change nothing but the version."""
+        del gathered
         await asyncio.sleep(0)
         self._replica.flip(version)
         return SyncReport(

@@ -28,10 +28,8 @@ from offbeat_trainer import (
     StepShape,
 )
 from offbeat_trainer.learner import LocalPolicy
-from offbeat_trainer.loops.fully_async import run_fully_async
-from offbeat_trainer.loops.one_step_off import run_one_step_off
+from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore
@@ -40,6 +38,7 @@ from offbeat_trainer.stream.parts import Parts
 from offbeat_trainer.weights.source import EngineWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from offbeat_engine import Engine
@@ -78,9 +77,9 @@ class PacedPublisher:
         receiver = Receiver(Seat(member="paced"), DictSink(weights.manifest()))
         self._manager.add(LocalMember(receiver, make_transport(config.transport, config), gate=NO_TRAFFIC))
 
-    async def publish(self, version: int) -> SyncReport:
+    async def publish(self, version: int, gathered: Callable[[], None] | None = None) -> SyncReport:
         """See `Publisher.publish`."""
-        report = await self._manager.sync(version)
+        report = await self._manager.sync(version, gathered=gathered)
         self._replica.flip(version)
         return report
 

@@ -13,7 +13,7 @@ import pytest
 from offbeat_recipes.cli._hydra import compose_run
 
 ROOT = Path(__file__).resolve().parents[2]
-LOOP = ROOT / "packages/trainer/src/offbeat_trainer/loops/sync.py"
+LOOP = ROOT / "packages/trainer/src/offbeat_trainer/loops/online.py"
 
 
 def pages() -> list[Path]:

@@ -32,7 +32,7 @@ VIOLATIONS = [
     (FLOORS, "trainer", "planted", "offbeat_recipes", IN_FUNCTION),
     (CKPTSYNC, "ckptsync", "plan.planted", "offbeat_ckptsync.control.manager", TYPE_ONLY),
     (CKPTSYNC, "ckptsync", "member.planted", "offbeat_ckptsync.transports.shm", IN_FUNCTION),
-    (TRAINER, "trainer", "stream.planted", "offbeat_trainer.loops.sync", TYPE_ONLY),
+    (TRAINER, "trainer", "stream.planted", "offbeat_trainer.loops.online", TYPE_ONLY),
     (TRAINER, "trainer", "roles.planted", "offbeat_trainer.algorithms.grpo", IN_FUNCTION),
     (RECIPES, "recipes", "settings.planted", "offbeat_recipes.plan.memory", TYPE_ONLY),
     (RECIPES, "recipes", "plan.planted", "offbeat_recipes.run.folder", IN_FUNCTION),

@@ -40,10 +40,8 @@ from offbeat_trainer import (
 )
 from offbeat_trainer.learner import LocalPolicy
 from offbeat_trainer.local import LocalPublisher
-from offbeat_trainer.loops.fully_async import run_fully_async
-from offbeat_trainer.loops.one_step_off import run_one_step_off
+from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.roles.role import role_engines
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn, derive_seed
 from offbeat_trainer.run_store import RunStore
@@ -321,6 +319,6 @@ def test_one_prompt_is_followed_through_few_files(tmp_path, model, mode, journal
     text = DATAFLOW.read_text().partition("## The files")[2].partition("\n## ")[0]
     sync, other = (set(re.findall(r"`([\w/]+\.py)`", part)) for part in text.split("Fully asynchronous"))
     # `other` names a file for each of sync's that it does without.
-    told = sync if mode is run_sync else sync ^ other ^ {"loops/sync.py"}
+    told = sync if mode is run_sync else sync ^ other
     assert rooms.entered == told, files
     assert len(files) <= 18, f"{len(files)} files:\n" + "\n".join(files)

@@ -73,7 +73,7 @@ def test_the_sentence_names_what_it_was(tmp_path):
     slow = run_with(tmp_path / "a", "sync", token_s=1.0, train_s=1.0)
     assert slow.timeline.sentence().startswith("trainer waited ")
     assert "for generation" in slow.timeline.sentence()
-    training = run_with(tmp_path / "b", "fully_async", token_s=0.001, train_s=5.0)
+    training = run_with(tmp_path / "b", "fully_async", token_s=0.02, train_s=5.0)
     assert "generation waited 9" in training.timeline.sentence()
     assert "staleness bound" in training.timeline.sentence()
     syncing = run_with(tmp_path / "c", "fully_async", token_s=0.001, train_s=0.01, sync_s=10.0)

@@ -16,7 +16,7 @@ from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import BucketSender
 from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
-from offbeat_ckptsync.source.pipeline import send_weights, walk
+from offbeat_ckptsync.source.pipeline import gather_weights, walk
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
@@ -47,6 +47,10 @@ class Collector(BucketSender):
 
     def close(self):
         self.closed = True
+
+
+def send_weights(*given, **options):
+    return gather_weights(*given, **options)()
 
 
 def offer_of(source, config=CONFIG):

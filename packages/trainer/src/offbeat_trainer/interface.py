@@ -184,8 +184,12 @@ class Rollout(Protocol):
 class Publisher(Protocol):
     """The way from training to generation."""
 
-    async def publish(self, version: int) -> SyncReport:
-        """Bring every replica to the policy's current weights, as `version`; return when all serve them."""
+    async def publish(self, version: int, gathered: Callable[[], None] | None = None) -> SyncReport:
+        """Bring every replica to the policy's current weights, as `version`; return when all serve them.
+
+        `gathered` may be called once the weights are copied out: they may change from then on. Where a sync has failed after that,
+        and another try brought newer weights, the report has their version: as many more as there were updates.
+        """
         ...
 
 

@@ -13,6 +13,8 @@ from offbeat_trainer.weights.member import make_member
 from offbeat_trainer.weights.source import EngineWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from offbeat_ckptsync import SyncConfig, SyncReport
     from offbeat_engine import Engine
     from offbeat_rollout import RolloutEngine
@@ -33,6 +35,6 @@ class LocalPublisher:
         manager.add(await make_member("replica 0", replica, sync))
         return cls(manager)
 
-    async def publish(self, version: int) -> SyncReport:
+    async def publish(self, version: int, gathered: Callable[[], None] | None = None) -> SyncReport:
         """See `Publisher.publish`."""
-        return await self._manager.sync(version)
+        return await self._manager.sync(version, gathered=gathered)

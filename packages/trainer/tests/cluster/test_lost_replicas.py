@@ -14,7 +14,7 @@ from offbeat_engine.testing import random_batch
 from offbeat_trainer import Grpo, GrpoConfig
 from offbeat_trainer.config import AsyncConfig, LoopConfig, RewardConfig, SamplingConfig
 from offbeat_trainer.errors import WorkerGone
-from offbeat_trainer.loops.fully_async import run_fully_async
+from offbeat_trainer.loops.online import run_fully_async
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore

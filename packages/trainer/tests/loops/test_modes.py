@@ -11,10 +11,11 @@ from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooO
 from offbeat_trainer.data.assemble import assembled
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.loops.outcome import close_step, open_run, sync_metrics
+from offbeat_trainer.loops.outcome import close_step, open_run
 from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.producer import training_params
+from offbeat_trainer.stream.stream import sync_metrics
 from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(

@@ -59,7 +59,7 @@ def random_run(folder, seed, **overrides):
         asynchrony=overrides.get("mode", mode),
         pool=ScriptedPool(pace, mishap),
         train_s=lambda step: draws.uniform(0.0, 2.0),
-        sync_s=draws.uniform(0.001, 0.5),
+        sync_s=draws.uniform(0.001, draws.choice([0.5, 4.0])),
         max_tokens=draws.randint(1, 8),
     )
 

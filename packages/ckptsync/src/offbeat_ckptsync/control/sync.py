@@ -88,6 +88,7 @@ class Run:
             lambda: (buckets_of(offer), encode(offer)), name="plan"
         )  # whoever needs them finds them
         if self._target.gathered is not None and not offer.bases:  # what members hold decides what a delta is
+            self._marks[Phase.TRANSFER] = time.perf_counter()
             self._copying = asyncio.create_task(self._copy_out(offer), name="copy weights out")
         held = await self._all(
             Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
@@ -101,7 +102,7 @@ class Run:
 
     async def transfer(self, offer: SyncOffer) -> tuple[Sent, dict[str, list[Echo]]]:
         """Let the source send and the members stage."""
-        self._marks[Phase.TRANSFER] = time.perf_counter()
+        self._marks.setdefault(Phase.TRANSFER, time.perf_counter())
         work: dict[str, Coroutine[object, object, Sent | list[Echo]]] = {
             SOURCE: self._send(offer),  # type: ignore[dict-item]
             **{name: self._members[name].transfer(offer.sync_id) for name in self._there},  # type: ignore[dict-item]

@@ -53,33 +53,9 @@ FIRST = (0,)
 def walk(source: WeightSource, senders: Collection[int] = FIRST) -> int:
     """Iterate `source` to its end and drop the tensors; return their number.
 
-    What every rank of a sharded source but `senders` calls while these run `send_weights`: gathering is collective.
+    What every rank of a sharded source but `senders` calls while these run `gather_weights`: gathering is collective.
     """
     return sum(1 for _ in source.tensors_on(senders))
-
-
-def send_weights(
-    source: WeightSource,
-    offer: SyncOffer,
-    open_sender: Callable[[], BucketSender],
-    *,
-    buffers: Callable[[], Buffers] = Buffers,
-    session: SendSession | None = None,
-    senders: Collection[int] = FIRST,
-) -> Sent:
-    """Send what `source` yields as `offer` says it, and return what was sent.
-
-    The caller's thread iterates and packs, into the memory that the `session` lends, else into those of `buffers()`, which
-    is asked after it (fresh ones in host memory where none are given); other threads open the sender (so that meeting the receivers overlaps with
-    gathering), digest and send. This rank of `source` is one of `senders`. Whatever
-    fails, `source` is iterated to its end first: the other ranks of a collective source are never left waiting half-way.
-
-    Raises:
-        ManifestError: the source yields other tensors than it offered, or none on this rank.
-        TransferError: somebody wrote into the weights meanwhile (`WeightSource.writes`).
-        TransferError: the transport failed or took longer than the offer's `timeout_s`; names the bucket.
-    """
-    return gather_weights(source, offer, open_sender, buffers=buffers, session=session, senders=senders)()
 
 
 def gather_weights(
@@ -91,9 +67,18 @@ def gather_weights(
     session: SendSession | None = None,
     senders: Collection[int] = FIRST,
 ) -> Callable[[], Sent]:
-    """Copy out what `source` yields, and return a call that waits until all of it has left; see `send_weights`.
+    """Copy out what `source` yields as `offer` says it; return a call that waits until all has left and says what was sent.
 
-    Once this returns, no tensor of the source is read any more: the weights may change while buckets are on the wire.
+    The caller's thread iterates and packs, into the memory that the `session` lends, else into that of `buffers()` (fresh, in
+    host memory, by default); other threads open the sender, so that meeting the receivers overlaps with gathering, digest and
+    send. This rank of `source` is one of `senders`. Whatever fails, `source` is iterated to its end first: the other ranks of a
+    collective source are never left waiting half-way. Once this returns, no tensor of the source is read any more: the weights
+    may change while buckets are on the wire.
+
+    Raises:
+        ManifestError: the source yields other tensors than it offered, or none on this rank.
+        TransferError: somebody wrote into the weights meanwhile (`WeightSource.writes`).
+        TransferError: the transport failed or took longer than the offer's `timeout_s`; names the bucket.
     """
     started, writes = time.perf_counter(), source.writes()
     try:
@@ -106,6 +91,19 @@ def gather_weights(
     except Exception:
         walk(source, senders)
         raise
+    _pack(source, stream, senders)
+    stream.end()
+    if changed := [name for name, number in source.writes().items() if writes.get(name) != number]:
+        stream.cancel()
+        raise TransferError(
+            f"{len(changed)} tensors were written to while they were copied out, {changed[0]!r} first: what was sent is a mixture "
+            "of versions; let no optimizer step run beside a sync"
+        )
+    return lambda: stream.finish(started)
+
+
+def _pack(source: WeightSource, stream: BucketStream, senders: Collection[int]) -> None:
+    """Pack all that `source` yields; what fails is raised once it was iterated to its end."""
     failure: Exception | None = None
     try:
         mark = time.perf_counter()
@@ -123,14 +121,6 @@ def gather_weights(
         raise
     if failure is not None:
         raise failure
-    stream.end()
-    if changed := [name for name, number in source.writes().items() if writes.get(name) != number]:
-        stream.cancel()
-        raise TransferError(
-            f"{len(changed)} tensors were written to while they were copied out, {changed[0]!r} first: what was sent is a mixture "
-            "of versions; let no optimizer step run beside a sync"
-        )
-    return lambda: stream.finish(started)
 
 
 class BucketStream:

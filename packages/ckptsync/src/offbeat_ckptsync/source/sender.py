@@ -98,7 +98,7 @@ class Sender:
         return True
 
     def send(self, offer: SyncOffer, senders: Collection[int] = FIRST) -> Sent:
-        """Send every bucket to every member, gathered by `gather` or here; see `send_weights` for what it raises.
+        """Send every bucket to every member, gathered by `gather` or here; see `gather_weights` for what it raises.
 
         Raises:
             PhaseError: the offer is not this source's latest, or another `send` has not ended yet.

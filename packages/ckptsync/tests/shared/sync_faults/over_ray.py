@@ -205,6 +205,7 @@ class Site:
             return [*(await self.publisher.publish(self.version)).members]
         except SyncFailed:
             self.version -= 1
+            self.cluster.train.updates -= 1
             return []
 
     async def new_rank(self) -> None:

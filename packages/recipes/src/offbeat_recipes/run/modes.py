@@ -10,9 +10,7 @@ from offbeat_recipes.plan.replay import recorded_schedule
 from offbeat_recipes.tasks.base import make_scorer
 from offbeat_recipes.tasks.observations import observation_encoder
 from offbeat_trainer.config import RewardFrom
-from offbeat_trainer.loops.fully_async import run_fully_async
-from offbeat_trainer.loops.one_step_off import run_one_step_off
-from offbeat_trainer.loops.sync import run_sync
+from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.rollouts.multi import MultiTurn, Scene
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn

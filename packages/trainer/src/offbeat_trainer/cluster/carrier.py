@@ -63,4 +63,5 @@ class TrainSource(SourceRanks):
             calls = {rank: (str(each["op"]), each["request"]) for rank, each in requests.items()}
             return await self._group.each("sync_op", calls, what="do 'send' of a weight sync")
         calls = {rank: (op, request) for rank, request in requests.items()}
-        return await self._group.control("sync_op", calls, what=f"do {op!r} of a weight sync")
+        group = "send" if op == "send" else "control"  # a sync is given up beside its sending
+        return await self._group.each("sync_op", calls, what=f"do {op!r} of a weight sync", group=group)

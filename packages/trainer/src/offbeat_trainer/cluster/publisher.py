@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync import SyncError, SyncFailed
@@ -13,7 +15,7 @@ from offbeat_trainer.cluster.carrier import TrainSource
 from offbeat_trainer.errors import WorkerGone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
 
     from offbeat_ckptsync import SyncConfig, SyncReport
     from offbeat_ckptsync.seams import Member
@@ -22,14 +24,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_SYNCS = 3
+"""How often a sync is tried that fails while its members are well: before the flip a failure leaves the old weights whole."""
+PAUSE_S = 1.0
+"""Between two tries."""
+
 
 class ClusterPublisher:
     """Satisfies `Publisher` with a manager whose members are the replicas, and brings replacements in, as a `Joiner` does.
 
-    A replica that is lost in the middle of a sync does not fail it while another lives: the sync is made again with
-    those that are left. A replacement joins at the committed version, for which the training weights must stand still
-    and be those of that version: between two steps, or right after the next sync. Where nobody serves and training has
-    moved on (`sync_every` > 1), it gets the weights of now, under the version that they are.
+    A replica that is lost in the middle of a sync does not fail it while another lives: the sync is run again with
+    those that are left. A sync that fails while all of them are well is tried `MAX_SYNCS` times. If training has moved on by then,
+    the next try brings the newer weights, under their own version. A replacement joins at the committed version, for which the
+    training weights must stand still and be those of that version: between two steps, or right after the next sync. Where nobody
+    serves and training has moved on (`sync_every` > 1), it gets the weights of now, under the version that they are.
     """
 
     def __init__(self, train: TrainGroup, rollout: RolloutGroup, config: SyncConfig) -> None:
@@ -45,25 +53,63 @@ class ClusterPublisher:
             self._manager.add(member)
         self._report: SyncReport | None = None  # of the version last committed
         self._updates = 0  # that training had made then
+        self._turn = asyncio.Lock()  # of who syncs; it is taken before `train.standing`
+        self._num_lost = 0  # members of syncs that failed
         self._waiting: dict[str, tuple[Member, asyncio.Future[None]]] = {}
 
-    async def publish(self, version: int) -> SyncReport:
-        """Sync every replica and let those that serve `version` have traffic again.
+    async def publish(self, version: int, gathered: Callable[[], None] | None = None) -> SyncReport:
+        """Sync every replica and let those that serve `version` have traffic again; see `Publisher.publish`.
 
         Raises:
-            SyncFailed: not one replica changed over, and none of them is to blame.
+            SyncFailed: not one replica changed over in `MAX_SYNCS` tries, and none of them is to blame.
             NoReplica: all were lost, and no replacement came in time.
         """
+        failures: list[str] = []
         while True:
-            async with self._train.standing:
-                if self._report is not None and self._report.version == version:
-                    return self._report  # a rescue has brought it already
-                if self._members_left() and await self._sync(version):
-                    await self._take_in()
-                    assert self._report is not None
-                    return self._report
+            num_lost = self._num_lost
+            try:
+                if (report := await self._publish(version, gathered)) is not None:
+                    return replace(report, failures=tuple(failures))
+            except SyncFailed as failed:
+                if self._num_lost == num_lost:
+                    failures.append(str(failed))
+                    if len(failures) == MAX_SYNCS:
+                        raise
+                    log.warning("the sync of version %d is tried again in %g s: %s", version, PAUSE_S, failed)
+                    await asyncio.sleep(PAUSE_S)
             if not self._members_left():
                 await self._rollout.until(lambda: bool(self._waiting) or bool(self._rollout.serving))
+
+    async def _publish(self, version: int, gathered: Callable[[], None] | None) -> SyncReport | None:
+        """Sync once; None where nobody is left to sync with. Raises `SyncFailed`."""
+        async with self._turn, self._standing() as let_go:
+            if self._report is not None:
+                version = max(version, self._report.version + self._train.updates - self._updates)
+                if self._report.version == version:
+                    return self._report  # a rescue has brought it already
+            if not self._members_left():
+                return None
+
+            def copied() -> None:
+                assert gathered is not None
+                let_go()
+                gathered()
+
+            # A replica that waits to join needs these weights, too.
+            early = None if gathered is None or self._waiting else copied
+            if not await self._sync(version, early):
+                return None
+            if early is None:
+                await self._take_in()
+            return self._report
+
+    @asynccontextmanager
+    async def _standing(self) -> AsyncGenerator[Callable[[], None]]:
+        """Let the weights stand still in the block, or until what this gives is called."""
+        await self._train.standing.acquire()
+        with ExitStack() as held:
+            held.callback(self._train.standing.release)
+            yield held.close
 
     async def join(self, member: Member) -> None:
         """See `Joiner.join`."""
@@ -91,7 +137,7 @@ class ClusterPublisher:
 
     async def rescue(self) -> None:
         """See `Joiner.rescue`."""
-        async with self._train.standing:
+        async with self._turn, self._train.standing:
             await self._take_in()
 
     async def _take_in(self) -> None:
@@ -116,19 +162,20 @@ class ClusterPublisher:
         self._admit(member.name, self._manager.version)
         return ""
 
-    async def _sync(self, version: int) -> bool:
+    async def _sync(self, version: int, gathered: Callable[[], None] | None = None) -> bool:
         """Bring the members to `version`, without those who are lost meanwhile; False if all were.
 
         Raises:
-            SyncFailed: it failed, and those it failed with are well.
+            SyncFailed: it failed, and there are members left.
         """
+        updates = self._train.updates
         try:
-            report = await self._manager.sync(version)
+            report = await self._manager.sync(version, gathered=gathered)
         except SyncFailed:
             if self._manager.members:
                 raise
             return False
-        self._report, self._updates = report, self._train.updates
+        self._report, self._updates = report, updates
         for name in report.members:
             self._admit(name, version)
         return True
@@ -137,6 +184,7 @@ class ClusterPublisher:
         """Ask the members of a sync that failed for their health, and forget those that are not well."""
         log.warning("%s", failed)
         for name, reason in (await self._rollout.unwell(names)).items():
+            self._num_lost += 1
             self._manager.remove(name)
             self._refuse(name, reason)
 

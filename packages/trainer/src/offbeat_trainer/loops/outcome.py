@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_trainer.data.assemble import group_metrics, staleness_metrics
 from offbeat_trainer.errors import GroupFailed
-from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum, reduce_metrics
+from offbeat_trainer.metrics import Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.run_store import RunState
 from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.producer import RETRIED, training_params, tried_again
@@ -19,7 +19,6 @@ from offbeat_trainer.stream.stream import due
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat_ckptsync import SyncReport
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.interface import OfflinePolicy, Policy
     from offbeat_trainer.run_store import RunStore
@@ -251,19 +250,3 @@ def show(parts: Parts, step: int, title: str, groups: Sequence[Group]) -> None:
     some = list(groups[:NUM_SHOWN])
     texts = [[parts.task.decode(one.token_ids.tolist()) for one in group.trajectories] for group in some]
     parts.reporter.samples(step, title, some, texts)
-
-
-def sync_metrics(report: SyncReport) -> list[Metric]:
-    """Return a weight sync in metrics."""
-    gap = [] if report.worst_gap_s is None else [Metric("sync/worst_gap_s", Mean(report.worst_gap_s))]
-    return [
-        *gap,
-        Metric("sync/version", Last(report.version)),
-        Metric("sync/gb_per_s", Mean(report.gb_per_s)),
-        Metric("sync/bytes", Sum(report.num_bytes)),
-        Metric("sync/pause_s", Mean(report.pause_s)),
-        Metric("sync/transfer_s", Mean(report.transfer_s)),
-        Metric("sync/verify_s", Mean(report.verify_s)),
-        Metric("sync/flip_s", Mean(report.flip_s)),
-        Metric("sync/fenced_members", Sum(len(report.fenced))),
-    ]

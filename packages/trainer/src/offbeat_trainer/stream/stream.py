@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 from contextlib import asynccontextmanager, contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from offbeat_trainer.config import Partial
 from offbeat_trainer.data.types import Group
 from offbeat_trainer.errors import TrainerError
-from offbeat_trainer.metrics import Last, Metric
+from offbeat_trainer.metrics import Last, Mean, Metric, Sum
 from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
@@ -20,7 +21,7 @@ from offbeat_trainer.stream.replaying import Replayer
 from offbeat_trainer.watch.timeline import GENERATION, TAIL_SHARE, now_s
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator
+    from collections.abc import AsyncGenerator, Callable, Generator
 
     from offbeat_ckptsync import SyncReport
     from offbeat_trainer.config import AsyncConfig
@@ -73,6 +74,10 @@ class GroupStream:
             on_drop=self._dropped,
         )
         self._schedule = parts.replay
+        # Where nothing is generated before the new weights are served, or a schedule says when they are, a step waits for that.
+        self._runs_on = mode.max_staleness > 0 and parts.replay is None
+        self._publishing: asyncio.Task[None] | None = None
+        self._reports: list[SyncReport] = []  # of syncs that ended since `metrics` told of them
         if parts.replay is None:
             self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
         else:
@@ -86,7 +91,10 @@ class GroupStream:
         self._producer.start()
 
     async def stop(self) -> None:
-        """End generation; what is under way is begun again by a run that goes on."""
+        """End generation, and a sync that is under way; what was begun is begun again by a run that goes on."""
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.gather(self._publishing, return_exceptions=True)
         await self._producer.stop()
 
     async def take(self, step: int) -> list[Group]:
@@ -120,8 +128,28 @@ class GroupStream:
             or done == loop.steps
         )
 
-    async def publish(self, version: int) -> SyncReport:
-        """Bring `version` to every replica; what is under way meanwhile is treated as `partial` says."""
+    def settles_after(self, step: int) -> bool:
+        """Say whether training waits after `step` until every replica serves its weights, and not only until they are copied out.
+
+        So it does before a validation, a checkpoint, the end, or a stop that was requested; without staleness it always does.
+        """
+        loop, done = self._parts.loop, step + 1
+        looked_at = due(done, loop.validate_every) or due(done, loop.save_every) or done == loop.steps
+        return self.syncs_after(step) and (not self._runs_on or looked_at or self._parts.stop.requested)
+
+    async def publish(self, version: int, *, settled: bool = True) -> None:
+        """Bring `version` to every replica; what is under way meanwhile is treated as `partial` says.
+
+        Without `settled` return as soon as the weights may change: the sync ends beside the next step. One sync at a time:
+        the one before has ended, or failed, first.
+
+        Raises:
+            Exception: what this sync failed of, or the one before.
+        """
+        if self._publishing is not None:
+            await self._publishing
+        if version <= self.buffer.served:
+            return  # it was brought with what was tried again
         parts = self._parts
         if self._mode.partial is Partial.WAIT or parts.replay is not None:
             with (
@@ -131,21 +159,38 @@ class GroupStream:
                 await self._producer.drained(self.buffer.served)
         elif self._mode.partial is Partial.ABORT:
             await parts.rollout.interrupt()
+        copied = asyncio.Event()
+        self._publishing = asyncio.create_task(
+            self._bring(version, None if settled else copied.set), name=f"publish version {version}"
+        )
+        self._publishing.add_done_callback(lambda _: copied.set())
+        await copied.wait()
+        if settled or self._publishing.done():
+            await self._publishing
+
+    async def _bring(self, version: int, copied: Callable[[], None] | None) -> None:
+        parts = self._parts
         try:
-            report = await parts.publisher.publish(version)
+            with parts.timeline.span("sync", "under way"):
+                report = await parts.publisher.publish(version, copied)
+        except Exception as error:
+            self.buffer.fail(error)  # the trainer may wait for groups that need the new weights
+            raise
         finally:
             parts.rollout.go_on()
-        parts.journal.write(Flipped(steps=self.buffer.step, version=version))
-        parts.timeline.mark("sync", f"version {version}")
+        parts.journal.write(Flipped(steps=report.version - 1, version=report.version))
+        parts.timeline.mark("sync", f"version {report.version}")
         for name, why in report.fenced.items():
-            parts.reporter.phase("fenced", f"{name}: {why}; version {version} goes on without it")
-        self.buffer.serve(version)
-        return report
+            parts.reporter.phase("fenced", f"{name}: {why}; version {report.version} goes on without it")
+        self._reports.append(report)
+        self.buffer.serve(report.version)
 
     def metrics(self) -> list[Metric]:
-        """Return the state of the queue, and what was dropped since the run began, by reason."""
+        """Return what syncs that ended since the last call took, the state of the queue, and what was dropped so far, by reason."""
         buffer = self.buffer
+        reports, self._reports = self._reports, []
         return [
+            *(metric for report in reports for metric in sync_metrics(report)),
             Metric("buffer/ready_groups", Last(buffer.ready_groups)),
             Metric("buffer/running_groups", Last(buffer.running)),
             Metric("buffer/issued_groups", Last(buffer.issued)),
@@ -176,6 +221,23 @@ class GroupStream:
                 f"step {step} was given a token of version {oldest}, {version_of(step) - oldest} versions old; "
                 f"max_staleness is {self._mode.max_staleness}. Nothing was trained on it; this is a defect"
             )
+
+
+def sync_metrics(report: SyncReport) -> list[Metric]:
+    """Return a weight sync in metrics."""
+    gap = [] if report.worst_gap_s is None else [Metric("sync/worst_gap_s", Mean(report.worst_gap_s))]
+    return [
+        *gap,
+        Metric("sync/failures", Sum(len(report.failures))),
+        Metric("sync/version", Last(report.version)),
+        Metric("sync/gb_per_s", Mean(report.gb_per_s)),
+        Metric("sync/bytes", Sum(report.num_bytes)),
+        Metric("sync/pause_s", Mean(report.pause_s)),
+        Metric("sync/transfer_s", Mean(report.transfer_s)),
+        Metric("sync/verify_s", Mean(report.verify_s)),
+        Metric("sync/flip_s", Mean(report.flip_s)),
+        Metric("sync/fenced_members", Sum(len(report.fenced))),
+    ]
 
 
 def due(step: int, every: int) -> bool:

@@ -15,10 +15,8 @@ from offbeat_trainer.config import (
     RewardConfig,
     SamplingConfig,
 )
-from offbeat_trainer.loops.fully_async import run_fully_async
-from offbeat_trainer.loops.one_step_off import run_one_step_off
+from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.loops.sync import run_sync
 from offbeat_trainer.rollouts.multi import MultiTurn, Scene
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore

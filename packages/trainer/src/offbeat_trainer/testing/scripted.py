@@ -317,11 +317,14 @@ class ScriptedPublisher:
         self._pool = pool
         self._sync_s = sync_s
 
-    async def publish(self, version: int) -> SyncReport:
-        """Bring `version`."""
+    async def publish(self, version: int, gathered: Callable[[], None] | None = None) -> SyncReport:
+        """Bring `version`; the logits are copied out at once."""
         assert version == self._policy.steps + 1, "a version names the weights that so many steps made"
+        logits = [float(logit) for logit in self._policy.logits]
+        if gathered is not None:
+            gathered()
         await asyncio.sleep(self._sync_s / 2)
-        self._pool.flip(version, [float(logit) for logit in self._policy.logits])
+        self._pool.flip(version, logits)
         self.flips.append((now_s(), version))
         await asyncio.sleep(self._sync_s / 2)
         return SyncReport(

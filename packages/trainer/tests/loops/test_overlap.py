@@ -1,0 +1,157 @@
+"""Syncs beside the next step, on a virtual clock: training waits until its weights are copied out, and whoever looks at a version has it."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from offbeat_ckptsync import SyncFailed
+from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
+from offbeat_trainer.stream.journal.events import Flipped, MemoryJournal
+from offbeat_trainer.stream.schedule import Schedule
+from offbeat_trainer.testing import ScriptedPool, ScriptedRun
+from offbeat_trainer.watch.timeline import now_s
+
+LOOP = LoopConfig(
+    steps=8, prompts_per_step=4, group_size=2, validate_every=0, validation_prompts=2, save_every=0, sample_every=0
+)  # fmt: skip
+
+
+class Watched(ScriptedRun):
+    """Notes when each step began to train, and the version that was served when a checkpoint was written."""
+
+    def watch(self):
+        self.trained_s, self.saved, self.validated = [], {}, {}
+        update, save, generate = self.policy.update, self.policy.save, self.pool.generate_many
+
+        async def training(batch):
+            self.trained_s.append(now_s())
+            return await update(batch)
+
+        async def saving(step, *, block):
+            self.saved[step] = self.publisher.flips[-1][1]
+            await save(step, block=block)
+
+        async def generating(requests):
+            if requests[0].sampling.temperature == 0:
+                self.validated[self.policy.steps] = self.publisher.flips[-1][1]
+            return await generate(requests)
+
+        self.policy.update, self.policy.save, self.pool.generate_many = training, saving, generating
+        return self
+
+
+def overlaps(run):
+    """The steps that began to train before the weights of the step before were served."""
+    flips = {version: moment for moment, version in run.publisher.flips}
+    return [step for step, moment in enumerate(run.trained_s) if moment < flips[step + 1]]
+
+
+MODES = [
+    ("fully_async", AsyncConfig(max_staleness=2)),
+    ("fully_async", AsyncConfig(max_staleness=2, partial=Partial.ABORT)),
+    ("fully_async", AsyncConfig(max_staleness=1, partial=Partial.WAIT, order=Order.FIRST_IN)),
+    ("one_step_off", AsyncConfig()),
+]
+
+
+def go(folder, mode, asynchrony, **settings):
+    made = Watched(
+        folder=folder, mode=mode, asynchrony=asynchrony, pool=ScriptedPool(pace=lambda request: 0.01),
+        **{"loop": LOOP, "sync_s": 0.6, **settings},
+    )  # fmt: skip
+    return made.watch().go()
+
+
+@pytest.mark.parametrize(("mode", "asynchrony"), MODES)
+def test_the_next_step_trains_while_replicas_change_over(tmp_path, mode, asynchrony):
+    run = go(tmp_path, mode, asynchrony)
+    assert overlaps(run) == list(range(1, LOOP.steps))
+    assert max(values["staleness/max"] for values in run.reporter.steps.values()) <= asynchrony.max_staleness
+    assert [version for _, version in run.publisher.flips] == list(range(1, LOOP.steps + 2))
+    assert sum("sync/version" in values for values in run.reporter.steps.values()) == LOOP.steps - 1
+    assert run.reporter.steps[LOOP.steps]["sync/version"] == LOOP.steps + 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "asynchrony"), [("sync", AsyncConfig()), ("fully_async", AsyncConfig(max_staleness=0))]
+)
+def test_without_staleness_a_step_waits_for_the_weights_that_made_its_tokens(tmp_path, mode, asynchrony):
+    assert overlaps(go(tmp_path, mode, asynchrony)) == []
+
+
+@pytest.mark.parametrize(("mode", "asynchrony"), MODES)
+def test_validation_and_checkpoints_see_the_version_of_their_step(tmp_path, mode, asynchrony):
+    loop = replace(LOOP, validate_every=3, save_every=2)
+    run = go(tmp_path, mode, asynchrony, loop=loop)
+    assert run.saved == {step: step + 1 for step in (2, 4, 6, 8)}
+    assert run.validated == {step: step + 1 for step in (0, 3, 6, 8)}
+    assert overlaps(run) == [1, 5, 7], "elsewhere steps go on at once"
+
+
+@pytest.mark.parametrize(
+    "asynchrony", [AsyncConfig(), AsyncConfig(max_staleness=3, order=Order.FIRST_IN, partial=Partial.WAIT)]
+)
+def test_what_a_deterministic_run_trains_does_not_depend_on_how_long_syncs_take(tmp_path, asynchrony):
+    mode = "one_step_off" if asynchrony == AsyncConfig() else "fully_async"
+    ends = {
+        go(tmp_path / str(sync_s), mode, asynchrony, sync_s=sync_s).policy.history
+        for sync_s in (0.001, 0.6, 1.9, 30.0)
+    }
+    assert len(ends) == 1
+
+
+def test_a_run_whose_syncs_ended_beside_its_steps_is_replayed(tmp_path):
+    asynchrony = AsyncConfig(max_staleness=3, partial=Partial.ABORT)
+    pool = ScriptedPool(pace=lambda request: 0.3)
+    run = ScriptedRun(folder=tmp_path / "run", loop=LOOP, asynchrony=asynchrony, pool=pool, sync_s=1.7).go()
+    assert max(values["trajectory/versions_max"] for values in run.reporter.steps.values()) > 1
+    again = ScriptedRun(
+        folder=tmp_path / "again", loop=LOOP, asynchrony=asynchrony, replay=Schedule.of(run.journal.events())
+    ).go()
+    assert again.policy.history == run.policy.history
+    assert again.history() == run.history()
+
+
+class FailingPublisher:
+    """Copies out, and fails then: for good, or until a second try has brought the weights of then."""
+
+    def __init__(self, run, version, *, recovers):
+        self.run, self.version, self.recovers, self.inner = run, version, recovers, run.publisher
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    async def publish(self, version, gathered=None):
+        if version != self.version:
+            return await self.inner.publish(version, gathered)
+        gathered()
+        await asyncio.sleep(0.5)
+        if not self.recovers:
+            raise SyncFailed("planted")
+        await asyncio.sleep(5.0)  # meanwhile the next step has trained
+        return replace(await self.inner.publish(self.run.policy.steps + 1), failures=("planted",))
+
+
+def test_a_sync_that_fails_beside_a_step_ends_the_run_with_its_error(tmp_path):
+    run = Watched(folder=tmp_path, loop=LOOP, asynchrony=AsyncConfig(max_staleness=2), sync_s=0.6).watch()
+    run.publisher = FailingPublisher(run, 4, recovers=False)
+    with pytest.raises(SyncFailed, match="planted"):
+        run.go()
+    assert run.publisher.flips[-1][1] == 3
+    assert len(run.trained_s) <= 5, "nothing is trained for long on a version that cannot be served"
+
+
+def test_newer_weights_that_a_second_try_brought_are_served_once_and_told_of(tmp_path):
+    journal = MemoryJournal()
+    run = Watched(
+        folder=tmp_path, loop=LOOP, asynchrony=AsyncConfig(max_staleness=2), sync_s=0.6, journal=journal
+    ).watch()
+    run.publisher = FailingPublisher(run, 4, recovers=True)
+    run.go()
+    versions = [1, 2, 3, 5, 6, 7, 8, 9]
+    assert [version for _, version in run.publisher.flips] == versions
+    flipped = [event for event in journal.events() if isinstance(event, Flipped)]
+    assert [(event.steps, event.version) for event in flipped] == [(one - 1, one) for one in versions[1:]]
+    assert max(values["staleness/max"] for values in run.reporter.steps.values()) <= 2
+    assert sum(values.get("sync/failures", 0) for values in run.reporter.steps.values()) == 1
