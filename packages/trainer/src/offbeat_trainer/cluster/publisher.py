@@ -210,6 +210,7 @@ class ClusterPublisher:
 
     async def _fence(self, name: str, reason: str) -> None:
         await asyncio.sleep(0)
+        self._num_lost += 1
         self._refuse(name, reason)
         phase, _, _ = reason.partition(":")
         if phase in (Phase.BEGIN, Phase.TRANSFER, Phase.VERIFY):
