@@ -11,7 +11,7 @@ import pytest
 
 from offbeat_recipes.run.interrupts import BEAT_S, SIGNALS, StandingLoop, StopKeys
 from offbeat_trainer.stream.parts import StopRequest
-from offbeat_trainer.testing import Recorder
+from scripted import Recorder
 
 DEADLINE_S = 600.0
 
@@ -79,7 +79,7 @@ STANDING = """
 import asyncio, sys, time
 from offbeat_recipes.run.interrupts import StandingLoop, StopKeys
 from offbeat_trainer.stream.parts import StopRequest
-from offbeat_trainer.testing import Recorder
+from scripted import Recorder
 
 async def run():
     with StopKeys(StopRequest(), Recorder()):

@@ -52,7 +52,7 @@ def test_looking_at_a_run_writes_nothing_into_its_folder(folder, console, kind):
 
 def test_a_tracker_of_anybodys_is_told_where_who_and_with_which_settings(folder, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
-        "from offbeat_trainer.testing import Recorder\n"
+        "from scripted import Recorder\n"
         "def tracker(folder, name, settings):\n"
         "    made = Recorder()\n"
         "    made.told = folder, name, settings\n"

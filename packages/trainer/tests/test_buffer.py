@@ -14,7 +14,7 @@ from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
 from offbeat_trainer.stream.journal.events import MemoryJournal, recover
 from offbeat_trainer.stream.schedule import Schedule
-from offbeat_trainer.testing import run_virtual
+from scripted import run_virtual
 
 STEPS = 100_000
 

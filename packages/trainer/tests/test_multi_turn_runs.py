@@ -18,7 +18,7 @@ from offbeat_trainer.errors import DeadlineExceeded
 from offbeat_trainer.rollouts.environment import Feedback
 from offbeat_trainer.stream.journal.events import MemoryJournal
 from offbeat_trainer.stream.schedule import Schedule
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun
+from scripted import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(
     steps=5, prompts_per_step=3, group_size=2, validate_every=2, validation_prompts=2, save_every=2, sample_every=1

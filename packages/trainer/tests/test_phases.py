@@ -3,8 +3,8 @@ import time
 import pytest
 
 from offbeat_trainer.metrics import Sum
-from offbeat_trainer.testing import Recorder
 from offbeat_trainer.watch.watchdog import PhaseClock
+from scripted import Recorder
 
 SOME_S = 0.01
 

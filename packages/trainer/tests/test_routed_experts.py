@@ -22,7 +22,7 @@ from offbeat_trainer.rollouts.environment import Feedback
 from offbeat_trainer.rollouts.multi import MultiTurn, Scene
 from offbeat_trainer.rollouts.single import GroupGenerator
 from offbeat_trainer.stream.journal.sqlite import pack, unpack
-from offbeat_trainer.testing import run_virtual
+from scripted import run_virtual
 
 PROMPT = Prompt(uid="p", text="", token_ids=(1, 2))
 SAMPLING = SamplingParams(max_tokens=4, seed=5)

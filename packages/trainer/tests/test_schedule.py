@@ -8,7 +8,7 @@ from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.errors import PlanRefused, ResumeError, TrainerError
 from offbeat_trainer.stream.journal.sqlite import SqliteJournal
 from offbeat_trainer.stream.schedule import Schedule
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun
+from scripted import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(
     steps=8, prompts_per_step=3, group_size=2, validate_every=3, validation_prompts=1, save_every=0, sample_every=0

@@ -15,8 +15,8 @@ from offbeat_trainer.config import (
 )
 from offbeat_trainer.rollouts.environment import Feedback
 from offbeat_trainer.scoring.scorer import TaskScorer
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun, ScriptedTask, run_virtual
 from offbeat_trainer.watch.timeline import GENERATION, TRAINER, Timeline
+from scripted import ScriptedPool, ScriptedRun, ScriptedTask, run_virtual
 
 LOOP = LoopConfig(
     steps=10, prompts_per_step=4, group_size=1, validate_every=0, validation_prompts=1, save_every=0, sample_every=0

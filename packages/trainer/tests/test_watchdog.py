@@ -6,8 +6,8 @@ import pytest
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, OnStall
 from offbeat_trainer.errors import DeadlineExceeded
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun, run_virtual
 from offbeat_trainer.watch.watchdog import Watchdog
+from scripted import ScriptedPool, ScriptedRun, run_virtual
 
 
 def expire(dog, progress_at=(), hold_s=1000.0):

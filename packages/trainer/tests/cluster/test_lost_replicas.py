@@ -21,8 +21,8 @@ from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, MemoryJournal, Taken
 from offbeat_trainer.stream.parts import Parts
-from offbeat_trainer.testing import Recorder, ScriptedTask
 from offbeat_trainer.watch.timeline import Timeline
+from scripted import Recorder, ScriptedTask
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -17,7 +17,7 @@ import torch
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
 from offbeat_trainer.stream.journal.segments import SegmentJournal
 from offbeat_trainer.stream.journal.sqlite import SqliteJournal
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun
+from scripted import ScriptedPool, ScriptedRun
 
 JOURNALS = {
     "sqlite": lambda folder: SqliteJournal(folder / "journal.sqlite"),

@@ -141,7 +141,7 @@ def test_any_run_goes_on_without_losing_a_prompt_or_training_one_twice(
 def test_without_the_script_of_lost_steps_the_account_breaks(tmp_path, monkeypatch):
     """The planted defect: a journal whose reader forgets what the lost steps had taken."""
     from offbeat_trainer.config import AsyncConfig, LoopConfig
-    from offbeat_trainer.testing import ScriptedRun
+    from scripted import ScriptedRun
 
     def go(folder, journal, loop):
         return ScriptedRun(

@@ -12,7 +12,7 @@ from offbeat_trainer.loops.outcome import FORGET_EVERY
 from offbeat_trainer.stream.journal.events import Finished, MemoryJournal, recover
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.schedule import Schedule
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun, ScriptedTask
+from scripted import ScriptedPool, ScriptedRun, ScriptedTask
 
 
 def test_another_task_under_the_same_journal_is_noticed(tmp_path):

@@ -9,8 +9,8 @@ from offbeat_rollout import EngineStateError, NoReplica, ReplicaGone, RequestErr
 from offbeat_trainer.config import AsyncConfig, LoopConfig, OnFailure, RewardConfig
 from offbeat_trainer.errors import DeadlineExceeded, RewardFailed, TrainerError
 from offbeat_trainer.stream.journal.events import Dropped
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun, ScriptedTask
 from offbeat_trainer.watch.watchdog import Watchdog
+from scripted import ScriptedPool, ScriptedRun, ScriptedTask
 
 LOOP = LoopConfig(
     steps=4, prompts_per_step=2, group_size=2, validate_every=0, validation_prompts=1, save_every=0, sample_every=0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig
-from offbeat_trainer.testing import ScriptedRun
+from scripted import ScriptedRun
 
 LOOP = LoopConfig(
     steps=3, prompts_per_step=2, group_size=2, validate_every=0, validation_prompts=1, save_every=0, sample_every=0

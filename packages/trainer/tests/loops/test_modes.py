@@ -16,7 +16,7 @@ from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.stream.producer import training_params
 from offbeat_trainer.stream.stream import sync_metrics
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun
+from scripted import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(
     steps=6, prompts_per_step=4, group_size=2, validate_every=3, validation_prompts=2, save_every=2, sample_every=0

@@ -18,8 +18,8 @@ from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.parts import Parts, StopRequest
 from offbeat_trainer.stream.stream import due
-from offbeat_trainer.testing import Recorder
 from offbeat_trainer.watch.watchdog import PhaseClock
+from scripted import Recorder
 
 TRAINED = [Metric("train/loss", Mean(0.5)), Metric("sync/gb_per_s", Mean(2.0))]
 

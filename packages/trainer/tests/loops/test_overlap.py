@@ -9,8 +9,8 @@ from offbeat_ckptsync import SyncFailed
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial
 from offbeat_trainer.stream.journal.events import Flipped, MemoryJournal
 from offbeat_trainer.stream.schedule import Schedule
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 from offbeat_trainer.watch.timeline import now_s
+from scripted import ScriptedPool, ScriptedRun
 
 LOOP = LoopConfig(
     steps=8, prompts_per_step=4, group_size=2, validate_every=0, validation_prompts=2, save_every=0, sample_every=0

@@ -14,7 +14,7 @@ from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.stream.gate import StalenessGate
 from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued
 from offbeat_trainer.stream.stream import GroupStream
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun
+from scripted import ScriptedPool, ScriptedRun
 
 NUM_SCHEDULES = 200
 

@@ -7,9 +7,9 @@ import pytest
 from offbeat_rollout import Health, ReplicaPool
 from offbeat_trainer.config import AsyncConfig, LoopConfig
 from offbeat_trainer.errors import DeadlineExceeded
-from offbeat_trainer.testing import ScriptedPool, ScriptedRun
 from offbeat_trainer.watch.timeline import GENERATION
 from offbeat_trainer.watch.watchdog import Watchdog
+from scripted import ScriptedPool, ScriptedRun
 
 TIMEOUT_S = 5.0
 LOOP = LoopConfig(

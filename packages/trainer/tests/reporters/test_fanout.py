@@ -1,9 +1,9 @@
 import pytest
 
 from offbeat_trainer.metrics import Last, Metric
-from offbeat_trainer.testing import Recorder
 from offbeat_trainer.watch.reporters.fanout import FanOut
 from offbeat_trainer.watch.reporters.silent import Silent
+from scripted import Recorder
 
 
 class Breaks(Recorder):

@@ -14,9 +14,9 @@ import pytest
 from offbeat_rollout import Completion, Finish
 from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
 from offbeat_trainer.metrics import Last, Max, Mean, Metric
-from offbeat_trainer.testing import Recorder
 from offbeat_trainer.watch.reporters.fanout import FanOut
 from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
+from scripted import Recorder
 
 
 def lines(path):

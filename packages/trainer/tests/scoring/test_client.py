@@ -8,7 +8,7 @@ import pytest
 
 from offbeat_trainer.scoring.client import CallProcess
 from offbeat_trainer.scoring.frames import DIED, LENGTH, READY, Answer, Setup, frame
-from offbeat_trainer.testing import run_virtual
+from scripted import run_virtual
 
 NOBODY = 2**31 - 2  # a process id that Linux gives to no one
 

@@ -23,16 +23,16 @@ from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
 from offbeat_trainer.stream.journal.events import MemoryJournal
 from offbeat_trainer.stream.parts import Parts, StopRequest
-from offbeat_trainer.testing.recorder import Recorder
-from offbeat_trainer.testing.scripted import (
+from offbeat_trainer.watch.timeline import Timeline
+from offbeat_trainer.watch.watchdog import Watchdog
+from scripted.parts import (
     ScriptedPolicy,
     ScriptedPool,
     ScriptedPublisher,
     ScriptedTask,
 )
-from offbeat_trainer.testing.virtual import run_virtual
-from offbeat_trainer.watch.timeline import Timeline
-from offbeat_trainer.watch.watchdog import Watchdog
+from scripted.recorder import Recorder
+from scripted.virtual import run_virtual
 
 if TYPE_CHECKING:
     from pathlib import Path
