@@ -77,6 +77,7 @@ class GroupStream:
         # Where nothing is generated before the new weights are served, or a schedule says when they are, a step waits for that.
         self._runs_on = mode.max_staleness > 0 and parts.replay is None
         self._publishing: asyncio.Task[None] | None = None
+        self._newest = 0  # the version that the newest sync brings
         self._reports: list[SyncReport] = []  # of syncs that ended since `metrics` told of them
         if parts.replay is None:
             self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
@@ -141,12 +142,19 @@ class GroupStream:
         """Bring `version` to every replica; what is under way meanwhile is treated as `partial` says.
 
         Without `settled` return as soon as the weights may change: the sync ends beside the next step. One sync at a time:
-        the one before has ended, or failed, first.
+        the one before has ended, or failed, first. Where that is still under way and the bound on staleness leaves room, this
+        version is left out, and training goes on to the next.
 
         Raises:
             Exception: what this sync failed of, or the one before.
         """
         if self._publishing is not None:
+            under_way = not self._publishing.done()
+            room = (
+                version - self._newest < self._mode.max_staleness and self._mode.partial is not Partial.WAIT
+            )
+            if under_way and room and not settled:
+                return
             await self._publishing
         if version <= self.buffer.served:
             return  # it was brought with what was tried again
@@ -159,6 +167,7 @@ class GroupStream:
                 await self._producer.drained(self.buffer.served)
         elif self._mode.partial is Partial.ABORT:
             await parts.rollout.interrupt()
+        self._newest = version
         copied = asyncio.Event()
         self._publishing = asyncio.create_task(
             self._bring(version, None if settled else copied.set), name=f"publish version {version}"
