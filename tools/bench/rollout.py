@@ -106,9 +106,10 @@ async def sglang(folder: str, num_requests: int) -> AsyncGenerator[Sides]:
             said = json.loads(await answer.read())
         return len(said["meta_info"]["output_token_logprobs"])
 
-    url = cast("Any", engine)._server.url  # noqa: SLF001 nobody else needs to know it
+    server = cast("Any", engine)._server  # noqa: SLF001 nobody else needs to know it
+    headers = {"Authorization": f"Bearer {server.key}"}
     try:
-        async with ClientSession(url, connector=TCPConnector(limit=0)) as session:
+        async with ClientSession(server.url, connector=TCPConnector(limit=0), headers=headers) as session:
 
             async def bare(requests: list[GenerateRequest]) -> int:
                 return sum(await asyncio.gather(*(one(session, request) for request in requests)))

@@ -154,8 +154,8 @@ class Doom:
 class DoomedServer(SglangServer):
     """The calls of a member, counted."""
 
-    def __init__(self, url: str, doom: Doom) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, api_key: str, doom: Doom) -> None:
+        super().__init__(url, api_key=api_key)
         self._doom = doom
 
     def _call(self, method: str, path: str, body: Any, timeout_s: float) -> Any:  # noqa: ANN401 as it is
@@ -170,7 +170,7 @@ class Replica(over_sglang.Replica):
         super().__init__(name, folder, config)
         self._way = way
 
-    async def make_member(self, url: str) -> Member:
+    async def make_member(self, url: str, api_key: str) -> Member:
         """Return what brings the server its weights, by calls that are counted."""
         self.doom = Doom(self.engine)
         if self._way == ADAPTER:
@@ -180,7 +180,7 @@ class Replica(over_sglang.Replica):
         tensors.PART_BYTES = PART_BYTES  # so that there are several, as of a large model
         transport = make_transport(self.config.transport, self.config)
         loading = self.loading(Way(self._way))
-        return SglangMember(self.name, DoomedServer(url, self.doom), transport, self.config, loading)
+        return SglangMember(self.name, DoomedServer(url, api_key, self.doom), transport, self.config, loading)
 
     async def was_killed(self) -> bool:
         """Wait for the kill, and for the rest of the server to be gone; one that was not to strike yet strikes now."""

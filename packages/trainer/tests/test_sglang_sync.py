@@ -44,7 +44,7 @@ class House:
 
     def __init__(self, path, engine):
         self.engine, self.model = engine, AutoModelForCausalLM.from_pretrained(path).eval()
-        self.server = SglangServer(engine._server.url)
+        self.server = SglangServer(engine._server.url, api_key=engine._server.key)
         self.version = 0
 
     def manager(self, *members, fault=None):

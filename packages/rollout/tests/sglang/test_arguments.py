@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,7 @@ from offbeat_rollout.sglang.arguments import (
 )
 from offbeat_rollout.testing import make_tiny_model
 
+SECRETS = Path("/run/arguments.yaml")
 FIELDS = """
 class ServingFields:
     model_path: A[str, "..."]
@@ -79,7 +81,8 @@ def test_other_arguments_of_sglang_pass_through(config):
     more = {"schedule_policy": "lpm", "cuda_graph_bs": [1, 2], "hicache_size": 0}
     config = replace(config, server_args=more)
     SglangEngine.check(config)
-    words = server_command(config, 31000)
+    words = server_command(config, 31000, SECRETS)
+    assert words[-2:] == ["--config", str(SECRETS)]
     for flag, *values in (
         ["--schedule-policy", "lpm"],
         ["--cuda-graph-bs", "1", "2"],
@@ -90,7 +93,7 @@ def test_other_arguments_of_sglang_pass_through(config):
     assert words[words.index("--context-length") + 1] == str(100 + MARGIN)
     assert "--enable-deterministic-inference" in words
     assert "--enable-deterministic-inference" not in server_command(
-        replace(config, deterministic=False), 31000
+        replace(config, deterministic=False), 31000, SECRETS
     )
 
 
@@ -127,7 +130,7 @@ def test_on_gpus_the_server_is_sglang_s_own_with_its_fraction_of_their_memory(co
     (environment / "bin" / CPU_LAUNCHER).write_text("")
     gpus = replace(config, device="cuda", tensor_parallel_size=2, gpu_memory_fraction=0.5)
     SglangEngine.check(gpus)
-    words = server_command(gpus, 31000)
+    words = server_command(gpus, 31000, SECRETS)
     python = words.index(str(environment / "bin" / "python"))
     assert words[python + 1 : python + 3] == ["-m", "sglang.launch_server"]
     arguments = dict(pairwise(words))
@@ -135,17 +138,17 @@ def test_on_gpus_the_server_is_sglang_s_own_with_its_fraction_of_their_memory(co
     assert arguments["--mem-fraction-static"] == "0.5"
     assert not [word for word in words if "CPU" in word or "sglang_cpu" in word or "OMP" in word]
     assert not {"--attention-backend", "--max-total-tokens", "--disable-overlap-schedule"} & set(words)
-    on_cpu = server_command(config, 31000)
+    on_cpu = server_command(config, 31000, SECRETS)
     assert on_cpu[on_cpu.index(str(environment / "bin" / "python")) + 1].endswith(CPU_LAUNCHER)
 
 
 def test_ranks_on_a_cpu_are_given_cores(config):
-    words = server_command(replace(config, tensor_parallel_size=3, cpu_threads=2), 31000)
+    words = server_command(replace(config, tensor_parallel_size=3, cpu_threads=2), 31000, SECRETS)
     (bound,) = (word.split("=")[1] for word in words if word.startswith("SGLANG_CPU_OMP_THREADS_BIND="))
     cores = [rank.split(",") for rank in bound.split("|")]
     assert [len(of_rank) for of_rank in cores] == [2, 2, 2]
     assert {int(core) for of_rank in cores for core in of_rank} <= os.sched_getaffinity(0)
-    assert not [word for word in server_command(config, 31000) if "OMP_THREADS_BIND" in word]
+    assert not [word for word in server_command(config, 31000, SECRETS) if "OMP_THREADS_BIND" in word]
 
 
 def test_a_model_shorter_than_the_context_is_refused(config):

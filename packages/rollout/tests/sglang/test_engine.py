@@ -162,8 +162,11 @@ async def test_ids_that_begin_alike_are_aborted_apart(engine):
 async def test_a_connection_that_nobody_used_for_a_while_is_there_for_the_next_request(engine):
     """By itself SGLang closes it after 5 s, also in the face of a request that comes then."""
     reader, writer = await asyncio.open_connection("127.0.0.1", engine._server.port)
+    call = (
+        f"GET /model_info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {engine._server.key}\r\n\r\n"
+    )
     for idle_s in (7, 0):
-        writer.write(b"GET /model_info HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        writer.write(call.encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         head = await reader.readuntil(b"\r\n\r\n")
         (length,) = re.findall(rb"content-length: (\d+)", head.lower())

@@ -78,12 +78,12 @@ class Replica:
     async def start(self) -> Member:
         """Start the server, and return the member."""
         await self.engine.start()
-        url = cast("Any", self.engine)._server.url
-        self._asked = SglangServer(url)
-        self.member = await self.make_member(url)
+        server = cast("Any", self.engine)._server
+        self._asked = SglangServer(server.url, api_key=server.key)
+        self.member = await self.make_member(server.url, server.key)
         return self.member
 
-    async def make_member(self, url: str) -> Member:
+    async def make_member(self, url: str, api_key: str) -> Member:
         """Return what brings the server at `url` its weights."""
         raise NotImplementedError
 
@@ -134,8 +134,8 @@ class AimedArms(Arms):
 class HurtServer(SglangServer):
     """Faults of the flip: they strike when the server is asked to load, or spoil a byte of what it is to load."""
 
-    def __init__(self, url: str, arms: Arms) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, api_key: str, arms: Arms) -> None:
+        super().__init__(url, api_key=api_key)
         self._arms = arms
 
     def load(self, folder: str, version: str, *, flush_cache: bool, timeout_s: float) -> None:
@@ -156,12 +156,12 @@ class HurtSglangMember(HurtMember, SglangMember):
 class HurtReplica(Replica):
     """Faults of the member's process, and of the server's scheduler."""
 
-    async def make_member(self, url: str) -> Member:
+    async def make_member(self, url: str, api_key: str) -> Member:
         """See `Replica.make_member`."""
         self._scheduler = processes_of(self.engine)[1]
         self.arms = HurtMember.arms = AimedArms()
         transport = faulty_transport(self.config, self.arms, sends=False)
-        server = HurtServer(url, self.arms)
+        server = HurtServer(url, api_key, self.arms)
         return HurtSglangMember(self.name, server, transport, self.config, self.loading(Way.FILES))
 
     async def arm(self, role: str, phase: str, kind: str) -> None:

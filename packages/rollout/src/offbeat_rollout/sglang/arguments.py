@@ -41,8 +41,8 @@ OURS: dict[str, str] = {
     "skip_tokenizer_init": _TOKENS,
     "host": "the adapter chooses the address",
     "port": "the adapter chooses the address",
-    "api_key": "the adapter chooses the address",
-    "admin_api_key": "the adapter chooses the address",
+    "api_key": "the adapter makes a key for each server",
+    "admin_api_key": "the adapter makes a key for each server",
     "device": "set `device`",
     "dtype": "set `dtype`",
     "context_length": "set `max_model_len`",
@@ -131,8 +131,8 @@ def argument_names(root: Path) -> frozenset[str]:
     )
 
 
-def server_command(config: SglangConfig, port: int) -> list[str]:
-    """Return the words that start the server of a checked `config` on `port`."""
+def server_command(config: SglangConfig, port: int, secrets: Path) -> list[str]:
+    """Return the words that start the server of a checked `config` on `port`; `secrets` is a file of arguments that nobody may list."""
     folder = environment_of(config)
     launcher = folder / "bin" / CPU_LAUNCHER
     by_launcher = config.device == "cpu" and launcher.exists()
@@ -152,7 +152,7 @@ def server_command(config: SglangConfig, port: int) -> list[str]:
     ]
     for name, value in server_args(config, port).items():
         words += _words(name, value)
-    return words
+    return [*words, "--config", str(secrets)]
 
 
 def _ranks_on_cores(config: SglangConfig) -> list[str]:

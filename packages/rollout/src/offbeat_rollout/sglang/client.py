@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat_rollout.errors import EngineStateError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 
     from aiohttp import ClientSession
 
@@ -24,13 +24,16 @@ class ServerSaysNo(EngineStateError):
 class Client:
     """Calls one server, from one event loop."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        """Speak to `url`; a call that says nothing else has `timeout_s`, the engine's `request_timeout_s`."""
+    def __init__(self, url: str, key: str, timeout_s: float) -> None:
+        """Speak to `url`, which wants `key`; a call that says nothing else has `timeout_s`, the engine's `request_timeout_s`."""
         from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
         self._timeout_s = timeout_s
         self._session: ClientSession = ClientSession(
-            url, connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None)
+            url,
+            connector=TCPConnector(limit=0),
+            timeout=ClientTimeout(total=None),
+            headers={"Authorization": f"Bearer {key}"},
         )
 
     async def close(self) -> None:
@@ -110,16 +113,25 @@ class Client:
                 if answer.status != 200:
                     said = (await answer.read())[:_SHOWN].decode(errors="replace")
                     raise ServerSaysNo(f"SGLang answered /generate with {answer.status}: {said}")
-                rest = b""
-                async for piece in answer.content.iter_any():
-                    *events, rest = (rest + piece).split(b"\n\n")
-                    for event in events:
-                        text = event.removeprefix(_DATA)
-                        if text == _END:
-                            return
-                        yield json.loads(text)
+                async for event in events(answer.content.iter_any()):
+                    text = event.removeprefix(_DATA)
+                    if text == _END:
+                        return
+                    yield json.loads(text)
         except (ClientError, OSError) as error:
             raise EngineStateError(
                 f"SGLang's server is not there: /generate: {error!r}; its log says why"
             ) from error
         raise EngineStateError("SGLang left /generate without a word; its log may say why")
+
+
+async def events(pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes]:
+    """Yield what ends with a blank line, however it is cut into `pieces`; each byte is searched once."""
+    rest = bytearray()
+    async for piece in pieces:
+        searched = max(len(rest) - 1, 0)  # the last byte may be the first of a blank line
+        rest += piece
+        while (end := rest.find(b"\n\n", searched)) >= 0:
+            yield bytes(rest[:end])
+            del rest[: end + 2]
+            searched = 0

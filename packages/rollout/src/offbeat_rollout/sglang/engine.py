@@ -131,7 +131,7 @@ class SglangEngine(RolloutEngine):
         self._version, self._num_flips, self._requests.failure = 0, 0, ""
         timeout_s = self.config.start_timeout_s
         self._server = server = await asyncio.to_thread(Server, self.config)
-        self._open_client = client = Client(server.url, self.config.request_timeout_s)
+        self._open_client = client = Client(server.url, server.key, self.config.request_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await server.ready(client)

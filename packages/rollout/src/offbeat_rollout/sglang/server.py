@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import secrets
 import socket
 import subprocess
 import sys
@@ -29,13 +31,16 @@ STOP_TIMEOUT_S = _END_S + _KILLED_S
 
 
 class Server:
-    """One server behind a keeper, which see. Its output goes where this process's goes."""
+    """One server behind a keeper, which see. Its output goes where this process's goes. Only calls with `key` are answered."""
 
     def __init__(self, config: SglangConfig) -> None:
         """Start the processes, which take their time to come up."""
         self.port = _free_port()
         # Unix sockets lie in the one, whose paths must be short; new weights wait in the other.
         self._folders = [HeldFolder(Path(tempfile.gettempdir())), HeldFolder(_MEMORY)]
+        self.key = secrets.token_hex(32)
+        arguments = self._folders[0].path / "arguments.yaml"  # every user can list the words of a command
+        arguments.write_text(json.dumps({"api-key": self.key}))
         self._keeper = subprocess.Popen(
             [
                 sys.executable,
@@ -43,7 +48,7 @@ class Server:
                 "-S",
                 str(Path(keeper.__file__)),
                 *(str(each.path) for each in self._folders),
-                *server_command(config, self.port),
+                *server_command(config, self.port, arguments),
             ],
             stdin=subprocess.PIPE,
             start_new_session=True,
