@@ -137,13 +137,19 @@ class Running:
             why: object = said.get("error") or reason.get("message")
             raise EngineStateError(f"SGLang failed on request {self.request.request_id!r}: {why}")
         token_ids, drawn = said["output_ids"], meta["output_token_logprobs"]
+        if reason.get("type") == Finish.ABORT:
+            # Of a request that waits for room to go on, SGLang sends the last token again, and all log-probs.
+            num_new = meta["completion_tokens"] - self.num_tokens
+            token_ids, drawn = token_ids[:num_new], drawn[:num_new]
         if len(drawn) != len(token_ids):
             raise EngineStateError(
                 f"SGLang gave {len(token_ids)} tokens and {len(drawn)} log-probs for {self.request.request_id!r}"
             )
         if self.request.sampling.top_logprobs:
-            self._tops += [[(one[0], one[1]) for one in place] for place in meta["output_top_logprobs"]]
-        self._logprobs += self._drawn(token_ids, meta) if self._truncated else [entry[0] for entry in drawn]
+            places = meta["output_top_logprobs"][: len(token_ids)]
+            self._tops += [[(one[0], one[1]) for one in place] for place in places]
+        truncated = self._truncated and token_ids
+        self._logprobs += self._drawn(token_ids, meta) if truncated else [entry[0] for entry in drawn]
         for token in token_ids:
             self._add(token)
         self._num_cached = meta.get("cached_tokens", self._num_cached)
@@ -153,12 +159,13 @@ class Running:
 
     def _drawn(self, token_ids: list[int], meta: dict[str, Any]) -> list[float]:
         """Return the log-probs of drawn tokens among those that truncation left."""
-        logprobs: list[Any] = meta["output_token_sampling_logprobs"]
+        num = len(token_ids)
+        logprobs: list[Any] = meta["output_token_sampling_logprobs"][:num]
         if not self.request.sampling.top_logprobs:
             return logprobs
         left = [
             dict(zip(ids, of_ids, strict=True))
-            for ids, of_ids in zip(meta["output_token_sampling_mask"], logprobs, strict=True)
+            for ids, of_ids in zip(meta["output_token_sampling_mask"][:num], logprobs, strict=True)
         ]
         self._left += left
         return [one[token] for token, one in zip(token_ids, left, strict=True)]
