@@ -10,7 +10,8 @@ What it promises beyond the interface:
 - A request with a `seed` is drawn by a hash of the seed and the position (`SglangConfig.deterministic`; without it seeds are
   ignored, as SGLang does). With fp32 on CPU its tokens do not depend on what else is in the batch.
 - `pause(KEEP)` keeps the keys and values of running requests and goes on with them; after an update with `recompute_kv` they are
-  computed again (SGLang's `retract`).
+  computed again (SGLang's `retract`). Where scheduling overlaps, as on GPUs by default, they are computed again after every pause:
+  SGLang's other pause leaves a batch under way, whose tokens would be named by the next version.
 - What a request finds in the prefix cache is salted with the number of updates. A request that has no token yet when an
   update ends begins anew.
 - What would end the server is refused before it is sent: tokens outside the vocabulary, prompts beyond the context, tensors of
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat_rollout.checks import check_request, eos_token_ids
 from offbeat_rollout.clock import RequestClock
 from offbeat_rollout.config import require_config
-from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, RolloutError
+from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.sglang.arguments import check_arguments, check_model, experts_of, model_settings
 from offbeat_rollout.sglang.client import Client
@@ -195,18 +196,20 @@ class SglangEngine(RolloutEngine):
                     await requests.abort([name for name, one in requests.under_way.items() if one.rid])
                 case PauseMode.WAIT:
                     await requests.drain()
-            await self._rest(client, "in_place")
+            await self._rest(client)
         except BaseException:
-            requests.open.set()  # nobody would
+            await self.resume()  # nobody would
             raise
 
     async def resume(self) -> None:
         """Schedule again."""
         client = self._client()
-        if self._requests.server_rests:
-            await client.post("/continue_generation", {"torch_empty_cache": False})
-            self._requests.server_rests = False
-        self._requests.open.set()
+        try:
+            if self._requests.server_rests:
+                await client.post("/continue_generation", {"torch_empty_cache": False})
+                self._requests.server_rests = False
+        finally:
+            self._requests.open.set()  # else no deadline would count
 
     async def sleep(self, level: int) -> None:
         """End what is running and rest; no memory is given back."""
@@ -302,10 +305,12 @@ class SglangEngine(RolloutEngine):
             body["sampling_params"]["sampling_seed"] = seed
         return {**body, **running.asked, "cache_salt": f"update {self._num_flips}"}
 
-    async def _rest(self, client: Client, mode: str) -> None:
+    async def _rest(self, client: Client, recompute_kv: bool = False) -> None:
         """Have the server stop making tokens, and wait until it has: it only notes the wish when it is asked."""
+        in_turn = self.config.server_args.get("disable_overlap_schedule", self.config.device == "cpu")
+        mode = "in_place" if in_turn and not recompute_kv else "retract"
+        self._requests.server_rests = True  # also where the answer is lost
         await client.post("/pause_generation", {"mode": mode})
-        self._requests.server_rests = True
         await client.post("/weights_checker", {"action": "checksum", "skip_tensor_list": [""]})  # of none
 
     @asynccontextmanager
@@ -316,8 +321,8 @@ class SglangEngine(RolloutEngine):
         requests.open.clear()
         try:
             if recompute_kv or not requests.server_rests:
-                await self._rest(client, "retract" if recompute_kv else "in_place")
-        except RolloutError:
+                await self._rest(client, recompute_kv)
+        except BaseException:
             if was_open:
                 await self.resume()  # nothing was loaded
             raise

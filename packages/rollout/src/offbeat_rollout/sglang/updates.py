@@ -56,6 +56,7 @@ class SglangUpdates(TensorUpdates):
         self._resting = resting
         self._specs: list[WeightSpec] = []
         self._proof: Proof | None = None
+        self._one_at_a_time = asyncio.Lock()  # SGLang would give one update the answer to another, and end
 
     async def specs(self) -> list[WeightSpec]:
         """Return what the model folder holds, in the dtype served; no engine has to run for it."""
@@ -97,21 +98,22 @@ class SglangUpdates(TensorUpdates):
         specs = await self.specs()
         refuse_unless(specs, whole)
         assert self._proof is not None  # made at the start
-        expected = await asyncio.to_thread(self._proof.expected, whole.__getitem__)
-        with _folder_in(self._memory()) as folder:
-            await asyncio.to_thread(self._write, folder, whole)
-            async with self._resting(version, recompute_kv):
-                body = {
-                    "model_path": str(folder),
-                    "weight_version": str(version),
-                    # Requests that keep their keys and values hold the cache: SGLang cannot flush it then. What it has
-                    # of older weights is found under their salt alone.
-                    "flush_cache": recompute_kv,
-                }
-                said = await self._client().post("/update_weights_from_disk", body)
-                if said.get("success") is not True:
-                    raise EngineStateError(f"SGLang failed to load weights: {said.get('message', said)}")
-                await self._require(expected, await self._held())
+        async with self._one_at_a_time:
+            expected = await asyncio.to_thread(self._proof.expected, whole.__getitem__)
+            with _folder_in(self._memory()) as folder:
+                await asyncio.to_thread(self._write, folder, whole)
+                async with self._resting(version, recompute_kv):
+                    body = {
+                        "model_path": str(folder),
+                        "weight_version": str(version),
+                        # Requests that keep their keys and values hold the cache: SGLang cannot flush it then. What it has
+                        # of older weights is found under their salt alone.
+                        "flush_cache": recompute_kv,
+                    }
+                    said = await self._client().post("/update_weights_from_disk", body)
+                    if said.get("success") is not True:
+                        raise EngineStateError(f"SGLang failed to load weights: {said.get('message', said)}")
+                    await self._require(expected, await self._held())
 
     def _write(self, folder: Path, whole: dict[str, torch.Tensor]) -> None:
         """Write `whole` and look at what is there now."""
