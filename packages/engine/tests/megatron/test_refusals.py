@@ -90,6 +90,24 @@ def test_no_weight_is_stepped_by_settings_that_no_optimizer_takes(tmp_path, sett
     assert refusal.setting == names
 
 
+def test_a_vocabulary_of_which_a_rank_would_have_nothing_is_refused(tmp_path):
+    path = make_tiny_model(tmp_path, family="qwen2", vocab_size=9, num_key_value_heads=4)
+    config = MegatronConfig(model=ModelConfig(path=path), tensor_parallel_size=4)
+    (refusal,) = MegatronEngine.check(config, 4)
+    assert (refusal.setting, "none of the model's 9 tokens" in refusal.reason) == (
+        "tensor_parallel_size",
+        True,
+    )
+    assert MegatronEngine.check(replace(config, tensor_parallel_size=2), 4) == []
+
+
+def test_one_normalised_expert_per_token_is_refused(tmp_path):
+    path = make_tiny_model(tmp_path, family="mixtral", num_experts_per_tok=1)
+    (refusal,) = MegatronEngine.check(MegatronConfig(model=ModelConfig(path=path)), 1)
+    assert refusal.setting == "model.path"
+    assert "one expert per token" in refusal.reason
+
+
 def test_a_device_that_the_rank_is_not_on_is_refused_by_name(tiny):
     engine = MegatronEngine(MegatronConfig(model=ModelConfig(path=tiny), device="cuda"), World())
     with pytest.raises(ConfigError, match=r"give `MegatronConfig.device` and `World.device` the same value"):

@@ -11,6 +11,7 @@ from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families, transformer_engine
+from offbeat_engine.megatron.blocks import Among, vocab_rows
 from offbeat_engine.megatron.loading import check_files, hf_config
 from offbeat_engine.toolkit import rotary
 
@@ -117,8 +118,14 @@ def _layout(config: MegatronConfig, num_ranks: int) -> Iterator[Refusal]:
         )
 
 
-def _experts(config: MegatronConfig) -> Iterator[Refusal]:
+def _experts(config: MegatronConfig, shape: Shape) -> Iterator[Refusal]:
     """Refuse what a mixture cannot be trained with."""
+    if shape.experts_per_token == 1 and shape.normalized_router:
+        yield Refusal(
+            setting="model.path",
+            reason="the model normalises the weights of one expert per token, which megatron-core does not compute",
+            remedy="use the engine `fsdp2`",
+        )
     if config.tensor_parallel_size == 1:
         return
     if config.device == "cpu" and config.dispatcher == "alltoall":
@@ -182,7 +189,7 @@ def _model(config: MegatronConfig) -> Iterator[Refusal]:
     yield from _divided(config, shape)
     yield from transformer_engine.size_refusals(config, shape)
     if shape.num_experts:
-        yield from _experts(config)
+        yield from _experts(config, shape)
     try:
         if not config.model.random_init:
             check_files(config.model, shape)
@@ -206,3 +213,9 @@ def _divided(config: MegatronConfig, shape: Shape) -> Iterator[Refusal]:
                 reason=f"the model has {number} {what}, which {size} do not divide",
                 remedy="use a divisor",
             )
+    if not vocab_rows(shape.vocab, Among(tensor - 1, tensor))[1]:
+        yield Refusal(
+            setting="tensor_parallel_size",
+            reason=f"the last of {tensor} ranks would have none of the model's {shape.vocab} tokens",
+            remedy="use fewer ranks",
+        )
