@@ -44,15 +44,16 @@ def refused(path, **settings):
 
 
 def test_it_is_taken_where_it_is_found_and_refused_where_it_is_asked_for_and_missing(tiny, monkeypatch):
-    config = configured(tiny, device="cuda", dtype=Dtype.BFLOAT16)
+    off = configured(tiny, device="cuda", dtype=Dtype.BFLOAT16)
+    config = replace(off, transformer_engine="auto")
     for found in (False, True):
         monkeypatch.setattr(transformer_engine, "is_found", lambda found=found: found)
         assert transformer_engine.is_used(config, World()) == found
-        assert not transformer_engine.is_used(replace(config, transformer_engine=False), World())
+        assert not transformer_engine.is_used(off, World()), "nobody has run it: it must be asked for"
         assert not transformer_engine.is_used(replace(config, dtype=Dtype.FLOAT32), World())
         assert not transformer_engine.is_used(replace(config, device="cpu"), World())
     monkeypatch.setattr(transformer_engine, "find_spec", lambda _: None)
-    assert not refused(tiny, device="cuda", dtype=Dtype.BFLOAT16)
+    assert not refused(tiny, device="cuda", dtype=Dtype.BFLOAT16, transformer_engine="auto")
     for asked in (True, "e4m3", "hybrid"):
         said = refused(tiny, **{**ASKED, "transformer_engine": asked})["transformer_engine"]
         assert (said.reason, said.remedy[:7]) == ("Transformer Engine is not installed", "install")

@@ -24,7 +24,7 @@ class MegatronConfig(EngineConfig):
 
     `transformer_engine` takes its matrices and its attention over packed rows, for bfloat16 on CUDA: where all ranks have it
     (`auto`), or else refused (true). `e4m3` and `hybrid` are true with products in eight bits, whose tensors have a scale
-    each: forward in e4m3, and backward in that, too, or in e5m2.
+    each: forward in e4m3, and backward in that, too, or in e5m2. It is off by default, since it was never run.
     """
 
     packing: bool = field(default=True, metadata=SPEED)
@@ -37,7 +37,7 @@ class MegatronConfig(EngineConfig):
     dispatcher: Literal["allgather", "alltoall"] = field(default="alltoall", metadata=SPEED)
     distributed_optimizer: bool = field(default=True, metadata=SPEED)
     recompute: Literal["layers", "attention"] = field(default="layers", metadata=SPEED)
-    transformer_engine: Literal["auto", "e4m3", "hybrid", True, False] = "auto"
+    transformer_engine: Literal["auto", "e4m3", "hybrid", True, False] = False
 
     @property
     def model_parallel_size(self) -> int:
