@@ -335,6 +335,14 @@ def test_activations_are_bounded_by_the_micro_batch_and_shrink_with_checkpointin
     assert rank_memory(some, CPU, 40, 400).items[-2][1] == 80 * 64 * 2 * (2 + 34 + 34)
 
 
+@pytest.mark.parametrize(("interleaved", "more"), [(1, 1), (2, 5 / 4)])
+def test_interleaved_stages_keep_more_activations(interleaved, more):
+    """Two stages of two runs of layers begin five runs before one comes back, where all layers are four."""
+    settings = ["engine=megatron", "engine.pipeline_parallel_size=2", "engine.micro_batch_tokens=80"]
+    config = compose_run([*settings, f"engine.virtual_pipeline_size={interleaved}"])
+    assert rank_memory(config, CPU, 40, 400).items[-2][1] == 80 * 64 * 34 * 2 * 2 * more
+
+
 def test_deltas_cost_two_contents_at_the_source_and_one_at_a_replica():
     plain, deltas = compose_run([]), compose_run(["sync.delta=auto"])
     sent = MODEL.num_params * 4

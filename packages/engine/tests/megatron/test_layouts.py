@@ -7,9 +7,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offbeat_engine import BatchError, ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, engine_class
+from offbeat_engine import (
+    BatchError,
+    ConfigError,
+    Dtype,
+    Fsdp2Config,
+    ModelConfig,
+    SftLoss,
+    engine_class,
+    plan_micro_batches,
+)
 from offbeat_engine.megatron import MegatronConfig, MegatronEngine, model
-from offbeat_engine.testing import make_tiny_model, probes
+from offbeat_engine.megatron.groups import make_groups
+from offbeat_engine.megatron.modules import Attention
+from offbeat_engine.testing import make_tiny_model, probes, random_batch
 from offbeat_engine.testing.cases_features import check_bfloat16
 from offbeat_engine.testing.cases_routing import check_replay
 from offbeat_engine.testing.cases_training import check_agreement, check_training
@@ -17,6 +28,7 @@ from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.probes import Job
 from offbeat_engine.testing.routing import with_drawn_experts
 from offbeat_engine.testing.runner import BATCHES, KEPT, STEPS, Options, Runner
+from offbeat_engine.toolkit.layouts import fed_lengths
 
 pytestmark = pytest.mark.spawns
 SEVERAL_LAYOUTS = [
@@ -241,6 +253,59 @@ def test_random_init_takes_the_shape_and_draws_the_same_in_every_layout(runner, 
     assert first.std() == pytest.approx(0.02, rel=0.2)
     assert not torch.equal(first, second)
     assert torch.equal(drawn["model.norm.weight"], torch.ones(32))
+
+
+def seen_by_attention(world, job, batch):
+    """Return the number of micro-batches, and the length of the longest sequence that attention saw."""
+    lengths, forward = [], Attention.forward
+
+    def noted(self, query, key, value, attention_mask, **more):
+        lengths.extend(attention_mask.tolist())
+        return forward(self, query, key, value, attention_mask, **more)
+
+    with patched(Attention, "forward", noted), probes.running(world, job) as engine, engine.eval_mode():
+        lengths.clear()
+        _, ctx = engine.forward_backward_step(engine.shard_data(batch), forward_only=True)
+    return ctx.stats.num_micro_batches, max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sharing"),
+    [
+        ("qwen2", {"pipeline_parallel_size": 2}, 1),
+        ("qwen2", {"tensor_parallel_size": 2}, 1),
+        ("qwen2", {"tensor_parallel_size": 2, "sequence_parallel": True}, 2),
+    ],
+    ids=str,
+)
+def test_a_micro_batch_grows_with_those_who_share_its_tokens_and_its_filler_is_no_longer_than_they(
+    runner, family, changes, sharing
+):
+    """Rows have 143, 142, 147 and 4 tokens, or, where two share them, 285 and 151; no sequence has more than 39."""
+    batch, job = random_batch(20, max_tokens=40, seed=0), runner.job(family, micro_batch_tokens=150)
+    lengths = fed_lengths(batch["loss_mask"]).tolist()
+    alone = replace(job, config=replace(job.config, micro_batch_tokens=150 * sharing))
+    expected = runner.run(seen_by_attention, 1, alone, batch)[0]
+    assert expected == (len(plan_micro_batches(lengths, max_tokens=150 * sharing)), max(lengths))
+    shared = replace(job, config=replace(job.config, **changes))
+    assert runner.run(seen_by_attention, 2, shared, batch) == [expected] * 2
+
+
+def of_two_engines(world, job):
+    """Return the deadlines of the groups of two engines, and where CUDA's names lead while the second works."""
+    config = replace(job.config, tensor_parallel_size=2, collective_timeout_s=120)
+    with patched(torch.cuda, "is_available", lambda: True):
+        made = [make_groups(replace(config, collective_timeout_s=limit_s), world) for limit_s in (120, 240)]
+        with made[1].lent():
+            device = torch.cuda.current_device()
+    tensor = [each.state["_TENSOR_MODEL_PARALLEL_GROUP"] for each in made]
+    limits_s = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in tensor]
+    return limits_s, str(device)
+
+
+def test_an_engine_has_deadlines_of_its_own_and_on_a_cpu_no_gpu_that_the_process_sees(runner):
+    """What is planted: torch says that there is a GPU."""
+    assert runner.run(of_two_engines, 2, runner.job("qwen2")) == [([120.0, 240.0], "cpu")] * 2
 
 
 def both(world, fsdp2, megatron, batch):

@@ -45,6 +45,12 @@ class MegatronConfig(EngineConfig):
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
+    def row_tokens(self) -> int:
+        """Budget of one micro-batch: a rank has all tokens that pass its stage, unless it shares them."""
+        sharing = self.tensor_parallel_size if self.sequence_parallel else 1
+        return self.micro_batch_tokens * self.context_parallel_size * sharing
+
+    @property
     def gathers_weights(self) -> bool:
         """As in `EngineConfig`."""
         return False

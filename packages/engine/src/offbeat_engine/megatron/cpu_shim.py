@@ -1,4 +1,4 @@
-"""What megatron-core takes from CUDA, on a machine without: for tests on gloo. Nothing imports this where there is a GPU.
+"""What megatron-core takes from CUDA, for an engine on a CPU: for tests on gloo. Nothing imports this where an engine runs on a GPU.
 
 Its own modules are mended for good; what belongs to torch is lent, inside `on_cpu` only.
 """

@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from offbeat_engine.megatron.blocks import Among
@@ -45,17 +44,18 @@ class Groups:
     num_stages: int
     data_rank: int
     speaks_for_experts: bool
+    on_cpu: bool
     state: dict[str, Any]
 
     @contextmanager
     def lent(self) -> Generator[None]:
-        """Give megatron-core these groups, and CUDA's names where there is no CUDA; take both back after."""
+        """Give megatron-core these groups, and on a CPU CUDA's names; take both back after."""
         from megatron.core import parallel_state
 
         before = _globals()
         parallel_state.__dict__.update(self.state)
         try:
-            with _stand_in():
+            with _stand_in(self.on_cpu):
                 yield
         finally:
             self.state.update(_globals())
@@ -68,7 +68,7 @@ class Groups:
 
 
 def make_groups(config: MegatronConfig, world: World) -> Groups:
-    """Return the groups of `config`, made once for engines of the same layout; a collective where they are new."""
+    """Return the groups of `config`, made once for engines of the same layout and deadline; a collective where they are new."""
     from megatron.core import parallel_state
 
     world.ensure_group(config.collective_timeout_s)
@@ -80,7 +80,8 @@ def make_groups(config: MegatronConfig, world: World) -> Groups:
         config.context_parallel_size,
         config.expert_parallel_size,
     )
-    key = (default, *layout)
+    key = (default, config.collective_timeout_s, *layout)
+    on_cpu = config.device == "cpu"
     for old in [kept for kept in _kept if kept[0] is not default]:
         del _kept[old]  # of a process group that was left
     if key not in _kept:
@@ -89,12 +90,12 @@ def make_groups(config: MegatronConfig, world: World) -> Groups:
             _PRISTINE.update(before)
         parallel_state.__dict__.update(_PRISTINE)
         try:
-            with _stand_in():
+            with _stand_in(on_cpu):
                 _initialize(config)
             _kept[key] = _globals()
         finally:
             parallel_state.__dict__.update(before)
-    return _placed(dict(_kept[key]))
+    return _placed(dict(_kept[key]), on_cpu)
 
 
 _PRISTINE: dict[str, Any] = {}  # as megatron-core is imported
@@ -113,7 +114,7 @@ def _initialize(config: MegatronConfig) -> None:
         distributed_timeout_minutes=max(1, math.ceil(config.collective_timeout_s / 60)),
         create_gloo_process_groups=False,
     )
-    if torch.cuda.is_available() and config.device == "cuda":
+    if config.device == "cuda":
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         model_parallel_cuda_manual_seed(config.model.seed)
@@ -125,7 +126,7 @@ def _globals() -> dict[str, Any]:
     return {name: value for name, value in vars(parallel_state).items() if name[:1] == "_" and name.isupper()}
 
 
-def _placed(state: dict[str, Any]) -> Groups:
+def _placed(state: dict[str, Any], on_cpu: bool) -> Groups:
     def place(name: str) -> Among:
         return Among(dist.get_rank(state[name]), dist.get_world_size(state[name]))
 
@@ -138,13 +139,14 @@ def _placed(state: dict[str, Any]) -> Groups:
         num_stages=pipeline.size,
         data_rank=place("_DATA_PARALLEL_GROUP_WITH_CP").rank,
         speaks_for_experts=place("_EXPERT_DATA_PARALLEL_GROUP").rank == 0,
+        on_cpu=on_cpu,
         state=state,
     )
 
 
-def _stand_in() -> AbstractContextManager[None]:
-    if torch.cuda.is_available():
+def _stand_in(on_cpu: bool) -> AbstractContextManager[None]:
+    if not on_cpu:
         return nullcontext()
-    from offbeat_engine.megatron.cpu_shim import on_cpu
+    from offbeat_engine.megatron import cpu_shim
 
-    return on_cpu()
+    return cpu_shim.on_cpu()

@@ -90,7 +90,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fed:
-    """What the model takes of one micro-batch, with its layout: a row of S tokens, those that fill it up a sequence of their own.
+    """What the model takes of one micro-batch, with its layout: a row of S tokens, those that fill it up in sequences of their own.
 
     Where ranks share sequences, these are this rank's tokens of the row, and `lengths_N` still those of whole sequences.
     `experts_SLK` are the experts that are replayed for this rank's tokens of the row.
@@ -150,7 +150,7 @@ def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     lengths = [int(length) for length in filled.tolist()]
     return plan_micro_batches(
         lengths,
-        max_tokens=step.config.micro_batch_tokens * step.config.model_parallel_size,
+        max_tokens=step.config.row_tokens,
         padded=not step.config.packing,
         units=units_of(batch),
     )
@@ -190,9 +190,16 @@ def _feed(step: Step, layout: Layout, num_tokens: int) -> _Fed:
     missing = num_tokens - len(ids_S)
     lengths_N = _tensor(layout, "lengths")
     if missing:
-        lengths_N = functional.pad(lengths_N, (0, 1), value=missing)
-        ids_S = functional.pad(ids_S, (0, missing))
-        positions_S = torch.cat((positions_S, torch.arange(missing, device=positions_S.device)))
+        longest = int(
+            lengths_N.max()
+        )  # attention over one sequence of them all would cost more than the real ones
+        more_N = torch.full((-(-missing // longest),), longest, dtype=lengths_N.dtype)
+        more_N[-1] -= more_N.sum() - missing
+        lengths_N = torch.cat((lengths_N, more_N))
+        more_S = torch.arange(missing, device=ids_S.device)
+        # Various tokens, or one expert would get them all.
+        ids_S = torch.cat((ids_S, more_S % step.shape.vocab))
+        positions_S = torch.cat((positions_S, more_S % longest))
     sharing, mine_S = step.groups.context, slice(None)
     if sharing.size > 1:
         mine_S = context.dealt(tuple(map(int, lengths_N.tolist())), sharing.size)[sharing.rank].to(

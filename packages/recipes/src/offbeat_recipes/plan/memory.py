@@ -280,4 +280,7 @@ def _activations(config: RunConfig, model: ModelFacts, tokens: int) -> int:
     if engine.activation_checkpointing and getattr(engine, "checkpoint_keeps", "inputs") == "inputs":
         again = model.num_layers // getattr(engine, "checkpoint_every", 1)
     whole = model.num_layers - again + (again > 0)  # of those computed again, one at a time
+    stages, runs = (getattr(engine, f"{name}_size", 1) for name in ("pipeline_parallel", "virtual_pipeline"))
+    if runs > 1:  # the first stage begins so many runs of layers before the first of them comes back
+        per_layer = per_layer * (stages * runs + stages - 1) // (stages * runs)
     return per_layer * (_CHECKPOINTED_LAYER_BYTES * again + _LAYER_BYTES * whole)
