@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import torch
 from offbeat_engine.base import EngineBase
 from offbeat_engine.config import require_config
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.megatron import checkpoint, checks, export, transformer_engine
+from offbeat_engine.megatron import checkpoint, checks, transformer_engine
 from offbeat_engine.megatron.build import Parts, build_parts
 from offbeat_engine.megatron.config import MegatronConfig
 from offbeat_engine.megatron.model import compute_dtype
@@ -25,6 +26,7 @@ from offbeat_engine.toolkit.collectives import first_failure
 from offbeat_engine.toolkit.devices import device_refusals
 from offbeat_engine.toolkit.micro_batches import Asked
 from offbeat_engine.toolkit.throughput import peak_flops
+from offbeat_engine.toolkit.weight_folders import copy_beside, export_folder, named_files, write_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -164,7 +166,19 @@ class MegatronEngine(EngineBase[Parts]):
         named = parts.leaving.whole(dtype, {0}, _itself)
         # Flushing tens of gigabytes may outlast the deadline of other calls.
         world, specs = self._saves.world, parts.leaving.specs(dtype)
-        export.export_folder(world, Path(path), specs, named, self._config.model.path)
+        origin = Path(self._config.model.path)
+
+        def write(folder: Path | None) -> None:
+            write_files(folder, named_files(specs), specs, named)
+            if folder is not None:
+                config = json.loads((origin / "config.json").read_text())
+                config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix(
+                    "torch."
+                )
+                (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+                copy_beside(folder, origin)
+
+        export_folder(world, Path(path), origin, write)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight, one whole tensor at a time, in memory of its own."""

@@ -1,4 +1,4 @@
-"""Values for the weights of one rank: it reads its own blocks from the safetensors, and nothing else."""
+"""Values for the weights of one rank: it reads its own blocks from the safetensors, and nothing else; or draws them."""
 
 # transformers' configs are untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import re
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +16,17 @@ import torch
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families
-from offbeat_engine.megatron.drawing import DrawnWeights
 from offbeat_engine.megatron.runs import parts_of
 from offbeat_engine.toolkit.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from offbeat_engine.config import ModelConfig
     from offbeat_engine.megatron.families import Shape
     from offbeat_engine.megatron.held import Held
     from offbeat_engine.megatron.updater import Share, Updater
+    from offbeat_engine.toolkit.weight_files import Read
 
 _MAX_NAMED = 5
 # What older transformers wrote and nobody reads.
@@ -43,6 +46,38 @@ def hf_config(model: ModelConfig) -> Any:  # noqa: ANN401
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ConfigError(f"no model in {model.path!r}: expected a Hugging Face folder ({said})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnWeights:
+    """Stands for a folder's `WeightFiles`: normal with deviation `spread`, but ones for norms and zeros for biases.
+
+    So the families that this engine knows begin in transformers, too, from other numbers. They follow from `seed` and each weight's name, so
+    that every layout of ranks draws the same. A weight is drawn whole by each rank that reads of it.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    seed: int
+    spread: float
+
+    @contextmanager
+    def opened(self, names: Iterable[str]) -> Generator[Read]:
+        """Give a function as `WeightFiles.opened` does; what it has drawn it keeps until the end."""
+        drawn = {name: self._draw(name) for name in names}
+
+        def read(
+            name: str, start: int = 0, stop: int | None = None, columns: slice | None = None
+        ) -> torch.Tensor:
+            return drawn[name][start:stop] if columns is None else drawn[name][start:stop, columns]
+
+        yield read
+
+    def _draw(self, name: str) -> torch.Tensor:
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        draw = torch.Generator().manual_seed(self.seed + (zlib.crc32(name.encode()) << 20))
+        return torch.empty(shape).normal_(0.0, self.spread, generator=draw)
 
 
 Source = WeightFiles | DrawnWeights
