@@ -11,10 +11,8 @@ and nothing has changed; from then on the weights may be torn, and an engine who
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_rollout.errors import ConfigError, EngineStateError, UpdateRefused
@@ -24,7 +22,7 @@ from offbeat_rollout.sglang.proof import Layout, NotProvableError, Proof, differ
 from offbeat_rollout.weight_files import folder_files, folder_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractAsyncContextManager
 
     import torch
@@ -100,11 +98,11 @@ class SglangUpdates(TensorUpdates):
         assert self._proof is not None  # made at the start
         async with self._one_at_a_time:
             expected = await asyncio.to_thread(self._proof.expected, whole.__getitem__)
-            with _folder_in(self._memory()) as folder:
-                await asyncio.to_thread(self._write, folder, whole)
+            with TemporaryDirectory(dir=self._memory(), ignore_cleanup_errors=True) as folder:
+                await asyncio.to_thread(self._write, Path(folder), whole)
                 async with self._resting(version, recompute_kv):
                     body = {
-                        "model_path": str(folder),
+                        "model_path": folder,
                         "weight_version": str(version),
                         # Requests that keep their keys and values hold the cache: SGLang cannot flush it then. What it has
                         # of older weights is found under their salt alone.
@@ -180,16 +178,6 @@ def refuse_unless(specs: list[WeightSpec], whole: dict[str, torch.Tensor]) -> No
             raise UpdateRefused(
                 f"{name!r} has shape and dtype {found}, expected {wanted[name]}; the old weights go on serving"
             )
-
-
-@contextmanager
-def _folder_in(memory: Path) -> Generator[Path]:
-    """Give an empty folder, which goes after."""
-    folder = Path(tempfile.mkdtemp(dir=memory))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
