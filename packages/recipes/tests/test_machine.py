@@ -72,3 +72,25 @@ def test_a_temporary_folder_whose_name_leaves_no_room_for_sockets_is_refused(tmp
     (refusal,) = said()
     assert refusal.startswith(f"machine: the temporary folder {long} has a name of {len(str(long))} bytes")
     assert "TMPDIR=/tmp" in refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tensorbord", "no tracker named 'tensorbord' is installed; did you mean 'tensorboard'?"),
+        ("nowhere", "name one of tensorboard, wandb, wandb_online, trackio, or file.py:make"),
+        ("tensorboard", ""),
+        ("mine.py:make", ""),  # imported where it is called
+    ],
+)
+def test_a_tracker_that_nobody_knows_is_refused_before_anything_starts(name, words):
+    found = [str(one) for one in machine_refusals(parse({"report": {"trackers": [name]}}))]
+    assert [words in one for one in found] == ([True] if words else [])
+
+
+def test_a_tracker_whose_package_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr("offbeat_recipes.plan.machine._TRACKERS", {"wandb": "no_such_package"})
+    [refusal] = machine_refusals(parse({"report": {"trackers": ["wandb"]}}))
+    assert str(refusal).startswith(
+        "report.trackers: wandb needs the package no_such_package, which is not installed"
+    )

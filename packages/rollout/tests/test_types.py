@@ -208,3 +208,19 @@ def test_a_prompt_that_is_a_tuple_stays_that_one():
     prompt = (3, 1, 4)
     given = GenerateRequest(request_id="r", prompt_ids=prompt, sampling=SamplingParams(max_tokens=2))
     assert given.prompt_ids is prompt
+
+
+def test_what_is_read_of_a_message_keeps_nothing_of_it_alive():
+    """Ray hands over arrays as views of its object store, which then cannot let go of them."""
+    made = Completion.of(
+        request_id="r", token_ids=(1, 2), logprobs=(-1.0, -1.0), policy_versions=(1, 1), finish=Finish.STOP
+    )
+    made = replace(made, routed_experts=np.zeros((3, 2, 2), np.int16))
+    buffers = []
+    message = pickle.dumps(made, protocol=5, buffer_callback=buffers.append)
+    read = pickle.loads(message, buffers=buffers)
+    assert read == made
+    assert buffers, "experts travel beside the message"
+    assert not any(
+        np.shares_memory(read.routed_experts, np.frombuffer(one.raw(), np.uint8)) for one in buffers
+    )

@@ -269,7 +269,7 @@ def _read(
         stop_reason=stop_reason,
         num_cached_tokens=num_cached_tokens,
         top_logprobs=top_logprobs,
-        routed_experts=experts,
+        routed_experts=None if experts is None else experts.copy(),  # a view would keep the whole message
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import sys
+import sysconfig
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -71,3 +74,16 @@ def _findable(folder: Path) -> None:
     """Let modules in `folder` be imported, after all others: a file of the user's hides nothing that is installed."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def own_place(trace: str) -> str:
+    """Return "file:line" of the last frame in `trace`, a formatted traceback, that is in a file of the user's own; "" for none."""
+    ours = {
+        str(Path(module.__file__).parent)
+        for name, module in sys.modules.items()
+        if name.startswith("offbeat_") and not name.startswith(_PREFIX) and module.__file__ is not None
+    }
+    not_own = (*ours, f"{os.sep}site-packages{os.sep}", "<", sysconfig.get_path("stdlib"))
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    own = [f"{file}:{line}" for file, line in frames if not any(part in file for part in not_own)]
+    return own[-1] if own else ""

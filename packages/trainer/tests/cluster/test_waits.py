@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import torch
 
 from offbeat_engine import BatchError
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
@@ -53,6 +54,17 @@ async def test_an_error_comes_back_as_itself_with_a_note_of_where(waits, cause):
         await waits.answer(fails(over_there(cause)), owner="rank 1", **ASK)
     assert caught.value is cause
     assert "(rank 1, train)" in cause.__notes__
+
+
+async def test_an_error_in_a_file_of_the_users_names_the_file_and_the_line(waits, tmp_path):
+    from ray import exceptions
+
+    own = tmp_path / "offbeat_experiments" / "kl.py"
+    trace = f'File "{waits.__file__}", line 3, in do\n  File "{own}", line 34, in learn\n  File "{torch.__file__}", line 5, in add\n'
+    error = exceptions.RayTaskError("do", trace, TypeError("no key")).as_instanceof_cause()
+    with pytest.raises(TypeError) as caught:
+        await waits.answer(fails(error), owner="rank 1", **ASK)
+    assert caught.value.__notes__ == [f"(rank 1, train, at {own}:34)"]
 
 
 async def test_a_missing_answer_names_who_what_and_how_long(waits):

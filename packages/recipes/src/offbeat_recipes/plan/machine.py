@@ -6,15 +6,21 @@ import os
 import resource
 import socket
 import tempfile
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from offbeat_recipes.settings.tree import RunConfig
 
+REPORTERS = "offbeat.reporters"
+_TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb_online": "wandb", "trackio": "trackio"}
+"""The trackers that the trainer brings, with the package that each needs."""
 OPEN_FILES = 1024
 """A driver of one rank and one replica was seen with 300, its Ray with 200; more of either take more."""
 SOCKET_PATH_BYTES = 107  # unix(7): 108 with the zero at the end
@@ -25,6 +31,7 @@ _OF_A_SOCKET = 32
 
 def machine_refusals(config: RunConfig) -> Iterator[Refusal]:
     """Refuse what cannot be started here. Opens and closes sockets of this machine; asks nobody else."""
+    yield from tracker_refusals(config.report.trackers)
     yield from _loopback()
     if not config.cluster.ray_address:
         yield from _rendezvous(config.cluster.rendezvous_host)
@@ -36,6 +43,27 @@ def machine_refusals(config: RunConfig) -> Iterator[Refusal]:
             f"a process may open {allowed} files; Ray, gloo and the replicas take more",
             f"raise the limit (ulimit -n {OPEN_FILES} at least)",
         )
+
+
+def tracker_refusals(names: Iterable[str]) -> Iterator[Refusal]:
+    """Refuse trackers that nobody knows, or whose package is not installed."""
+    installed = {point.name for point in entry_points(group=REPORTERS)}
+    for name in names:
+        package = _TRACKERS.get(name)
+        if package is not None and find_spec(package) is None:
+            yield Refusal(
+                "report.trackers",
+                f"{name} needs the package {package}, which is not installed",
+                f"install `offbeat-trainer[{package}]`, or leave {name} out",
+            )
+        elif package is None and ":" not in name and name not in installed:
+            near = get_close_matches(name, [*_TRACKERS, *installed], n=1)
+            yield Refusal(
+                "report.trackers",
+                f"no tracker named {name!r} is installed" + (f"; did you mean {near[0]!r}?" if near else ""),
+                f"name one of {', '.join([*_TRACKERS, *sorted(installed)])}, or file.py:make; a package adds one through the "
+                f"entry-point group {REPORTERS!r}",
+            )
 
 
 def _loopback() -> Iterator[Refusal]:

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_recipes.errors import SettingError
+from offbeat_recipes.plan.machine import REPORTERS, tracker_refusals
 from offbeat_recipes.run.failures import in_words
 from offbeat_recipes.settings.reading import to_dict
 from offbeat_trainer.errors import LoadError
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
     from offbeat_trainer import Reporter
     from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
-
-REPORTERS = "offbeat.reporters"
 
 
 def make_reporter(
@@ -71,12 +70,7 @@ def _other_reporter(name: str) -> Callable[[Path, str, Mapping[str, object]], Re
             return cast("Any", load_object(name))
         except LoadError as error:
             raise SettingError([f"report.trackers: {error}"]) from error
-    points = {point.name: point for point in entry_points(group=REPORTERS)}
-    if name not in points:
-        raise SettingError(
-            [
-                f"report.trackers: no tracker named {name!r} is installed; there are tensorboard, wandb, wandb_online, trackio, and "
-                f"of other packages: {', '.join(sorted(points)) or 'none'}. A package adds one through the entry-point group {REPORTERS!r}"
-            ]
-        )
-    return points[name].load()
+    for refusal in tracker_refusals((name,)):
+        raise SettingError([str(refusal)])
+    [point] = entry_points(group=REPORTERS, name=name)
+    return point.load()

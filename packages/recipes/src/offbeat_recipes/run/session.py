@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_rollout import RolloutError
 from offbeat_trainer import ResumeError, TrainerError
 from offbeat_trainer.config import RewardFrom
+from offbeat_trainer.loading import own_place
 from offbeat_trainer.loops.outcome import Outcome
 from offbeat_trainer.stream.parts import StopRequest
 from offbeat_trainer.watch.reporters.fanout import FanOut, Truncating
@@ -222,8 +224,7 @@ async def _guarded(session: Session, work: Work) -> int:
             code = _failed(session, in_words(session.config, error) or str(error))
         except Exception as error:
             log.exception("the run failed in a way nobody foresaw")
-            defect = f"{type(error).__name__}: {error} (a defect; the log has the traceback)"
-            code = _failed(session, in_words(session.config, error) or defect)
+            code = _failed(session, in_words(session.config, error) or _unforeseen(error))
     if session.outcome.interrupted:
         code = INTERRUPTED
     if session.jsonl is not None:
@@ -238,6 +239,15 @@ async def _guarded(session: Session, work: Work) -> int:
         session.reporter.summary({**summary, **_where_next(session, code)})
     session.reporter.close()
     return code
+
+
+def _unforeseen(error: Exception) -> str:
+    """Say what nobody foresaw: where in a file of the user's own, say of an algorithm, or else that it is a defect of ours."""
+    place = own_place("".join(traceback.format_exception(error)))
+    notes = " ".join(getattr(error, "__notes__", []))
+    if place or ", at " in notes:
+        return f"{type(error).__name__}: {error} {notes or f'(at {place})'}; the log has the traceback"
+    return f"{type(error).__name__}: {error} {notes}".rstrip() + " (a defect; the log has the traceback)"
 
 
 def _failed(session: Session, message: str) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ray.exceptions import RayActorError, RayTaskError
 
 from offbeat_trainer.errors import DeadlineExceeded, WorkerGone
+from offbeat_trainer.loading import own_place
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Sequence
@@ -37,7 +38,8 @@ async def answer(call: Awaitable[Any], *, owner: str, what: str, timeout_s: floa
         cause = error.cause
         log.error("%s failed to %s:\n%s", owner, what, error)
         if isinstance(cause, Exception):
-            cause.add_note(f"({owner}, {what})")
+            place = own_place(str(error))
+            cause.add_note(f"({owner}, {what}{f', at {place}' if place else ''})")
             raise cause from None  # Ray's wrapper holds a page of remote traceback: it is in the log
         raise
     except TimeoutError as error:
