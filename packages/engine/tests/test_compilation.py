@@ -95,6 +95,14 @@ def test_without_a_compiler_compiling_is_refused():
     assert "no-such-compiler" in refused[0].reason
 
 
+def test_compiling_beside_a_torch_below_a_path_with_a_space_is_refused(monkeypatch):
+    """The linker's line holds the path unquoted: the first batch would end in a page of the linker's words."""
+    monkeypatch.setattr(compilation.torch, "__file__", "/a folder/torch/__init__.py")
+    [refused] = Fsdp2Engine.check(Fsdp2Config(model=ModelConfig(path="nowhere"), compile=True), 1)
+    assert refused.setting == "compile"
+    assert "'/a folder/torch'" in refused.reason
+
+
 class Watching:
     """The supervised loss, which notes whether deterministic algorithms are asked for."""
 

@@ -156,6 +156,7 @@ def test_derived_fields_say_what_decides_them(section: type):
         ({"trainer": {"steps": True}}, "expected a whole number, got True"),
         ({"trainer": {"steps": 5.5}}, "expected a whole number, got 5.5"),
         ({"trainer": {"steps": -1}}, "`trainer.steps`: expected at least 0, got -1"),
+        ({"device": "gpu"}, "`device`: expected 'cpu' or 'cuda', got 'gpu'; did you mean 'cuda'?"),
         ({"trainer": {"step_timeout_s": 0.0}}, "`trainer.step_timeout_s`: expected more than 0"),
         ({"task": {"held_out_fraction": 1.5}}, "expected at most 1, got 1.5"),
         ({"trainer": 5}, "`trainer`: expected a section"),

@@ -134,11 +134,11 @@ async def test_whatever_goes_wrong_while_a_member_catches_up_is_told_and_it_is_t
         await place.manager.sync(1)
         catch_up, failed = place.manager.catch_up, []
 
-        async def fails_once(member):
+        async def fails_once(member, **how):
             if not failed:
                 failed.append(member.name)
                 raise RuntimeError("planted")
-            return await catch_up(member)
+            return await catch_up(member, **how)
 
         place.manager.catch_up = fails_once
         late = agent_of(Receiver(Seat(member="late"), DictSink()), CONFIG, SECRET, gate=NO_TRAFFIC)

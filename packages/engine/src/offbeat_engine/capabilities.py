@@ -43,14 +43,14 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One setting that this engine cannot honour: which, why, and what to do instead."""
+    """One setting that this engine cannot honour: which, why, and what to do instead, unless the reason says it."""
 
     setting: str
     reason: str
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.setting}: {self.reason}; {self.remedy}"
+        return f"{self.setting}: {self.reason}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

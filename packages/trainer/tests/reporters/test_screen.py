@@ -79,9 +79,14 @@ def test_a_process_whose_screen_is_gone_ends_well(stdout):
 
 @pytest.mark.spawns
 def test_a_locale_that_is_ascii_is_written_to(tmp_path):
-    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PATH": os.environ["PATH"]}
+    # In a checkout whose path is not ASCII, Python does not start in this locale: it cannot read the .pth files that name the
+    # packages. Without `site` it reads none, and finds the packages by PYTHONPATH.
+    plain = {
+        "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", SHOW], capture_output=True, env=plain, timeout=600, check=False
+        [sys.executable, "-S", "-c", SHOW], capture_output=True, env=plain, timeout=600, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"phase 99" in done.stdout

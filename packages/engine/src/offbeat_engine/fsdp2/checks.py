@@ -243,7 +243,7 @@ def _lora(config: Fsdp2Config) -> Iterator[Refusal]:
 def _compiler(config: Fsdp2Config) -> Iterator[Refusal]:
     missing = compiler_missing(config.device) if config.compile else None
     if missing is not None:
-        yield Refusal(setting="compile", reason=missing, remedy="install it, or set `compile: false`")
+        yield Refusal(setting="compile", reason=missing, remedy="mend that, or set `compile: false`")
 
 
 def require(config: Fsdp2Config, world: World, refused: list[Refusal]) -> None:

@@ -76,6 +76,9 @@ def compiler_missing(device: str) -> str | None:
         return f"compiling for a CPU needs a C++ compiler, and there is no {' or '.join(names)}"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
         return "compiling for a CPU needs Python's C headers (Python.h)"
+    home = str(Path(torch.__file__).parent)
+    if any(map(str.isspace, home)):
+        return f"compiling for a CPU links with what lies in {home!r}, and torch leaves the space unquoted"
     return None
 
 

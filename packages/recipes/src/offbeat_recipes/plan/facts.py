@@ -287,7 +287,10 @@ def _model_config(config: RunConfig) -> PretrainedConfig | None:
         from transformers import AutoConfig
 
         if not (Path(config.model.path) / "config.json").is_file():
-            raise ValueError(f"{config.model.path} holds no config.json")
+            raise ValueError(
+                f"{config.model.path} holds no config.json; a folder is expected, and `hf download NAME --local-dir FOLDER` makes "
+                "one of a name on the hub"
+            )
         return AutoConfig.from_pretrained(
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )
@@ -326,7 +329,7 @@ def _refused_value(error: Exception) -> Refusal:
     setting, mark, reason = said.partition(": ")
     if not mark or not setting.startswith(("task.", "model.")) or " " in setting:
         setting, reason = "task" if isinstance(error, TaskError) else "model.path", said
-    return Refusal(setting, reason.rstrip("."), "give a value that can be used")
+    return Refusal(setting, reason.rstrip("."), "")
 
 
 def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int, list[Refusal]]:

@@ -170,11 +170,14 @@ def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
 def _lengths(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
     need, have = facts.max_prompt_tokens + config.max_new_tokens, config.rollout.max_model_len
     if need > have and config.generates:
+        lower = f"{'environment' if config.turns else 'sampling'}.max_tokens"
+        if hasattr(config.task, "max_prompt_tokens"):
+            lower = f"task.max_prompt_tokens or {lower}"
         yield Refusal(
             "rollout.max_model_len",
             f"{facts.max_prompt_tokens} prompt tokens + {config.max_new_tokens} {'turn' if config.turns else 'completion'} tokens "
             f"are more than {have}",
-            f"rollout.max_model_len={need}, or lower {'environment' if config.turns else 'sampling'}.max_tokens",
+            f"rollout.max_model_len={need}, or lower {lower}",
         )
     positions = 0 if facts.model is None else facts.model.max_positions
     if positions and have > positions:
@@ -206,7 +209,7 @@ def _prompts(config: RunConfig, facts: Facts) -> Iterator[Refusal]:
         yield Refusal(
             "trainer.prompts_per_step",
             f"{config.trainer.prompts_per_step} different prompts a step; the task has at most {facts.num_train_prompts}",
-            "take fewer, or raise task.level",
+            "take fewer" + (", or raise task.level" if hasattr(config.task, "level") else ""),
         )
 
 

@@ -302,7 +302,10 @@ def _sentence(error: ErrorDetails) -> str:
     else:
         choices = str(context.get("expected", ""))
     if choices:
-        near = difflib.get_close_matches(str(came), [part.strip("' ") for part in choices.split("'")], n=1)
+        known = [part.strip("' ") for part in choices.split("'")]
+        near = difflib.get_close_matches(str(came), known, n=1)
+        if came == "gpu" and "cuda" in known:  # nearer to "cpu", but not meant so
+            near = ["cuda"]
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"`{path}`: expected {choices}, got {came!r}{hint}"
     expected = _EXPECTED.get(kind, error["msg"])
