@@ -37,11 +37,7 @@ if TYPE_CHECKING:
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.saving import SaveHandle
     from offbeat_engine.toolkit.saves import Destination
-    from offbeat_engine.values import (
-        Predictions,
-        StepContext,
-        WeightSpec,
-    )
+    from offbeat_engine.values import Predictions, StepContext, WeightSpec
     from offbeat_engine.world import World
 
 

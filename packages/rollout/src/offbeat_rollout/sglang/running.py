@@ -82,15 +82,13 @@ class Running:
         self.call: asyncio.Task[None] | None = None
         self.rid = ""  # while the server has it
         self.begin_anew = False  # it was ended because the weights changed, and had no token
-        self._versions: list[
-            tuple[int, int]
-        ] = []  # of the tokens before the first new version: version, number
+        # Of the tokens before the first new version: version, number.
+        self._versions: list[tuple[int, int]] = []
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[list[tuple[float, int]]] = []
-        self._left: list[
-            dict[int, float]
-        ] = []  # of a truncated distribution, if their log-probs are asked for
+        # Of a truncated distribution, if their log-probs are asked for.
+        self._left: list[dict[int, float]] = []
         self._finish = Finish.ABORT
         self._stop_reason: int | None = None
         self._spans: list[tuple[int, int]] | None = None

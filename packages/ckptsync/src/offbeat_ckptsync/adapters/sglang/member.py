@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 
 class PauseMode(StrEnum):
-    """What SGLang does with requests in flight: computes their keys and values anew, keeps them, or ends the requests."""
+    """What SGLang does with requests in flight: computes their keys and values anew, keeps them, or ends the requests.
+
+    A server that overlaps scheduling, SGLang's default, names one token of each by the next version if it is paused `IN_PLACE`.
+    """
 
     RETRACT = "retract"
     IN_PLACE = "in_place"
