@@ -31,7 +31,7 @@ class Layout:
     threads_per_rank: int
     replicas: int
     threads_per_replica: int
-    micro_batch_tokens: int = 4096  # what one micro-batch touches should stay near the caches
+    micro_batch_tokens: int = 16384  # what a run takes unless told otherwise
 
     def __str__(self) -> str:
         return (
@@ -48,10 +48,14 @@ def layouts(adapter: str, threads: int, *, every: bool) -> list[Layout]:
     narrow = Layout(ranks=1, threads_per_rank=threads, replicas=threads, threads_per_replica=1)
     wide = replace(narrow, replicas=1, threads_per_replica=threads)
     if not every:
-        return [narrow] if adapter == "vllm" else list(dict.fromkeys([wide, narrow]))
+        return (
+            [narrow]
+            if adapter == "vllm"
+            else list(dict.fromkeys([wide, replace(narrow, ranks=threads, threads_per_rank=1)]))
+        )
     tried = [
         narrow,
-        replace(narrow, micro_batch_tokens=16384),  # fewer calls, each beyond the caches
+        replace(narrow, micro_batch_tokens=4096),  # more calls, each near the caches
         replace(narrow, ranks=threads, threads_per_rank=1),
         wide,
     ]
