@@ -36,6 +36,7 @@ def config_of(path: str, size: Size) -> MegatronConfig:
         dtype=Dtype(size.dtype),
         device="cuda" if size.device == "cuda" else "cpu",
         micro_batch_tokens=size.micro_batch_tokens,
+        transformer_engine="auto",  # where a GPU has it, this is its first run
     )
 
 
