@@ -49,7 +49,8 @@ def train(
 
 def test_the_rewards_of_the_examples_score_a_run(tmp_path: Path, shared_ray: str):
     rows = [{"prompt": f"{a}+2=", "answer": f":{a + 2}"} for a in range(10, 18)]
-    rewards = f"task.reward=[{EXAMPLES}/rewards.py:right,{EXAMPLES}/rewards.py:brief]"
+    # In a list Hydra's grammar takes a path with a space, or a letter that is not ASCII, in quotes.
+    rewards = f"task.reward=['{EXAMPLES}/rewards.py:right','{EXAMPLES}/rewards.py:brief']"
     steps, _ = train(tmp_path, rows, rewards, "task.reward_weights=[1,0.1]", shared_ray)
     assert len(steps) == 3
     for line in steps:

@@ -40,7 +40,8 @@ async def holders(cluster):
 
     def of_rank(worker):
         shm = worker._sender._transport._made["shm", "cpu"]
-        return sorted({who for segment in shm._segments for who in segment.holders()})
+        leases = [lease for segment in shm._segments for lease in segment.leases if lease.line.is_open()]
+        return sorted({f"{lease.seat} (version {lease.version})" for lease in leases})
 
     return [await worker.__ray_call__.remote(of_rank) for worker in cluster.train._workers]
 

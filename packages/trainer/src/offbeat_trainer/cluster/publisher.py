@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync import SyncError, SyncFailed
@@ -65,10 +66,10 @@ class ClusterPublisher:
             NoReplica: all were lost, and no replacement came in time.
         """
         failures: list[str] = []
-        while True:
+        for again in chain([False], repeat(True)):
             num_lost = self._num_lost
             try:
-                if (report := await self._publish(version, gathered)) is not None:
+                if (report := await self._publish(version, gathered, again=again)) is not None:
                     return replace(report, failures=tuple(failures))
             except SyncFailed as failed:
                 if self._num_lost == num_lost:
@@ -79,12 +80,16 @@ class ClusterPublisher:
                     await asyncio.sleep(PAUSE_S)
             if not self._members_left():
                 await self._rollout.until(lambda: bool(self._waiting) or bool(self._rollout.serving))
+        raise AssertionError("it is tried until it ends")
 
-    async def _publish(self, version: int, gathered: Callable[[], None] | None) -> SyncReport | None:
-        """Sync once; None where nobody is left to sync with. Raises `SyncFailed`."""
+    async def _publish(
+        self, version: int, gathered: Callable[[], None] | None, *, again: bool
+    ) -> SyncReport | None:
+        """Sync once; None where nobody is left to sync with. `again`: training may have moved on. Raises `SyncFailed`."""
         async with self._turn, self._standing() as let_go:
             if self._report is not None:
-                version = max(version, self._report.version + self._train.updates - self._updates)
+                if again:
+                    version = max(version, self._report.version + self._train.updates - self._updates)
                 if self._report.version == version:
                     return self._report  # a rescue has brought it already
             if not self._members_left():
