@@ -104,7 +104,7 @@ PARTS = (
         command=("step", "--json", "--steps", "5"),
         smallest=("--smallest", "--adapters", "hf", "--no-trl"),
         repeats=REPEATS,
-        figures=(*_step("small", 1.0), *_step("medium", 0.7)),
+        figures=(*_step("small", 0.8), *_step("medium", 0.6)),
     ),
     Part(
         name="engine",
