@@ -4,7 +4,7 @@
     python tools/bench/gpu.py                     # under nine minutes
     python tools/bench/gpu.py --only train_7b --limit 200
 
-It needs torch, transformers, tensordict, xxhash and, for adapters, peft; the packages of this checkout need not be
+It needs torch, transformers, tensordict, lazy_loader, xxhash and, for adapters, peft; the packages of this checkout need not be
 installed, and neither Ray nor vLLM is asked for. Every part runs in a process of its own within its own budget and what
 is left of --limit. Progress goes to stderr; the last line of stdout is one JSON object. The exit code is 0, also where
 parts were skipped for lack of a GPU, a package or time: `skipped` says why. It is 1 if a part that ran failed.
@@ -121,7 +121,7 @@ def reason_to_skip(part: Part, budget_s: float, device: str | None) -> str | Non
     """Return why `part` cannot be done here and now, None if it can."""
     if device is None:
         return "no GPU here"
-    missing = [name for name in part.needs if find_spec(name) is None]
+    missing = [name for name in ("lazy_loader", *part.needs) if find_spec(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
     if budget_s < LEAST_S:

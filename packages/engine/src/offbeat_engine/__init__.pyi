@@ -1,0 +1,59 @@
+from .base import EngineBase as EngineBase
+from .batch import (
+    Field as Field,
+    SCHEMA as SCHEMA,
+    TrainBatch as TrainBatch,
+    check_batch as check_batch,
+    register_field as register_field,
+    train_batch as train_batch,
+    units_of as units_of,
+)
+from .capabilities import Capabilities as Capabilities, Feature as Feature, Refusal as Refusal
+from .config import (
+    Dtype as Dtype,
+    EngineConfig as EngineConfig,
+    LoraConfig as LoraConfig,
+    LoraExport as LoraExport,
+    ModelConfig as ModelConfig,
+    NonFinite as NonFinite,
+    OptimizerConfig as OptimizerConfig,
+    OptimizerName as OptimizerName,
+    Schedule as Schedule,
+    bounded as bounded,
+    require_config as require_config,
+)
+from .errors import (
+    BatchError as BatchError,
+    CheckpointError as CheckpointError,
+    ConfigError as ConfigError,
+    EngineError as EngineError,
+    NonFiniteError as NonFiniteError,
+    RankLostError as RankLostError,
+    StateError as StateError,
+    StepError as StepError,
+)
+from .fsdp2.config import Fsdp2Config as Fsdp2Config
+from .interface import Engine as Engine
+from .losses import SftLoss as SftLoss
+from .registry import (
+    engine_class as engine_class,
+    engine_config_class as engine_config_class,
+    engine_names as engine_names,
+)
+from .saving import SaveHandle as SaveHandle
+from .schedules import learning_rate as learning_rate
+from .toolkit.planning import plan_micro_batches as plan_micro_batches, plan_shards as plan_shards
+from .values import (
+    LossFn as LossFn,
+    LossOutput as LossOutput,
+    LossScale as LossScale,
+    PostprocessFn as PostprocessFn,
+    Predictions as Predictions,
+    PreprocessFn as PreprocessFn,
+    StepContext as StepContext,
+    StepStats as StepStats,
+    WeightKind as WeightKind,
+    WeightShard as WeightShard,
+    WeightSpec as WeightSpec,
+)
+from .world import World as World

@@ -1,0 +1,116 @@
+from .algorithm_configs import DistillConfig as DistillConfig, DpoConfig as DpoConfig, SftConfig as SftConfig
+from .algorithms.distill import Distill as Distill
+from .algorithms.dpo import Dpo as Dpo
+from .algorithms.grpo import (
+    DrGrpo as DrGrpo,
+    GroupPolicyGradient as GroupPolicyGradient,
+    Grpo as Grpo,
+    Rloo as Rloo,
+    compute_advantages as compute_advantages,
+    group_advantages as group_advantages,
+)
+from .algorithms.interface import Algorithm as Algorithm, StepShape as StepShape
+from .algorithms.offline import OfflineAlgorithm as OfflineAlgorithm
+from .algorithms.policy_loss import PolicyLoss as PolicyLoss, aggregate as aggregate
+from .algorithms.ppo import Ppo as Ppo
+from .algorithms.ratios import kl_estimate as kl_estimate
+from .algorithms.registry import (
+    algorithm_class as algorithm_class,
+    algorithm_config_class as algorithm_config_class,
+    algorithm_names as algorithm_names,
+)
+from .algorithms.sft import Sft as Sft
+from .algorithms.value_loss import ValueLoss as ValueLoss, gae as gae
+from .config import (
+    Advantage as Advantage,
+    Aggregation as Aggregation,
+    AlgorithmConfig as AlgorithmConfig,
+    AsyncConfig as AsyncConfig,
+    ClusterConfig as ClusterConfig,
+    Correction as Correction,
+    CorrectionLevel as CorrectionLevel,
+    DrGrpoConfig as DrGrpoConfig,
+    EnvironmentConfig as EnvironmentConfig,
+    GrpoConfig as GrpoConfig,
+    KlEstimator as KlEstimator,
+    LoopConfig as LoopConfig,
+    OnStall as OnStall,
+    Order as Order,
+    Partial as Partial,
+    PolicyLossConfig as PolicyLossConfig,
+    PpoConfig as PpoConfig,
+    Proximal as Proximal,
+    RewardConfig as RewardConfig,
+    RewardFrom as RewardFrom,
+    RlooConfig as RlooConfig,
+    SamplingConfig as SamplingConfig,
+    TooOld as TooOld,
+    WarmupConfig as WarmupConfig,
+)
+from .data.assemble import assemble_examples as assemble_examples, group_metrics as group_metrics
+from .data.types import (
+    Example as Example,
+    Group as Group,
+    Limit as Limit,
+    Pair as Pair,
+    Prompt as Prompt,
+    Score as Score,
+    Trajectory as Trajectory,
+    Turn as Turn,
+)
+from .errors import (
+    DeadlineExceeded as DeadlineExceeded,
+    EnvironmentFailed as EnvironmentFailed,
+    GroupFailed as GroupFailed,
+    LoadError as LoadError,
+    PlanRefused as PlanRefused,
+    ResumeError as ResumeError,
+    RewardFailed as RewardFailed,
+    TrainerError as TrainerError,
+    WorkerGone as WorkerGone,
+)
+from .interface import (
+    Generator as Generator,
+    Policy as Policy,
+    Publisher as Publisher,
+    Reporter as Reporter,
+    Rollout as Rollout,
+    Scorer as Scorer,
+    Supervised as Supervised,
+    Task as Task,
+)
+from .learner import Learner as Learner
+from .metrics import (
+    Last as Last,
+    Max as Max,
+    Mean as Mean,
+    Metric as Metric,
+    Sum as Sum,
+    reduce_metrics as reduce_metrics,
+)
+from .roles.critic import Critic as Critic
+from .roles.reward import RewardModel as RewardModel
+from .roles.role import Role as Role, RoleSpec as RoleSpec
+from .rollouts.environment import (
+    Action as Action,
+    Environment as Environment,
+    Feedback as Feedback,
+    find_environment as find_environment,
+)
+from .rollouts.multi import MultiTurn as MultiTurn, Scene as Scene
+from .rollouts.single import SingleTurn as SingleTurn
+from .stream.buffer import GroupBuffer as GroupBuffer
+from .stream.gate import StalenessGate as StalenessGate
+from .stream.journal.events import Journal as Journal, MemoryJournal as MemoryJournal
+from .stream.journal.segments import SegmentJournal as SegmentJournal
+from .stream.journal.sqlite import SqliteJournal as SqliteJournal
+from .stream.schedule import Schedule as Schedule
+from .watch.reporters.console import ConsoleReporter as ConsoleReporter
+from .watch.reporters.fanout import FanOut as FanOut
+from .watch.reporters.jsonl import JsonlReporter as JsonlReporter
+from .watch.reporters.silent import Silent as Silent
+from .watch.reporters.tensorboard import TensorBoardReporter as TensorBoardReporter
+from .watch.reporters.trackio import TrackioReporter as TrackioReporter
+from .watch.reporters.wandb import WandbReporter as WandbReporter
+from .watch.timeline import Timeline as Timeline
+from .watch.watchdog import Watchdog as Watchdog
