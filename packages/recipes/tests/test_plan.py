@@ -343,14 +343,6 @@ def test_interleaved_stages_keep_more_activations(interleaved, more):
     assert rank_memory(config, CPU, 40, 400).items[-2][1] == 80 * 64 * 34 * 2 * 2 * more
 
 
-def test_deltas_cost_two_contents_at_the_source_and_one_at_a_replica():
-    plain, deltas = compose_run([]), compose_run(["sync.delta=auto"])
-    sent = MODEL.num_params * 4
-    ranks = [rank_memory(config, CPU, 40, 4).total for config in (plain, deltas)]
-    replicas = [replica_memory(config, MODEL, gpu_gib=0).total for config in (plain, deltas)]
-    assert (ranks[1] - ranks[0], replicas[1] - replicas[0]) == (2 * sent, sent)
-
-
 def test_memory_of_a_replica_by_hand():
     cpu = replica_memory(compose_run(["rollout.kv_cache_gib=2"]), MODEL, gpu_gib=0)
     assert [num_bytes for _, num_bytes in cpu.items] == [4_000_000, 2 * GIB, 4_000_000]

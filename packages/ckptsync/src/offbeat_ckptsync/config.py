@@ -49,10 +49,6 @@ class SyncConfig:
     takes it out, and the others get the new version; "fail" fails the sync, and all keep the old version.
     `canary` asks every replica a fixed question after its flip; an answer further than
     `canary_tolerance` (log-probs: nats) from what most say fences it off. It needs room for a few requests at once.
-    With `delta` "auto" a bucket of which at most `delta_max_fraction` of the elements changed since the last committed
-    version goes as a delta, where the transport carries deltas and every member still holds that version's bytes. It
-    is for slow links (a network of some Gbit/s): comparing takes a thread a second for one or two GB. It
-    costs the source two packed copies of the weights, and each receiving rank one more than it keeps anyway.
     """
 
     transport: str = "broadcast"
@@ -70,8 +66,6 @@ class SyncConfig:
     silent: Literal["fence", "fail"] = "fence"
     canary: bool = False
     canary_tolerance: float = 0.05
-    delta: Literal["off", "auto"] = "off"
-    delta_max_fraction: float = 0.25
 
     def __post_init__(self) -> None:
         """Refuse a transport that nobody has, with the names there are, and numbers that cannot be: `ValueError`."""
@@ -81,10 +75,6 @@ class SyncConfig:
                 raise ValueError(f"`{name}` must be above 0 and finite, got {value}")
         if self.device not in _BUCKET_MIB:
             raise ValueError(f"`device` is one of {', '.join(_BUCKET_MIB)}, got {self.device!r}")
-        if not 0.0 <= self.delta_max_fraction <= 1.0:
-            raise ValueError(
-                f"`delta_max_fraction` is a part of the elements, 0 to 1, got {self.delta_max_fraction}"
-            )
 
     @property
     def bucket_bytes(self) -> int:

@@ -38,7 +38,7 @@ class Op:
 
 
 MEMBER_OPS = {
-    "begin": Op(takes={"offer": SyncOffer}, gives=("held", str), is_large=True),
+    "begin": Op(takes={"offer": SyncOffer}, is_large=True),
     "transfer": Op(takes={"sync_id": str}, gives=("echoes", list[Echo])),
     "verify": Op(takes={"sync_id": str, "sent": Sent}),
     "flip": Op(takes={"sync_id": str, "sent": Sent}, gives=("flip", Flip)),
@@ -70,9 +70,7 @@ SENDER_OPS = {
 """Methods of `Sender`: what each rank of a source does."""
 
 RANK_OPS = {
-    "begin": Op(
-        takes={"offer": SyncOffer, "config": SyncConfig, "member": str, "staged": str}, gives=("held", str)
-    ),
+    "begin": Op(takes={"offer": SyncOffer, "config": SyncConfig, "member": str, "staged": str}),
     "flip": Op(takes={"sync_id": str, "sent": Sent}, gives=("flip", Flip)),
     "commit": Op(takes={"label": Label}, gives=("label", Label)),
     "abort": Op(takes={"sync_id": str}, gives=("version", int)),

@@ -79,7 +79,7 @@ class WeightSink(ABC):
 
     adopts_private = True
     """Whether `adopt` is asked for memory of this rank alone, too. Two such memories then take turns, and no copy of what is
-    served stays for joiners and deltas; where it is False, what is not the transport's is copied."""
+    served stays for joiners; where it is False, what is not the transport's is copied."""
 
     def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
         """Serve tensors in host memory from where they lie, and say so; False leaves them to `load`.
@@ -118,13 +118,6 @@ class BucketSender(ABC):
         Where receivers read the same memory it does for all but one of them: that one takes it by itself, and nobody
         changes over unless its echo fits, too.
         """
-
-    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
-        """Send `delta`, uint8 and shorter than the bucket, in its place; it is left as it is.
-
-        Asked for only where the transport `carries_deltas` and the offer has a base.
-        """
-        raise AssertionError(f"{type(self).__name__} carries no deltas; its transport says so")
 
     def waits_for(self) -> str:
         """Say whom it waits for just now, in words; "" where for nobody, or where nobody can tell. Called in any thread."""
@@ -170,13 +163,6 @@ class BucketReceiver(ABC):
         """Bytes that came over a wire for this rank and its neighbours; None: as many as it takes."""
         return None
 
-    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
-        """Return the delta, uint8, that comes for this bucket, or None: then `receive` brings it whole.
-
-        Called in bucket order, once for each, before `receive`, in a sync whose offer has `bases`.
-        """
-        return None
-
     @abstractmethod
     def close(self) -> None:
         """Release what this sync held; called once, after the staged bytes were loaded or dropped."""
@@ -187,9 +173,6 @@ class Transport(ABC):
 
     device: str
     """The torch device of the payloads that `send` and `receive` take: "cpu", or a GPU with its index, "cuda:1"."""
-
-    carries_deltas: bool = False
-    """Whether both its ends know deltas, for the sync that is open."""
 
     chosen: tuple[str, str] = ("", "")
     """Of one that picks another transport for each sync: which it picked last, and the reason in one sentence."""
@@ -281,12 +264,8 @@ class Member(ABC):
         """A name for messages, unique among the members."""
 
     @abstractmethod
-    async def begin(self, offer: SyncOffer) -> str:
-        """Agree to `offer`, or raise `ManifestError` or `VersionError` naming what does not fit.
-
-        Return the content digest of the committed bytes that every rank keeps beside its live weights, until this
-        sync is over, as a base for deltas; "" where there are none.
-        """
+    async def begin(self, offer: SyncOffer) -> None:
+        """Agree to `offer`, or raise `ManifestError` or `VersionError` naming what does not fit."""
 
     @abstractmethod
     async def transfer(self, sync_id: str) -> list[Echo]:

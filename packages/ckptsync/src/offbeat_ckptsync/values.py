@@ -92,10 +92,6 @@ class SyncOffer:
     `endpoint` is the transport's own rendezvous data (strings and numbers only). It always holds `timeout_s`, the
     deadline of a wait for bytes, and `rendezvous_s`, the deadline of a wait for the other side.
 
-    `bases` are the contents that the source can make deltas against; where there are any, the transport says of each
-    bucket whether it comes as a delta. `base` is the one of them that every member holds, set by the manager after
-    their yes; where it is empty all buckets come whole.
-
     `endpoints` is empty, and all ranks meet one sender at `endpoint`; or it says of every rank (by "member/rank") where it
     meets the sender that is beside it.
     """
@@ -107,8 +103,6 @@ class SyncOffer:
     transport: str
     endpoint: dict[str, str | int | float]
     reload: bool = False  # a member whose content is not trusted takes the version it serves once more
-    bases: tuple[str, ...] = ()
-    base: str = ""
     endpoints: dict[str, dict[str, str | int | float]] = field(
         default_factory=dict[str, "dict[str, str | int | float]"]
     )
@@ -168,10 +162,7 @@ class Sent:
     send_s: float = 0.0  # from the first tensor asked for to the last bucket gone
     transport: str = ""  # the transport picked for this sync, where one was picked
     why: str = ""  # and the reason
-    wire_bytes: int = 0  # what left for each rank: deltas where there were some, else the buckets
-    num_deltas: int = 0  # buckets that went as deltas
-    delta_fraction: float | None = None  # of the elements, that changed since the base; None: not compared
-    delta_why: str = ""  # why no deltas were made, where they are switched on
+    wire_bytes: int = 0  # what left for each rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,9 +229,6 @@ class SyncReport:
     failures: tuple[str, ...] = ()  # of tries before this one, where who syncs tries again
     content_digest: str = ""  # of the label under which this version was committed
     wire_bytes: int = 0  # as in `Sent`; `num_bytes` is the content
-    num_deltas: int = 0
-    delta_fraction: float | None = None
-    delta_why: str = ""  # why nothing was compared, where deltas are switched on
     worst_gap_s: float | None = (
         None  # between two tokens of any member, from begin to the first after its flip; see `Flip`
     )

@@ -23,10 +23,7 @@ from sync_faults.ranks import serve_rank
 
 pytestmark = pytest.mark.spawns
 
-CONFIG = SyncConfig(
-    bucket_mib=4096 / (1 << 20),
-    delta="auto",
-)
+CONFIG = SyncConfig(bucket_mib=4096 / (1 << 20))
 
 
 class Replica(GenerationGate):
@@ -118,24 +115,16 @@ async def test_two_replicas_of_one_and_two_ranks_take_three_versions(local, repl
             assert (replica.label, replica.paused, replica.active) == (version, 0, False)
 
 
-async def test_replicas_of_several_ranks_take_deltas_and_one_that_was_started_anew_makes_it_a_whole_one(
-    local, replicas
-):
+async def test_a_replica_that_joins_between_syncs_takes_the_next(local, replicas):
     source, manager = local
-    for version, one_weight in ((4, 1.0), (5, 2.0)):
-        source.weights = {name: tensor.clone() for name, tensor in awkward_weights(3).items()}
-        source.weights["transposed"][3, 4] = one_weight
-        report = await manager.sync(version)
-        assert report.num_deltas == report.num_buckets > 4
-        assert report.wire_bytes < report.num_bytes / 20
-        for replica in replicas.values():
-            assert await replica.serving() == [[version, prints_of(source.weights)]] * len(replica.pipes)
     third = Replica(2)
     manager.enlist(ControlMember("third", third.control, mailbox=Mailbox(), config=CONFIG, gate=third))
-    report = await manager.sync(6)
-    assert (report.num_deltas, report.delta_why) == (0, "third kept no copy of what the source sent last")
-    report = await manager.sync(7)
-    assert (report.num_deltas, report.delta_fraction) == (report.num_buckets, 0.0)
+    for version in (4, 5, 6, 7):
+        source.weights = awkward_weights(version)
+        report = await manager.sync(version)
+        assert set(report.members) == {"one", "two", "third"}
+        for replica in (*replicas.values(), third):
+            assert await replica.serving() == [[version, prints_of(source.weights)]] * len(replica.pipes)
     manager.remove("third")
     third.close()
 

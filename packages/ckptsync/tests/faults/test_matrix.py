@@ -37,7 +37,6 @@ CONFIG = {
     )
     for transport in ("shm", "broadcast")
 }
-CONFIG["deltas"] = replace(CONFIG["broadcast"], delta="auto")
 # By one receiver, as two GPUs have room for, and by two. Forming a group of NCCL's takes seconds, the first time.
 CONFIG["broadcast to one"] = CONFIG["broadcast"]
 CONFIG["nccl"] = CONFIG["nccl to one"] = replace(CONFIG["broadcast"], device="cuda", transfer_timeout_s=30.0)
@@ -171,9 +170,7 @@ def usual(transport, role, phase, kind):
 CASES = [("shm", *case) for case in itertools.product(ROLES, PHASES, KINDS)]
 CASES += [
     (transport, role, "transfer", kind)
-    for transport, role, kind in itertools.product(
-        ("broadcast", "deltas", "broadcast to one", *GPUS), ROLES, KINDS
-    )
+    for transport, role, kind in itertools.product(("broadcast", "broadcast to one", *GPUS), ROLES, KINDS)
 ]
 USUAL = {case for case in CASES if usual(*case)}
 
@@ -182,9 +179,9 @@ def test_the_usual_cases_have_every_role_in_every_phase_and_with_every_kind():
     of_shm = {case for case in USUAL if case[0] == "shm"}
     assert {(role, phase) for _, role, phase, _ in of_shm} == {*itertools.product(ROLES, PHASES)}
     assert {(role, kind) for _, role, _, kind in of_shm} == {*itertools.product(ROLES, KINDS)}
-    for transport in ("broadcast", "deltas"):
-        assert {role for name, role, *_ in USUAL if name == transport} == {*ROLES}
-        assert {kind for name, *_, kind in USUAL if name == transport} == {*KINDS}
+    of_broadcast = {case for case in USUAL if case[0] == "broadcast"}
+    assert {role for _, role, *_ in of_broadcast} == {*ROLES}
+    assert {kind for *_, kind in of_broadcast} == {*KINDS}
 
 
 def marks(case):
@@ -216,8 +213,6 @@ def test_new_everywhere_or_old_bit_for_bit(clusters, transport, role, phase, kin
         check(result, served, contents, new, replace(outcome, new=there))
     cluster.heal()
     good_sync(cluster)
-    if transport == "deltas":
-        assert good_sync(cluster)["num_deltas"] > 0
 
 
 @pytest.mark.parametrize("phase", ["begin", "transfer", "verify"])

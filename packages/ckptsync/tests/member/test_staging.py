@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 
 import pytest
@@ -19,7 +18,7 @@ from offbeat_ckptsync.transports.loopback import LoopbackTransport
 from offbeat_ckptsync.values import Seat
 
 CONFIG_BYTES = 4096
-CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20), delta="auto")
+CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 
 
 class Pair:
@@ -32,10 +31,9 @@ class Pair:
         self.sink = DictSink() if sink is None else sink
         self.receiver = Receiver(Seat(member="m"), self.sink)
 
-    def stage(self, version, *, base=None):
+    def stage(self, version):
         offer = self.sender.offer(version, ["m"])
-        held = self.receiver.begin(offer)
-        offer = dataclasses.replace(offer, base=held if base is None else base)
+        self.receiver.begin(offer)
         out = []
 
         def send():
@@ -95,7 +93,7 @@ class Overlapping(LoopbackTransport):
 
 def test_a_bucket_is_asked_for_while_the_one_before_it_is_under_way():
     source, sink = DictSource(awkward_weights(1)), DictSink()
-    sender = Sender(source, dataclasses.replace(CONFIG, delta="off"))
+    sender = Sender(source, CONFIG)
     receiver = Receiver(Seat(member="m"), sink)
     offer = sender.offer(1, ["m"])
     receiver.begin(offer)
@@ -108,55 +106,29 @@ def test_a_bucket_is_asked_for_while_the_one_before_it_is_under_way():
     assert_same(sink.weights, awkward_weights(1))
 
 
-def test_a_delta_leaves_base_and_live_weights_until_it_is_loaded():
+def test_what_is_staged_leaves_live_weights_until_it_is_loaded():
     pair = Pair()
     pair.sync(1)
-    before = {name: tensor.clone() for name, tensor in pair.receiver.copy()[1]}
+    before = {name: tensor.clone() for name, tensor in pair.sink.weights.items()}
     pair.change()
     offer, sent = pair.stage(2)
-    assert sent.num_deltas == len(sent.bucket_digests)
-    assert_same(dict(pair.receiver.copy()[1]), before)
     assert_same(pair.sink.weights, before)
     pair.receiver.flip(offer.sync_id, sent)
     assert_same(pair.sink.weights, pair.source.weights)
 
 
-def test_a_spoilt_delta_is_found_and_leaves_base_and_live_weights():
+def test_a_spoilt_bucket_is_found_and_leaves_live_weights():
     pair = Pair()
     pair.sync(1)
-    before = {name: tensor.clone() for name, tensor in pair.receiver.copy()[1]}
+    before = {name: tensor.clone() for name, tensor in pair.sink.weights.items()}
     pair.change()
     pair.fault.left = 1
     with pytest.raises(DigestError, match="bucket 1"):
         pair.verified(2)
-    assert_same(dict(pair.receiver.copy()[1]), before)
     assert_same(pair.sink.weights, before)
     pair.receiver.abort("")
-    assert pair.sync(2).num_deltas
+    pair.sync(2)
     assert_same(pair.sink.weights, pair.source.weights)
-
-
-def test_a_copy_that_is_not_committed_or_not_trusted_is_not_held():
-    pair = Pair()
-    offer, sent = pair.stage(1)
-    pair.receiver.flip(offer.sync_id, sent)
-    pair.receiver.abort("")
-    assert pair.receiver.begin(pair.sender.offer(2, ["m"])) == ""
-    pair.receiver.abort("")
-    pair.receiver.commit(label_of(sent, offer.bucket_bytes))
-    assert (
-        pair.receiver.begin(pair.sender.offer(2, ["m"])) == label_of(sent, offer.bucket_bytes).content_digest
-    )
-    pair.receiver.abort("")
-    pair.receiver.distrust()
-    assert pair.receiver.begin(pair.sender.offer(2, ["m"])) == ""
-
-
-def test_what_is_laid_out_otherwise_is_not_held():
-    pair = Pair()
-    pair.sync(1)
-    offer = pair.sender.offer(2, ["m"])
-    assert pair.receiver.begin(dataclasses.replace(offer, bucket_bytes=8192)) == ""
 
 
 class UsingUp(DictSink):
@@ -169,39 +141,15 @@ class UsingUp(DictSink):
 def test_a_copy_that_the_sink_wrote_to_is_not_held():
     pair = Pair(UsingUp())
     pair.sync(1)
-    assert pair.receiver.begin(pair.sender.offer(2, ["m"])) == ""
     with pytest.raises(TransferError, match="keeps no copy"):
         pair.receiver.copy()
-    pair.receiver.abort("")
-    assert pair.sync(2).num_deltas == 0
 
 
-def test_a_delta_for_one_that_holds_nothing_is_refused():
+def test_one_buffer_serves_all_syncs():
     pair = Pair()
-    digest = label_of(pair.sync(1), CONFIG_BYTES).content_digest
-    pair.receiver.distrust()
-    pair.change()
-    with pytest.raises(TransferError, match="bucket 0 came as a delta"):
-        pair.stage(2, base=digest)
-
-
-def test_without_deltas_one_buffer_serves_all_syncs():
-    pair = Pair()
-    pair.sender = Sender(pair.source, dataclasses.replace(CONFIG, delta="off"))
     places = set()
     for version in (1, 2, 3):
         pair.change()
         pair.sync(version)
         places.add(pair.receiver.copy()[1][0][1].data_ptr())
     assert len(places) == 1
-
-
-def test_with_deltas_two_buffers_take_turns():
-    pair = Pair()
-    places = []
-    for version in (1, 2, 3, 4, 5):
-        pair.change()
-        pair.sync(version)
-        places.append(dict(pair.receiver.copy()[1])["transposed"].data_ptr())
-    assert places == [*places[:2], *places[:2], places[0]]
-    assert len(set(places)) == 2

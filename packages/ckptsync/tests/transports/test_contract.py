@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 
 import pytest
 import torch
@@ -43,48 +42,26 @@ def weights_of(rows, seed):
     }
 
 
-def nudged(tensor):
-    tensor = tensor.clone()
-    if tensor.numel():
-        tensor.view(-1)[tensor.numel() // 2] = 1
-    return tensor
-
-
-@pytest.mark.parametrize(
-    ("name", "delta"),
-    [
-        *itertools.product(["loopback", "shm", "broadcast", "disk"], ["off"]),
-        ("loopback", "auto"),
-        ("disk", "auto"),
-    ],
-)
-def test_any_manifest_crosses_in_buckets_of_any_size(name, delta, tmp_path_factory):
+@pytest.mark.parametrize("name", ["loopback", "shm", "broadcast", "disk"])
+def test_any_manifest_crosses_in_buckets_of_any_size(name, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("disk"))
 
     @settings(max_examples=settings().max_examples // 6, database=None)
     @given(ROWS, st.integers(256, 5000), st.integers(1, 2))
     def check(rows, bucket_bytes, num_receivers):
-        config = SyncConfig(
-            transport=name,
-            bucket_mib=bucket_bytes / (1 << 20),
-            disk_path=folder,
-            delta=delta,
-        )
+        config = SyncConfig(transport=name, bucket_mib=bucket_bytes / (1 << 20), disk_path=folder)
         sinks = {f"r{i}": DictSink() for i in range(num_receivers)}
         local = LocalSync(DictSource({}), dict(sinks), config, lambda: make_transport(name, config))
 
-        async def sync_thrice():
-            for version in (1, 2, 3):
-                # The third has the bits of the second but for a few.
-                local.source.weights = weights_of(rows, min(version, 2))
-                if version == 3:
-                    local.source.weights = {name: nudged(t) for name, t in local.source.weights.items()}
+        async def sync_all():
+            for version in (1, 2):
+                local.source.weights = weights_of(rows, version)
                 await local.manager.sync(version)
                 for sink in sinks.values():
                     assert_same(sink.weights, local.source.weights)
 
         try:
-            asyncio.run(sync_thrice())
+            asyncio.run(sync_all())
         finally:
             local.close()
 

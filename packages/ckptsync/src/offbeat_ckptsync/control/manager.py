@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from offbeat_ckptsync.control.report import make_report, memcpy_gb_per_s
 from offbeat_ckptsync.control.sync import SOURCE, Run, Target
 from offbeat_ckptsync.control.together import all_of
-from offbeat_ckptsync.errors import DigestError, LoadError, PhaseError, SyncError, SyncFailed, VersionError
+from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.member.receiver import State
 from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.plan.digest import told
@@ -77,7 +77,6 @@ class CheckpointEngineManager:
         self._way = ("", "")  # how weights went last, and why so
         memcpy_gb_per_s()  # now, while nothing else runs; reports are held against it
         self._gathered_by = 0.0  # as of `Run`, of the last sync that failed
-        self._doubt = False  # wrong bytes were found: what deltas stand on may be such
 
     @property
     def members(self) -> list[str]:
@@ -166,7 +165,6 @@ class CheckpointEngineManager:
                     fenced |= {name: self._fenced[name] for name in gone if name in self._untold}
                     left |= {name: str(failed) for name in gone if name not in self._untold}
                 else:
-                    self._doubt = False
                     return dataclasses.replace(report, left=left, fenced=fenced | report.fenced)
 
     async def _without(self, members: dict[str, Member], failed: SyncFailed) -> list[str]:
@@ -263,7 +261,7 @@ class CheckpointEngineManager:
 
     async def _run(self, source: Source, members: dict[str, Member], target: Target) -> SyncReport:
         busy_s = max(self._gathered_by - time.perf_counter(), 0.0) if source is self._source else 0.0
-        target = dataclasses.replace(target, whole=self._doubt, busy_s=busy_s)
+        target = dataclasses.replace(target, busy_s=busy_s)
         run = Run(source, self._config, members, target)
         done = await self._until_verified(run)
         return await _to_its_end(self._change_over(run, done, members))
@@ -294,7 +292,6 @@ class CheckpointEngineManager:
             report,
             fenced=fenced,
             content_digest=done.label.content_digest,
-            delta_why=run.why_whole or done.sent.delta_why,
         )
 
     def _told(self, report: SyncReport) -> SyncReport:
@@ -312,7 +309,6 @@ class CheckpointEngineManager:
             sent, echoes = await run.transfer(offer)
             label = await run.verify(offer, buckets, sent, echoes)
         except (Exception, asyncio.CancelledError) as error:
-            self._doubt = self._doubt or isinstance(error, DigestError)
             self._gathered_by = run.gathered_by
             served = await _to_its_end(run.abort())
             if not isinstance(error, SyncError):

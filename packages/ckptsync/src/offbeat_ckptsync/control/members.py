@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -59,18 +58,17 @@ class ReplicaMember(Member):
         """See `Member.name`."""
         return self._name
 
-    async def begin(self, offer: SyncOffer) -> str:
+    async def begin(self, offer: SyncOffer) -> None:
         """See `Member.begin`. On a shared device generation then stops and the engine sleeps; one that refuses goes on."""
         self._look_away()
         self._gaps = await Gaps.watched(self._gate, offer.silent_s)
         if self._copies is not None:
             await self._copies.trim()  # what joiners were sent from
-        held = set(await self._ranks.ask("begin", offer))
+        await self._ranks.ask("begin", offer)
         if self._gate.shares_device and not self._is_closed:
             self._is_closed = True
             await self._gate.pause()
             await self._gate.sleep()
-        return held.pop() if len(held) == 1 else ""
 
     async def transfer(self, sync_id: str) -> list[Echo]:
         """See `Member.transfer`."""
@@ -326,8 +324,7 @@ def local_member(
     canary: AskCanary | None = None,
 ) -> LocalMember:
     """Return a member for a receiver of this process that also hands what it keeps on to joiners."""
-    # A copy goes to joiners, who hold nothing that a delta could stand on.
-    copies = Sender(StagedCopy(receiver), dataclasses.replace(config, delta="off"))
+    copies = Sender(StagedCopy(receiver), config)
     return LocalMember(
         receiver,
         make_transport(config.transport, config),

@@ -224,8 +224,8 @@ class EngineRanks(Ranks):
                     self._flipped = self._committed = None
                 return await self._aside(op, values)
 
-    async def _begin(self, offer: SyncOffer) -> list[str]:
-        """Open the engine's update session and let every rank check the offer, say what it keeps, and start staging."""
+    async def _begin(self, offer: SyncOffer) -> list[None]:
+        """Open the engine's update session and let every rank check the offer and start staging."""
         await self._start()
         self._mailbox.drop(self._staged_key)  # echoes of a sync that was given up
         self._bucket_bytes = offer.bucket_bytes

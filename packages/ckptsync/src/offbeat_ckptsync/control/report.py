@@ -58,8 +58,6 @@ def make_report(
         wire_bytes=sent.wire_bytes,
         rank_bytes={f"{e.member}/{e.rank}": e.num_bytes for ranks in echoes.values() for e in ranks},
         received_bytes={f"{e.member}/{e.rank}": e.wire_bytes for ranks in echoes.values() for e in ranks},
-        num_deltas=sent.num_deltas,
-        delta_fraction=sent.delta_fraction,
     )
 
 

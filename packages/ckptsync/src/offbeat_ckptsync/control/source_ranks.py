@@ -69,7 +69,6 @@ class SourceRanks(Source):
             endpoints = {rank: {**endpoint, "room_bytes": min(free)} for rank, endpoint in endpoints.items()}
         return dataclasses.replace(
             offer,
-            bases=(),  # each would have to keep what deltas stand on, and between neighbours all goes whole as fast
             endpoints={seat: endpoints[rank] for rank, seats in shares.items() for seat in seats},
         )
 

@@ -14,7 +14,6 @@ from offbeat_ckptsync.control.canary import odd_ones
 from offbeat_ckptsync.control.together import all_of, failures_of
 from offbeat_ckptsync.errors import LoadError, SyncError, TransferError, VersionError
 from offbeat_ckptsync.plan.buckets import buckets_of
-from offbeat_ckptsync.plan.deltas import common_base
 from offbeat_ckptsync.plan.digest import check_echo, label_of, require_every_rank, told
 from offbeat_ckptsync.threads import in_thread, short_turns
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Sent, SyncOffer
@@ -36,7 +35,6 @@ class Target:
     version: int
     check: Callable[[Label], None]
     reload: bool = False
-    whole: bool = False  # no deltas: what they stand on may be spoilt
     busy_s: float = (
         0.0  # for which the source may still gather what was given up, before it can make an offer
     )
@@ -65,7 +63,6 @@ class Run:
         self._silent: dict[str, str] = {}  # who gave no word, and in which phase
         self._missed: set[str] = set()  # of these: who missed a deadline that others met
         self.silenced: dict[str, str] = {}  # of these: those without whom the sync goes on
-        self.why_whole = ""  # why no bucket may go as a delta, where the source could send some
         self.refused: dict[str, str] = {}  # of `fenced`: those that still serve the old version, whole
 
     async def begin(self) -> SyncOffer:
@@ -87,17 +84,12 @@ class Run:
         await in_thread(
             lambda: (buckets_of(offer), encode(offer)), name="plan"
         )  # whoever needs them finds them
-        if self._target.gathered is not None and not offer.bases:  # what members hold decides what a delta is
+        if self._target.gathered is not None:
             self._marks[Phase.TRANSFER] = time.perf_counter()
             self._copying = asyncio.create_task(self._copy_out(offer), name="copy weights out")
-        held = await self._all(
+        await self._all(
             Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
         )
-        if not self._target.whole:
-            base, self.why_whole = common_base(offer.bases, held)
-            self._offer = offer = dataclasses.replace(offer, base=base)
-        elif offer.bases:
-            self.why_whole = "a sync before found bytes that were not what was sent"
         return offer
 
     async def transfer(self, offer: SyncOffer) -> tuple[Sent, dict[str, list[Echo]]]:

@@ -70,10 +70,8 @@ class Memory:
 class StagingPool:
     """Staging memory that is not in use, and a copy of what is served, where there is one.
 
-    After a load the memory that was staged in holds such a copy, which joiners may be given and deltas stand on. While
-    a sync keeps it as its base it is staged in memory of its own, so there are two of the kind from then on. A sink that
-    serves weights from where they were staged has no copy beside them; two memories take turns then, too, and joiners may
-    be given what is served.
+    After a load the memory that was staged in holds such a copy, which joiners may be given. A sink that serves weights from
+    where they were staged has no copy beside them; two memories take turns then, and joiners may be given what is served.
     """
 
     def __init__(self) -> None:
@@ -84,19 +82,9 @@ class StagingPool:
         # What is served from where it was staged.
         self._served: tuple[Manifest, list[tuple[str, torch.Tensor]]] | None = None
 
-    def holds(self, manifest: Manifest, buckets: tuple[Bucket, ...]) -> bool:
-        """Say whether there is a copy of what is served, laid out like this."""
-        plan = self._plan
-        return plan is not None and (plan[0].digest, plan[1]) == (manifest.digest, buckets)
-
-    def base(self) -> torch.Tensor | None:
-        """Return the copy's bytes."""
-        return None if self._copy is None else self._copy.lend()
-
-    def take(self, *, keep: bool) -> Memory | None:
-        """Return memory to stage in that nobody looks at, if there is some; without `keep` the copy is given up for it."""
-        if not keep:
-            self.forget()
+    def take(self) -> Memory | None:
+        """Return memory to stage in that nobody looks at, if there is some; the copy is given up for it."""
+        self.forget()
         free = [memory for memory in self._others if not memory.is_lent()]
         self._others = [memory for memory in self._others if memory not in free]
         return free[-1] if free else None

@@ -97,10 +97,10 @@ class Rank:
             self._staging.join(_STAGING_ENDS_S)
         self._transport = self._mailbox = self._made_from = self._staging = None
 
-    def begin(self, offer: SyncOffer, config: SyncConfig, member: str, staged: str) -> str:
+    def begin(self, offer: SyncOffer, config: SyncConfig, member: str, staged: str) -> None:
         """Agree to `offer` as a rank of `member`, then stage; see `Receiver.begin`. The echo is mailed under `staged`."""
         receiver, transport = self._seated(offer, config, member)
-        held = receiver.begin(offer)
+        receiver.begin(offer)
         # A daemon: generation goes on meanwhile, and a transport that hangs must not keep the process alive.
         self._staging = threading.Thread(
             target=lambda: self._stage(receiver, transport, offer.sync_id, staged),
@@ -108,7 +108,6 @@ class Rank:
             daemon=True,
         )
         self._staging.start()
-        return held
 
     def flip(self, sync_id: str, sent: Sent) -> Flip:
         """See `Receiver.flip`."""

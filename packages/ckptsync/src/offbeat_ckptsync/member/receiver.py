@@ -130,10 +130,8 @@ class Receiver:
         with self._lock:
             self.seat, self._allow_cast = seat, allow_cast
 
-    def begin(self, offer: SyncOffer) -> str:
+    def begin(self, offer: SyncOffer) -> None:
         """Agree to `offer`; one that is still open is given up first.
-
-        Return the content digest of the committed bytes kept here, "" where there are none laid out as the offer's.
 
         Raises:
             VersionError: `offer.version` is not above the served one (or below it, with `offer.reload`).
@@ -157,7 +155,6 @@ class Receiver:
             session = _Session(offer, buckets_of(offer))
             self._move(Step.BEGIN)
             self._session = session
-            return self._held(self._session)
 
     def transfer(self, transport: Transport, sync_id: str = "") -> Echo:
         """Stage every bucket beside the live weights and return the digests of what arrived. Blocks.
@@ -166,19 +163,15 @@ class Receiver:
 
         Raises:
             TransferError: the bytes did not arrive; names the bucket. The sync stays open until `abort`.
-            DigestError: a delta arrived that is none.
             PhaseError: no sync was agreed to, or it was aborted meanwhile.
         """
         with self._lock:
             session = self._open(sync_id)
             self._move(Step.TRANSFER)
-            held = self._held(session)
-            keeps = held != "" and held in session.offer.bases
-            base = self._pool.base() if keeps else None
-            spare = self._pool.take(keep=keeps)
+            spare = self._pool.take()
         mark = time.perf_counter()
         try:
-            staged = stage(transport, session.offer, self.seat, session.buckets, spare, base)
+            staged = stage(transport, session.offer, self.seat, session.buckets, spare)
         except SyncError:
             raise
         except Exception as error:
@@ -315,13 +308,6 @@ class Receiver:
                     if session.staged is not None:
                         self._pool.put_back(session.staged.close())
             return self._version
-
-    def _held(self, session: _Session) -> str:
-        """Return which content the copy in the pool is, where the buckets of `session` can be compared with it."""
-        if self._label is None or not self._committed:
-            return ""
-        holds = self._pool.holds(session.offer.manifest, session.buckets)
-        return self._label.content_digest if holds else ""
 
     def _check_label(self, sent: Sent, session: _Session) -> None:
         """A version that is served may come once more, with the same content only."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from offbeat_ckptsync.errors import DigestError, SyncError, TransferError
+from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.member.memory import Memory
 from offbeat_ckptsync.plan.buckets import bucket_starts
-from offbeat_ckptsync.plan.deltas import apply_delta, runs_of
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.seats import met_by
 from offbeat_ckptsync.threads import BusyClock, SideStream, mark_of, num_movers, use_device
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.seams import BucketReceiver, Transport, WeightSink
     from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
-    _Arrival = Callable[[], Callable[[], torch.Tensor]]
-    """Waits for a bucket that is under way; gives what is left to do for it: a call that completes it and returns its bytes."""
+    _Arrival = Callable[[], torch.Tensor]
+    """Waits for a bucket that is under way, and returns its bytes."""
 
 
 @dataclass(slots=True)
@@ -89,17 +88,14 @@ def stage(
     seat: Seat,
     buckets: tuple[Bucket, ...],
     spare: Memory | None = None,
-    base: torch.Tensor | None = None,
 ) -> Staged:
     """Receive all buckets, into the transport's own memory where it lends some, else into `spare` or a fresh buffer.
 
     Call it in a thread of its own: it works on the transport's GPU, in a stream that waits for nobody's generation.
-    Bucket k is digested where it lies while bucket k + 1 arrives. One that comes as a delta is made from its copy in
-    `base`, laid out as what is staged and left as it is.
+    Bucket k is digested where it lies while bucket k + 1 arrives.
 
     Raises:
         TransferError: a bucket did not arrive; names seat, bucket and cause.
-        DigestError: what arrived for a bucket is no delta of it.
     """
     starts, num_bytes = bucket_starts(buckets)
     clock = BusyClock()
@@ -112,7 +108,7 @@ def stage(
             memory = kept.lend()
         else:
             kept, memory = None, lent
-        intake = _Intake(offer, seat, memory, base)
+        intake = _Intake(seat, memory)
         with SideStream(str(memory.device)).after(mark_of(memory)):
             digests = intake.take(end, buckets, starts, clock)
     except BaseException:
@@ -130,11 +126,9 @@ def _fitting(spare: Memory | None, num_bytes: int, device: str) -> Memory:
 class _Intake:
     """Where one rank puts buckets as they come."""
 
-    def __init__(self, offer: SyncOffer, seat: Seat, memory: torch.Tensor, base: torch.Tensor | None) -> None:
-        self._offer = offer
+    def __init__(self, seat: Seat, memory: torch.Tensor) -> None:
         self._who = str(seat)
         self._memory = memory
-        self._base = base
 
     def take(
         self, end: BucketReceiver, buckets: tuple[Bucket, ...], starts: list[int], clock: BusyClock
@@ -143,13 +137,11 @@ class _Intake:
         on_host = self._memory.device.type == "cpu"
         stream = SideStream(str(self._memory.device))
 
-        def proof(complete: Callable[[], torch.Tensor], told: str | None) -> str:
+        def proof(payload: torch.Tensor, told: str | None) -> str:
             if told is not None:
                 return told  # by who put it there
-            with stream.after():  # what has arrived has been waited for
-                payload = complete()
-                with clock:
-                    return digest(payload)
+            with stream.after(), clock:  # what has arrived has been waited for
+                return digest(payload)
 
         with ThreadPoolExecutor(
             num_movers() if on_host else 1, thread_name_prefix=f"digest for {self._who}"
@@ -173,16 +165,12 @@ class _Intake:
         """Begin to receive a bucket."""
         into = self._memory[start : start + bucket.num_bytes]
         with self._named(bucket):
-            if self._offer.bases:
-                delta = end.receive_delta(bucket)
-                if delta is not None:
-                    return lambda: lambda: self._apply(bucket, start, delta, into)
             wait = end.start(bucket, into)
 
-        def arrival() -> Callable[[], torch.Tensor]:
+        def arrival() -> torch.Tensor:
             with self._named(bucket):
                 wait()
-            return lambda: into
+            return into
 
         return arrival
 
@@ -194,15 +182,3 @@ class _Intake:
             raise
         except Exception as error:
             raise TransferError(f"{self._who}: bucket {bucket.index}: {error!r}") from error
-
-    def _apply(self, bucket: Bucket, start: int, delta: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        if self._base is None:
-            raise TransferError(
-                f"{self._who}: bucket {bucket.index} came as a delta, and there is no content here that it stands on"
-            )
-        into.copy_(self._base[start : start + bucket.num_bytes])
-        try:
-            apply_delta(runs_of(self._offer.manifest, bucket), delta, into)
-        except DigestError as error:
-            raise DigestError(f"{self._who}: bucket {bucket.index}: {error}") from error
-        return into

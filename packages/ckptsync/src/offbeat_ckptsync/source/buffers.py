@@ -66,7 +66,6 @@ class BucketBuilder:
         self.payload = buffer[: bucket.num_bytes]
         self.digest_s = 0.0
         self.waiting: list[tuple[Piece, torch.Tensor]] = []  # to be added by the thread that completes it
-        self.delta: torch.Tensor | None = None  # what is sent in place of `payload`, where there is one
         self._bytes = self.payload.numpy() if buffer.device.type == "cpu" else None
         self._running = xxhash.xxh3_128() if digests_pieces else None
         self._num_digested = 0

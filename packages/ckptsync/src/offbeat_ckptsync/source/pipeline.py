@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import TYPE_CHECKING
 
@@ -20,30 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.seams import BucketSender, WeightSource
-
-
-class SendSession:
-    """What one sync of a source packs into, and what it sends in place of a bucket: as it is nothing."""
-
-    def __init__(self, lend: Callable[[int], torch.Tensor | None] = lambda _: None, why: str = "") -> None:
-        """Pack into what `lend` gives, the transport's memory say; `why` there are no deltas goes into the report."""
-        self._lend = lend
-        self._why = why
-
-    def lend(self, num_bytes: int) -> torch.Tensor | None:
-        """Return memory for all buckets, uint8 [num_bytes], or None."""
-        return self._lend(num_bytes)
-
-    def delta(self, bucket: Bucket, payload: torch.Tensor) -> torch.Tensor | None:
-        """Return what is sent in place of the full bucket, or None where it goes whole. Called in any thread."""
-        return None
-
-    def end(self, sent: Sent | None) -> None:
-        """Keep what was sent, or forget it where sending failed (None)."""
-
-    def explained(self, sent: Sent) -> Sent:
-        """Return `sent` with what was measured, and why there were no deltas."""
-        return dataclasses.replace(sent, delta_why=self._why)
 
 
 FIRST = (0,)
@@ -64,13 +39,13 @@ def gather_weights(
     open_sender: Callable[[], BucketSender],
     *,
     buffers: Callable[[], Buffers] = Buffers,
-    session: SendSession | None = None,
+    lend: Callable[[int], torch.Tensor | None] = lambda _: None,
     senders: Collection[int] = FIRST,
 ) -> Callable[[], Sent]:
     """Copy out what `source` yields as `offer` says it; return a call that waits until all has left and says what was sent.
 
-    The caller's thread iterates and packs, into the memory that the `session` lends, else into that of `buffers()` (fresh, in
-    host memory, by default); other threads open the sender, so that meeting the receivers overlaps with gathering, digest and
+    The caller's thread iterates and packs, into the memory, uint8 [num_bytes] of all buckets, that `lend` gives, else into
+    that of `buffers()` (fresh, in host memory, by default); other threads open the sender, so that meeting the receivers overlaps with gathering, digest and
     send. This rank of `source` is one of `senders`. Whatever fails, `source` is iterated to its end first: the other ranks of a
     collective source are never left waiting half-way. Once this returns, no tensor of the source is read any more: the weights
     may change while buckets are on the wire.
@@ -83,11 +58,8 @@ def gather_weights(
     started, writes = time.perf_counter(), source.writes()
     try:
         _, num_bytes = bucket_starts(buckets_of(offer))
-        session = SendSession() if session is None else session
-        lent, stays = session.lend(num_bytes), source.tensors_stay
-        stream = BucketStream(
-            offer, open_sender, buffers=buffers(), lent=lent, stays=stays, find_delta=session.delta
-        )
+        lent = lend(num_bytes)
+        stream = BucketStream(offer, open_sender, buffers=buffers(), lent=lent, stays=source.tensors_stay)
     except Exception:
         walk(source, senders)
         raise
@@ -134,7 +106,6 @@ class BucketStream:
         buffers: Buffers,
         lent: torch.Tensor | None,
         stays: bool,
-        find_delta: Callable[[Bucket, torch.Tensor], torch.Tensor | None],
     ) -> None:
         """Ship what `offer` says, packed into `lent` or `buffers`; `stays`: tensors do also after `add` has returned."""
         self.gather_s = 0.0
@@ -152,7 +123,6 @@ class BucketStream:
                 self._ends[bucket.index] = piece
         self._open: dict[int, BucketBuilder] = {}  # one at most
         self._last: BucketBuilder | None = None  # that was begun
-        self._find_delta = find_delta
         self._shipper = Shipper(
             offer, open_sender, self._buckets, buffers=buffers, lent=lent, parallel=self._later
         )
@@ -231,7 +201,6 @@ class BucketStream:
             for piece, data in filling.waiting:
                 filling.add(piece, data)
             filling.settle()
-            filling.delta = self._find_delta(bucket, filling.payload)
             return filling.digest()
 
 

@@ -14,8 +14,7 @@ from offbeat_ckptsync.errors import PhaseError
 from offbeat_ckptsync.plan.seats import met_at
 from offbeat_ckptsync.seams import Source, Transport, WeightSource
 from offbeat_ckptsync.source.buffers import Buffers
-from offbeat_ckptsync.source.delta_bases import Bases, DeltaSession
-from offbeat_ckptsync.source.pipeline import FIRST, SendSession, gather_weights, walk
+from offbeat_ckptsync.source.pipeline import FIRST, gather_weights, walk
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Sent, SyncOffer
 
@@ -38,7 +37,6 @@ class Sender:
         self._config = config
         self._transport = make_transport(config.transport, config) if transport is None else transport
         self._members: dict[str, list[str]] = {}
-        self._bases = Bases()
         self._buffers: Buffers | None = None
         self._sending = threading.Lock()
         self._ends_at = 0.0  # by which time (monotonic) what is sent has left, or has been given up
@@ -54,15 +52,13 @@ class Sender:
         """
         sync_id = uuid.uuid4().hex
         endpoint = self.open(sync_id, members)
-        manifest, bucket_bytes = self._source.manifest(), self._config.bucket_bytes
         return SyncOffer(
             sync_id=sync_id,
             version=version,
-            manifest=manifest,
-            bucket_bytes=bucket_bytes,
+            manifest=self._source.manifest(),
+            bucket_bytes=self._config.bucket_bytes,
             transport=self._config.transport,
             endpoint=endpoint,
-            bases=self._bases.digests(manifest, bucket_bytes),
         )
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
@@ -122,39 +118,20 @@ class Sender:
             self._sending.release()
 
     def _gather(self, offer: SyncOffer, members: list[str], senders: Collection[int]) -> Callable[[], Sent]:
-        to_neighbours = bool(offer.endpoints)
-        if to_neighbours:
-            offer = met_at(offer, offer.endpoints[members[0]])
-        session = self._session(offer, to_neighbours=to_neighbours)
-        with _ended(session):
-            finish = gather_weights(
-                self._source,
-                offer,
-                lambda: self._transport.sender(offer, members),
-                buffers=self._own_buffers,
-                session=session,
-                senders=senders,
-            )
-
-        def send() -> Sent:
-            with _ended(session):
-                sent = finish()
-            session.end(sent)
-            return session.explained(sent)
-
-        return send
-
-    def _session(self, offer: SyncOffer, *, to_neighbours: bool) -> SendSession:
-        if self._config.delta == "auto" and not to_neighbours:
-            return DeltaSession(self._bases, self._transport, offer, self._config)
-        why = "" if self._config.delta == "off" else "each rank sends to its neighbours, where all goes whole"
-        return SendSession(lambda num_bytes: self._transport.lend(offer, num_bytes), why)
+        met = met_at(offer, offer.endpoints[members[0]]) if offer.endpoints else offer
+        return gather_weights(
+            self._source,
+            met,
+            lambda: self._transport.sender(met, members),
+            buffers=self._own_buffers,
+            lend=lambda num_bytes: self._transport.lend(met, num_bytes),
+            senders=senders,
+        )
 
     def abort(self, sync_id: str) -> None:
         """Give up a sync; a running `send` of it ends with an error after the source is iterated to its end."""
         if self._members.pop(sync_id, None) is not None:
             self._transport.abort(sync_id)
-            self._bases.aborted(sync_id)
 
     def trim(self) -> None:
         """Let go of memory that is kept for the next sync, unless one is being sent."""
@@ -178,16 +155,6 @@ class Sender:
         limit_s = self._config.begin_timeout_s / 2 + max(self._ends_at - time.monotonic(), 0.0)
         if not self._sending.acquire(timeout=limit_s):
             raise PhaseError(f"the source still sends another sync after {limit_s:g} s; abort that one first")
-
-
-@contextmanager
-def _ended(session: SendSession) -> Generator[None]:
-    """End `session` without anything sent where the block fails."""
-    try:
-        yield
-    except BaseException:
-        session.end(None)
-        raise
 
 
 def _explained(sent: Sent, transport: Transport) -> Sent:

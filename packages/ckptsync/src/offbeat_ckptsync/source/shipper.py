@@ -173,12 +173,8 @@ class Shipper:
         result = digested.result(self._timeout_s)
         mark = time.perf_counter()
         with self.wire_stream.after():  # a digest has waited for the filling
-            if filling.delta is None:
-                sender.vouch(bucket, result)
-                end = sender.start(bucket, filling.payload)
-            else:
-                sender.send_delta(bucket, filling.delta)
-                end = _sent
+            sender.vouch(bucket, result)
+            end = sender.start(bucket, filling.payload)
         self.wire_s += time.perf_counter() - mark
         self._flying.append((end, filling, result))
         while len(self._flying) >= min(sender.in_flight, NUM_BUFFERS - 1):
@@ -191,13 +187,9 @@ class Shipper:
         with self.wire_stream.after():
             end()
         self._flying.popleft()
-        self.wire_bytes += (filling.payload if filling.delta is None else filling.delta).numel()
+        self.wire_bytes += filling.payload.numel()
         self.wire_s += time.perf_counter() - mark
         self.digest_s += filling.digest_s
         self.digests.append(result)
         if self._lent is None:
             self._free.put(filling.buffer)
-
-
-def _sent() -> None:
-    """Wait for nothing: a delta has left."""

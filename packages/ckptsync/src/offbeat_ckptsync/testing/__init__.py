@@ -8,7 +8,6 @@ A package with a transport of its own, named in the entry-point group `offbeat.t
 from __future__ import annotations
 
 from offbeat_ckptsync.testing.contract import CASES, Case, check_case, check_transport, transport_contract
-from offbeat_ckptsync.testing.delta_contract import check_deltas
 from offbeat_ckptsync.testing.fakes import (
     DictSource,
     Fault,
@@ -29,7 +28,6 @@ __all__ = [
     "assert_same",
     "awkward_weights",
     "check_case",
-    "check_deltas",
     "check_transport",
     "prints_of",
     "transport_contract",

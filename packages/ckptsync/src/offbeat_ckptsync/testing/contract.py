@@ -12,7 +12,6 @@ from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.testing.delta_contract import check_deltas
 from offbeat_ckptsync.testing.fakes import (
     DictSource,
     Fault,
@@ -56,8 +55,8 @@ def transport_contract(
     import pytest
 
     @pytest.mark.parametrize("receivers", num_receivers)
-    @pytest.mark.parametrize("case", [*CASES, *_CHECKS], ids=lambda case: getattr(case, "name", case))
-    def test_contract(case: Case | str, receivers: int, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("case", [*CASES, None], ids=lambda case: "faults" if case is None else case.name)
+    def test_contract(case: Case | None, receivers: int, tmp_path: Path) -> None:
         given: dict[str, Any] = {
             "disk_path": str(tmp_path),
             "begin_timeout_s": 20.0,
@@ -66,10 +65,10 @@ def transport_contract(
         }
         config = SyncConfig(transport=name, bucket_mib=BUCKET_BYTES / (1 << 20), **given)
         make = lambda: make_transport(name, config)  # noqa: E731
-        if isinstance(case, Case):
+        if case is not None:
             asyncio.run(check_case(case, make, config, num_receivers=receivers))
         else:
-            asyncio.run(_CHECKS[case](make, config, num_receivers=receivers))
+            asyncio.run(check_transport(make, config, num_receivers=receivers))
 
     return test_contract
 
@@ -133,9 +132,6 @@ async def check_transport(make: Callable[[], Transport], config: SyncConfig, *, 
             await check_good(local, version, awkward_weights(version))
     finally:
         local.close()
-
-
-_CHECKS = {"faults": check_transport, "deltas": check_deltas}
 
 
 async def check_good(local: LocalSync, version: int, weights: Tensors) -> None:

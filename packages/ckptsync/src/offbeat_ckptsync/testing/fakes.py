@@ -80,7 +80,6 @@ class FaultyTransport(Transport):
         self._on_send = on_send
         self._on_receive = on_receive
         self.device = inner.device
-        self.carries_deltas = inner.carries_deltas
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """As the wrapped transport."""
@@ -89,10 +88,7 @@ class FaultyTransport(Transport):
     def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
         """As the wrapped transport."""
         lent = self._inner.lend(offer, num_bytes)
-        self.carries_deltas, self.chosen = (
-            self._inner.carries_deltas,
-            self._inner.chosen,
-        )  # it may have picked
+        self.chosen = self._inner.chosen  # it may have picked
         return lent
 
     def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
@@ -134,11 +130,6 @@ class _FaultySender(BucketSender):
             self._fault.strike(bucket, payload)
         return self._inner.start(bucket, payload)
 
-    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
-        if self._fault is not None:
-            self._fault.strike(bucket, delta)
-        self._inner.send_delta(bucket, delta)
-
     def waits_for(self) -> str:
         return self._inner.waits_for()
 
@@ -177,12 +168,6 @@ class _FaultyReceiver(BucketReceiver):
 
     def told(self, bucket: Bucket) -> str | None:
         return self._inner.told(bucket)
-
-    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
-        delta = self._inner.receive_delta(bucket)
-        if delta is not None and self._fault is not None:
-            self._fault.strike(bucket, delta)
-        return delta
 
     def close(self) -> None:
         self._inner.close()

@@ -119,7 +119,7 @@ class AutoTransport(Transport):
         if self.rendezvous.is_aborted(offer.sync_id):  # before it was made, so it has not heard of that
             raise TransferError(f"auto: sync {offer.sync_id} was aborted")
         use_device(picked.device)
-        self.device, self.carries_deltas = picked.device, picked.carries_deltas
+        self.device = picked.device
         return picked
 
 

@@ -14,8 +14,6 @@ import uuid
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender, Transport
 from offbeat_ckptsync.store import Store, own_address
@@ -26,17 +24,14 @@ from offbeat_ckptsync.transports.rendezvous import Rendezvous
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    import torch
+
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
-
-_WHOLE = -1
-"""Announced in place of a delta's length: the bucket comes whole."""
 
 
 class BroadcastTransport(Transport):
     """Satisfies `Transport` over a process group; rank 0 is the source."""
-
-    carries_deltas = True
 
     def __init__(self, config: SyncConfig) -> None:
         """Listen, as a source, on `config.host`; payloads live on `config.device`."""
@@ -142,10 +137,6 @@ class _End:
 
         return wait
 
-    def move(self, bucket: Bucket, payload: torch.Tensor, what: str) -> None:
-        """Move a bucket's bytes, or some that go with it."""
-        self.begin(bucket, payload, what)()
-
     @contextmanager
     def _explained(self, bucket: Bucket, what: str) -> Generator[None]:
         try:
@@ -162,41 +153,16 @@ class _Sender(_End, BucketSender):
         self.start(bucket, payload)()
 
     def start(self, bucket: Bucket, payload: torch.Tensor) -> Callable[[], None]:
-        if self._offer.bases:
-            self._announce(bucket, _WHOLE, payload.device)
         return self.begin(bucket, payload, "sent")
-
-    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
-        self._announce(bucket, delta.numel(), delta.device)
-        self.move(bucket, delta, "sent")
 
     def waits_for(self) -> str:
         return ", ".join(f"rank {rank} of {member}" for member, rank in self._group.seats)
-
-    def _announce(self, bucket: Bucket, length: int, device: torch.device) -> None:
-        word = torch.tensor([length], dtype=torch.int64, device=device)
-        self.move(bucket, word.view(torch.uint8), "announced")
 
     def close(self) -> None:
         """The group stays for the next sync."""
 
 
 class _Receiver(_End, BucketReceiver):
-    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
-        device = self._transport.device
-        word = torch.zeros(1, dtype=torch.int64, device=device)
-        self.move(bucket, word.view(torch.uint8), "received")
-        length = int(word.item())
-        if length == _WHOLE:
-            return None
-        if not 0 <= length < bucket.num_bytes:
-            raise TransferError(
-                f"broadcast: a delta of {length} bytes is announced for bucket {bucket.index} of {bucket.num_bytes}"
-            )
-        delta = torch.empty(length, dtype=torch.uint8, device=device)
-        self.move(bucket, delta, "received")
-        return delta
-
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         self.start(bucket, into)()
 

@@ -6,15 +6,12 @@ source wrote is its own: one that died leaves its last version there.
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import gaps
@@ -25,19 +22,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
+    import torch
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
 _POLL_S = 0.005
-_CHANGES = "changes.bin"
 
 
 class DiskTransport(Transport):
     """Satisfies `Transport` through files; every member sees the same folder under the same path."""
 
     device = "cpu"
-    carries_deltas = True
 
     def __init__(self, config: SyncConfig) -> None:
         """Keep syncs under `disk_path`, which is made where it is missing."""
@@ -53,9 +49,9 @@ class DiskTransport(Transport):
         self._own.mkdir(parents=True, exist_ok=True)
         return {"path": str(self._own / sync_id)}
 
-    def sender(self, offer: SyncOffer, members: list[str]) -> _Sender | _DeltaSender:
+    def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Start writing; a folder needs no receiver to be there."""
-        return (_DeltaSender if offer.base else _Sender)(offer, Path(str(offer.endpoint["path"])))
+        return _Sender(offer, Path(str(offer.endpoint["path"])))
 
     def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
         """Read when the folder has appeared."""
@@ -72,37 +68,13 @@ class DiskTransport(Transport):
         """Nothing is held; the last version stays on disk."""
 
 
-class _Writer(BucketSender):
+class _Sender(BucketSender):
     """A folder that appears when it is complete."""
 
     def __init__(self, offer: SyncOffer, path: Path) -> None:
         self._offer = offer
         self._path = path
         _partial(path).mkdir()
-
-    def complete(self, **more: object) -> None:
-        about = {
-            "version": self._offer.version,
-            "manifest_digest": self._offer.manifest.digest,
-            "bucket_bytes": self._offer.bucket_bytes,
-            **more,
-        }
-        try:
-            (_partial(self._path) / "sync.json").write_text(json.dumps(about))
-            _partial(self._path).rename(self._path)
-        except OSError as error:
-            raise TransferError(f"disk: {self._path} could not be completed: {error}") from error
-        for old in self._path.parent.iterdir():
-            if old != self._path and (old / "sync.json").is_file():
-                shutil.rmtree(old, ignore_errors=True)  # a reader that is still at it keeps its open file
-
-    def failure(self, bucket: Bucket, error: OSError) -> TransferError:
-        return TransferError(f"disk: bucket {bucket.index} could not be written to {self._path}: {error}")
-
-
-class _Sender(_Writer):
-    def __init__(self, offer: SyncOffer, path: Path) -> None:
-        super().__init__(offer, path)
         header, self._starts = write_header(offer.manifest.specs)
         self._target = _partial(path) / "model.safetensors"
         self._target.write_bytes(header)
@@ -116,35 +88,24 @@ class _Sender(_Writer):
                     file.seek(self._starts[piece.spec_index] + piece.tensor_offset)
                     file.write(data[piece.bucket_offset : piece.bucket_offset + piece.num_bytes])
         except OSError as error:
-            raise self.failure(bucket, error) from error
+            raise TransferError(
+                f"disk: bucket {bucket.index} could not be written to {self._path}: {error}"
+            ) from error
 
     def close(self) -> None:
-        self.complete()
-
-
-class _DeltaSender(_Writer):
-    def __init__(self, offer: SyncOffer, path: Path) -> None:
-        super().__init__(offer, path)
-        self._changes: list[tuple[int, int]] = []
-        self._target = _partial(path) / _CHANGES
-        self._target.touch()
-
-    def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
-        self._append(bucket, payload, is_delta=False)
-
-    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
-        self._append(bucket, delta, is_delta=True)
-
-    def close(self) -> None:
-        self.complete(changes=self._changes)
-
-    def _append(self, bucket: Bucket, payload: torch.Tensor, *, is_delta: bool) -> None:
+        about = {
+            "version": self._offer.version,
+            "manifest_digest": self._offer.manifest.digest,
+            "bucket_bytes": self._offer.bucket_bytes,
+        }
         try:
-            with self._target.open("ab") as file:
-                file.write(payload.numpy().data)
+            (_partial(self._path) / "sync.json").write_text(json.dumps(about))
+            _partial(self._path).rename(self._path)
         except OSError as error:
-            raise self.failure(bucket, error) from error
-        self._changes.append((int(is_delta), payload.numel()))
+            raise TransferError(f"disk: {self._path} could not be completed: {error}") from error
+        for old in self._path.parent.iterdir():
+            if old != self._path and (old / "sync.json").is_file():
+                shutil.rmtree(old, ignore_errors=True)  # a reader that is still at it keeps its open file
 
 
 class _Receiver(BucketReceiver):
@@ -165,24 +126,11 @@ class _Receiver(BucketReceiver):
         if (about["version"], about["manifest_digest"]) != (offer.version, offer.manifest.digest):
             raise TransferError(f"disk: {path} holds version {about['version']}, offered was {offer.version}")
         _, self._starts = write_header(offer.manifest.specs)
-        self._changes = _places(about["changes"]) if "changes" in about else None
-        name = "model.safetensors" if self._changes is None else _CHANGES
         # Read, not mapped: where a mapped file is cut short or its disk fails, the kernel ends the process.
-        self._file = (path / name).open("rb")
-
-    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
-        if self._changes is None or not self._changes[bucket.index][0]:
-            return None
-        _, start, num_bytes = self._changes[bucket.index]
-        delta = torch.empty(num_bytes, dtype=torch.uint8)
-        self._read(bucket, start, delta.numpy())
-        return delta
+        self._file = (path / "model.safetensors").open("rb")
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
         target = into.numpy()
-        if self._changes is not None:
-            self._read(bucket, self._changes[bucket.index][1], target)
-            return
         for start, end in gaps(bucket):
             target[start:end] = 0
         for piece in bucket.pieces:
@@ -196,15 +144,6 @@ class _Receiver(BucketReceiver):
 
     def close(self) -> None:
         self._file.close()
-
-
-def _places(changes: list[tuple[int, int]]) -> list[tuple[bool, int, int]]:
-    """Return for each bucket whether it is a delta, where it begins in the file, and its bytes."""
-    ends = itertools.accumulate(num_bytes for _, num_bytes in changes)
-    return [
-        (bool(is_delta), end - num_bytes, num_bytes)
-        for (is_delta, num_bytes), end in zip(changes, ends, strict=True)
-    ]
 
 
 def _partial(path: Path) -> Path:

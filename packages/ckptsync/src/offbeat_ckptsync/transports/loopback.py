@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
 
-    _Item = tuple[bool, torch.Tensor]
-    """Whether it is a delta, and the bytes."""
 
 _DEPTH = 2  # buckets in flight to one receiver
 
@@ -28,7 +26,7 @@ class _Channel:
     """One sync: a queue for each receiving rank that came."""
 
     def __init__(self) -> None:
-        self.queues: dict[Seat, deque[_Item]] = {}
+        self.queues: dict[Seat, deque[torch.Tensor]] = {}
         self.changed = threading.Condition()
         self.is_aborted = False
 
@@ -47,7 +45,6 @@ class LoopbackTransport(Transport):
     """Satisfies `Transport` within one process."""
 
     device = "cpu"
-    carries_deltas = True
 
     def __init__(self, _config: SyncConfig | None = None) -> None:
         """Hold nothing."""
@@ -101,12 +98,6 @@ class _Sender(BucketSender):
         return self._waits_for
 
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
-        self._put_all(bucket, payload, is_delta=False)
-
-    def send_delta(self, bucket: Bucket, delta: torch.Tensor) -> None:
-        self._put_all(bucket, delta, is_delta=True)
-
-    def _put_all(self, bucket: Bucket, payload: torch.Tensor, *, is_delta: bool) -> None:
         timeout_s = float(self._offer.endpoint["timeout_s"])
         for seat, inbox in self._queues.items():
             self._waits_for = str(seat)
@@ -114,7 +105,7 @@ class _Sender(BucketSender):
             with self._channel.changed:
                 if not self._channel.until(lambda box=inbox: len(box) < _DEPTH, timeout_s):
                     raise TransferError(f"loopback: {seat} did not take bucket {bucket.index}")
-                inbox.append((is_delta, copy))
+                inbox.append(copy)
                 self._channel.changed.notify_all()
         self._waits_for = ""
 
@@ -124,32 +115,20 @@ class _Sender(BucketSender):
 
 
 class _Receiver(BucketReceiver):
-    def __init__(self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: deque[_Item]) -> None:
+    def __init__(self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: deque[torch.Tensor]) -> None:
         self._offer = offer
         self._seat = seat
         self._channel = channel
         self._inbox = inbox
-        self._next: _Item | None = None  # what has been taken out of the inbox already
-
-    def receive_delta(self, bucket: Bucket) -> torch.Tensor | None:
-        item = self._take(bucket)
-        if item[0]:
-            return item[1]
-        self._next = item
-        return None
 
     def receive(self, bucket: Bucket, into: torch.Tensor) -> None:
-        item, self._next = self._next or self._take(bucket), None
-        into.copy_(item[1])
-
-    def _take(self, bucket: Bucket) -> _Item:
         timeout_s = float(self._offer.endpoint["timeout_s"])
         with self._channel.changed:
             if not self._channel.until(lambda: bool(self._inbox), timeout_s):
                 raise TransferError(f"loopback: bucket {bucket.index} did not reach {self._seat}")
-            item = self._inbox.popleft()
+            payload = self._inbox.popleft()
             self._channel.changed.notify_all()
-            return item
+        into.copy_(payload)
 
     def close(self) -> None:
         """The queue goes with its channel."""

@@ -269,8 +269,8 @@ class _Pump:
 
 
 def _on_wire(offer: SyncOffer) -> SyncOffer:
-    """Return the offer as the relays have it among them: everything goes whole."""
-    return dataclasses.replace(offer, transport="broadcast", bases=(), base="")
+    """Return the offer as the relays have it among them."""
+    return dataclasses.replace(offer, transport="broadcast")
 
 
 def _seats(node: Node) -> list[tuple[str, int]]:

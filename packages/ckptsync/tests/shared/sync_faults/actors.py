@@ -79,7 +79,7 @@ async def receiver(pipe: Connection, store: tuple[str, int], config: SyncConfig,
     member = HurtMember(
         taker, faulty_transport(config, arms, sends=False), canary=sink.canary, gate=NO_TRAFFIC
     )
-    source = LocalSource(Sender(StagedCopy(taker), dataclasses.replace(config, delta="off")))
+    source = LocalSource(Sender(StagedCopy(taker), config))
     agent = Agent(name, SECRET, member=member, source=source)
 
     async def arm(phase: str, kind: str) -> None:
@@ -153,7 +153,6 @@ async def manager(pipe: Connection, store: tuple[str, int], config: SyncConfig, 
             "members": [*report.members],
             "fenced": report.fenced,
             "left": report.left,
-            "num_deltas": report.num_deltas,
         }
 
     async def armed() -> bool:

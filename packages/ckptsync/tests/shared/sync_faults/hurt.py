@@ -144,9 +144,9 @@ class HurtMember(LocalMember):
 
     arms = Arms()
 
-    async def begin(self, offer: SyncOffer) -> str:
+    async def begin(self, offer: SyncOffer) -> None:
         """A spoilt offer has a tensor of another name."""
-        return await super().begin(_bent_offer(offer) if self.arms.hit("begin") else offer)
+        await super().begin(_bent_offer(offer) if self.arms.hit("begin") else offer)
 
     async def verify(self, sync_id: str, sent: Sent) -> None:
         """A spoilt comparison has another digest."""

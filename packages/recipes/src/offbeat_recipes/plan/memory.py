@@ -71,11 +71,6 @@ def rank_memory(config: RunConfig, facts: Facts, longest_tokens: int, sequences:
     if facts.loads_whole and config.device == "cpu":
         loading = [("the whole model while it is loaded, float32, besides", params * _FP32 - shard * _FP32)]
     tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))
-    packed = (
-        [("the last two contents sent, for deltas, at most", 2 * params * width)]
-        if _sends_deltas(config)
-        else []
-    )
     return Memory(
         process="training rank",
         num=ranks,
@@ -87,7 +82,6 @@ def rank_memory(config: RunConfig, facts: Facts, longest_tokens: int, sequences:
             (f"gathered weights, {config.model.dtype.value}, at most", gathered * width),
             (f"activations of {tokens} tokens, at most", _activations(config, model, tokens)),
             ("buckets of the weight sync", _SYNC_BUCKETS * config.sync_config().bucket_bytes),
-            *packed,
             *loading,
         ),
         certain=sum(num_bytes for _, num_bytes in (*states, *others)),
@@ -180,7 +174,6 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
     merges = config.sends_adapter_alone and config.rollout.name == "hf" and config.device == "cpu"
     base = [("base weights under the adapter, at most", weights)] if merges else []
     file = (_FILE, 2 * staged)
-    copy = [("what is served, as it was sent, for deltas, at most", staged)] if _sends_deltas(config) else []
     return Memory(
         process="replica",
         num=config.rollout.num_replicas * devices,
@@ -194,7 +187,6 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
                 else (("new weights, staged until verified", staged),)
             ),
             *([file] if by_file and config.device == "cpu" else []),
-            *copy,
         ),
         certain=weights + cache,
     )
@@ -267,10 +259,6 @@ def kv_bytes_per_token(config: RunConfig, model: ModelFacts) -> int:
 def bytes_of(dtype: Dtype) -> int:
     """Return the bytes of one number."""
     return 2 if dtype is Dtype.BFLOAT16 else 4
-
-
-def _sends_deltas(config: RunConfig) -> bool:
-    return config.sync.delta == "auto" and not config.sends_adapter_alone
 
 
 def _activations(config: RunConfig, model: ModelFacts, tokens: int) -> int:

@@ -132,7 +132,6 @@ class SyncSection(SyncConfig):
     allow_cast: bool = field(default=False, metadata={"derived": "model.dtype, which all have"})
     disk_path: str = field(default="", metadata={"derived": "run_dir"})
     canary_tolerance: float = field(default=0.05, metadata={"derived": "sync.canary"})
-    delta_max_fraction: float = field(default=0.25, metadata={"derived": "sync.delta"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

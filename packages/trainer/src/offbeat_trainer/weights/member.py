@@ -118,7 +118,7 @@ class EngineSink(WeightSink):
         load = self._updates.load(tensors, version, recompute_kv=self._recompute_kv)
         asyncio.run_coroutine_threadsafe(load, self._loop).result(self._timeout_s)
 
-    adopts_private = False  # else no copy would stay for joiners and deltas
+    adopts_private = False  # else no copy would stay for joiners
 
     def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
         """Let the engine serve shared memory where it can; from a thread that is not its event loop's."""

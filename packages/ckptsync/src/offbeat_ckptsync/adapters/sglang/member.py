@@ -106,10 +106,10 @@ class SglangMember(LocalMember):
         super().__init__(receiver, transport, gate=NO_TRAFFIC, canary=canary)  # `flip` pauses the server
         self._served = ""  # the weight version that the server has said back; "" before the first flip
 
-    async def begin(self, offer: SyncOffer) -> str:
+    async def begin(self, offer: SyncOffer) -> None:
         """Make sure that the server is the one that was synced last, and check the offer."""
         await self._require_same(self._config.begin_timeout_s)
-        return await super().begin(offer)
+        await super().begin(offer)
 
     async def flip(self, sync_id: str, sent: Sent) -> Flip:
         """Write and compare the folder, pause, load, hear the version back, go on; after a torn load it stays paused."""
