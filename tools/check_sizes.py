@@ -3,7 +3,7 @@
 Ruff has no rule for lines per file or per function. Sources and tools: files under 500 lines, functions
 under 50. Tests get half as much again, because a table of cases is long without being hard: files under
 750, functions under 75. Lines count from `def` to the last one, docstring included. Scripts without a
-suffix under tools/ are held to the length of a file.
+suffix under tools/ are held to the length of a file. `--report` counts lines and files of each package instead.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,11 +63,41 @@ def checked_files(root: Path) -> list[Path]:
     return sorted(python | scripts)
 
 
+def report(root: Path) -> str:
+    """Return a Markdown table: lines and files of each package, entries of its root, its fullest folder."""
+    head = "| package | source lines | files | entries in the root | most files in a folder | test lines | test files |"
+    rows, totals = [head, "|---|---|---|---|---|---|---|"], [0, 0, 0, 0]
+    for package in sorted(path for path in (root / "packages").iterdir() if path.is_dir()):
+        source = package / "src" / f"offbeat_{package.name}"
+        files, tests = ([*folder.rglob("*.py")] for folder in (source, package / "tests"))
+        counts = [_num_lines(files), len(files), _num_lines(tests), len(tests)]
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        entries = [path for path in source.iterdir() if path.suffix == ".py" or path.is_dir()]
+        rooms = sum(not path.name.startswith("__") for path in entries)
+        folder, most = Counter(file.parent for file in files).most_common(1)[0]
+        fullest = f"{most} ({folder.relative_to(source.parent)})"
+        rows.append(
+            f"| {package.name} | {counts[0]} | {counts[1]} | {rooms} | {fullest} | {counts[2]} | {counts[3]} |"
+        )
+    return "\n".join([*rows, f"| all | {totals[0]} | {totals[1]} | | | {totals[2]} | {totals[3]} |"])
+
+
+def _num_lines(files: list[Path]) -> int:
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
 def main() -> None:
     """Check the checkout under `--root`; exit 1 where anything is too long or nothing was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
-    root: Path = parser.parse_args().root
+    parser.add_argument(
+        "--report", action="store_true", help="print lines and files of each package; check nothing"
+    )
+    options = parser.parse_args()
+    root: Path = options.root
+    if options.report:
+        print(report(root))
+        return
     files = checked_files(root)
     if not files:
         sys.exit(f"{root}: no file found under packages/ or tools/; expected a checkout of Offbeat")

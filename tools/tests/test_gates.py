@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def test_sizes(small_checkout, path, allowed, too_long):
     after = small_checkout.gate("sizes")
     assert after.returncode == 1
     assert path in after.stdout
+
+
+def test_sizes_are_reported_by_package():
+    command = [sys.executable, TOOLS / "check_sizes.py", "--report"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    *rows, total = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == ["ckptsync", "engine", "recipes", "rollout", "trainer"]
+    for column in (1, 2, 5, 6):
+        assert sum(int(row[column]) for row in rows) == int(total[column]) > 0
 
 
 def test_sizes_of_nothing_is_red(small_checkout):
