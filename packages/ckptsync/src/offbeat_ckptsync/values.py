@@ -177,6 +177,7 @@ class Flip:
     gap_s: float | None = (
         None  # between two tokens, the longest from `begin` on; None: no request was seen under way
     )
+    has_canary: bool = True  # whether it answers a canary: who has none is not asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +187,7 @@ class SyncReport:
     `begin_s` .. `commit_s` are walls on the manager's clock and sum to `total_s`. `phases` says the same more finely,
     in seconds of wall time that sum to `total_s`; work that is hidden behind other work counts for nothing there:
 
-        begin    offer, and every member's yes
+        begin    the offer, and every member's yes where each sender waits for that
         gather   the source waits for its tensors
         pack     it lays them into buckets and digests those
         wire     it waits for buckets to leave

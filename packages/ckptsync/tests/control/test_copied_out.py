@@ -61,7 +61,9 @@ async def test_training_goes_on_while_members_stage(transport, kind, tmp_path):
         local.close()
 
 
-async def test_the_weights_are_copied_out_before_members_have_agreed():
+@pytest.mark.parametrize("transport", ["shm", "auto"])
+async def test_the_weights_are_copied_out_before_members_have_agreed(transport):
+    """By `auto` from the second sync on: the first one waits to hear where members are."""
     copied = asyncio.Event()
 
     class Slow(LocalMember):
@@ -70,14 +72,17 @@ async def test_the_weights_are_copied_out_before_members_have_agreed():
                 await copied.wait()
             return await super().begin(offer)
 
-    config, sink = SyncConfig(transport="shm"), DictSink()
-    sender, transport = Sender(DictSource(large(1)), config), make_transport("shm", config)
+    config, sink = SyncConfig(transport=transport), DictSink()
+    sender, receiving = Sender(DictSource(large(1)), config), make_transport(transport, config)
     manager = CheckpointEngineManager(LocalSource(sender), config)
-    manager.add(Slow(Receiver(Seat(member="slow"), sink), transport, gate=NO_TRAFFIC))
-    await manager.sync(1, gathered=copied.set)
+    manager.add(Slow(Receiver(Seat(member="slow"), sink), receiving, gate=NO_TRAFFIC))
+    copied.set()
+    await manager.sync(1)
+    copied.clear()
+    await manager.sync(2, gathered=copied.set)
     assert_same(sink.weights, large(1))
     sender.close()
-    transport.close()
+    receiving.close()
 
 
 @pytest.mark.parametrize("kind", ["corrupt", "die"])

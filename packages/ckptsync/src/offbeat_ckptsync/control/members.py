@@ -102,6 +102,7 @@ class ReplicaMember(Member):
             load_s=max(flip.load_s for flip in flips),
             drain_s=drain_s,
             gap_s=None if self._gaps is None else await self._gaps.until_the_next(),
+            has_canary=self._ask_canary is not None,
         )
 
     async def commit(self, label: Label) -> Label:

@@ -56,7 +56,7 @@ class Run:
         self._members = members
         self._target = target
         self._offer: SyncOffer | None = None
-        self._copying: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[Sent] | None = None
         self._marks: dict[Phase, float] = {}
         self.flips: dict[str, Flip] = {}
         self.fenced: dict[str, str] = {}
@@ -84,9 +84,9 @@ class Run:
         await in_thread(
             lambda: (buckets_of(offer), encode(offer)), name="plan"
         )  # whoever needs them finds them
-        if self._target.gathered is not None:
+        if not offer.endpoints:  # a sender beside a member needs the device that its `begin` leaves
             self._marks[Phase.TRANSFER] = time.perf_counter()
-            self._copying = asyncio.create_task(self._copy_out(offer), name="copy weights out")
+            self._sending = asyncio.create_task(self._send(offer), name="send weights")
         await self._all(
             Phase.BEGIN, limit_s, {name: member.begin(offer) for name, member in self._members.items()}
         )
@@ -96,7 +96,7 @@ class Run:
         """Let the source send and the members stage."""
         self._marks.setdefault(Phase.TRANSFER, time.perf_counter())
         work: dict[str, Coroutine[object, object, Sent | list[Echo]]] = {
-            SOURCE: self._send(offer),  # type: ignore[dict-item]
+            SOURCE: self._sent(offer),  # type: ignore[dict-item]
             **{name: self._members[name].transfer(offer.sync_id) for name in self._there},  # type: ignore[dict-item]
         }
         done = await self._all(Phase.TRANSFER, self._config.transfer_timeout_s, work)
@@ -104,13 +104,13 @@ class Run:
         assert isinstance(sent, Sent)
         return sent, cast("dict[str, list[Echo]]", done)
 
-    async def _copy_out(self, offer: SyncOffer) -> None:
+    async def _send(self, offer: SyncOffer) -> Sent:
         if self._target.gathered is not None and await self._source.gather(offer):
             self._target.gathered()
-
-    async def _send(self, offer: SyncOffer) -> Sent:
-        await (self._copy_out(offer) if self._copying is None else self._copying)
         return await self._source.send(offer)
+
+    async def _sent(self, offer: SyncOffer) -> Sent:
+        return await (self._send(offer) if self._sending is None else self._sending)
 
     async def verify(
         self, offer: SyncOffer, buckets: tuple[Bucket, ...], sent: Sent, echoes: dict[str, list[Echo]]
@@ -180,9 +180,9 @@ class Run:
             if version is not None:
                 served[name] = version
 
-        if self._copying is not None:
-            self._copying.cancel()
-            await asyncio.gather(self._copying, return_exceptions=True)
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
         async with asyncio.TaskGroup() as tasks:
             # The source first: it frees receivers that wait for bytes. But a hung one holds up nobody.
             tasks.create_task(one(SOURCE, self._source.abort(sync_id)), name="abort source")
@@ -201,7 +201,7 @@ class Run:
     def gathered_by(self) -> float:
         """By when (of `time.perf_counter`) the source has gathered all: it does so to its end, also what is given up."""
         began = self._marks.get(Phase.TRANSFER, 0.0)
-        if self._copying is not None:
+        if self._sending is not None:
             began = self._marks[Phase.BEGIN]
         return began + self._config.transfer_timeout_s if began else 0.0
 
@@ -244,7 +244,10 @@ class Run:
             answers[name] = await member.canary()
 
         limit_s = self._config.commit_timeout_s
-        await self._each(Phase.COMMIT, limit_s, one, [*self.flips])
+        asked = [name for name, flip in self.flips.items() if flip.has_canary]
+        if not asked:
+            return
+        await self._each(Phase.COMMIT, limit_s, one, asked)
         reference: list[float] = []  # the transfer is over, so a source that is gone is no failure
         with contextlib.suppress(SyncError, TimeoutError):
             async with asyncio.timeout(limit_s):

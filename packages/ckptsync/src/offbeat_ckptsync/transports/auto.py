@@ -45,8 +45,15 @@ class AutoTransport(Transport):
         return self.rendezvous.open() | free
 
     def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
-        """Wait until everybody has said where they are, pick, and lend what the picked transport lends."""
-        transport, picked = self._pick(offer, num_bytes)
+        """Lend what the picked transport lends, once everybody has said where they are.
+
+        After a sync over `shm` lend a segment at once, so that the weights are copied out before a busy engine has answered:
+        whichever transport is picked then can send from there.
+        """
+        if self._device == "cpu" and self.chosen[0] == "shm":
+            transport, picked = self._opened(offer, "shm", "cpu")
+        else:
+            transport, picked = self._pick(offer, num_bytes)
         return transport.lend(picked, num_bytes)
 
     def sender(self, offer: SyncOffer, members: list[str]) -> BucketSender:
@@ -99,13 +106,18 @@ class AutoTransport(Transport):
             }
         named = {f"rank {rank} of {member}": place for (member, rank), place in places.items()}
         choice = choose(here(self._device), named, device=self._device, num_bytes=num_bytes)
-        transport = self._take(offer, choice.transport, choice.device)
-        endpoint = transport.open(offer.sync_id, members)
-        self._picked = {offer.sync_id: (transport, _offer_for(offer, choice.transport, endpoint))}
+        transport, picked = self._opened(offer, choice.transport, choice.device)
+        self._picked = {offer.sync_id: (transport, picked)}
         self.chosen = (choice.transport, choice.why)
-        told = {"transport": choice.transport, "device": choice.device, "endpoint": endpoint}
+        told = {"transport": choice.transport, "device": choice.device, "endpoint": picked.endpoint}
         self.rendezvous.tell(offer, told)
-        return self._picked[offer.sync_id]
+        return transport, picked
+
+    def _opened(self, offer: SyncOffer, name: str, device: str) -> tuple[Transport, SyncOffer]:
+        """Return a transport that is ready to send to the members of `offer`, and the offer as it is to see it."""
+        transport = self._take(offer, name, device)
+        endpoint = transport.open(offer.sync_id, self._members[offer.sync_id])
+        return transport, _offer_for(offer, name, endpoint)
 
     def _take(self, offer: SyncOffer, name: str, device: str) -> Transport:
         """Return what is picked for `offer`, and be as it is in this sync."""

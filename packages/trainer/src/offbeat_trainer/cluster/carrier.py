@@ -49,13 +49,16 @@ class TrainSource(SourceRanks):
         self._group = group
         self._nodes = nodes
         self._by_neighbours = beside is not None
+        self._host = ""  # where members were told to meet rank 0
         super().__init__(self._carry, group.num_ranks, beside)
 
     async def offer(self, version: int, members: list[str]) -> SyncOffer:
         """Prepare to send, at an address that these members reach: rank 0's node's, or each rank's own loopback."""
         if not self._by_neighbours:
             host = self._group.host_for({name: self._nodes[name] for name in members})
-            await self._group.control("meet_at", {0: (host,)}, what="let members meet it")
+            if host != self._host:
+                await self._group.control("meet_at", {0: (host,)}, what="let members meet it")
+                self._host = host
         return await super().offer(version, members)
 
     async def _carry(self, op: str, requests: Mapping[int, Json]) -> Mapping[int, Json]:
