@@ -19,6 +19,8 @@ from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_recipes.cli._hydra import compose_run, to_yaml
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
+from offbeat_recipes.plan.facts import gather_facts
+from offbeat_recipes.plan.plan import plan_run
 from offbeat_recipes.testing import Command
 from offbeat_trainer import DrGrpo, Grpo, GrpoConfig, PolicyLossConfig, PpoConfig, Rloo, Role
 
@@ -38,6 +40,10 @@ class NoPolicy(GroupPolicyGradient):
 class WrongShape(NoPolicy):
     def roles(self): return {"policy": RoleSpec(trained=True)}
     def targets(self, groups): return {"advantages": self.advantages(None)}
+def loss(predictions, batch, scale): return batch["gains"] * 0
+class NoKey(NoPolicy):
+    def roles(self): return {"policy": RoleSpec(trained=True)}
+    def loss_fn(self): return loss
 """
 
 
@@ -59,7 +65,7 @@ def test_one_of_a_file_is_set_checked_and_printed_as_any_other(tmp_path):
     config = compose_run([GSPO, "algorithm.clip_low=1e-3", "trainer.updates_per_step=2"])
     made = algorithm_of(config)
     assert (made.config.clip_low, made.config.clip_high, made.step.updates_per_step) == (1e-3, 4e-4, 2)
-    assert algorithm_refusals(config) == []
+    assert algorithm_refusals(config)[0] == []
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
     assert set(yaml.safe_load(path.read_text())["algorithm"]) == {"name", "clip_low", "clip_high"}
@@ -100,6 +106,8 @@ def test_another_algorithm_over_written_settings_brings_its_own_defaults(tmp_pat
         ("NoLearning", "`algorithm.name`: {path}:NoLearning lacks `learn`"),
         ("NoPolicy", "failed a trial: PlanRefused: an algorithm needs a role 'policy'"),
         ("WrongShape", "failed a trial: AttributeError: 'NoneType' object has no attribute 'ndim'"),
+        ("NoKey", '\'key "gains" not found in TensorDict'),
+        ("NoKey", "(at {path}:13)"),
     ],
 )
 def test_a_broken_algorithm_is_told_what_is_missing_before_anything_starts(name, words, tmp_path):
@@ -114,6 +122,23 @@ def test_a_broken_algorithm_is_told_what_is_missing_before_anything_starts(name,
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "noted"),
+    [
+        ([GSPO], False),
+        ([GSPO, "mode=fully_async"], True),
+        ([GSPO, "mode=one_step_off"], True),
+        (["mode=fully_async"], False),
+        (["mode=fully_async", "algorithm.correction=none"], True),
+    ],
+)
+def test_stale_tokens_that_a_loss_takes_for_fresh_are_noted(settings, noted):
+    config = compose_run(settings)
+    plan = plan_run(config, gather_facts(config))
+    assert plan.refusals == ()
+    assert any("does not depend on `rollout_logprobs`" in warning for warning in plan.warnings) is noted
+
+
 @pytest.fixture
 def reinforce(tmp_path):
     """The example of the page, as a setting."""
@@ -124,7 +149,7 @@ def reinforce(tmp_path):
 
 def test_the_example_of_the_page_makes_good_completions_likelier(reinforce, tmp_path):
     config = compose_run([reinforce, "algorithm.baseline=0.25"])
-    assert algorithm_refusals(config) == []
+    assert algorithm_refusals(config)[0] == []
     algorithm = algorithm_of(config)
     settings = Fsdp2Config(
         model=ModelConfig(path=make_tiny_model(tmp_path / "tiny")), optimizer=OptimizerConfig(lr=1e-2)

@@ -243,6 +243,8 @@ async def test_gspo_of_a_users_file_learns_while_half_of_the_completions_are_cli
     outcome = await run(tmp_path, model, kind=gspo, updates=4, loop=loop)
     assert outcome.reward_last > outcome.reward_first + 0.1
     assert all(0.2 < line["gspo/clip_fraction"] < 0.8 for line in history(tmp_path))
+    assert all(line["mismatch/max_abs_logprob_diff"] < 1e-4 for line in history(tmp_path))
+    assert all(line["mismatch/kl_nats"] < 1e-6 for line in history(tmp_path))
 
 
 PPO = PpoConfig(critic_lr=1e-2)

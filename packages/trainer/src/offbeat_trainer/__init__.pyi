@@ -13,7 +13,7 @@ from .algorithms.interface import Algorithm as Algorithm, StepShape as StepShape
 from .algorithms.offline import OfflineAlgorithm as OfflineAlgorithm
 from .algorithms.policy_loss import PolicyLoss as PolicyLoss, aggregate as aggregate
 from .algorithms.ppo import Ppo as Ppo
-from .algorithms.ratios import kl_estimate as kl_estimate
+from .ratios import kl_estimate as kl_estimate
 from .algorithms.registry import (
     algorithm_class as algorithm_class,
     algorithm_config_class as algorithm_config_class,

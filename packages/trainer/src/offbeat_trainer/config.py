@@ -46,7 +46,7 @@ class Proximal(StrEnum):
 
 
 class Correction(StrEnum):
-    """What becomes of the importance weight trainer / sampler; see `offbeat_trainer.algorithms.ratios`.
+    """What becomes of the importance weight trainer / sampler; see `offbeat_trainer.ratios`.
 
     TRUNCATE caps it at `correction_high`; MASK zeroes what is above; ICEPOP zeroes what is outside both bounds.
     """

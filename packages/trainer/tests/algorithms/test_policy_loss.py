@@ -70,7 +70,6 @@ def token_loss(loss, predictions, batch, b, t):
         "k3": math.exp(ref - logprob) - 1 - (ref - logprob),
     }
     weight = math.exp(old - batch["rollout_logprobs"][b, t].item())  # token by token, truncated: the default
-    off = batch["rollout_logprobs"][b, t].item() - old
     kl["unbiased"] = kl["k3"] * ratio * min(weight, config.correction_high)
     return {
         "loss": -objective * min(weight, config.correction_high)
@@ -82,8 +81,6 @@ def token_loss(loss, predictions, batch, b, t):
         "policy/approx_kl_nats": ratio - 1 - math.log(ratio),
         "policy/ref_kl_nats": kl[config.kl_estimator],
         "policy/entropy_nats": entropy,
-        "mismatch/mean_abs_logprob_diff": abs(off),
-        "mismatch/kl_nats": weight - 1 + off,
         "offpolicy/ratio_mean": weight,
         "offpolicy/ratio_square_mean": weight**2,
         "offpolicy/truncated_fraction": weight > config.correction_high,
@@ -109,7 +106,6 @@ def plain(loss, predictions, batch):
     means = {key: sum(token[key] for token in tokens) / len(tokens) for key in tokens[0] if "/" in key}
     peaks = {
         "policy/ratio_max": max(token["ratio"] for token in tokens),
-        "mismatch/max_abs_logprob_diff": max(token["mismatch/mean_abs_logprob_diff"] for token in tokens),
         "offpolicy/ratio_max": max(token["offpolicy/ratio_mean"] for token in tokens),
     }
     return value, means, peaks

@@ -2,11 +2,20 @@
 
 import pytest
 
+from offbeat_trainer.algorithms.distill import Distill, DistillConfig
 from offbeat_trainer.algorithms.grpo import DrGrpo, Grpo, Rloo
 from offbeat_trainer.algorithms.interface import StepShape
+from offbeat_trainer.algorithms.ppo import Ppo
 from offbeat_trainer.algorithms.registry import algorithm_class, algorithm_config_class, algorithm_names
 from offbeat_trainer.algorithms.trial import trial
-from offbeat_trainer.config import Advantage, Aggregation, DrGrpoConfig, GrpoConfig, RlooConfig
+from offbeat_trainer.config import (
+    Advantage,
+    Aggregation,
+    DrGrpoConfig,
+    GrpoConfig,
+    PpoConfig,
+    RlooConfig,
+)
 from offbeat_trainer.errors import LoadError, TrainerError
 
 HEAD = "import torch\nfrom offbeat_trainer import Algorithm, AlgorithmConfig, RoleSpec\n"
@@ -80,3 +89,53 @@ def test_a_trial_finds_targets_that_no_batch_can_hold(targets, words, tmp_path):
     cls = algorithm_class(f"{tmp_path}/own.py:Own")
     with pytest.raises(TrainerError, match=words):
         trial(cls(config=cls.Config(), step=StepShape(group_size=3)))
+
+
+LOSS = """
+def loss(predictions, batch, scale):
+    logprobs_BT = torch.where(batch["loss_mask"], predictions["logprobs"], 0.0)
+    return LossOutput(loss={value})
+class Own(GroupPolicyGradient):
+    def advantages(self, rewards_NG): return rewards_NG
+    def loss_fn(self): return loss
+"""
+
+
+def try_loss(value, tmp_path, updates=2):
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom offbeat_engine import LossOutput\nfrom offbeat_trainer import GroupPolicyGradient\n"
+        + LOSS.format(value=value)
+    )
+    cls = algorithm_class(f"{tmp_path}/own.py:Own")
+    return trial(cls(config=cls.Config(), step=StepShape(group_size=3, updates_per_step=updates)))
+
+
+GAIN = "-(logprobs_BT * batch['advantages']).sum() / scale.num_tokens"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        ("(logprobs_BT * batch['gains']).sum()", KeyError, "gains"),
+        ("-(logprobs_BT * batch['advantages']).mean()", TrainerError, "of its two parts: how a batch is cut"),
+        ("batch['advantages'].sum()", TrainerError, "has no gradient"),
+        ("-logprobs_BT * batch['advantages']", TrainerError, "whose `loss` is a scalar"),
+    ],
+)
+def test_a_trial_calls_the_loss_whole_and_in_parts(value, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        try_loss(value, tmp_path)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_trial_says_whether_the_sampler_is_looked_at(updates, tmp_path):
+    assert not try_loss(GAIN, tmp_path, updates)
+    weighed = "-((logprobs_BT.detach() - batch['rollout_logprobs']).exp() * logprobs_BT * batch['advantages']).sum() / scale.num_tokens"
+    (tmp_path / "other").mkdir()
+    assert try_loss(weighed, tmp_path / "other", updates)
+    assert trial(
+        Grpo(config=GrpoConfig(kl_coef=0.1, entropy_coef=0.1), step=StepShape(updates_per_step=updates))
+    )
+    assert not trial(Grpo(config=GrpoConfig(correction="none"), step=StepShape(updates_per_step=updates)))
+    assert trial(Ppo(config=PpoConfig(critic_warmup_steps=5), step=StepShape(updates_per_step=updates)))
+    assert trial(Distill(config=DistillConfig(), step=StepShape(updates_per_step=updates)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,25 +42,31 @@ def engines_of(config: RunConfig, policy: EngineConfig) -> dict[str, EngineConfi
     return role_engines(algorithm_of(config).roles(), policy, infers_alone=infers_alone(config))
 
 
-def algorithm_refusals(config: RunConfig) -> list[Refusal]:
-    """Return what a trial of the algorithm on made-up groups finds wrong with it; nothing where its settings are refused."""
+def algorithm_refusals(config: RunConfig) -> tuple[list[Refusal], bool]:
+    """Return what a trial of the algorithm on made-up groups finds wrong with it; nothing where its settings are refused.
+
+    Then, whether it learns by the sampler's log-probs; see `trial`.
+    """
     from offbeat_trainer.algorithms.trial import trial
+    from offbeat_trainer.loading import own_place
     from offbeat_trainer.roles.role import POLICY
 
     algorithm = algorithm_of(config)
     try:
         if algorithm.check():
-            return []  # the plan says so
+            return [], True  # the plan says so
         folders = {name: spec.path for name, spec in algorithm.roles().items() if spec.path}
         if lacking := [name for name, path in folders.items() if not (Path(path) / "config.json").is_file()]:
-            return [_no_folder(name, folders[name]) for name in lacking]
+            return [_no_folder(name, folders[name]) for name in lacking], True
         engines = engines_of(config, config.engine_config(config.model.path))
-        trial(algorithm)
+        reads_sampler = trial(algorithm)
     except Exception as error:  # noqa: BLE001 whatever a user's algorithm raises
+        place = own_place("".join(traceback.format_exception(error)))
         reason = f"{config.algorithm.name} failed a trial: {type(error).__name__}: {error}"
-        return [Refusal("algorithm", reason, "mend it, or choose another")]
+        reason += f" (at {place})" if place else ""
+        return [Refusal("algorithm", reason, "mend it, or choose another")], True
     specs = algorithm.roles()
-    return [
+    refused = [
         Refusal("algorithm", f"its {name}: {found.setting}: {found.reason}", found.remedy)
         for name, told in engines.items()
         if name != POLICY and told is not None  # the policy's engine is asked by itself
@@ -67,6 +74,7 @@ def algorithm_refusals(config: RunConfig) -> list[Refusal]:
             told, config.engine.num_ranks
         )
     ]
+    return refused, reads_sampler
 
 
 def _no_folder(name: str, path: str) -> Refusal:

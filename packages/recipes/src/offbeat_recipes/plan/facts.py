@@ -77,7 +77,8 @@ class Facts:
     `role_models` are those of the algorithm's roles that have a folder of their own. `loads_whole`: the folder has no safetensors, by
     which each rank would read no more than its part.
     `offloads` and `sleeps`: engine and replicas can leave a device to the other while they rest.
-    `recomputes`: replicas can compute keys and values of what is under way again.
+    `recomputes`: replicas can compute keys and values of what is under way again. `reads_sampler`: the policy's loss depends on the
+    sampler's log-probs.
     """
 
     num_cores: int
@@ -93,6 +94,7 @@ class Facts:
     offloads: bool = False
     sleeps: bool = False
     recomputes: bool = False
+    reads_sampler: bool = True
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -104,9 +106,10 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
     """
     import torch
 
+    of_algorithm, reads_sampler = algorithm_refusals(config)
     refusals = [
         *_parts(config),
-        *algorithm_refusals(config),
+        *of_algorithm,
         *_files(config),
         *machine_refusals(config),
         *replay_refusals(config),
@@ -133,15 +136,14 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
         ram_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         model=model,
         role_models=role_models,
-        loads_whole=bool(config.model.path)
-        and not config.model.random_init
-        and not _has_safetensors(config.model.path),
+        loads_whole=_loads_whole(config),
         max_prompt_tokens=prompt_tokens,
         num_train_prompts=num_prompts,
         longest_answer_tokens=answer_tokens,
         offloads=not refusals and offloads(config),
         sleeps=not refusals and sleeps(config),
         recomputes=not refusals and recomputes(config),
+        reads_sampler=reads_sampler,
         refusals=tuple(refusals),
     )
 
@@ -319,8 +321,10 @@ def _role_models(config: RunConfig) -> dict[str, ModelFacts]:
     }
 
 
-def _has_safetensors(folder: str) -> bool:
-    return next(Path(folder).glob("*.safetensors"), None) is not None
+def _loads_whole(config: RunConfig) -> bool:
+    if not config.model.path or config.model.random_init:
+        return False
+    return next(Path(config.model.path).glob("*.safetensors"), None) is None
 
 
 def _refused_value(error: Exception) -> Refusal:

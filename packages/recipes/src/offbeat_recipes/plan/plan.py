@@ -107,6 +107,7 @@ def plan_run(config: RunConfig, facts: Facts) -> Plan:
         refusals=tuple(refusals),
         warnings=(
             *_warnings(config, facts, memory),
+            *_off_policy(config, facts),
             *_object_store(config, facts, batch),
             *_staging(config, facts),
         ),
@@ -326,13 +327,6 @@ def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> It
         yield f"{wanted} generating threads share {facts.num_cores} cores; lower rollout.cpu_threads"
     if num_devices(config, facts) is None:
         yield "devices of the cluster at cluster.ray_address are not counted; cluster.num_devices says how many"
-    algorithm = config.algorithm
-    if (
-        isinstance(algorithm, PolicyLossConfig)
-        and algorithm.kl_coef
-        and algorithm.kl_estimator is KlEstimator.K1
-    ):
-        yield "k1 in the loss has no gradient on average: it measures KL and does not bound it; k2 and k3 do"
     lr = config.warmup.lr
     trained_before = (
         config.model.path and not config.model.random_init and not isinstance(config.task, CharTaskConfig)
@@ -341,3 +335,18 @@ def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> It
         yield f"warmup.lr={lr:g} is large for a model that was trained before; leave it out for one that fits"
     if isinstance(config.task, CharTaskConfig) and not config.warmup.steps and not config.model.path:
         yield "an untrained model without warm-up is never right, and GRPO learns from differences: warmup.steps=250"
+
+
+def _off_policy(config: RunConfig, facts: Facts) -> Iterator[str]:
+    algorithm = config.algorithm
+    if config.generates and config.mode.name != "sync" and not facts.reads_sampler:
+        yield (
+            f"mode={config.mode.name} trains tokens of older weights, and the loss of algorithm={algorithm.name} does not depend on "
+            "`rollout_logprobs`: they count as if the newest had made them; weigh them (docs/algorithms.md), or mode=sync"
+        )
+    if (
+        isinstance(algorithm, PolicyLossConfig)
+        and algorithm.kl_coef
+        and algorithm.kl_estimator is KlEstimator.K1
+    ):
+        yield "k1 in the loss has no gradient on average: it measures KL and does not bound it; k2 and k3 do"

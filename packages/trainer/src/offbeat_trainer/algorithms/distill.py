@@ -15,8 +15,8 @@ from offbeat_trainer.algorithm_configs import DistillConfig
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.interface import Algorithm
 from offbeat_trainer.algorithms.policy_loss import PolicyLoss, policy_loss_bounds
-from offbeat_trainer.algorithms.ratios import inside
 from offbeat_trainer.config import AlgorithmConfig, Proximal
+from offbeat_trainer.ratios import inside
 from offbeat_trainer.roles.role import POLICY, RoleSpec
 
 if TYPE_CHECKING:

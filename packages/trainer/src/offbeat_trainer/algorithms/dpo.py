@@ -15,11 +15,11 @@ from offbeat_engine import Field, LossOutput, LossScale, Predictions, register_f
 from offbeat_trainer.algorithm_configs import DpoConfig
 from offbeat_trainer.algorithms.grpo import REFERENCE
 from offbeat_trainer.algorithms.offline import OfflineAlgorithm
-from offbeat_trainer.algorithms.ratios import inside
 from offbeat_trainer.data.assemble import assemble_examples
 from offbeat_trainer.data.types import Example
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import Mean, Metric
+from offbeat_trainer.ratios import inside
 from offbeat_trainer.roles.role import POLICY, RoleSpec
 
 if TYPE_CHECKING:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, assert_never, cast
 import torch
 
 from offbeat_engine import LossOutput, LossScale
-from offbeat_trainer.algorithms.ratios import (
+from offbeat_trainer.config import Aggregation, Correction, KlEstimator, Proximal
+from offbeat_trainer.errors import PlanRefused, TrainerError
+from offbeat_trainer.ratios import (
     MAX_LOG_RATIO,
     RATIO_MEAN,
     RATIO_SQUARE_MEAN,
@@ -21,9 +23,8 @@ from offbeat_trainer.algorithms.ratios import (
     inside,
     k3,
     kl_estimate,
+    peak,
 )
-from offbeat_trainer.config import Aggregation, Correction, KlEstimator, Proximal
-from offbeat_trainer.errors import PlanRefused, TrainerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -140,8 +141,6 @@ class PolicyLoss:
     `proximal` ROLLOUT the sampler's log-probs take their place, and there is no weight.
 
     `sums` are shares of means over the step's tokens: added up over micro-batches and ranks they *are* the means.
-    `mismatch/*` compares the sampler's log-probabilities with the trainer's before the step: `old_logprobs`, else
-    the current. On fresh tokens it is rounding; on old ones it is mostly their age.
 
     Raises:
         PlanRefused: a setting is outside its range (when made).
@@ -211,7 +210,7 @@ class PolicyLoss:
             sums={
                 key: inside(value.detach().float(), mask_BT).sum() / num_tokens for key, value in sums.items()
             },
-            maxes={key: _peak(inside(value.detach(), mask_BT)) for key, value in maxes.items()},
+            maxes={key: peak(inside(value.detach(), mask_BT)) for key, value in maxes.items()},
         )
 
     def _weigh(
@@ -222,22 +221,18 @@ class PolicyLoss:
         sums: dict[str, torch.Tensor],
         maxes: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the weight of each token for having been sampled elsewhere; note how far off it was."""
+        """Return the weight of each token for having been sampled elsewhere; note what it comes to."""
         config = self.config
         kind = Correction.NONE if config.proximal is Proximal.ROLLOUT else config.correction
         ratio_BT = importance_ratios(config.correction_level, trainer_BT, sampler_BT, mask_BT)
         weights = correct(kind, ratio_BT, config.correction_low, config.correction_high)
-        diff_BT = (sampler_BT - trainer_BT).abs()
         sums |= {
-            "mismatch/mean_abs_logprob_diff": diff_BT,
-            # KL(sampler || trainer), sampled from the sampler.
-            "mismatch/kl_nats": k3(trainer_BT - sampler_BT),
             RATIO_MEAN: weights.ratio,
             RATIO_SQUARE_MEAN: weights.ratio.square(),
             "offpolicy/truncated_fraction": weights.truncated,
             "offpolicy/masked_fraction": weights.masked,
         }
-        maxes |= {"mismatch/max_abs_logprob_diff": diff_BT, "offpolicy/ratio_max": ratio_BT}
+        maxes["offpolicy/ratio_max"] = ratio_BT
         return weights.weight
 
     def _sampler(self, sampler_BT: torch.Tensor | None) -> torch.Tensor:
@@ -280,8 +275,3 @@ class PolicyLoss:
 
 def _optional(values: TrainBatch, key: str) -> torch.Tensor | None:
     return cast("torch.Tensor | None", values.get(key, None))
-
-
-def _peak(values_BT: torch.Tensor) -> torch.Tensor:
-    """Return the maximum; zero, the least a ratio or a distance can be, where there is nothing."""
-    return values_BT.max() if values_BT.numel() else values_BT.new_zeros(())

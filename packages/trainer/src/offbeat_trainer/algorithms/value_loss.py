@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine import LossOutput, LossScale
-from offbeat_trainer.algorithms.ratios import inside
 from offbeat_trainer.errors import PlanRefused, TrainerError
+from offbeat_trainer.ratios import inside
 
 if TYPE_CHECKING:
     from offbeat_engine import Predictions, TrainBatch

@@ -8,17 +8,26 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, cast
 
-from offbeat_engine import Feature, engine_class, engine_config_class, units_of
+from offbeat_engine import Feature, LossOutput, engine_class, engine_config_class, units_of
 from offbeat_engine.config import EngineConfig, LoraConfig
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.metrics import Last, Max, Mean, Metric, Sum
+from offbeat_trainer.ratios import inside, k3, peak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
 
-    from offbeat_engine import Engine, LossFn, OptimizerConfig, StepStats, TrainBatch
+    from offbeat_engine import (
+        Engine,
+        LossFn,
+        LossScale,
+        OptimizerConfig,
+        Predictions,
+        StepStats,
+        TrainBatch,
+    )
 
 POLICY = "policy"
 """The role that generates: its weights go to the replicas."""
@@ -134,13 +143,15 @@ class Role:
     def train(self, shares: list[TrainBatch], loss_fn: LossFn) -> list[Metric]:
         """Make one optimizer step by `loss_fn` on each of this rank's `shares` of mini-batches.
 
+        Where these have `rollout_logprobs`, `mismatch/*` compares them with the trainer's from before the step, whatever the loss:
+        `old_logprobs`, else the current ones. On fresh tokens it is rounding; on old ones it is mostly their age.
         A loss may carry a function `derived`: it is given the sums of a step, whole over all ranks, and returns what
         follows from them, for the metrics.
 
         Returns:
             The metrics of the steps, equal on all ranks.
         """
-        self.engine.set_loss_fn(loss_fn)
+        self.engine.set_loss_fn(_Compared(loss_fn))
         derived = getattr(loss_fn, "derived", None)
         with self.engine.train_mode():  # once for all: weights may wait in host memory outside
             return [metric for share in shares for metric in _step(self.engine, self._own(share), derived)]
@@ -154,6 +165,36 @@ class Role:
 
     def _own(self, batch: TrainBatch) -> TrainBatch:
         return batch if self.replays else unrouted(batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A loss, and beside it how far sampler and trainer are apart."""
+
+    loss_fn: LossFn
+
+    @property
+    def entropy_gradient(self) -> bool:
+        return bool(getattr(self.loss_fn, "entropy_gradient", False))
+
+    def __call__(self, predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
+        output = self.loss_fn(predictions, batch, scale)
+        if "rollout_logprobs" not in batch or "logprobs" not in predictions:
+            return output
+        mask_BT, sampler_BT = batch["loss_mask"], batch["rollout_logprobs"]
+        trainer_BT = batch["old_logprobs"] if "old_logprobs" in batch else predictions["logprobs"].detach()
+        log_ratio_BT = inside(trainer_BT - sampler_BT, mask_BT).float()
+        diff_BT = log_ratio_BT.abs()
+        num_tokens = max(scale.num_tokens, 1)
+        return replace(
+            output,
+            sums={
+                **output.sums,
+                "mismatch/mean_abs_logprob_diff": diff_BT.sum() / num_tokens,
+                "mismatch/kl_nats": k3(log_ratio_BT).sum() / num_tokens,  # KL(sampler || trainer)
+            },
+            maxes={**output.maxes, "mismatch/max_abs_logprob_diff": peak(diff_BT)},
+        )
 
 
 def unrouted(batch: TrainBatch) -> TrainBatch:

@@ -52,6 +52,11 @@ def inside(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     return torch.where(mask_BT, values_BT, torch.zeros_like(values_BT))
 
 
+def peak(values_BT: torch.Tensor) -> torch.Tensor:
+    """Return the maximum; zero, the least a ratio or a distance can be, where there is nothing."""
+    return values_BT.max() if values_BT.numel() else values_BT.new_zeros(())
+
+
 def k1(log_ratio: torch.Tensor) -> torch.Tensor:
     """Unbiased, of high variance, of either sign."""
     return -log_ratio
