@@ -174,10 +174,11 @@ def _works(
             seen_qL = None
             if window is not None and stop > window:
                 apart = torch.arange(first, stop)[:, None] - torch.arange(after, stop)
-                seen_qL = ((apart >= 0) & (apart < window)).to(device)
+                seen_qL = ((apart >= 0) & (apart < window)).to(device, non_blocking=True)
             query_Nq = start_N1 // size + half * width + torch.arange(width)
             key_NL = at_S[start_N1 + torch.arange(after, stop)]
-            works.append(_Work(query_Nq.to(device), key_NL.to(device), seen_qL))
+            query_Nq, key_NL = (each.to(device, non_blocking=True) for each in (query_Nq, key_NL))
+            works.append(_Work(query_Nq, key_NL, seen_qL))
     return tuple(works)
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class Attention(torch.nn.Module):
                 queries,
                 keys,
                 values,
-                attn_mask=None if seen is None else seen.to(query.device),
+                attn_mask=None if seen is None else seen.to(query.device, non_blocking=True),
                 is_causal=seen is None,
                 # Cosine and sine of query and of key are this much longer.
                 scale=self.rotary_scaling**2 / math.sqrt(query.shape[-1]),
@@ -94,7 +94,8 @@ def _classes(
         real_R = (position_L < length_N[:, None]).flatten().nonzero().squeeze(1)
         place_R = index_NL.flatten()[real_R]
         index_NL = index_NL.clamp(max=int(starts[-1]) - 1)  # padding looks at some token, which nobody sees
-        classes.append((index_NL.to(device), real_R.to(device), place_R.to(device)))
+        at = partial(torch.Tensor.to, device=device, non_blocking=True)
+        classes.append((at(index_NL), at(real_R), at(place_R)))
     return tuple(classes)
 
 
@@ -128,6 +129,6 @@ class Rotary(torch.nn.Module):
     def forward(self, _: int, **__: object) -> torch.Tensor:
         """Return the angles, float32 [S, 1, 1, D]."""
         if self._frequencies.device != self.positions_S.device:
-            self._frequencies = self._frequencies.to(self.positions_S.device)
+            self._frequencies = self._frequencies.to(self.positions_S.device, non_blocking=True)
         angles = torch.outer(self.positions_S.float(), self._frequencies)
         return torch.cat((angles, angles), -1)[:, None, None]

@@ -207,8 +207,8 @@ def _feed(step: Step, layout: Layout, num_tokens: int) -> _Fed:
         )
         ids_S, positions_S = ids_S[mine_S], positions_S[mine_S]
     return _Fed(
-        ids_1S=ids_S[None].to(device),
-        positions_S=positions_S.to(device),
+        ids_1S=ids_S[None].to(device, non_blocking=True),
+        positions_S=positions_S.to(device, non_blocking=True),
         lengths_N=lengths_N,
         experts_SLK=_experts(step, layout, missing, mine_S),
         layout=layout,
@@ -224,7 +224,7 @@ def _experts(step: Step, layout: Layout, missing: int, mine_S: slice | torch.Ten
     if step.config.sequence_parallel:
         tensor = step.groups.tensor
         experts_SK = experts_SK.chunk(tensor.size)[tensor.rank]
-    return experts_SK.unflatten(1, (step.shape.num_layers, -1)).to(step.asked.device)
+    return experts_SK.unflatten(1, (step.shape.num_layers, -1)).to(step.asked.device, non_blocking=True)
 
 
 def _forward(

@@ -212,7 +212,7 @@ def packed(lengths: tuple[int, ...], shared: bool, device: torch.device) -> Any:
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    ends_N = torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
+    ends_N = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
     longest = max(lengths)
     told: dict[str, Any] = {"cu_seqlens_q": ends_N, "cu_seqlens_kv": ends_N}
     if shared:
