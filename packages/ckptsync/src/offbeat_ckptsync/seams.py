@@ -174,6 +174,9 @@ class Transport(ABC):
     device: str
     """The torch device of the payloads that `send` and `receive` take: "cpu", or a GPU with its index, "cuda:1"."""
 
+    spare_bytes: int = 0
+    """Receiving side: bytes on `device` that this rank holds already and stages in again; set before `receiver`."""
+
     chosen: tuple[str, str] = ("", "")
     """Of one that picks another transport for each sync: which it picked last, and the reason in one sentence."""
 

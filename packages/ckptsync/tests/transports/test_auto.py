@@ -3,16 +3,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
+from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncError, TransferError
+from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.member.staging import stage
+from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
+from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports import auto
-from offbeat_ckptsync.transports.topology import here
+from offbeat_ckptsync.transports.topology import Choice, here
 from offbeat_ckptsync.values import Seat
 
 CONFIG = SyncConfig(transport="auto", bucket_mib=4096 / (1 << 20))
@@ -88,3 +95,88 @@ def test_an_abort_before_a_transport_is_taken_ends_its_waits_too(monkeypatch):
     picking.join(60)
     sender.close()
     seat.close()
+
+
+def on_a_gpu(monkeypatch, local, free_bytes):
+    """Let the source's tensors lie on a GPU, which all share; `free_bytes` answers how much of it is free."""
+
+    def place(device):
+        return dataclasses.replace(here("cpu"), gpu="GPU-a", free_bytes=free_bytes(device))
+
+    monkeypatch.setattr(auto, "here", place)
+    local.sender._transport._device = "cuda:0"
+
+
+async def test_once_through_host_memory_it_stays_there_so_that_a_joiner_reaches_the_label(monkeypatch):
+    local = LocalSync(
+        DictSource(awkward_weights(1)), {"a": DictSink()}, CONFIG, lambda: make_transport("auto", CONFIG)
+    )
+    room = [10]
+    on_a_gpu(monkeypatch, local, lambda device: room[0])
+    report = await synced(local, 1)
+    assert report.transport == "shm"
+    assert "do not fit on the GPU of rank 0 of a" in report.why
+    room[0] = 1 << 40  # a fresh replica has more: by cuda_ipc its digests would be of another kind
+    late, transport = Receiver(Seat(member="late"), DictSink()), make_transport("auto", CONFIG)
+    report = await local.manager.catch_up(LocalMember(late, transport, gate=NO_TRAFFIC))
+    assert (report.version, report.transport) == (1, "shm")
+    assert late.status().label == local.receivers["a"].status().label
+    report = await synced(local, 2)
+    assert "through host memory since" in report.why
+    assert local.sender._transport.open("next", ["a"])["free_bytes"] == 0
+    local.close()
+    transport.close()
+
+
+def test_what_a_rank_stages_in_again_counts_as_free(monkeypatch):
+    """The staging memory of a GPU is kept from sync to sync: the second one has room where the first had."""
+    sender = Sender(DictSource(awkward_weights(1)), CONFIG)
+    source, seat = sender._transport, auto.AutoTransport(CONFIG)
+    kept = [0]
+    monkeypatch.setattr(
+        auto, "here", lambda _: dataclasses.replace(here("cpu"), gpu="GPU-a", free_bytes=100 - kept[0])
+    )
+    source._device = "cuda:0"
+    seen = []
+
+    def choose(_, places, **__):
+        seen.append({name: place.free_bytes for name, place in places.items()})
+        return Choice(transport="shm", device="cuda", why="planted")
+
+    monkeypatch.setattr(auto, "choose", choose)
+    monkeypatch.setattr(source, "_take", lambda *_: source)
+    monkeypatch.setattr(seat, "_take", lambda *_: SimpleNamespace(receiver=lambda *_: None))
+    for version in (1, 2):
+        offer = sender.offer(version, ["m"])
+        assert offer.endpoint["free_bytes"] == 100
+        seat.spare_bytes = kept[0]
+        picking = threading.Thread(target=source._pick, args=(offer, 80))
+        picking.start()
+        seat.receiver(offer, Seat(member="m"))
+        picking.join(60)
+        kept[0] = 80
+    assert seen == [{"rank 0 of m": 100}] * 2
+    source.abort("gone")
+    assert source.open("3", ["m"])["free_bytes"] == 20, "nobody knows what is left after an abort"
+    sender.close()
+    seat.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "more", "is_counted"), [("cuda:0", 0, True), ("cuda:0", 1, False), ("cpu", 0, False)]
+)
+def test_staging_says_what_it_has_on_the_gpu_already(device, more, is_counted):
+    class Noting:
+        device = "cpu"
+        spare_bytes = 1
+
+        def receiver(self, *_):
+            raise TransferError(f"{self.spare_bytes} spare")
+
+    sender = Sender(DictSource({"a": torch.zeros(2)}), CONFIG)
+    offer = sender.offer(1, ["m"])
+    num_bytes = bucket_starts(buckets_of(offer))[1]
+    spare = SimpleNamespace(device=device, num_bytes=num_bytes + more)
+    with pytest.raises(TransferError, match=f"^{num_bytes if is_counted else 0} spare"):
+        stage(Noting(), offer, Seat(member="m"), buckets_of(offer), spare)
+    sender.close()

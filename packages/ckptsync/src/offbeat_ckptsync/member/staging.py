@@ -100,6 +100,8 @@ def stage(
     starts, num_bytes = bucket_starts(buckets)
     clock = BusyClock()
     use_device(transport.device)
+    on_gpu = spare is not None and spare.device != "cpu" and spare.num_bytes == num_bytes
+    transport.spare_bytes = num_bytes if on_gpu else 0
     end = transport.receiver(*met_by(offer, seat))
     try:
         lent = end.lend(num_bytes)

@@ -35,14 +35,25 @@ class AutoTransport(Transport):
         self._lock = threading.Lock()
         self._made: dict[tuple[str, str], Transport] = {}
         self._members: dict[str, list[str]] = {}
+        # Why syncs go through host memory, once one did: digests there are of another kind than a GPU's, and
+        # a joiner that came another way than the group could not reach the group's label.
+        self._through_host = ""
+        self._staged: dict[
+            str, int
+        ] = {}  # bytes that receivers hold on their GPUs since the last sync, by seat
         # By sync: what was picked, and the offer as it is to see it.
         self._picked: dict[str, tuple[Transport, SyncOffer]] = {}
 
     def open(self, sync_id: str, members: list[str]) -> dict[str, str | int | float]:
         """Host the store (once) and say where it is."""
         self._members = {sync_id: list(members)}
-        free = {} if self._device == "cpu" else {"free_bytes": here(self._device).free_bytes}
-        return self.rendezvous.open() | free
+        endpoint = self.rendezvous.open()
+        if self._device == "cpu":
+            return endpoint
+        free_bytes = 0 if self._through_host else here(self._device).free_bytes
+        if free_bytes:  # of the GPU that neighbours share: what they stage in again is not free, and will do
+            free_bytes += min((self._staged.get(member, 0) for member in members), default=0)
+        return endpoint | {"free_bytes": free_bytes}
 
     def lend(self, offer: SyncOffer, num_bytes: int) -> torch.Tensor | None:
         """Lend what the picked transport lends, once everybody has said where they are.
@@ -63,7 +74,9 @@ class AutoTransport(Transport):
 
     def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
         """Say where this rank is, wait for the source's pick, and go there."""
-        self.rendezvous.answer(offer, seat, {"place": encode(here(self._device))})
+        place = here(self._device)
+        place = dataclasses.replace(place, free_bytes=place.free_bytes + self.spare_bytes)
+        self.rendezvous.answer(offer, seat, {"place": encode(place)})
         told = self.rendezvous.hear(offer, seat)
         endpoint = cast("dict[str, str | int | float]", told["endpoint"])
         transport = self._take(offer, str(told["transport"]), str(told["device"]))
@@ -71,6 +84,7 @@ class AutoTransport(Transport):
 
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here, in the picked transport too."""
+        self._staged = {}  # nobody knows
         self.rendezvous.abort(sync_id)
         with self._lock:
             made = [*self._made.values()]
@@ -105,7 +119,15 @@ class AutoTransport(Transport):
                 seat: dataclasses.replace(place, free_bytes=int(room)) for seat, place in places.items()
             }
         named = {f"rank {rank} of {member}": place for (member, rank), place in places.items()}
-        choice = choose(here(self._device), named, device=self._device, num_bytes=num_bytes)
+        device = "cpu" if self._through_host else self._device
+        choice = choose(here(self._device), named, device=device, num_bytes=num_bytes)
+        if self._through_host:
+            choice = dataclasses.replace(
+                choice, why=f"{choice.why}; through host memory since {self._through_host}"
+            )
+        elif choice.device == "cpu" and self._device != "cpu":
+            self._through_host = choice.why
+        self._staged = dict.fromkeys(members, num_bytes if choice.device != "cpu" else 0)
         transport, picked = self._opened(offer, choice.transport, choice.device)
         self._picked = {offer.sync_id: (transport, picked)}
         self.chosen = (choice.transport, choice.why)

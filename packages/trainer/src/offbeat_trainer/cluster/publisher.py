@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync import SyncError, SyncFailed
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
+from offbeat_ckptsync.errors import VersionError
 from offbeat_ckptsync.values import Phase
 from offbeat_trainer.cluster.carrier import TrainSource
 from offbeat_trainer.errors import WorkerGone
@@ -57,6 +58,7 @@ class ClusterPublisher:
         self._turn = asyncio.Lock()  # of who syncs; it is taken before `train.standing`
         self._num_lost = 0  # members of syncs that failed
         self._waiting: dict[str, tuple[Member, asyncio.Future[None]]] = {}
+        self._may_wait = False  # the last that could not catch up may take part in the next sync
 
     async def publish(self, version: int, gathered: Callable[[], None] | None = None) -> SyncReport:
         """Sync every replica and let those that serve `version` have traffic again; see `Publisher.publish`.
@@ -152,8 +154,14 @@ class ClusterPublisher:
         ahead = self._train.updates - self._updates
         if ahead == 0:
             for name, (member, _) in list(self._waiting.items()):
+                if name in self._manager.members:
+                    continue  # it waits for the next sync
                 if why := await self._catch_up(member):
-                    self._refuse(name, why)
+                    if self._may_wait and self._rollout.serving:
+                        log.info("%s gets the weights with the next sync: %s", name, why)
+                        self._manager.enlist(member)
+                    else:
+                        self._refuse(name, why)
         elif not self._rollout.serving and self._members_left():
             await self._sync(self._report.version + ahead)
 
@@ -162,6 +170,8 @@ class ClusterPublisher:
         try:
             await self._manager.catch_up(member, peers_only=peers_only)
         except (SyncError, ConnectionError, TimeoutError) as error:
+            # The committed content cannot be had (again): the next sync brings it another.
+            self._may_wait = isinstance(error, SyncFailed) and isinstance(error.__cause__, VersionError)
             return str(error)
         assert self._manager.version is not None
         self._admit(member.name, self._manager.version)
