@@ -3,6 +3,7 @@
 
     python tools/bench/gpu.py                     # under nine minutes
     python tools/bench/gpu.py --only train_7b --limit 200
+    python tools/bench/gpu.py --list              # what the first hour on a GPU must run, in order
 
 It needs torch, transformers, tensordict, lazy_loader, xxhash and, for adapters, peft; the packages of this checkout need not be
 installed, and neither Ray nor vLLM is asked for. Every part runs in a process of its own within its own budget and what
@@ -27,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from gpu_first_hour import printed
 from runner import guarded, say
 
 HERE = Path(__file__).resolve().parent
@@ -76,6 +78,9 @@ PARTS = (
 def main(arguments: list[str] | None = None) -> int:
     """Measure what was asked for, and print it."""
     options = _parser().parse_args(arguments)
+    if options.list:
+        print(printed())
+        return 0
     if options.part:
         return _measure(options.part)
     started = time.monotonic()
@@ -113,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", default=",".join(part.name for part in PARTS), help="parts, by commas")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help=f"seconds for all (default {LIMIT_S:g})")
+    parser.add_argument(
+        "--list", action="store_true", help="print what the first hour on a GPU must run, in order"
+    )
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # of this process, as main starts it
     return parser
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,10 +16,12 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import gpu  # noqa: E402 a script beside others, not a package
+import gpu_first_hour  # noqa: E402
 import gpu_parts  # noqa: E402
 from engine_loops import Size  # noqa: E402
 
 from offbeat_engine.toolkit.throughput import ModelCost  # noqa: E402
+from offbeat_recipes.cli._hydra import compose_run  # noqa: E402
 
 TINY = Size(hidden=48, layers=2, intermediate=64, heads=4, vocab=64, micro_batch_tokens=1024, rounds=1)
 HALF = replace(TINY, dtype="bfloat16")
@@ -145,3 +149,61 @@ def test_a_sync_and_a_run_of_grpo_answer_with_figures():
     answer = gpu_parts.grpo(TINY, steps=2)
     assert answer["metrics"]["step"] == 2
     assert answer["metrics"]["mismatch/max_abs_logprob_diff"] < 1e-4
+
+
+ROOT = BENCH.parents[1]
+UNRUN = re.compile(r"[Nn]ever run\b|[Nn]obody has run")
+ELSEWHERE = {"docs/cluster.md"}  # several machines: no GPU alone shows that
+
+
+def _paths(step):
+    return [word for word in shlex.split(step.command) if word.endswith(".py") and "/tests/" in word]
+
+
+def _chooses(step, test):
+    """Say whether the step's command runs `test`, an id of pytest's; its `-k` joins words by "or"."""
+    words = shlex.split(step.command)
+    chosen = words[words.index("-k") + 1].split(" or ") if "-k" in words else [""]
+    path, _, name = test.partition("::")
+    return path in words and any(word in f"{Path(path).name}::{name}" for word in chosen)
+
+
+@pytest.mark.slow
+def test_the_first_hour_runs_every_test_that_is_marked_gpu():
+    """A new marker without a step, and a step whose tests are gone, fail here."""
+    sources = [*ROOT.glob("packages/*/tests/**/test_*.py")]
+    marked = [str(path.relative_to(ROOT)) for path in sources if "mark.gpu(" in path.read_text()]
+    assert len(marked) > 10
+    listed = [sys.executable, "-m", "pytest", "-m", "gpu", "--deep", "--collect-only", "-q", *marked]
+    output = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
+    tests = [line for line in output.splitlines() if "::" in line]
+    assert {test.partition("::")[0] for test in tests} == {*marked}
+    steps = [step for step in gpu_first_hour.STEPS if _paths(step)]
+    assert [test for test in tests if not any(_chooses(step, test) for step in steps)] == []
+    assert [step.command for step in steps if not any(_chooses(step, test) for test in tests)] == []
+    for step in steps:
+        assert {*_paths(step)} <= {test.partition("::")[0] for test in tests if _chooses(step, test)}
+
+
+def test_the_first_hour_runs_all_that_pages_call_never_run_and_every_part():
+    pages = [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("packages/*/README.md")]
+    pages += [*ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    unrun = {str(path.relative_to(ROOT)) for path in pages if UNRUN.search(path.read_text())}
+    assert unrun - ELSEWHERE == {claim for step in gpu_first_hour.STEPS for claim in step.claims}
+    commands = " ".join(step.command for step in gpu_first_hour.STEPS)
+    for part in gpu.PARTS:
+        assert part.tests or part.name in commands
+
+
+def test_the_first_hour_is_one_and_its_runs_compose(capsys):
+    assert sum(step.minutes for step in gpu_first_hour.STEPS) <= 60
+    assert [step.gpus for step in gpu_first_hour.STEPS] == sorted(step.gpus for step in gpu_first_hour.STEPS)
+    runs = [
+        step.command.split()[1:] for step in gpu_first_hour.STEPS if step.command.startswith("offbeat-train")
+    ]
+    assert runs
+    for settings in runs:
+        assert compose_run(settings).rollout is not None
+    assert gpu.main(["--list"]) == 0
+    told = capsys.readouterr().out
+    assert all(step.command in told and step.proves in told for step in gpu_first_hour.STEPS)
