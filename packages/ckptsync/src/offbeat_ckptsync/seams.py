@@ -69,6 +69,12 @@ class WeightSink(ABC):
     def expected(self) -> Manifest | None:
         """Return the tensors this sink must be given (order free), or None if it takes any."""
 
+    def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:  # noqa: B027 -- optional
+        """Do beforehand what `load` of these staged tensors needs and what changes nothing, within the deadline of `transfer`.
+
+        They are not verified yet, and may never be loaded. Any exception fails the sync; the old weights are whole.
+        """
+
     @abstractmethod
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy verified tensors into live weights and serve them as `version`.

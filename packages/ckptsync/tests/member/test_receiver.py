@@ -7,7 +7,14 @@ from itertools import product
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.errors import DigestError, LoadError, ManifestError, PhaseError, VersionError
+from offbeat_ckptsync.errors import (
+    DigestError,
+    LoadError,
+    ManifestError,
+    PhaseError,
+    TransferError,
+    VersionError,
+)
 from offbeat_ckptsync.member.receiver import TRANSITIONS, Receiver, State, Step
 from offbeat_ckptsync.plan.digest import label_of
 from offbeat_ckptsync.plan.manifest import manifest_of
@@ -206,3 +213,35 @@ def test_no_label_stands_while_live_weights_are_written(pair):
     pair.sink.load = lambda *given: (seen.append(pair.receiver.status()), load(*given))
     pair.receiver.flip(offer.sync_id, sent)
     assert seen == [Status(version=1, label=None, committed=False, state="flipping")]
+
+
+def test_a_sink_prepares_what_is_staged_before_anything_is_verified(pair):
+    seen = []
+
+    def prepare(tensors, version):
+        seen.append((version, pair.receiver.state))
+        assert_same(dict(tensors), awkward_weights(1))
+
+    pair.sink.prepare = prepare
+    offer, sent = pair.stage(1)
+    assert seen == [(1, State.STAGING)]
+    pair.receiver.verify(offer.sync_id, sent)
+    pair.receiver.flip(offer.sync_id, sent)
+    assert_same(pair.sink.weights, awkward_weights(1))
+    assert len(seen) == 1
+
+
+def test_what_cannot_be_prepared_fails_the_sync_and_the_old_weights_are_whole(pair):
+    def prepare(tensors, version):
+        raise RuntimeError("planted")
+
+    pair.sink.prepare = prepare
+    with pytest.raises(TransferError, match=r"preparing version 1: RuntimeError\('planted'\)"):
+        pair.stage(1)
+    assert pair.receiver.abort("") == 0
+    assert_same(pair.sink.weights, awkward_weights(0))
+    del pair.sink.prepare
+    offer, sent = pair.stage(1)
+    pair.receiver.verify(offer.sync_id, sent)
+    pair.receiver.flip(offer.sync_id, sent)
+    assert_same(pair.sink.weights, awkward_weights(1))

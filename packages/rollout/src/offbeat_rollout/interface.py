@@ -47,6 +47,13 @@ class TensorUpdates(ABC):
             UpdateRefused: the set does not fit; no parameter changed.
         """
 
+    async def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:  # noqa: B027 optional
+        """Compute what `load` of these tensors needs while the engine goes on; nothing changes, and nothing must come of it.
+
+        Raises:
+            UpdateRefused: the set does not fit.
+        """
+
     async def adopt(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, recompute_kv: bool = False
     ) -> bool:

@@ -293,6 +293,26 @@ async def test_what_the_server_did_not_load_ends_the_engine_though_the_server_sa
     assert max(gaps(paths[0], await engine.generate(request("whole", 20)))) <= 1e-4
 
 
+async def test_what_was_prepared_is_not_hashed_again_and_other_tensors_are(engine, paths, monkeypatch):
+    updates, hashed = engine.weight_updates(), []
+    weights = load_file(f"{paths[0]}/model.safetensors")
+    with pytest.raises(UpdateRefused, match="unknown or missing"):
+        await updates.prepare({}.items(), 5)
+    expected = updates._proof.expected
+    monkeypatch.setattr(updates._proof, "expected", lambda tensor: hashed.append(1) or expected(tensor))
+    await updates.prepare(weights.items(), 5)
+    assert engine.version == 3
+    await updates.load(weights.items(), 5)
+    assert hashed == [1]
+    other = {name: tensor.clone() for name, tensor in weights.items()}
+    other["model.norm.weight"] += 1
+    await updates.prepare(weights.items(), 6)
+    await updates.load(other.items(), 6)
+    await updates.load(weights.items(), 7)
+    assert (len(hashed), engine.version) == (4, 7)
+    assert max(gaps(paths[0], await engine.generate(request("whole", 20)))) <= 1e-4
+
+
 async def test_a_killed_server_is_known_at_once_and_nothing_of_it_is_left(engine):
     """The last test of this file."""
     task = asyncio.create_task(engine.generate(request("lost", 400)))

@@ -188,6 +188,7 @@ class Receiver:
             wire_bytes=staged.wire_bytes,
             num_ranks=self.seat.num_ranks,
         )
+        self._prepare(session, staged)
         with self._lock:
             if self._session is not session:
                 self._pool.put_back(staged.close())  # nobody else holds it: its own thread is here
@@ -195,6 +196,17 @@ class Receiver:
             self._move(Step.ARRIVED)
             session.staged, session.echo = staged, echo
         return echo
+
+    def _prepare(self, session: _Session, staged: Staged) -> None:
+        offer = session.offer
+        try:
+            self._sink.prepare(tensor_views(offer.manifest, staged.buckets, staged.memory), offer.version)
+        except BaseException as error:
+            with self._lock:
+                self._pool.put_back(staged.close())
+            if isinstance(error, SyncError) or not isinstance(error, Exception):
+                raise
+            raise TransferError(f"{self.seat}: preparing version {offer.version}: {error!r}") from error
 
     def verify(self, sync_id: str, sent: Sent) -> None:
         """Make sure that what is staged is what `sent` says; harmless to repeat.

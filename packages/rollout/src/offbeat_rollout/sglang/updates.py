@@ -54,6 +54,8 @@ class SglangUpdates(TensorUpdates):
         self._resting = resting
         self._specs: list[WeightSpec] = []
         self._proof: Proof | None = None
+        # What each rank must hold of the tensors that were prepared last, and where those lie.
+        self._prepared: tuple[object, list[dict[str, str]]] | None = None
         self._one_at_a_time = asyncio.Lock()  # SGLang would give one update the answer to another, and end
 
     async def specs(self) -> list[WeightSpec]:
@@ -88,6 +90,15 @@ class SglangUpdates(TensorUpdates):
             ) from error
         await self._require(await asyncio.to_thread(self._of_folder, self._proof), held)
 
+    async def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `TensorUpdates`: hashes them, which takes seconds a GiB."""
+        whole = dict(tensors)
+        refuse_unless(await self.specs(), whole)
+        assert self._proof is not None  # made at the start
+        self._prepared = None
+        expected = await asyncio.to_thread(self._proof.expected, whole.__getitem__)
+        self._prepared = _which(whole, version), expected
+
     async def load(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, recompute_kv: bool = False
     ) -> None:
@@ -97,7 +108,10 @@ class SglangUpdates(TensorUpdates):
         refuse_unless(specs, whole)
         assert self._proof is not None  # made at the start
         async with self._one_at_a_time:
-            expected = await asyncio.to_thread(self._proof.expected, whole.__getitem__)
+            which, expected = self._prepared or (None, [])
+            if which != _which(whole, version):  # what was written there meanwhile fails the proof
+                expected = await asyncio.to_thread(self._proof.expected, whole.__getitem__)
+            self._prepared = None
             with TemporaryDirectory(dir=self._memory(), ignore_cleanup_errors=True) as folder:
                 await asyncio.to_thread(self._write, Path(folder), whole)
                 async with self._resting(version, recompute_kv):
@@ -158,6 +172,10 @@ class SglangUpdates(TensorUpdates):
             return found.to(dtype) if found.is_floating_point() else found
 
         return proof.expected(tensor)
+
+
+def _which(whole: dict[str, torch.Tensor], version: int) -> object:
+    return version, {name: tensor.data_ptr() for name, tensor in whole.items()}
 
 
 def refuse_unless(specs: list[WeightSpec], whole: dict[str, torch.Tensor]) -> None:

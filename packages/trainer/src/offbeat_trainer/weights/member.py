@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.control.members import ControlMember, ReplicaMember, local_member
 from offbeat_ckptsync.control.ranks import Mailbox
+from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import specs_of
 from offbeat_ckptsync.seams import WeightSink
@@ -68,6 +69,7 @@ async def _receiver(name: str, updates: TensorUpdates, sync: SyncConfig, *, reco
         specs_of(await updates.specs()),
         asyncio.get_running_loop(),
         timeout_s=sync.flip_timeout_s,
+        prepare_timeout_s=sync.transfer_timeout_s,
         recompute_kv=recompute_kv,
     )
     return Receiver(Seat(member=name), sink, allow_cast=sync.allow_cast)
@@ -100,9 +102,11 @@ class EngineSink(WeightSink):
         loop: asyncio.AbstractEventLoop,
         *,
         timeout_s: float,
+        prepare_timeout_s: float,
         recompute_kv: bool = False,
     ) -> None:
         """Load by `updates`, whose coroutines run in `loop`, within `timeout_s`; see `make_member` for the rest."""
+        self._prepare_timeout_s = prepare_timeout_s
         self._recompute_kv = recompute_kv
         self._updates = updates
         self._manifest = manifest
@@ -112,6 +116,18 @@ class EngineSink(WeightSink):
     def expected(self) -> Manifest:
         """Return what the engine holds."""
         return self._manifest
+
+    def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Let the engine hash them, say: what grows with the model is no part of the flip."""
+        limit_s = self._prepare_timeout_s
+        prepared = asyncio.run_coroutine_threadsafe(self._updates.prepare(tensors, version), self._loop)
+        try:
+            prepared.result(limit_s)
+        except TimeoutError as error:
+            prepared.cancel()
+            raise TransferError(
+                f"preparing version {version} took longer than {limit_s:g} s; raise `sync.transfer_timeout_s`"
+            ) from error
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Hand the tensors to the engine, from a thread that is not its event loop's."""
