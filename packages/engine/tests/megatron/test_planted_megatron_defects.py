@@ -41,7 +41,7 @@ def patched(module, name, value):
 class Unchecked(MegatronEngine):
     """Does not look for itself, so that it is the suite that must see what is wrong."""
 
-    def _difference(self, parts):
+    def _difference(self, parts, reference):
         return None
 
 
@@ -143,9 +143,9 @@ class ContextApart(MegatronEngine):
 
 
 class ChecksChunksTheOtherWay(MegatronEngine):
-    def _difference(self, parts):
+    def _difference(self, parts, reference):
         with chunks_swapped():
-            return super()._difference(parts)
+            return super()._difference(parts, reference)
 
 
 class ChecksQueriesThenKeys(QueriesThenKeys):

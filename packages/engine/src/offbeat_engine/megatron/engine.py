@@ -19,10 +19,10 @@ from offbeat_engine.megatron import checkpoint, checks, transformer_engine
 from offbeat_engine.megatron.build import Parts, build_parts
 from offbeat_engine.megatron.config import MegatronConfig
 from offbeat_engine.megatron.model import compute_dtype
-from offbeat_engine.megatron.self_check import find_difference
+from offbeat_engine.megatron.self_check import Reference, find_difference, reference_of
 from offbeat_engine.megatron.stepping import Step, names_of, run_step
 from offbeat_engine.megatron.updater import Updater, gradient
-from offbeat_engine.toolkit.collectives import first_failure
+from offbeat_engine.toolkit.collectives import compute_device, first_failure
 from offbeat_engine.toolkit.devices import device_refusals
 from offbeat_engine.toolkit.micro_batches import Asked
 from offbeat_engine.toolkit.throughput import peak_flops
@@ -94,19 +94,20 @@ class MegatronEngine(EngineBase[Parts]):
         failure = first_failure(self.world, error)
         if failure is not None:
             raise error or ConfigError(f"another rank refuses the settings: {failure}")
+        # Reading a large model layer by layer may outlast the deadline of other calls.
+        reference = reference_of(self._config, compute_device(self.world), self._saves.world)
         self._parts = build_parts(self._config, self.world)
-        difference = self._difference(self._parts)
+        difference = self._difference(self._parts, reference)
         if difference is not None:
             self.close()
             raise ConfigError(difference)
 
-    def _difference(self, parts: Parts) -> str | None:
+    def _difference(self, parts: Parts, reference: Reference) -> str | None:
         """Return why this model must not be used here (see `self_check`), the same on all ranks, or None."""
         bits = transformer_engine.without_eight_bits(parts.chunks[0].model.config)
         with self.eval_mode(), bits:
-            # Reading a large model layer by layer may outlast the deadline of other calls.
             step = self._step(Asked.of(self, names=self._names()))
-            return find_difference(step, parts, self._saves.world)
+            return find_difference(step, parts, self._saves.world, reference)
 
     def _names(self) -> tuple[str, ...]:
         return names_of(self._config)

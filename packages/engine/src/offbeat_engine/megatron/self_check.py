@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
+from offbeat_engine.megatron import families
 from offbeat_engine.megatron.loading import hf_config, source_of
 from offbeat_engine.megatron.plain import plain_forward
 from offbeat_engine.megatron.stepping import names_of, run_step
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.megatron.build import Parts
+    from offbeat_engine.megatron.config import MegatronConfig
     from offbeat_engine.megatron.held import Held
     from offbeat_engine.megatron.stepping import Step
     from offbeat_engine.world import World
@@ -31,30 +33,36 @@ _WITHOUT_TE = "see whether they agree with `transformer_engine: false`"
 _NOTHING_HELPS = "no setting of this engine makes them agree: use the engine `fsdp2`, or another model"
 
 
-class _Plain(TypedDict):
+class Reference(TypedDict):
+    """What Hugging Face's own forward makes of the two sequences, or why it failed; plain, so that it crosses ranks."""
+
     rows: list[list[float]]
     failed: str | None
 
 
-def find_difference(step: Step, parts: Parts, waits: World) -> str | None:
+def reference_of(config: MegatronConfig, device: torch.device, waits: World) -> Reference:
+    """Compute it on rank 0, before anything else lies on its device; a collective of `waits`, as below."""
+    mine = _plain(config, device) if waits.rank == 0 else Reference(rows=[], failed=None)
+    return from_rank_zero(waits, mine)
+
+
+def find_difference(step: Step, parts: Parts, waits: World, reference: Reference) -> str | None:
     """Return why this model must not be used here, the same on all ranks, or None; a collective.
 
     Args:
         step: a pass without a loss, in evaluation.
         parts: what was built.
         waits: a world with a deadline long enough for rank 0 to read the whole model, layer by layer.
+        reference: what `reference_of` gave.
     """
     odd = _agreed(waits, find_non_finite(_named(parts.held)))
     if odd is not None:
         return odd
     found = hf_config(step.config.model)
     batch = probe(found, step.config.micro_batch_tokens)
-    said = from_rank_zero(waits, _plain(step, batch) if waits.rank == 0 else _Plain(rows=[], failed=None))
-    if said["failed"] is not None:
-        return (
-            f"{found.model_type}: Hugging Face's own forward failed on two short sequences ({said['failed']})"
-        )
-    plain_BT, judge = torch.tensor(said["rows"]), Judge(step.config.dtype, batch["loss_mask"])
+    if (failed := reference["failed"]) is not None:
+        return f"{found.model_type}: Hugging Face's own forward failed on two short sequences ({failed})"
+    plain_BT, judge = torch.tensor(reference["rows"]), Judge(step.config.dtype, batch["loss_mask"])
     difference = _agreed(waits, _compared(step, parts, judge, plain_BT, batch))
     if difference is None:
         return None
@@ -80,16 +88,20 @@ def _named(held: Sequence[Held]) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _plain(step: Step, batch: TrainBatch) -> _Plain:
-    model = step.config.model
+def _plain(config: MegatronConfig, device: torch.device) -> Reference:
+    model = config.model
     try:
         with torch.random.fork_rng():
             found = hf_config(model)
-            files = source_of(model, step.shape, found.initializer_range)
-            rows = plain_forward(found, files, model, batch, step.asked.device)
+            files = source_of(model, families.shape_of(found, model.head), found.initializer_range)
+            batch = probe(found, config.micro_batch_tokens)
+            rows = plain_forward(found, files, model, batch, device)
+    except torch.OutOfMemoryError as error:
+        why = f"one layer in float32, beside embedding and head, does not fit on {device}: {error}"
+        return Reference(rows=[], failed=why)
     except Exception as error:  # noqa: BLE001 what rank 0 alone met becomes every rank's
-        return _Plain(rows=[], failed=f"{type(error).__name__}: {error}")
-    return _Plain(rows=rows.tolist(), failed=None)
+        return Reference(rows=[], failed=f"{type(error).__name__}: {error}")
+    return Reference(rows=rows.tolist(), failed=None)
 
 
 def _compared(
