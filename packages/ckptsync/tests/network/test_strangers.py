@@ -98,7 +98,7 @@ async def test_nobody_else_ends_a_sync_by_calling_its_source_all_the_time(shm):
 
 def test_a_source_listens_where_only_its_user_may_enter_and_leaves_nothing():
     reception = Reception()
-    folder = Path(str(reception.endpoint()["address"])).parent
+    folder = Path(str(reception.open("s")["address"])).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     reception.close()
     assert not folder.exists()
@@ -107,7 +107,7 @@ def test_a_source_listens_where_only_its_user_may_enter_and_leaves_nothing():
 def test_what_a_process_that_was_killed_left_is_removed_by_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead, young, living = Reception(), Reception(), Reception()
-    folders = [Path(str(each.endpoint()["address"])).parent for each in (dead, young, living)]
+    folders = [Path(str(each.open("s")["address"])).parent for each in (dead, young, living)]
     for each in (dead, young):
         each._socket.close()  # as the kernel does; the folder stays
     long_ago = time.time() - 3600
@@ -120,7 +120,7 @@ def test_what_a_process_that_was_killed_left_is_removed_by_the_next_one(tmp_path
 
 def test_one_that_finds_the_queue_full_calls_again_until_its_deadline():
     reception = Reception()
-    address = str(reception.endpoint()["address"])
+    address = str(reception.open("s")["address"])
     held = [Line.connect(address, time.monotonic() + 60, who="r") for _ in range(129)]  # backlog and one
     with pytest.raises(TransferError, match=r"r finds no source at .* more call it than it can take"):
         Line.connect(address, time.monotonic() + 0.1, who="r")

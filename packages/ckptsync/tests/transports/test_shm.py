@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import gc
 import json
@@ -283,6 +284,45 @@ def test_a_caller_without_the_secret_or_of_another_sync_gets_no_segment(wire):
     sending.join(120)
     assert len(failures) == 1
     assert "missing: rank 0 of m" in failures[0]
+
+
+def test_who_calls_while_a_sync_that_was_given_up_is_still_met_gets_through(wire):
+    """A roll call ends a moment after its sync was given up; it may take a call that is for the next one."""
+    first = wire.sender.offer(1, ["m"])
+    failures = []
+
+    def meet_first():
+        try:
+            wire.transport.sender(first, ["m"])
+        except TransferError as error:
+            failures.append(str(error))
+
+    meeting = threading.Thread(target=meet_first)
+    meeting.start()
+    endpoint = first.endpoint | wire.transport.open("second", ["m"])
+    second = dataclasses.replace(first, sync_id="second", endpoint=endpoint)
+    early, stranger = (Line.connect(str(endpoint["address"]), time.monotonic() + 60, who="t") for _ in "12")
+    hello = {
+        "sync": "second",
+        "token": endpoint["token"],
+        "member": "m",
+        "rank": 0,
+        "num_ranks": 1,
+        "has": [],
+    }
+    early.send(hello, time.monotonic() + 60)
+    stranger.send(hello | {"token": ""}, time.monotonic() + 60)
+    stranger.receive(time.monotonic() + 60, lambda: False, "t")  # calls are taken in turn: `early` was, too
+    wire.transport.abort(first.sync_id)
+    meeting.join(60)
+    assert "aborted at the roll call; missing: rank 0 of m" in failures[0]
+    second.endpoint["rendezvous_s"] = 1.0
+    wire.transport.sender(second, ["m"]).close()
+    answer, fd = early.receive(time.monotonic() + 60, lambda: False, "t")
+    assert "welcome" in answer
+    os.close(fd)
+    early.close()
+    stranger.close()
 
 
 def test_a_segment_cannot_shrink_under_a_receiver_and_one_that_could_is_not_taken():

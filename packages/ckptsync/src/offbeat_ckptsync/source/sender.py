@@ -86,11 +86,7 @@ class Sender:
         Raises as `send`. It runs the source's collective iteration in the calling thread, in place of `send`.
         """
         with self._turn(offer):
-            members = self._members.get(offer.sync_id)
-            if members is None:
-                self.walk(senders)  # the other ranks do, they know nothing of an abort
-                raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
-            self._gathered = {offer.sync_id: self._gather(offer, members, senders)}
+            self._gather(offer, senders)
         return True
 
     def send(self, offer: SyncOffer, senders: Collection[int] = FIRST) -> Sent:
@@ -99,9 +95,9 @@ class Sender:
         Raises:
             PhaseError: the offer is not this source's latest, or another `send` has not ended yet.
         """
-        if offer.sync_id not in self._gathered:
-            self.gather(offer, senders)
         with self._turn(offer):
+            if offer.sync_id not in self._gathered:
+                self._gather(offer, senders)
             return _explained(self._gathered.pop(offer.sync_id)(), self._transport)
 
     @contextmanager
@@ -117,9 +113,13 @@ class Sender:
         finally:
             self._sending.release()
 
-    def _gather(self, offer: SyncOffer, members: list[str], senders: Collection[int]) -> Callable[[], Sent]:
+    def _gather(self, offer: SyncOffer, senders: Collection[int]) -> None:
+        members = self._members.get(offer.sync_id)
+        if members is None:
+            self.walk(senders)  # the other ranks do, they know nothing of an abort
+            raise PhaseError(f"sync {offer.sync_id} is not open at this source; offer again")
         met = met_at(offer, offer.endpoints[members[0]]) if offer.endpoints else offer
-        return gather_weights(
+        left = gather_weights(
             self._source,
             met,
             lambda: self._transport.sender(met, members),
@@ -127,6 +127,7 @@ class Sender:
             lend=lambda num_bytes: self._transport.lend(met, num_bytes),
             senders=senders,
         )
+        self._gathered = {offer.sync_id: left}
 
     def abort(self, sync_id: str) -> None:
         """Give up a sync; a running `send` of it ends with an error after the source is iterated to its end."""

@@ -28,6 +28,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.errors import SyncError, TransferError
@@ -198,9 +199,15 @@ class Reception:
         self._socket.bind(self._name)
         self._socket.listen(_BACKLOG)
         self._socket.settimeout(_TICK_S)
+        self._came: dict[str, SimpleQueue[Guest]] = {}  # by sync, the latest
 
-    def endpoint(self) -> dict[str, str | int | float]:
-        """Return what a receiver needs to call here."""
+    def open(self, sync_id: str) -> dict[str, str | int | float]:
+        """Let receivers of `sync_id` call, those of another one no more; return what they need to call here.
+
+        They may call at once: who waits for those of a sync that was given up hands them over.
+        """
+        if sync_id not in self._came:
+            self._forget({sync_id: SimpleQueue()})
         return {"address": self._name, "token": self._token}
 
     def meet(
@@ -218,6 +225,7 @@ class Reception:
         timeout_s = float(offer.endpoint["rendezvous_s"])
         deadline = time.monotonic() + timeout_s
         guests: dict[tuple[str, int], Guest] = {}
+        callers = self._came.get(offer.sync_id, SimpleQueue[Guest]())
         while missing := [
             *missing_ranks([guest.seat for guest in guests.values()], members),
             *_absent(guests, seats),
@@ -229,37 +237,44 @@ class Reception:
                 raise TransferError(
                     f"{offer.transport}: {cause} at the roll call; missing: {', '.join(missing)}"
                 )
-            guest = self._next(offer)
-            if guest is not None:
+            if (guest := _next_of(callers)) is None:
+                self._answer()
+            else:
                 guests[guest.seat.member, guest.seat.rank] = guest
         return [guests[seat] for seat in sorted(guests)]
 
     def close(self) -> None:
         """Listen no more."""
+        self._forget({})
         self._remove()
 
-    def _next(self, offer: SyncOffer) -> Guest | None:
+    def _forget(self, came: dict[str, SimpleQueue[Guest]]) -> None:
+        """Hang up on those whom nobody has met."""
+        self._came, before = came, self._came
+        for callers in before.values():
+            while (guest := _next_of(callers)) is not None:
+                guest.line.close()
+
+    def _answer(self) -> None:
+        """Take the next call, if one comes within a moment, for whichever sync it is."""
         try:
             sock, _ = self._socket.accept()
         except (TimeoutError, ConnectionError):
-            return None
+            return
         line = Line(sock)
         if line.peer_user() != os.getuid():
             line.close()
-            return None
+            return
         try:
             hello, _ = line.receive(time.monotonic() + _HELLO_S, lambda: False, "hello")
-            return self._check(line, hello, offer)
-        except (TransferError, OSError, KeyError, ValueError, TypeError):
-            line.close()  # whoever this was does not speak this protocol, or is gone
-            return None
-
-    def _check(self, line: Line, hello: Packet, offer: SyncOffer) -> Guest | None:
-        if not hmac.compare_digest(str(hello["token"]), self._token) or hello["sync"] != offer.sync_id:
+            callers = self._came.get(str(hello["sync"]))
+            if callers is not None and hmac.compare_digest(str(hello["token"]), self._token):
+                callers.put(Guest(line, hello))
+                return
             line.send({"error": f"sync {hello['sync']} is not open here"}, time.monotonic() + _HELLO_S)
-            line.close()
-            return None
-        return Guest(line, hello)
+        except (TransferError, OSError, KeyError, ValueError, TypeError):
+            pass  # whoever this was does not speak this protocol, or is gone
+        line.close()
 
 
 class LineTransport(Transport):
@@ -278,7 +293,7 @@ class LineTransport(Transport):
         with self._lock:
             if self._reception is None:
                 self._reception = Reception()
-            return self._reception.endpoint()
+            return self._reception.open(sync_id)
 
     def meet(
         self, offer: SyncOffer, members: list[str], seats: Sequence[tuple[str, int]] = ()
@@ -334,6 +349,13 @@ def call(
         line.close()
         raise TransferError(f"{who} was refused: {answer['error']}")
     return line, answer, fd
+
+
+def _next_of(callers: SimpleQueue[Guest]) -> Guest | None:
+    try:
+        return callers.get_nowait()
+    except Empty:
+        return None
 
 
 def _absent(guests: dict[tuple[str, int], Guest], seats: Sequence[tuple[str, int]]) -> list[str]:
