@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import weakref
 
 import pytest
 from hypothesis import strategies as st
@@ -23,6 +24,10 @@ def make_group(index):
     return Group(prompt=Prompt(uid=str(index), text="", token_ids=(1,)), trajectories=())
 
 
+class WatchedGroup(Group):
+    """A group without slots, which takes weak references."""
+
+
 def make_buffer(journal=None, *, order=Order.OLDEST_VERSION, groups_per_step=2, on_drop=None, **mode):
     config = AsyncConfig(order=order, **mode)
     gate = StalenessGate.from_config(config, groups_per_step=groups_per_step, num_steps=STEPS)
@@ -37,17 +42,20 @@ def test_a_replayed_step_leaves_none_of_its_groups_behind(order):
         gate = StalenessGate.from_config(AsyncConfig(order=order), groups_per_step=2, num_steps=STEPS)
         schedule = Schedule(taken={step: (2 * step, 2 * step + 1) for step in range(30)})
         buffer = GroupBuffer(gate, order, MemoryJournal(), replay=schedule)
-        before = len([one for one in gc.get_objects() if type(one) is Group])
+        groups = []
         for step in range(30):
             for index in schedule.taken[step]:
+                group = WatchedGroup(prompt=Prompt(uid=str(index), text="", token_ids=(1,)), trajectories=())
+                groups.append(weakref.ref(group))
                 buffer.issue(index, str(index), 1)
-                buffer.finish(index, make_group(index))
+                buffer.finish(index, group)
             assert [entry.index for entry in await buffer.take(step)] == [*schedule.taken[step]]
         assert buffer.pending == 0
+        del group
         gc.collect()
-        return len([one for one in gc.get_objects() if type(one) is Group]) - before
+        return [index for index, group in enumerate(groups) if group() is not None]
 
-    assert run_virtual(replay()) == 0
+    assert run_virtual(replay()) == []
 
 
 class Account(RuleBasedStateMachine):
