@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tensordict import TensorDict
 
 from offbeat_engine import (
     LossOutput,
     LossScale,
+    Predictions,
     StepContext,
     StepStats,
     TrainBatch,
@@ -29,7 +29,7 @@ from offbeat_trainer.roles.role import POLICY, Role
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from offbeat_engine import Engine, LossFn, Predictions
+    from offbeat_engine import Engine, LossFn
     from offbeat_trainer.algorithms.interface import Algorithm
     from offbeat_trainer.config import AlgorithmConfig
 
@@ -96,7 +96,7 @@ class _RandomEngine:
     def shard_data(self, data: TrainBatch) -> TrainBatch:
         return data.copy()
 
-    def unshard_data(self, data: TensorDict) -> TensorDict:
+    def unshard_data(self, data: Predictions) -> Predictions:
         return data
 
     def set_loss_fn(self, loss_fn: LossFn) -> None:
@@ -115,7 +115,7 @@ class _RandomEngine:
         del predict
         check_batch(batch)
         mask_BT = batch["loss_mask"]
-        predictions = TensorDict(
+        predictions = Predictions(
             {name: -torch.rand(mask_BT.shape, generator=self._random) * mask_BT for name in self._names},
             batch_size=batch.batch_size,
         )
@@ -153,7 +153,7 @@ class _RandomEngine:
             name: predictions[name].detach().requires_grad_(name != "entropy" or with_entropy)
             for name in self._names
         }
-        answers = TensorDict(dict(leaves), batch_size=batch.batch_size)  # pyright: ignore[reportArgumentType]
+        answers = Predictions(dict(leaves), batch_size=batch.batch_size)  # pyright: ignore[reportArgumentType]
         output = self._loss_fn(answers, batch.copy(), scale)
         if not isinstance(output, LossOutput) or output.loss.ndim:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TrainerError(f"a loss returns a `LossOutput` whose `loss` is a scalar, got {output!r:.80}")
@@ -175,7 +175,7 @@ class _RandomEngine:
             part = select_rows(batch, rows)
             longest = part["input_ids"].shape[1]
             some = {name: predictions[name][rows][:, :longest] for name in self._names}
-            answers = TensorDict(some, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]
+            answers = Predictions(some, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]
             losses.append(self._loss(answers, part, scale)[0].loss.item())
         if not abs(whole - sum(losses)) <= _ROUNDING * max(1.0, abs(whole)):
             raise TrainerError(
