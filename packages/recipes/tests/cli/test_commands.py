@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from offbeat_recipes.cli import evaluate, plan, sft, train
+from offbeat_recipes.cli import _checked, evaluate, plan, sft, train
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.settings.reading import to_dict
@@ -115,3 +115,19 @@ def test_the_first_word_comes_before_the_libraries_and_ctrl_c_is_answered_there(
     assert said.decode().splitlines()[-1] == "offbeat-train: stopped before anything was started"
     assert "Traceback" not in said.decode()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_ctrl_c_that_a_library_swallows_is_answered_before_anything_starts(monkeypatch, capsys, tmp_path):
+    facts = _checked.gather_facts
+
+    def swallows(config):
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return facts(config)
+
+    monkeypatch.setattr(_checked, "gather_facts", swallows)
+    before = signal.getsignal(signal.SIGINT)
+    assert train.main([f"run_dir={tmp_path / 'run'}"]) == 130
+    assert capsys.readouterr().err.endswith("offbeat-train: stopped before anything was started\n")
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(signal.SIGINT) is before

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from contextlib import nullcontext
+import threading
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,9 @@ from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from offbeat_recipes.plan.plan import Plan
     from offbeat_recipes.settings.tree import RunConfig
 
 
@@ -33,22 +38,55 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
             f"chmod 600 {readable}\n"
         )
     try:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"{prog}: checking settings, data and model ...\n")  # imports take seconds
-        plan = plan_run(config, gather_facts(config))
-        for warning in plan.warnings:
-            sys.stderr.write(f"{prog}: note: {warning}\n")
-        refusals = [one for one in plan.refusals if one.setting not in _NOT_NEEDED.get(what, ())]
-        if refusals:
-            for refusal in refusals:
-                sys.stderr.write(f"{prog}: refused: {refusal}\n")
-            return USAGE
-        # Composition brings Ray and the engines: not before everything is known to fit.
+        with _ctrl_c() as raise_if_pressed:
+            if sys.stderr.isatty():
+                sys.stderr.write(f"{prog}: checking settings, data and model ...\n")  # imports take seconds
+            plan = plan_run(config, gather_facts(config))
+            raise_if_pressed()
+            if _refused(prog, plan, what):
+                return USAGE
+            # Composition brings Ray and the engines: not before everything is known to fit.
+            command = getattr(import_module("offbeat_recipes.run.commands"), what)
+            raise_if_pressed()
         with nullcontext() if address else private_ray():
-            return int(getattr(import_module("offbeat_recipes.run.commands"), what)(config, STARTED_S))
+            return int(command(config, STARTED_S))
     except RecipeError as error:
         complain(prog, error)
         return USAGE
     except KeyboardInterrupt:  # a run that has begun takes Ctrl-C itself
         sys.stderr.write(f"{prog}: stopped before anything was started\n")
         return 130
+
+
+def _refused(prog: str, plan: Plan, what: str) -> bool:
+    for warning in plan.warnings:
+        sys.stderr.write(f"{prog}: note: {warning}\n")
+    refusals = [one for one in plan.refusals if one.setting not in _NOT_NEEDED.get(what, ())]
+    for refusal in refusals:
+        sys.stderr.write(f"{prog}: refused: {refusal}\n")
+    return bool(refusals)
+
+
+@contextmanager
+def _ctrl_c() -> Generator[Callable[[], None]]:
+    """Remember a Ctrl-C: what is imported may swallow the exception. The function raises it again."""
+    pressed = False
+
+    def note(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    def raise_if_pressed() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield raise_if_pressed
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_if_pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
