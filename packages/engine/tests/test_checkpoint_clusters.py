@@ -246,11 +246,11 @@ def test_two_saves_never_overlap(tiny, tmp_path, monkeypatch):
 
 
 def dies_while_it_saves(world, path, root):
-    """Rank 1 dies with its tensors half on disk; rank 0 hears of it from its handle, long before the deadline."""
+    """Rank 1 dies with its tensors on disk; rank 0 hears of it from its handle, long before the deadline."""
     engine = make_engine(path, world)
     engine.save_checkpoint(root, global_step=1)
     if world.rank:
-        training_state.entries_of = lambda *_: os._exit(7)
+        training_state.said_of = lambda *_: os._exit(7)
     handle = engine.save_checkpoint(root, global_step=2, block=False)
     with pytest.raises(CheckpointError, match="rank 0 of 2 waited for a message of the others"):
         handle.wait()

@@ -53,7 +53,7 @@ def test_random_states_of_other_machines_load(tiny, tmp_path, monkeypatch, taken
 @pytest.mark.parametrize("available", [True, False])
 def test_where_cuda_is_or_was_not_the_rest_is_loaded(tmp_path, monkeypatch, available):
     monkeypatch.setattr(random_state, "taken", with_cuda)
-    index = write_slices(tmp_path, 0, random_state.pieces(World()))
+    index, _ = write_slices(tmp_path, 0, random_state.pieces(World()))
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     without = {name: described for name, described in index.items() if "cuda" not in name}

@@ -1,9 +1,11 @@
 """The FSDP2 engine through the conformance suite, as any engine would go through it."""
 
+from dataclasses import replace
+
 import pytest
 
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
+from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.compilation import compiler_missing
 from offbeat_engine.testing import conformance
 from offbeat_engine.testing.models import FAMILIES
@@ -54,23 +56,20 @@ def test_every_family_and_every_way_to_train_is_in_the_usual_tier():
 class LayeredFsdp2(Fsdp2Engine):
     """Shards every layer by itself, as it does with models that are not tiny."""
 
-    def init_model(self):
-        kept, sharding.SMALL_MODEL_BYTES = sharding.SMALL_MODEL_BYTES, 0
-        try:
-            super().init_model()
-        finally:
-            sharding.SMALL_MODEL_BYTES = kept
+    def __init__(self, config, world):
+        super().__init__(replace(config, reshard="always"), world)
 
 
-Layered = conformance(LayeredFsdp2, families=["llama_tied"], num_ranks=2)
+Layered = conformance(LayeredFsdp2, families=["llama_tied", "qwen3_moe"], num_ranks=4)
 
 
 class TestLayered(Layered):
-    """Where it makes a difference: training, checkpoints and adapters on two ranks."""
+    """Where it makes a difference: training, checkpoints and adapters, of a dense model and of a mixture."""
 
 
-USUAL = ("two_ranks", "one_at_a_time", "activations_away", "offloaded", "sequence_2", "values", "2_to_1")
-USUAL += ("lora_llama_tied", "checkpoint_lora")
+USUAL = ("two_ranks", "lora_llama_tied", "lora_qwen3_moe", "checkpoint_lora")
+DENSE = ("one_at_a_time", "activations_away", "offloaded", "sequence_2", "values", "2_to_1")
+USUAL += tuple(f"llama_tied_{name}" for name in DENSE)
 for name, case in [pair for pair in vars(Layered).items() if pair[0].startswith("test_")]:
     if not name.startswith(("test_training", "test_checkpoint", "test_lora")):
         delattr(Layered, name)

@@ -79,7 +79,7 @@ def test_what_some_ranks_write_others_read(tmp_path, family, written, read):
                             )
                         )
                     ),
-                )
+                )[0]
             )
             for rank in range(written)
         ],

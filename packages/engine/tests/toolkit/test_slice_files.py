@@ -1,10 +1,13 @@
 """Pieces written by one layout of ranks and read by another."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from offbeat_engine import CheckpointError
 from offbeat_engine.toolkit import slice_files
+from offbeat_engine.toolkit.file_entries import entries_of
 from offbeat_engine.toolkit.slice_files import SliceReader, write_slices
 from offbeat_engine.toolkit.slices import Region, merge, said_of
 from offbeat_engine.values import WeightShard
@@ -24,7 +27,7 @@ def grid(shape, rows, columns):
 
 
 def write(folder, *of_ranks):
-    parts = [said_of(write_slices(folder, rank, pieces)) for rank, pieces in enumerate(of_ranks)]
+    parts = [said_of(write_slices(folder, rank, pieces)[0]) for rank, pieces in enumerate(of_ranks)]
     return merge(parts, str(folder))
 
 
@@ -53,6 +56,29 @@ def test_any_layout_reads_any_other(tmp_path, monkeypatch, written, read, max_by
     assert float(reader.read("scalar")) == 3.5
     assert reader.read("none").shape == (0, 4)
     reader.close()
+
+
+def bytes_read():
+    """How many bytes this process has read from files so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.partition(":")[2]) for line in lines if line.startswith("rchar"))
+
+
+def test_digests_are_of_what_was_in_memory_and_no_tensor_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(slice_files, "MAX_FILE_BYTES", 6 << 20)
+    wholes = {
+        "float": torch.rand(1 << 20),
+        "half": torch.rand(3, 1 << 19).bfloat16(),
+        "bytes": torch.arange(7).byte(),
+    }
+    wholes |= {"scalar": torch.tensor(2.5), "turned": torch.rand(64, 32).T, "none": torch.empty(0, 4)}
+    pieces = [piece(name, whole, Region.whole(tuple(whole.shape))) for name, whole in wholes.items()]
+    write_slices(tmp_path, 1, pieces)  # what is imported in the first call is read, too
+    before = bytes_read()
+    _, entries = write_slices(tmp_path, 0, pieces)
+    assert bytes_read() - before < 1 << 20
+    assert sorted(entries) == ["rank_0_0.safetensors", "rank_0_1.safetensors"]
+    assert entries == entries_of(tmp_path, entries)
 
 
 def test_only_the_files_of_a_region_are_opened(tmp_path):
@@ -90,6 +116,6 @@ def test_a_torn_file_and_one_that_is_another_are_refused(tmp_path):
 
 
 def test_a_region_that_the_index_lacks_is_not_left_as_it_was(tmp_path):
-    index = write_slices(tmp_path, 0, [piece("x", WHOLE, Region((0, 0), (2, 10)))])
+    index, _ = write_slices(tmp_path, 0, [piece("x", WHOLE, Region((0, 0), (2, 10)))])
     with pytest.raises(CheckpointError, match="has 20 of the 40 numbers that are wanted of `x`"):
         SliceReader(tmp_path, index).read("x", Region((0, 0), (4, 10)))

@@ -100,11 +100,9 @@ def _steps(target: Target, moments: Moments) -> dict[str, float]:
     """Return the updates that each trained weight has seen; none at all before the first step of any."""
     if not moments or target.world.rank:  # a rank without rows of a weight may not have counted
         return {}
-    return {
-        called: float(moments[name]["step"]) if name in moments else 0.0
-        for name in target.updater.params
-        for called in target.names.names(name)
-    }
+    # Read once a weight, which waits for the device: an expert's weight has a name for each expert.
+    steps = {name: float(moments[name]["step"]) if name in moments else 0.0 for name in target.updater.params}
+    return {called: step for name, step in steps.items() for called in target.names.names(name)}
 
 
 def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor]]:

@@ -53,7 +53,7 @@ def cases(options: Options) -> Iterator[Case]:
         num_ranks=options.fit(2),
     )
     low = frozenset({Feature.BFLOAT16})
-    # Two precisions may send a token to different experts, so mixtures have no error to speak of here.
+    # Two precisions may send a token to different experts: mixtures are given theirs, see `cases_routing`.
     for family in (name for name in options.families if FAMILIES[name].dense):
         for num_ranks in (1, 2):
             check = partial(_bfloat16, family=family, num_ranks=num_ranks)
@@ -103,7 +103,11 @@ def _bfloat16(runner: Runner, family: str, num_ranks: int) -> None:
 
 def check_bfloat16(runner: Runner, record: Record, job: Job) -> None:
     """Compare a run over `BATCHES` in bfloat16 with plain models in float32 and in bfloat16."""
-    exact, plain = runner.reference(job), runner.reference(job, bfloat16=True)
+    compare_bfloat16(runner, record, runner.reference(job), runner.reference(job, bfloat16=True))
+
+
+def compare_bfloat16(runner: Runner, record: Record, exact: Reference, plain: Reference) -> None:
+    """Compare `record` with `exact`, where it may be as far from that as `plain` (a bfloat16 model) is, and no further."""
     limit = partial(_limit, factor=runner.tolerances.bfloat16)
     assert record.predictions is not None
     for name in ("logprobs", "entropy"):

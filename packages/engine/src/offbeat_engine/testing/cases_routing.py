@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Feature
+from offbeat_engine.config import Dtype
 from offbeat_engine.errors import BatchError
 from offbeat_engine.testing import probes
+from offbeat_engine.testing.cases_features import compare_bfloat16
 from offbeat_engine.testing.cases_training import check_agreement, check_training
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.reference import Setup, reference_run
@@ -42,6 +45,13 @@ def cases(options: Options) -> Iterator[Case]:
             num_ranks=num_ranks,
             deep=family != mixtures[0],
         )
+        yield Case(
+            name=f"routed_experts_bfloat16_{family}",
+            check=partial(_replayed_bfloat16, family=family, num_ranks=num_ranks),
+            features=frozenset({Feature.ROUTED_EXPERTS, Feature.BFLOAT16}),
+            num_ranks=num_ranks,
+            deep=family != mixtures[0],
+        )
     check = partial(_refused, family=options.families[0], num_ranks=num_ranks)
     yield Case(name="routed_experts_refused", check=check, num_ranks=num_ranks)
 
@@ -56,13 +66,7 @@ def check_replay(runner: Runner, job: Job, num_ranks: int) -> None:
     Raises:
         AssertionError: predictions, gradients or weights differ, or are those of the routers' own choice.
     """
-    config = json.loads((Path(job.config.model.path) / "config.json").read_text())
-    shape = {
-        "num_layers": config["num_hidden_layers"],
-        "num_experts": config.get("num_experts", config.get("num_local_experts")),
-        "top_k": config["num_experts_per_tok"],
-    }
-    batches = [with_drawn_experts(batch, **shape) for batch in BATCHES]
+    batches = _drawn(job)
     setup = Setup(path=job.config.model.path, optimizer=job.config.optimizer)
     expected = reference_run(setup, batches, job.loss_fn, KEPT)
     records = runner.run(probes.train, num_ranks, job, batches, KEPT)
@@ -74,6 +78,27 @@ def check_replay(runner: Runner, job: Job, num_ranks: int) -> None:
     assert apart > 100 * runner.tolerances.logprob, (
         "the drawn experts answer as the chosen ones do; draw others"
     )
+
+
+def _drawn(job: Job) -> list[TrainBatch]:
+    config = json.loads((Path(job.config.model.path) / "config.json").read_text())
+    shape = {
+        "num_layers": config["num_hidden_layers"],
+        "num_experts": config.get("num_experts", config.get("num_local_experts")),
+        "top_k": config["num_experts_per_tok"],
+    }
+    return [with_drawn_experts(batch, **shape) for batch in BATCHES]
+
+
+def _replayed_bfloat16(runner: Runner, family: str, num_ranks: int) -> None:
+    """With the same experts, a mixture strays from float32 hardly more in bfloat16 than a plain model of it does."""
+    job = runner.job(family, dtype=Dtype.BFLOAT16)
+    batches = _drawn(job)
+    setup = Setup(path=job.config.model.path, optimizer=job.config.optimizer)
+    exact, plain = (
+        reference_run(replace(setup, bfloat16=low), batches, job.loss_fn, KEPT) for low in (False, True)
+    )
+    compare_bfloat16(runner, runner.run(probes.train, num_ranks, job, batches, KEPT)[0], exact, plain)
 
 
 def _refused(runner: Runner, family: str, num_ranks: int) -> None:

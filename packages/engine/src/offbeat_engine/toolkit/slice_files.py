@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.toolkit.slices import Described, Index, Region
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from offbeat_engine.toolkit.file_entries import Entry
     from offbeat_engine.values import WeightShard
 
 MAX_FILE_BYTES = 512 << 20
@@ -24,19 +27,20 @@ MAX_FILE_BYTES = 512 << 20
 _MAX_MAPPED_BYTES = 64 << 20
 
 
-def write_slices(folder: Path, rank: int, pieces: Iterable[WeightShard]) -> Index:
-    """Write this rank's `pieces` to files of its own in `folder`; return what it has written.
+def write_slices(folder: Path, rank: int, pieces: Iterable[WeightShard]) -> tuple[Index, dict[str, Entry]]:
+    """Write this rank's `pieces` to files of its own in `folder`; return what it has written, and the entry of each file.
 
     A piece without numbers says that there is a tensor of that name and shape. What is on another device is copied to host
     memory a file at a time, at most `MAX_FILE_BYTES` or a single larger piece.
     """
     index: Index = {}
+    entries: dict[str, Entry] = {}
     held: dict[str, torch.Tensor] = {}
     number = num_bytes = 0
     for piece in pieces:
         shape, region = tuple(piece.shape), Region(tuple(piece.offsets), tuple(piece.tensor.shape))
         if held and num_bytes + piece.tensor.nbytes > MAX_FILE_BYTES:
-            _write(folder / _file(rank, number), held)
+            entries[_file(rank, number)] = _write(folder / _file(rank, number), held)
             held, num_bytes, number = {}, 0, number + 1
         earlier = index.get(piece.name)
         there = () if earlier is None else earlier.pieces
@@ -46,8 +50,8 @@ def write_slices(folder: Path, rank: int, pieces: Iterable[WeightShard]) -> Inde
             held[_key(piece.name, region)] = piece.tensor.detach().contiguous().cpu()
             num_bytes += piece.tensor.nbytes
     if held:
-        _write(folder / _file(rank, number), held)
-    return index
+        entries[_file(rank, number)] = _write(folder / _file(rank, number), held)
+    return index, entries
 
 
 def _file(rank: int, number: int) -> str:
@@ -58,12 +62,22 @@ def _key(name: str, region: Region) -> str:
     return f"{name}@{','.join(map(str, region.offsets))}"
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> Entry:
+    """Write a file; its digest is of the header that was written and of the tensors as they are in memory."""
     from safetensors.torch import save_file
 
     save_file(tensors, path)
+    digest = xxhash.xxh3_128()
     with path.open("rb") as written:
         os.fsync(written.fileno())  # here: another host's flush does not reach what this one holds back
+        length = written.read(8)
+        header = written.read(int.from_bytes(length, "little"))
+        size = os.fstat(written.fileno()).st_size
+    digest.update(length + header)
+    places = json.loads(header)
+    for name in sorted(tensors, key=lambda name: places[name]["data_offsets"]):
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+    return size, digest.hexdigest()
 
 
 class SliceReader:
