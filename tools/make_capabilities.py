@@ -32,7 +32,6 @@ MEANINGS: dict[Feature, str] = {
     Feature.HUGGINGFACE_EXPORT: "a Hugging Face folder: `export_huggingface`",
     Feature.REMOTE_CHECKPOINTS: "checkpoints at any fsspec URL: `remote_path`",
     Feature.LORA: "low-rank adapters: `lora`",
-    Feature.ADAFACTOR: "an optimizer that keeps rows and columns: `optimizer.name`",
     Feature.FREEZING: "weights that are not trained, by pattern: `freeze`",
     Feature.INFERENCE_ONLY: "weights in the compute dtype and nothing to train: `inference_only`",
     Feature.COMPILE: "torch.compile: `compile`",

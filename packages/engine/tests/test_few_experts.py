@@ -13,7 +13,6 @@ from offbeat_engine import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
-    OptimizerName,
     SftLoss,
     World,
 )
@@ -147,8 +146,8 @@ def test_every_rank_holds_its_part_of_each_expert(mixture, four_ranks):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"optimizer": OptimizerConfig(name=OptimizerName.ADAFACTOR, lr=1e-3)}, {"lora": LoraConfig(rank=2)}],
-    ids=["adafactor", "lora"],
+    [{"lora": LoraConfig(rank=2)}],
+    ids=["lora"],
 )
 def test_other_ways_to_train_them(mixture, four_ranks, tmp_path, settings):
     path = mixture["mixtral"]

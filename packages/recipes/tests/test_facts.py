@@ -141,7 +141,7 @@ def test_what_the_parts_refuse(setting: str, refused: str):
         (8, ["engine.context_parallel_size=3"], "engine.num_ranks", "8 ranks are no multiple of the 3"),
         (8, ["engine.context_parallel_size=2", "engine.expert_parallel_size=3"], "engine.expert_parallel_size", "and there are 8"),
         (8, ["engine.lora.rank=4"], "engine.lora", "not written for this engine"),
-        (8, ["engine.optimizer.name=adafactor"], "engine.optimizer", "Adam's"),
+        (8, ["engine.optimizer.name=adafactor"], "engine.optimizer.name", "no Adafactor"),
     ],
 )  # fmt: skip
 def test_layouts_of_megatron_that_cannot_be(num_ranks: int, layout: list[str], refused: str, says: str):

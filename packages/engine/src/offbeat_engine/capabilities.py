@@ -24,7 +24,6 @@ class Feature(StrEnum):
     REMOTE_CHECKPOINTS = "remote_checkpoints"
     ACTIVATION_OFFLOAD = "activation_offload"
     LORA = "lora"
-    ADAFACTOR = "adafactor"
     FREEZING = "freezing"
     INFERENCE_ONLY = "inference_only"
     COMPILE = "compile"

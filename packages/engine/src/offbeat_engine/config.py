@@ -32,7 +32,7 @@ class NonFinite(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """Which optimizer: `adamw_8bit` (by torchao) keeps its moments in eight bits, `adafactor` only per row and column."""
+    """Which optimizer: `adamw_8bit` (by torchao) keeps its moments in eight bits; `adafactor` is refused, and was once there."""
 
     ADAMW = "adamw"
     ADAMW_8BIT = "adamw_8bit"
@@ -83,10 +83,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """One optimizer on float32 master weights; `max_grad_norm` <= 0 turns clipping off.
-
-    Adafactor takes `lr` (the most that a relative step may be) and `weight_decay`; the betas and `eps` are AdamW's.
-    """
+    """One optimizer on float32 master weights; `max_grad_norm` <= 0 turns clipping off."""
 
     name: OptimizerName = OptimizerName.ADAMW
     lr: float = 1e-6

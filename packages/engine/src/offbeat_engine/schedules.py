@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, assert_never
 
 from offbeat_engine.capabilities import Refusal
-from offbeat_engine.config import Schedule
+from offbeat_engine.config import OptimizerName, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +42,12 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 def refusals(config: OptimizerConfig) -> Iterator[Refusal]:
     """Yield every reason why weights could not be stepped by `config`, whatever the engine: part of its `check`."""
+    if config.name == OptimizerName.ADAFACTOR:
+        yield Refusal(
+            setting="optimizer.name",
+            reason="there is no Adafactor any more",
+            remedy="set it to adamw_8bit, whose moments take a quarter of the memory, or to adamw",
+        )
     limits = {
         "lr": (config.lr >= 0, "must not be negative"),
         "beta1": (0 <= config.beta1 < 1, "must lie in [0, 1)"),

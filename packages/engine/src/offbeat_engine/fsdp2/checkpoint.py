@@ -84,14 +84,13 @@ def save(saves: Saves, target: Target, where: Destination, block: bool) -> SaveH
 
 
 def _pieces(target: Target, moments: Moments) -> Iterator[WeightShard]:
-    """Yield what this rank writes: of copies one rank does, of what is whole on every rank the first."""
+    """Yield what this rank writes: of copies one rank does."""
     world = target.world
     for name, tensor in _weights(target):
         if speaks(tensor, world):
             yield from target.names.pieces(_held_weight(name, tensor))
     for one in _held_moments(target, moments):
-        cut = target.updater.sharded_moments
-        if speaks(target.updater.params[one.name], world) if cut else world.rank == 0:
+        if speaks(target.updater.params[one.name], world):
             yield from target.names.pieces(one)
     yield from random_state.pieces(target.world)
 
@@ -119,7 +118,7 @@ def _held_weight(name: str, tensor: torch.Tensor) -> Held:
 def _held_moments(target: Target, moments: Moments) -> Iterator[Held]:
     for name, state in moments.items():
         param = target.updater.params[name]
-        cut = target.updater.sharded_moments and isinstance(param, DTensor)
+        cut = isinstance(param, DTensor)
         mine = region_of(param)
         for key, tensor in state.items():
             if key == "step":

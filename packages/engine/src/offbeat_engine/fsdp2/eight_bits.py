@@ -35,8 +35,6 @@ def has_torchao() -> bool:
 class AdamW8bit:
     """A `Rule`: torchao.optim.AdamW8bit on each rank's shards; compiled on GPUs, one operator at a time on a CPU."""
 
-    sharded = True
-
     def __init__(self, config: OptimizerConfig, params: Params) -> None:
         self._params = params
         self._shards = {name: torch.nn.Parameter(local(param.detach())) for name, param in params.items()}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import StateError
 from offbeat_engine.fsdp2.eight_bits import AdamW8bit
-from offbeat_engine.fsdp2.optimizers import Adafactor, AdamW, Moments, Params, Rule, local
+from offbeat_engine.fsdp2.optimizers import AdamW, Moments, Params, Rule, local
 from offbeat_engine.schedules import learning_rate
 from offbeat_engine.toolkit.collectives import sum_tensor
 
@@ -30,7 +30,7 @@ def _make_rule(config: OptimizerConfig, params: Params) -> Rule:
         case OptimizerName.ADAMW_8BIT:
             return AdamW8bit(config, params)
         case OptimizerName.ADAFACTOR:
-            return Adafactor(config, params)
+            raise AssertionError("`schedules.refusals` refuses it")
 
 
 class Updater:
@@ -54,11 +54,6 @@ class Updater:
     def rule_name(self) -> OptimizerName:
         """Which rule's moments these are."""
         return self._config.name
-
-    @property
-    def sharded_moments(self) -> bool:
-        """Whether moments other than `step` are cut like their parameters; else they are whole on every rank."""
-        return self._rule.sharded
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -96,7 +91,7 @@ class Updater:
         return learning_rate(self._config, num_steps)
 
     def moments(self) -> Moments:
-        """Return the rule's state by parameter name, empty before the first step; see `sharded_moments`."""
+        """Return the rule's state by parameter name, empty before the first step."""
         return self._rule.moments()
 
     def set_moments(self, moments: Moments) -> None:

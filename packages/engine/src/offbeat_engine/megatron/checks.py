@@ -29,7 +29,6 @@ _MISSING: dict[str, str] = {
     Feature.OFFLOAD: f"offloading {_NOT_YET}",
     Feature.ACTIVATION_OFFLOAD: f"keeping activations in host memory {_NOT_YET}",
     Feature.LORA: f"megatron-core has no adapters of its own, and training them {_NOT_YET}",
-    Feature.ADAFACTOR: "megatron-core's optimizers are Adam's",
     Feature.COMPILE: "its layers are not compiled",
     Feature.DETERMINISTIC: "its kernels are not held to the same bits",
     Feature.HYBRID_SHARDING: "weights are cut by tensor and pipeline, and every other rank has a copy",
@@ -148,11 +147,14 @@ def _asked_for(config: MegatronConfig) -> Iterator[Refusal]:
         "offload_optimizer": (Feature.OFFLOAD, config.offload_optimizer),
         "lora": (Feature.LORA, config.lora.rank > 0),
         "deterministic": (Feature.DETERMINISTIC, config.deterministic),
-        "optimizer": (Feature.ADAFACTOR, config.optimizer.name is not OptimizerName.ADAMW),
     }
     for setting, (feature, is_asked) in asked.items():
         if is_asked:
             yield _missing(setting, feature, "use the engine `fsdp2`, or leave it as it is")
+    if config.optimizer.name is OptimizerName.ADAMW_8BIT:
+        yield Refusal(
+            "optimizer.name", "this engine keeps moments in float32", "set it to adamw, or use `fsdp2`"
+        )
     model = config.model
     for setting, is_asked in (
         ("model.trust_remote_code", model.trust_remote_code),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from offbeat_engine.testing.reference import Reference
     from offbeat_engine.testing.runner import Options, Runner
 
-_NAMES = {"adafactor", "frozen", "values", "offloaded", "replicated", "sequence_2"}
+_NAMES = {"frozen", "values", "offloaded", "replicated", "sequence_2"}
 _VARIANTS = tuple(variant for variant in VARIANTS if variant.name in _NAMES)
 _SAVED = 2  # steps before the checkpoint; the rest of BATCHES follow after it
 

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 from offbeat_engine.batch import units_of
-from offbeat_engine.config import LoraConfig, LoraExport, OptimizerConfig, OptimizerName
+from offbeat_engine.config import LoraConfig, LoraExport, OptimizerConfig
 from offbeat_engine.schedules import learning_rate
 from offbeat_engine.testing.adapters import adapt, merged_tensors
 from offbeat_engine.testing.compare import Named, relative_error
@@ -206,8 +206,6 @@ def _choose_trained(model: Any, setup: Setup) -> dict[str, torch.nn.Parameter]: 
 
 
 def _optimizer(config: OptimizerConfig, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    if config.name is OptimizerName.ADAFACTOR:
-        return torch.optim.Adafactor(params, weight_decay=config.weight_decay, foreach=False)
     return torch.optim.AdamW(
         params,
         betas=(config.beta1, config.beta2),

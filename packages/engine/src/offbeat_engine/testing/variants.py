@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.config import OptimizerConfig, OptimizerName, Schedule
+from offbeat_engine.config import OptimizerConfig, Schedule
 
 # Every setting matters within five steps: warm-up, decay, clipping, weight decay. `eps` is large so that Adam's
 # first step, g / (|g| + eps), does not turn the rounding of a zero gradient into a full step.
@@ -91,11 +91,6 @@ VARIANTS = (
         slow=True,
     ),
     _variant("frozen", Feature.FREEZING, changes={"freeze": FROZEN}),
-    _variant(
-        "adafactor",
-        Feature.ADAFACTOR,
-        changes={"optimizer": replace(OPTIMIZER, name=OptimizerName.ADAFACTOR)},
-    ),
     _variant("values", Feature.VALUE_HEAD, head="value"),
     _variant(
         "compiled", Feature.COMPILE, changes={"compile": True}, num_ranks=1, families=("qwen2",), slow=True

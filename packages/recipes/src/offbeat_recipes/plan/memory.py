@@ -147,7 +147,7 @@ def _states(engine: EngineConfig, model: ModelFacts, ranks: int) -> tuple[Items,
             moments = (("Adam's two moments, float32, sharded", mine * 2 * _FP32),)
         case OptimizerName.ADAMW_8BIT:  # and a scale for each block of 256
             moments = (("Adam's two moments, eight bits, sharded", mine * 2 + mine * 2 * _FP32 // 256),)
-        case OptimizerName.ADAFACTOR:  # a row and a column of each matrix
+        case OptimizerName.ADAFACTOR:  # refused by every engine
             moments = ()
     rest = (("gradients, float32, sharded", shard * _FP32), *moments)
     if engine.freeze:
