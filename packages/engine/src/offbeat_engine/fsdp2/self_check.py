@@ -67,9 +67,10 @@ def find_difference(engine: Engine, parts: Parts, *, packed: bool, dropout: bool
     name = "values" if scorer.head == "value" else "logprobs"
     device = next(scorer.parameters()).device
     judge = Judge(engine.config.dtype, batch["loss_mask"])
-    # Its own device alone: by itself torch takes the state of every GPU of the host, and warns of that.
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+    own_state = torch.random.fork_rng(
+        [device] if device.type == "cuda" else []
+    )  # else: of all GPUs of the host
+    with own_state, torch.compiler.set_stance("force_eager"):
         try:
             with engine.eval_mode():
                 plain, found = _plain_unrounded(engine, scorer, batch, device)
