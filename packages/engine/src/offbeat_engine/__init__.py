@@ -1,6 +1,5 @@
 """One training-engine interface for language models, with FSDP2 and megatron-core behind it."""
 
-# pyright: reportUnknownVariableType=false
 import lazy_loader
 
 # The names and their modules stand in __init__.pyi: importing the package loads none of them.

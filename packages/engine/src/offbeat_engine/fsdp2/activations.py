@@ -7,9 +7,6 @@ stay: FSDP frees and gathers them itself. With activation checkpointing only the
 only they travel. On a CPU the same path copies within the same memory and saves nothing.
 """
 
-# torch.multiprocessing's weak references to storages are not typed.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import weakref

@@ -13,7 +13,6 @@ would be quadratic in the micro-batch. `fsdp2.varlen` has the plan for variable-
 """
 
 # transformers is typed in part: its registry takes any callable. torch.autograd.Function is untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportIncompatibleMethodOverride=false
 
 # ruff: noqa: N815 shapes ride in names, of fields too
@@ -170,7 +169,7 @@ def packed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **options: Any,  # noqa: ANN401 transformers hands down what the layer was called with
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend inside each sequence of a packed row; the signature is transformers' attention interface.
 
@@ -224,13 +223,13 @@ class _GatherShared(torch.autograd.Function):
     """`index_select` of rows that many ask for: their gradients are added up in float32 and rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, tensor_NAD: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tensor_NAD: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.shape = tensor_NAD.shape
         return tensor_NAD.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index,) = ctx.saved_tensors
         total = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
         return total.index_add_(0, index, grad.float()).to(grad.dtype), None

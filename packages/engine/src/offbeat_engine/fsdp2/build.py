@@ -1,8 +1,5 @@
 """What `init_model` makes of a config, in order: model, shards, groups, optimizer, and where they wait."""
 
-# transformers' and FSDP's modules are typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass

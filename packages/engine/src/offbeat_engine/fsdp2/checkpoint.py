@@ -1,8 +1,5 @@
 """Checkpoints of the whole training state: what this engine holds, as pieces of tensors that any layout of ranks reads."""
 
-# FSDP's and transformers' modules are typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass

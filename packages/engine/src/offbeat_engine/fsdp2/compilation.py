@@ -1,7 +1,6 @@
 """Which kernels compute: compiled layers, deterministic algorithms."""
 
 # transformers' modules are untyped here, and torch's compiler keeps its settings in a private module.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def compile_layers(scorer: Scorer) -> None:
 
 def _with_unseen_plan(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
-    def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 a layer's own
+    def call(*args: Any, **options: Any) -> Any:
         plan = options.get("packed")
         return forward(*args, **options if plan is None else {**options, "packed": Unseen(plan)})
 

@@ -5,8 +5,7 @@ to the last bit. Weights whose rows do not come out in whole blocks (norms, bias
 """
 
 # torchao and torch's optimizer state are untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownParameterType=false
+# pyright: reportMissingImports=false, reportUnknownParameterType=false
 
 from __future__ import annotations
 

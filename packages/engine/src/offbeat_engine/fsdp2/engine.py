@@ -1,8 +1,5 @@
 """`Fsdp2Engine`: the training-engine interface over a sharded Hugging Face model."""
 
-# FSDP's and transformers' modules are typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext

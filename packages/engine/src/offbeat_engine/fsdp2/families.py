@@ -1,8 +1,5 @@
 """Which models this engine is exact for, as far as their config and their modules tell."""
 
-# transformers is typed in part: its configs and models answer with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import inspect
@@ -37,14 +34,14 @@ _RANDOM = re.compile(r"drop|jitter")
 _ROUTERS = re.compile(r"\.(expert_bias|e_score_correction_bias|router\.classifier\.weight)$")
 
 
-def refusals(hf: Any, config: Fsdp2Config) -> Iterator[Refusal]:  # noqa: ANN401
+def refusals(hf: Any, config: Fsdp2Config) -> Iterator[Refusal]:
     """Yield every reason in the structure of `hf` why it would not be exact under `config`; its weights may be meta tensors."""
     yield from _head_refusals(hf)
     yield from _attention_refusals(hf, packing=config.packing, attention=config.attention)
     yield from rotary.refusals(hf.config.get_text_config(), config.max_sequence_tokens)
 
 
-def _head_refusals(hf: Any) -> Iterator[Refusal]:  # noqa: ANN401
+def _head_refusals(hf: Any) -> Iterator[Refusal]:
     family = type(hf).__name__
     if decoder_of(hf) is None:
         yield _not_for(f"{family} has no decoder apart from its head")
@@ -60,7 +57,7 @@ def _head_refusals(hf: Any) -> Iterator[Refusal]:  # noqa: ANN401
             return
 
 
-def _attention_refusals(hf: Any, *, packing: bool, attention: str) -> Iterator[Refusal]:  # noqa: ANN401
+def _attention_refusals(hf: Any, *, packing: bool, attention: str) -> Iterator[Refusal]:
     family, config = type(hf).__name__, hf.config.get_text_config()
     if attention != "eager" and not getattr(hf, "_supports_sdpa", False):
         yield Refusal(
@@ -94,7 +91,7 @@ def _attention_refusals(hf: Any, *, packing: bool, attention: str) -> Iterator[R
         )
 
 
-def _masks_windows(hf: Any) -> bool:  # noqa: ANN401
+def _masks_windows(hf: Any) -> bool:
     """Return whether layers see a window of tokens, and the family's code tells the mask of it but not attention.
 
     A probe that is shorter than the window would not show it.
@@ -110,7 +107,7 @@ def _not_for(reason: str) -> Refusal:
     return Refusal(setting="model.path", reason=reason, remedy="use another model, or another engine")
 
 
-def mixing_layers(hf: Any) -> str | None:  # noqa: ANN401
+def mixing_layers(hf: Any) -> str | None:
     """Return what mixes tokens outside attention, or through attention of another kind, in words; None if nothing does."""
     config = hf.config.get_text_config()
     for setting in ("layer_types", "layers_block_type", "block_types"):
@@ -124,7 +121,7 @@ def mixing_layers(hf: Any) -> str | None:  # noqa: ANN401
     return "a convolution over tokens" if any(True for _ in convolutions) else None
 
 
-def decoder_of(hf: Any) -> Any | None:  # noqa: ANN401
+def decoder_of(hf: Any) -> Any | None:
     """Return the part of `hf` that makes hidden states, or None where it is not apart from the head."""
     base = hf.base_model
     if base is not hf:
@@ -139,7 +136,7 @@ def decoder_of(hf: Any) -> Any | None:  # noqa: ANN401
     )
 
 
-def head_of(hf: Any) -> torch.nn.Linear | None:  # noqa: ANN401
+def head_of(hf: Any) -> torch.nn.Linear | None:
     """Return the linear layer that makes logits, or values, of hidden states; None where there is none.
 
     A value head is the one linear layer outside the decoder.
@@ -153,7 +150,7 @@ def head_of(hf: Any) -> torch.nn.Linear | None:  # noqa: ANN401
     return linear[0] if len(linear) == 1 else None
 
 
-def stays_float32(hf: Any, name: str) -> bool:  # noqa: ANN401
+def stays_float32(hf: Any, name: str) -> bool:
     """Return whether the family computes with its parameter `name` in float32 whatever the model's dtype is.
 
     Rounded, a router's weights would choose other experts. `from_pretrained` does the same, by the same list of patterns.
@@ -164,7 +161,7 @@ def stays_float32(hf: Any, name: str) -> bool:  # noqa: ANN401
     )
 
 
-def takes_positions(hf: Any) -> bool:  # noqa: ANN401
+def takes_positions(hf: Any) -> bool:
     """Return whether positions can be handed to the model."""
     return "position_ids" in inspect.signature(hf.forward).parameters
 
@@ -172,7 +169,7 @@ def takes_positions(hf: Any) -> bool:  # noqa: ANN401
 class Noise:
     """What a model brings along that answers at random in training: dropout, router jitter. Adapters' own is not among it."""
 
-    def __init__(self, hf: Any) -> None:  # noqa: ANN401
+    def __init__(self, hf: Any) -> None:
         self._found: list[tuple[Any, str, float]] = []
         for holder in [
             *_configs(hf.config),
@@ -210,7 +207,7 @@ class Noise:
             setattr(holder, name, value)
 
 
-def _configs(config: Any) -> Iterator[Any]:  # noqa: ANN401
+def _configs(config: Any) -> Iterator[Any]:
     yield config
     for value in vars(config).values():
         if hasattr(value, "get_text_config"):

@@ -4,9 +4,6 @@ A rank's host memory holds its shards, and for a moment one tensor of the model 
 of other tensors in ways that do not go row by row is put together whole.
 """
 
-# transformers' models and DTensor's parts are untyped here.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -68,7 +65,7 @@ def _give_memory(scorer: Scorer, world: World) -> None:
             put(scorer, other, getattr(scorer.get_submodule(parent), last))
 
 
-def _tensors(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def _tensors(hf: Any) -> dict[str, torch.Tensor]:
     return dict(hf.named_parameters(remove_duplicate=False)) | dict(hf.named_buffers(remove_duplicate=False))
 
 

@@ -1,8 +1,5 @@
 """Whole tensors for some ranks alone, made of the shards that all of them hold."""
 
-# torch's distributed tensors are typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

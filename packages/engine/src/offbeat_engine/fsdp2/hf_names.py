@@ -5,9 +5,6 @@ transformers 5 fuses the experts of a mixture into one tensor and renames module
 is right exactly when no exported weight is made of several held ones, which `check` finds out on empty tensors.
 """
 
-# transformers is typed in part: its models and conversions answer with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from typing import Any
@@ -19,27 +16,27 @@ from offbeat_engine.errors import ConfigError
 Shapes = dict[str, tuple[int, ...]]
 
 
-def converts(hf: Any) -> bool:  # noqa: ANN401
+def converts(hf: Any) -> bool:
     """Return whether transformers converts this family's weights as it loads and saves them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(hf, add_legacy=False))
 
 
-def original(hf: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def original(hf: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return what `save_pretrained` would write for `tensor` held as `name`; only where `hf` `converts`."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(hf, {name: tensor})
 
 
-def original_shapes(hf: Any, name: str, shape: tuple[int, ...]) -> Shapes:  # noqa: ANN401
+def original_shapes(hf: Any, name: str, shape: tuple[int, ...]) -> Shapes:
     """Return names and shapes of `original`, computing nothing."""
     parts = original(hf, name, torch.empty(shape, device="meta"))
     return {part: tuple(tensor.shape) for part, tensor in parts.items()}
 
 
-def check(hf: Any, held: Shapes) -> None:  # noqa: ANN401
+def check(hf: Any, held: Shapes) -> None:
     """Make sure that the weights `held` in memory can be exported one at a time.
 
     Raises:

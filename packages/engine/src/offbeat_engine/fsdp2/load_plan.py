@@ -5,9 +5,6 @@ memory). Its own rules run here for one group of tensors at a time, and where a 
 other, for a range of experts, so that no rank needs what it will not keep.
 """
 
-# transformers' models and conversions are untyped here.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from copy import deepcopy
@@ -78,7 +75,7 @@ class Plan:
         return {name: shape for group in self.groups for name, shape in group.targets.items()}
 
 
-def make_plan(hf: Any, files: Shapes) -> Plan:  # noqa: ANN401
+def make_plan(hf: Any, files: Shapes) -> Plan:
     """Match the tensors of `files` with those of `hf`.
 
     Raises:
@@ -108,7 +105,7 @@ def make_plan(hf: Any, files: Shapes) -> Plan:  # noqa: ANN401
 
 
 def _renamed(
-    hf: Any,  # noqa: ANN401
+    hf: Any,
     held: dict[str, Any],
     name: str,
     renamings: list[Any],
@@ -123,10 +120,10 @@ def _renamed(
 
 
 def _group(
-    hf: Any,  # noqa: ANN401
+    hf: Any,
     files: Shapes,
     target: str,
-    converter: Any | None,  # noqa: ANN401
+    converter: Any | None,
     sources: dict[str, list[str]],
 ) -> Group:
     named = {pattern: tuple(names) for pattern, names in sources.items()}
@@ -150,7 +147,7 @@ def _group(
     return Group(targets=targets, sources=named, converter=converter, by_rows=by_rows)
 
 
-def _keeps_rows(converter: Any) -> bool:  # noqa: ANN401
+def _keeps_rows(converter: Any) -> bool:
     """Return whether row i of what comes out is made of source i of each pattern, and of nothing else."""
     from transformers.core_model_loading import Concatenate, Interleave, MergeModulelist, Transpose
 
@@ -166,16 +163,16 @@ def _keeps_rows(converter: Any) -> bool:  # noqa: ANN401
     return True
 
 
-def convert(group: Group, tensors: dict[str, list[torch.Tensor]], hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def convert(group: Group, tensors: dict[str, list[torch.Tensor]], hf: Any) -> dict[str, torch.Tensor]:
     """Return the targets of `group` made of `tensors`, which go by pattern like its sources."""
     return _converted(group.converter, next(iter(group.targets)), tensors, hf)
 
 
 def _converted(
-    converter: Any,  # noqa: ANN401
+    converter: Any,
     target: str,
     tensors: dict[str, list[torch.Tensor]],
-    hf: Any,  # noqa: ANN401
+    hf: Any,
 ) -> dict[str, torch.Tensor]:
     working = deepcopy(converter)
     for pattern, parts in tensors.items():

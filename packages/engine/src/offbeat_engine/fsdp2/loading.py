@@ -6,7 +6,6 @@ are computed) is made here, whole, as transformers itself makes it: from the sam
 """
 
 # transformers is typed in part: auto classes and configs answer with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
         ) from error
 
 
-def empty_model(config: ModelConfig) -> Any:  # noqa: ANN401
+def empty_model(config: ModelConfig) -> Any:
     """Return the model of a folder without its weights, which need not be there: its parameters are meta tensors.
 
     Raises:
@@ -112,7 +111,7 @@ def _other_transformers(error: Exception) -> str | None:
     )
 
 
-def check_files(hf: Any, config: ModelConfig) -> None:  # noqa: ANN401
+def check_files(hf: Any, config: ModelConfig) -> None:
     """Hold what the headers of a folder's safetensors say against the `empty_model` of it; reads no weights.
 
     Raises:
@@ -135,8 +134,8 @@ def check_files(hf: Any, config: ModelConfig) -> None:  # noqa: ANN401
 
 
 def _from_files(
-    auto: Any,  # noqa: ANN401
-    shape: Any,  # noqa: ANN401
+    auto: Any,
+    shape: Any,
     common: dict[str, Any],
     config: ModelConfig,
 ) -> tuple[Any, Unfilled] | None:
@@ -168,7 +167,7 @@ def _from_files(
     return hf, Unfilled(files=files, plan=plan, drawn=drawn)
 
 
-def _obstacle(config: ModelConfig, shape: Any) -> str | None:  # noqa: ANN401
+def _obstacle(config: ModelConfig, shape: Any) -> str | None:
     """Return why this folder is transformers' to load, or None."""
     if getattr(shape, "quantization_config", None) is not None:
         return "its weights are quantized"
@@ -177,7 +176,7 @@ def _obstacle(config: ModelConfig, shape: Any) -> str | None:  # noqa: ANN401
     return None
 
 
-def _empty(auto: Any, shape: Any, common: dict[str, Any]) -> Any:  # noqa: ANN401
+def _empty(auto: Any, shape: Any, common: dict[str, Any]) -> Any:
     from transformers import initialization
 
     # Tying waits until it is known which of two tied weights the files hold.
@@ -189,7 +188,7 @@ def _empty(auto: Any, shape: Any, common: dict[str, Any]) -> Any:  # noqa: ANN40
         return auto.from_config(shape, **common)
 
 
-def _check(hf: Any, plan: Plan, config: ModelConfig) -> None:  # noqa: ANN401
+def _check(hf: Any, plan: Plan, config: ModelConfig) -> None:
     """Refuse files that hold weights of other shapes, or more than the model has."""
     held = hf.state_dict()
     odd = [name for name, shape in plan.targets.items() if name in held and tuple(held[name].shape) != shape]
@@ -213,7 +212,7 @@ def _check(hf: Any, plan: Plan, config: ModelConfig) -> None:  # noqa: ANN401
         )
 
 
-def _tie(hf: Any, files: WeightFiles, plan: Plan) -> list[str]:  # noqa: ANN401
+def _tie(hf: Any, files: WeightFiles, plan: Plan) -> list[str]:
     """Tie weights as the config and the files have them; return the names that the files lack."""
     held, planned = hf.state_dict(keep_vars=True), plan.targets
     missing = {name for name in held if name not in planned}
@@ -244,7 +243,7 @@ def _equal(files: WeightFiles, plan: Plan, left: str, right: str) -> bool:
     return True
 
 
-def _check_missing(hf: Any, missing: list[str], config: ModelConfig) -> None:  # noqa: ANN401
+def _check_missing(hf: Any, missing: list[str], config: ModelConfig) -> None:
     """Refuse files that lack weights, but for a value head, and what the family computes where it is not there."""
     computed = [*(hf._keys_to_ignore_on_load_missing or ())]  # noqa: SLF001 as transformers does
     if config.head == "value":  # whatever the family calls it, it stands outside the decoder
@@ -257,7 +256,7 @@ def _check_missing(hf: Any, missing: list[str], config: ModelConfig) -> None:  #
         )
 
 
-def _draw(hf: Any, plan: Plan, names: list[str], seed: int) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def _draw(hf: Any, plan: Plan, names: list[str], seed: int) -> dict[str, torch.Tensor]:
     """Return what transformers makes of the tensors `names`, which no file holds, on the CPU.
 
     Raises:
@@ -277,7 +276,7 @@ def _draw(hf: Any, plan: Plan, names: list[str], seed: int) -> dict[str, torch.T
     return second
 
 
-def _drawn_over(hf: Any, names: list[str], seed: int, byte: int) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def _drawn_over(hf: Any, names: list[str], seed: int, byte: int) -> dict[str, torch.Tensor]:
     for module in hf.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     for name in names:
@@ -302,7 +301,7 @@ def put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     setattr(module.get_submodule(parent), last, tensor)
 
 
-def _whole(auto: Any, shape: Any, common: dict[str, Any], config: ModelConfig) -> Any:  # noqa: ANN401
+def _whole(auto: Any, shape: Any, common: dict[str, Any], config: ModelConfig) -> Any:
     """Load everything into this rank's memory."""
     hf, report = auto.from_pretrained(
         config.path, config=shape, local_files_only=True, output_loading_info=True, **common

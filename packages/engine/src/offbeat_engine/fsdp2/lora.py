@@ -1,8 +1,7 @@
 """Low-rank adapters (arXiv 2106.09685) by peft: found again in a model that has them, and described to peft."""
 
 # transformers and peft are typed in part: modules and configs answer with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportMissingImports=false, reportMissingTypeStubs=false
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def kind_of(config: LoraConfig) -> WeightKind:
 
 
 @contextmanager
-def left_out(hf: Any) -> Generator[None]:  # noqa: ANN401
+def left_out(hf: Any) -> Generator[None]:
     """Let the base of `hf` answer alone inside.
 
     Raises:
@@ -87,7 +86,7 @@ def peft_name(name: str) -> str:
     return _PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
-def adapter_of(hf: Any, held: dict[str, torch.Tensor], name: str) -> Adapter | None:  # noqa: ANN401
+def adapter_of(hf: Any, held: dict[str, torch.Tensor], name: str) -> Adapter | None:
     """Return what is added to the weight `name` of `held`, or None."""
     module, found, parameter = name.rpartition(_BASE_LAYER)
     if not found or parameter != "weight":
@@ -99,7 +98,7 @@ def adapter_of(hf: Any, held: dict[str, torch.Tensor], name: str) -> Adapter | N
     )
 
 
-def write_config(folder: Path, hf: Any) -> None:  # noqa: ANN401
+def write_config(folder: Path, hf: Any) -> None:
     """Write `adapter_config.json`, by which peft knows what the adapter belongs to."""
     from copy import copy
 
@@ -110,7 +109,7 @@ def write_config(folder: Path, hf: Any) -> None:  # noqa: ANN401
     description.save_pretrained(str(folder))
 
 
-def described(hf: Any) -> dict[str, Any]:  # noqa: ANN401
+def described(hf: Any) -> dict[str, Any]:
     """Return what gives A and B their meaning, JSON-ready, under the names of `LoraConfig`; {} without adapters.
 
     `targets` are the last parts of the adapted modules' names.

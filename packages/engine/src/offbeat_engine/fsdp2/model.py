@@ -1,7 +1,6 @@
 """Build the Hugging Face model and put a head on it."""
 
 # transformers is typed in part: auto classes and configs answer with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def build_scorer(config: Fsdp2Config) -> Scorer:
     return scorer
 
 
-def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | None) -> dict[str, int]:  # noqa: ANN401
+def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | None) -> dict[str, int]:
     """Put adapters into `hf`; return the fingerprints of the base, which checkpoints do not hold (0: not yet read)."""
     trainable.attach(hf, config)
     frozen = {name: param for name, param in hf.named_parameters() if not param.requires_grad}
@@ -71,7 +70,7 @@ def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | Non
     return base
 
 
-def _cast(hf: Any, params: dict[str, torch.nn.Parameter], dtype: torch.dtype) -> None:  # noqa: ANN401
+def _cast(hf: Any, params: dict[str, torch.nn.Parameter], dtype: torch.dtype) -> None:
     for name, param in params.items():
         if not families.stays_float32(hf, lora.plain_name(name)):
             param.data = param.data.to(dtype)

@@ -6,9 +6,6 @@ be read; `Offloadable.held` says when they may be. On a CPU the same path runs w
 memory: it shows that nothing changes, and saves nothing.
 """
 
-# torch storages are typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from contextlib import contextmanager

@@ -1,8 +1,5 @@
 """The update rule: torch's AdamW on each rank's own shards."""
 
-# torch's optimizer state is an untyped dictionary; DTensor hands out its local shard as unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol

@@ -1,8 +1,5 @@
 """How the micro-batches of `toolkit.layouts` are arranged for Hugging Face models: packed rows, padded rows, slices of ranks."""
 
-# torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

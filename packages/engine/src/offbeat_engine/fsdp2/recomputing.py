@@ -1,8 +1,5 @@
 """Activation checkpointing: which layers compute again in backward, and what of them is kept all the same."""
 
-# transformers' models are untyped, and so are torch's operators.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from functools import partial
@@ -26,7 +23,7 @@ _COSTLY = {
 }  # fmt: skip
 
 
-def compute_again(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
+def compute_again(hf: Any, config: Fsdp2Config) -> None:
     """Let every `checkpoint_every`-th layer of `hf` keep its input alone, or its costly results besides.
 
     Raises:
@@ -49,7 +46,7 @@ def compute_again(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
         layer.gradient_checkpointing = number % config.checkpoint_every == 0
 
 
-def _policy(_ctx: object, operator: Any, *_args: object, **_settings: object) -> CheckpointPolicy:  # noqa: ANN401
+def _policy(_ctx: object, operator: Any, *_args: object, **_settings: object) -> CheckpointPolicy:
     name = operator._schema.name.partition("::")[2]  # noqa: SLF001 it has no public name
     keeps = name in _COSTLY.get(operator.namespace, ())
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

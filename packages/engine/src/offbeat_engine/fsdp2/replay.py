@@ -4,9 +4,6 @@ A router of transformers 5 is a module: it scores all experts, takes the `topk`,
 other experts is then what its own code makes of their scores, whatever the family.
 """
 
-# transformers' models and torch's modes are untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from functools import wraps
@@ -38,7 +35,7 @@ ROUTERS = (
 class Routers:
     """The routers of a model, layer after layer. They are left as they are until a batch brings experts."""
 
-    def __init__(self, hf: Any, compiled: bool) -> None:  # noqa: ANN401
+    def __init__(self, hf: Any, compiled: bool) -> None:
         """Find them in `hf`; compiled layers (`compiled`) cannot be told what to take."""
         found = [module for module in hf.modules() if type(module).__name__.endswith("Router")]
         self._routers = [router for router in found if type(router).__name__ in ROUTERS]
@@ -75,7 +72,7 @@ class Routers:
 
     def _replaying(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
-        def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 a router's own
+        def call(*args: Any, **options: Any) -> Any:
             if self._now is None:
                 return forward(*args, **options)
             now_NK = self._now[:, layer]
@@ -107,7 +104,7 @@ class Choices(TorchFunctionMode):
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 what `func` answers
+    ) -> Any:
         found = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[:-1] != (self._num_tokens,):
             return found

@@ -1,8 +1,5 @@
 """The model as the loss sees it: what it says of chosen tokens, instead of logits."""
 
-# transformers' models are untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -26,7 +23,7 @@ class Scorer(torch.nn.Module):
 
     def __init__(
         self,
-        hf: Any,  # noqa: ANN401
+        hf: Any,
         head: str,
         base: dict[str, int] | None = None,
         unfilled: Unfilled | None = None,

@@ -4,9 +4,6 @@ What a family does that the engine does not know of (a scaled logit, a layer tha
 frequencies that follow the longest position, noise in training) shows here, whoever wrote the model.
 """
 
-# transformers' models are untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import logging
@@ -34,6 +31,7 @@ from offbeat_engine.toolkit.rotary import sequence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+    from contextlib import AbstractContextManager
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.fsdp2.build import Parts
@@ -48,7 +46,7 @@ _NEAR_TIE = {Dtype.BFLOAT16: 0.25, Dtype.FLOAT32: 1e-5}
 _NOTHING_HELPS = "no setting of this engine makes them agree: use another model or another engine"
 
 
-def find_non_finite(hf: Any) -> str | None:  # noqa: ANN401
+def find_non_finite(hf: Any) -> str | None:
     """Return which weights of this rank's part of a model are no numbers, or None."""
     return probing.find_non_finite((name, local(weight)) for name, weight in hf.named_parameters())
 
@@ -67,10 +65,7 @@ def find_difference(engine: Engine, parts: Parts, *, packed: bool, dropout: bool
     name = "values" if scorer.head == "value" else "logprobs"
     device = next(scorer.parameters()).device
     judge = Judge(engine.config.dtype, batch["loss_mask"])
-    own_state = torch.random.fork_rng(
-        [device] if device.type == "cuda" else []
-    )  # else: of all GPUs of the host
-    with own_state, torch.compiler.set_stance("force_eager"):
+    with _random_state_kept(device), torch.compiler.set_stance("force_eager"):
         try:
             with engine.eval_mode():
                 plain, found = _plain_unrounded(engine, scorer, batch, device)
@@ -107,7 +102,12 @@ def find_difference(engine: Engine, parts: Parts, *, packed: bool, dropout: bool
     )
 
 
-def _failure(hf: Any, error: Exception, batch: TrainBatch, dtype: Dtype, *, packed: bool) -> str:  # noqa: ANN401
+def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Of the CPU and this rank's GPU: by itself torch takes that of every GPU of the host, and warns of it."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def _failure(hf: Any, error: Exception, batch: TrainBatch, dtype: Dtype, *, packed: bool) -> str:
     """Say in words what `error` has to do with the model: nothing, where memory ran out or a rank was lost."""
     what = f"{type(hf).__name__} failed on {batch.batch_size[0]} short sequences ({type(error).__name__}: {error}); "
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -277,7 +277,7 @@ def _stays(engine: Engine, scorer: Scorer, batch: TrainBatch, device: torch.devi
 
 
 @contextmanager
-def _plain_attention(hf: Any) -> Generator[None]:  # noqa: ANN401
+def _plain_attention(hf: Any) -> Generator[None]:
     """Let the model attend as transformers wrote it down, and as before after that."""
     before = hf.config._attn_implementation  # noqa: SLF001 it has no public name
     hf.set_attn_implementation("eager")

@@ -1,8 +1,5 @@
 """Shard a built model over the ranks with `fully_shard`."""
 
-# transformers is typed in part: its modules answer with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from functools import partial

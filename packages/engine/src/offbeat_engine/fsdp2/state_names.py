@@ -6,9 +6,6 @@ moving them. What transformers makes otherwise of a family's tensors stays under
 numbers of ranks, and no other engine finds it.
 """
 
-# transformers' models and DTensor's parts are untyped here.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -53,7 +50,7 @@ class Held:
 class StateNames:
     """Between what a model holds and what a checkpoint of its training holds."""
 
-    def __init__(self, hf: Any) -> None:  # noqa: ANN401
+    def __init__(self, hf: Any) -> None:
         self._hf = hf
         self._shapes: dict[str, Shape] = {}
         self._groups: dict[str, Group] = {}

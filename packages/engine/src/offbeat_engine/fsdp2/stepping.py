@@ -1,8 +1,5 @@
 """One forward-backward step: the model on every micro-batch, between what the toolkit does before, beside and after."""
 
-# torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from contextlib import nullcontext

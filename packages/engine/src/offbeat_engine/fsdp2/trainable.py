@@ -1,8 +1,7 @@
 """What of a model is trained: all but the weights that patterns name, or low-rank adapters over it alone."""
 
 # transformers and peft are typed in part: modules and configs answer with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportMissingImports=false, reportMissingTypeStubs=false
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _HELD = "hf"
 _HEADS = frozenset({"lm_head", "score"})
 
 
-def freeze(hf: Any, patterns: tuple[str, ...]) -> None:  # noqa: ANN401
+def freeze(hf: Any, patterns: tuple[str, ...]) -> None:
     """Take every weight whose exported name matches one of `patterns` (fnmatch, upper and lower case differ).
 
     Raises:
@@ -56,7 +55,7 @@ def freeze(hf: Any, patterns: tuple[str, ...]) -> None:  # noqa: ANN401
         raise ConfigError(f"`freeze`: {list(patterns)} leave nothing to train; name fewer weights")
 
 
-def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
+def attach(hf: Any, config: Fsdp2Config) -> None:
     """Freeze `hf` and give it adapters, drawn from the model's seed; a value head goes on being trained.
 
     Raises:
@@ -91,7 +90,7 @@ def attach(hf: Any, config: Fsdp2Config) -> None:  # noqa: ANN401
 
 
 @contextmanager
-def _stand_ins(hf: Any) -> Generator[None]:  # noqa: ANN401
+def _stand_ins(hf: Any) -> Generator[None]:
     """Let linear layers that have no values yet seem to have some: peft puts adapters where their layer is."""
     empty = {
         name: module.weight
@@ -109,7 +108,7 @@ def _stand_ins(hf: Any) -> Generator[None]:  # noqa: ANN401
         )  # as peft left all but adapters
 
 
-def _check_loadable(hf: Any, description: Any) -> None:  # noqa: ANN401
+def _check_loadable(hf: Any, description: Any) -> None:
     """Refuse an adapter that peft would lay over other weights than those it was trained on."""
     from copy import deepcopy
 
@@ -134,7 +133,7 @@ class _Targets(NamedTuple):
     names: list[str]
 
 
-def _targets(hf: Any, endings: tuple[str, ...]) -> _Targets:  # noqa: ANN401
+def _targets(hf: Any, endings: tuple[str, ...]) -> _Targets:
     """Return the targets; by last parts of names where these mean the same."""
     modules = dict(hf.named_modules())
     inside = {id(module) for module in hf.base_model.modules()}

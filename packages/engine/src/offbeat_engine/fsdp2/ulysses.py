@@ -6,7 +6,6 @@ same sequences.
 """
 
 # torch.autograd.Function is untyped: its context carries whatever forward put there.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
@@ -91,12 +90,12 @@ class _Exchange(torch.autograd.Function):
     """Part p of rank r becomes part r of rank p; that is its own inverse, and its own transpose."""
 
     @staticmethod
-    def forward(ctx: Any, parts_P: torch.Tensor, peers: SubGroup) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, parts_P: torch.Tensor, peers: SubGroup) -> torch.Tensor:
         ctx.peers = peers
         got_P = torch.empty_like(parts_P)
         dist.all_to_all_single(got_P, parts_P, group=peers.group)
         return got_P
 
     @staticmethod
-    def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
         return _exchange(grad_P.contiguous(), ctx.peers), None

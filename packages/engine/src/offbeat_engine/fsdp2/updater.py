@@ -1,7 +1,7 @@
 """From accumulated gradients to new weights: norm, clipping, an update rule, learning rate."""
 
 # torch names its fused list operations as private; DTensor hands out its local shard as unknown.
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

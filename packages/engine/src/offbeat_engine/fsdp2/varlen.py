@@ -15,7 +15,6 @@ one, for any dtype and slow: it is there to be compared with. The GPU's has not 
 """
 
 # torch.autograd.Function and torch's own operators are untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913, PLR0917 torch wants tensors as positional arguments
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         query_NAD: torch.Tensor,
         key_NKD: torch.Tensor,
         value_NKD: torch.Tensor,
@@ -180,7 +179,7 @@ class _Varlen(torch.autograd.Function):
         return output_NAD
 
     @staticmethod
-    def backward(ctx: Any, grad_NAD: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_NAD: torch.Tensor) -> tuple[Any, ...]:
         query_NAD, key_NKD, value_NKD, output_NAD, lse_AN = ctx.saved_tensors
         backward = _flash_backward if query_NAD.is_cuda else plain_backward
         queries: list[_Share] = []

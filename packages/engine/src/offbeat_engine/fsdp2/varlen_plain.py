@@ -3,9 +3,6 @@
 Forward answers with the log-sum-exp of each token's scores too, backward takes one from outside: see `fsdp2.varlen`.
 """
 
-# torch is typed in part: `tolist` and `unflatten` answer with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 # ruff: noqa: N815 shapes ride in names, of fields too
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Weights under their Hugging Face names: listed, streamed one at a time, written as a folder."""
 
-# transformers' models and configs are untyped here; safetensors' writer is partly so.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import json
@@ -47,7 +44,7 @@ class Source:
     unrounded: bool = False
 
 
-def held(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+def held(hf: Any) -> dict[str, torch.Tensor]:
     """Return name to parameter (or persistent buffer), tied ones once, under the name `save_pretrained` keeps."""
     dropped: set[str] = set(hf.all_tied_weights_keys or ())
     named: dict[str, torch.Tensor] = {}
@@ -63,7 +60,7 @@ def held(hf: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
     return named
 
 
-def exported(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:  # noqa: ANN401
+def exported(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:
     """Return what leaves the model, in order: the names of a Hugging Face checkpoint, or of a peft adapter."""
     named = held(hf)
     if kind is WeightKind.ADAPTER:
@@ -72,7 +69,7 @@ def exported(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:  # no
     return [_full_source(hf, named, name, converts=converts) for name in named if not lora.is_adapter(name)]
 
 
-def _full_source(hf: Any, named: dict[str, torch.Tensor], name: str, *, converts: bool) -> Source:  # noqa: ANN401
+def _full_source(hf: Any, named: dict[str, torch.Tensor], name: str, *, converts: bool) -> Source:
     tensor, plain = named[name], lora.plain_name(name)
     shape, adapter = tuple(tensor.shape), lora.adapter_of(hf, named, name)
     unrounded = not isinstance(tensor, torch.nn.Parameter) or families.stays_float32(hf, plain)
@@ -92,7 +89,7 @@ def _adapter_source(name: str, tensor: torch.Tensor) -> Source:
     return Source(tensor=tensor, parts=parts, kind=WeightKind.ADAPTER)
 
 
-def gradients(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:  # noqa: ANN401
+def gradients(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:
     """Return the accumulated gradients, named and cut like the weights they belong to."""
     sources = exported(hf, kind)
     if kind is WeightKind.FULL:  # adapters have left inside other weights; they go under peft's names
@@ -187,7 +184,7 @@ def _leaves_in(source: Source, dtype: torch.dtype) -> torch.dtype:
 def export_folder(
     world: World,
     final: Path,
-    hf: Any,  # noqa: ANN401
+    hf: Any,
     sources: list[Source],
     dtype: torch.dtype,
     source: str,
@@ -208,7 +205,7 @@ def export_folder(
 
 def _write_folder(
     folder: Path | None,
-    hf: Any,  # noqa: ANN401
+    hf: Any,
     sources: list[Source],
     named: Iterator[tuple[str, torch.Tensor | None]],
     dtype: torch.dtype,
@@ -230,7 +227,7 @@ def _write_folder(
     copy_beside(folder, origin)
 
 
-def _write_config(folder: Path, hf: Any, dtype: torch.dtype, origin: Path) -> None:  # noqa: ANN401
+def _write_config(folder: Path, hf: Any, dtype: torch.dtype, origin: Path) -> None:
     from copy import deepcopy
 
     config = deepcopy(hf.config)

@@ -4,9 +4,6 @@ A linear layer W becomes W + alpha / rank B A, with A [rank, in] and B [out, ran
 go by the names that peft writes to its files: `base_model.model.<module>.lora_A.weight` and `.lora_B.weight`.
 """
 
-# transformers' models are untyped here.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -36,7 +33,7 @@ class _Adapted(torch.nn.Module):
         return self.base(states) + self.scale * torch.nn.functional.linear(low, self.lora_b)
 
 
-def adapted_modules(model: Any, config: LoraConfig) -> list[str]:  # noqa: ANN401
+def adapted_modules(model: Any, config: LoraConfig) -> list[str]:
     """Return the names of the linear layers that `config` adapts: by their endings, or all but the head."""
     head = model.get_output_embeddings()
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
@@ -45,7 +42,7 @@ def adapted_modules(model: Any, config: LoraConfig) -> list[str]:  # noqa: ANN40
     return [name for name, layer in linear.items() if layer is not head]
 
 
-def adapt(model: Any, config: LoraConfig, adapter: Named) -> dict[str, torch.nn.Parameter]:  # noqa: ANN401
+def adapt(model: Any, config: LoraConfig, adapter: Named) -> dict[str, torch.nn.Parameter]:
     """Freeze `model`, put adapters with the values of `adapter` on it, and return them by name.
 
     Raises:
@@ -72,7 +69,7 @@ def adapt(model: Any, config: LoraConfig, adapter: Named) -> dict[str, torch.nn.
     return trained
 
 
-def merged_tensors(model: Any) -> Named:  # noqa: ANN401
+def merged_tensors(model: Any) -> Named:
     """Return all weights of an adapted model by their names without adapters, with these merged in."""
     merged: Named = {}
     for name, param in model.named_parameters():

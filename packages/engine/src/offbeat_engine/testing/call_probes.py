@@ -1,8 +1,5 @@
 """What `cases_calls` runs on the ranks."""
 
-# tensordict is typed in part: keyed access answers with unknown types.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,8 +1,5 @@
 """Cases about calls: what is left out, what hooks add, what goes wrong on one rank, and weights for some ranks."""
 
-# tensordict is typed in part.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,8 +1,5 @@
 """Cases about what goes wrong: ranks with nothing to do, and numbers that are not finite."""
 
-# tensordict and safetensors are typed in part.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import math

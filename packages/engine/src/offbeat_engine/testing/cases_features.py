@@ -1,8 +1,5 @@
 """Cases of single features that need more than another way to run the same training."""
 
-# tensordict is typed in part.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from dataclasses import replace

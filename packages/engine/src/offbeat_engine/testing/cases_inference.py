@@ -1,8 +1,5 @@
 """Cases of models that are only asked: a reference of its own, and the base under the adapters of a policy."""
 
-# tensordict is typed in part.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from functools import partial

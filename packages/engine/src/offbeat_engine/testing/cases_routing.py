@@ -1,8 +1,5 @@
 """Cases of experts that come with the batch: replayed as they are, or refused."""
 
-# tensordict is typed in part.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import json

@@ -1,8 +1,5 @@
 """Cases about state: checkpoints, export, the manifest, and moving between devices."""
 
-# tensordict and safetensors are typed in part.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import shutil

@@ -1,8 +1,5 @@
 """Cases that train five steps and compare with the plain reference: every family, every way to compute the same."""
 
-# tensordict and safetensors are typed in part.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from functools import partial

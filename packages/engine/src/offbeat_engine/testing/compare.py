@@ -1,8 +1,5 @@
 """Comparisons that say which token of which sequence, or which element of which tensor, is wrong."""
 
-# torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,6 @@
 """Tensors on `cuda` without a GPU: they have a shape, a dtype and a device, and mixing devices raises as on a real one."""
 
 # torch's modes and fake tensors are typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportMissingParameterType=false
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class _Sorting(TorchDispatchMode):
         super().__init__()
         self._waits = waits
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 torch's protocol
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves, _ = tree_flatten((args, kwargs))
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]

@@ -1,8 +1,5 @@
 """Tiny models and batches, drawn from a seed."""
 
-# transformers' configs are typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -73,7 +70,7 @@ def make_tiny_model(
     vocab_size: int = 64,
     hidden: int = 32,
     seed: int = 0,
-    **config: Any,  # noqa: ANN401 whatever the family's config takes
+    **config: Any,
 ) -> str:
     """Write a Hugging Face folder `path` with random weights (config and safetensors, no tokenizer); return its path.
 
@@ -116,7 +113,7 @@ def make_tiny_model(
     return str(path)
 
 
-def is_computed(config_class: Any, key: str) -> bool:  # noqa: ANN401
+def is_computed(config_class: Any, key: str) -> bool:
     """Return whether the family computes `key` from other settings, so that it cannot be set."""
     place = getattr(config_class, config_class.attribute_map.get(key, key), None)
     return isinstance(place, property) and place.fset is None

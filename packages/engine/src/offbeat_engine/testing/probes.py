@@ -1,8 +1,5 @@
 """What the conformance suite runs on the ranks: one module-level function per question, answered in plain tensors."""
 
-# tensordict is typed in part: keyed access answers with unknown types.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
-
 from __future__ import annotations
 
 from contextlib import contextmanager

@@ -138,7 +138,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: 
         return pool.run(fn, *args)
 
 
-def _context(device: str) -> Any:  # noqa: ANN401 one of multiprocessing's contexts
+def _context(device: str) -> Any:
     """Return how ranks are started: forked off a process that has loaded the libraries, where that is safe.
 
     A fresh interpreter takes seconds to import them, a fork milliseconds. That process computes nothing and starts no
@@ -197,7 +197,7 @@ def _pack(thing: object) -> bytes:
     return buffer.getvalue()
 
 
-def _unpack(packed: bytes) -> Any:  # noqa: ANN401 whatever was packed
+def _unpack(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), weights_only=False)
 
 

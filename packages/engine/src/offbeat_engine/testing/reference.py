@@ -1,7 +1,6 @@
 """The slow, plain way: one sequence at a time, whole logits, no packing, no sharding, no chunking."""
 
 # transformers' auto classes answer with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Reference:
 class _Plain(torch.nn.Module):
     """A Hugging Face model that is asked about one sequence at a time."""
 
-    def __init__(self, hf: Any, head: str) -> None:  # noqa: ANN401
+    def __init__(self, hf: Any, head: str) -> None:
         super().__init__()
         self.hf = hf
         self.head = head
@@ -100,7 +99,7 @@ class _Plain(torch.nn.Module):
         return {"logprobs": picked, "entropy": -(logprobs_TV.exp() * logprobs_TV).sum(-1)[:-1]}
 
 
-def load_reference(path: str, head: str = "lm") -> Any:  # noqa: ANN401
+def load_reference(path: str, head: str = "lm") -> Any:
     """Return the model of `path` in float32 with eager attention."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -109,7 +108,7 @@ def load_reference(path: str, head: str = "lm") -> Any:  # noqa: ANN401
         return auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
-def reference_logprobs(model: Any, batch: TrainBatch) -> Predictions:  # noqa: ANN401
+def reference_logprobs(model: Any, batch: TrainBatch) -> Predictions:
     """Return log-probabilities and entropy as `Predictions`, with gradient, from whole logits per sequence."""
     return _predict(_Plain(model, "lm"), batch, bfloat16=False)
 
@@ -193,7 +192,7 @@ def reference_run(
     )
 
 
-def _choose_trained(model: Any, setup: Setup) -> dict[str, torch.nn.Parameter]:  # noqa: ANN401
+def _choose_trained(model: Any, setup: Setup) -> dict[str, torch.nn.Parameter]:
     if setup.lora is not None:
         return adapt(model, setup.lora, setup.adapter)
     trained: dict[str, torch.nn.Parameter] = {}
@@ -215,7 +214,7 @@ def _optimizer(config: OptimizerConfig, params: list[torch.nn.Parameter]) -> tor
     )
 
 
-def _weights(model: Any, setup: Setup, trained: dict[str, torch.nn.Parameter]) -> Named:  # noqa: ANN401
+def _weights(model: Any, setup: Setup, trained: dict[str, torch.nn.Parameter]) -> Named:
     if setup.lora is not None and setup.lora.export is LoraExport.ADAPTER:
         return {name: param.detach().clone() for name, param in trained.items()}
     if setup.lora is not None:
@@ -224,7 +223,7 @@ def _weights(model: Any, setup: Setup, trained: dict[str, torch.nn.Parameter]) -
     return _as_in_files(model, setup, named)
 
 
-def _as_in_files(model: Any, setup: Setup, tensors: Named) -> Named:  # noqa: ANN401
+def _as_in_files(model: Any, setup: Setup, tensors: Named) -> Named:
     """Rename, and cut up where need be, from the names in memory to those that `save_pretrained` writes."""
     from safetensors import safe_open
     from safetensors.torch import load_file

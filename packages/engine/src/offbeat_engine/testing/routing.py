@@ -1,8 +1,5 @@
 """Experts that are given, not chosen: drawn for a batch, and forced on a plain model."""
 
-# transformers' models and torch's hooks are untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
@@ -31,7 +28,7 @@ def with_drawn_experts(batch: TrainBatch, num_layers: int, num_experts: int, top
 
 
 @contextmanager
-def replayed(model: Any, experts_TK: torch.Tensor | None) -> Generator[None]:  # noqa: ANN401
+def replayed(model: Any, experts_TK: torch.Tensor | None) -> Generator[None]:
     """Let transformers' routers of `model` take these experts, layer after layer, where they are not -1.
 
     Raises:
@@ -52,7 +49,7 @@ def replayed(model: Any, experts_TK: torch.Tensor | None) -> Generator[None]:  #
         yield
 
 
-def _forced(experts_TK: torch.Tensor, router: Any, _: object, output: Any) -> Any:  # noqa: ANN401
+def _forced(experts_TK: torch.Tensor, router: Any, _: object, output: Any) -> Any:
     logits_TE, _, own_TK = output
     index_TK = torch.where(experts_TK < 0, own_TK, experts_TK)
     scores_TK = logits_TE.float().softmax(-1).gather(1, index_TK)

@@ -147,7 +147,7 @@ class Runner:
             make_tiny_model(path, family=chosen.model_type, head=head, **chosen.settings)
         return str(path)
 
-    def job(self, family: str, head: str = "lm", **changes: Any) -> Job:  # noqa: ANN401 fields of the engine's `Config`
+    def job(self, family: str, head: str = "lm", **changes: Any) -> Job:
         """Return the base configuration for `family`, changed, with the loss that fits the head.
 
         Raises:
@@ -177,7 +177,7 @@ class Runner:
             loss_fn=ValueLoss() if head == "value" else WeightedLoss(),
         )
 
-    def reference(self, job: Job, **changes: Any) -> Reference:  # noqa: ANN401 fields of `Setup`
+    def reference(self, job: Job, **changes: Any) -> Reference:
         """Return the plain run over `BATCHES` that `job` should come to; computed once for jobs that share it."""
         config = job.config
         setup = Setup(

@@ -141,7 +141,7 @@ def check_declaration(runner: Runner) -> None:
 
 
 def _method(case: Case) -> Callable[[Any], None]:
-    def test(self: Any) -> None:  # noqa: ANN401 an instance of the class `conformance` makes
+    def test(self: Any) -> None:
         runner: Runner = self.runner
         reason = reason_to_skip(case, runner.options.engine.capabilities(), runner.options)
         if reason is not None:
@@ -153,9 +153,9 @@ def _method(case: Case) -> Callable[[Any], None]:
     return test
 
 
-def _setup(cls: Any) -> None:  # noqa: ANN401
+def _setup(cls: Any) -> None:
     cls.runner = Runner(cls.options)
 
 
-def _teardown(cls: Any) -> None:  # noqa: ANN401
+def _teardown(cls: Any) -> None:
     cls.runner.close()

@@ -42,7 +42,7 @@ class Variant:
     families: tuple[str, ...] | None = None  # None: all
 
 
-def _variant(name: str, *features: Feature, **rest: Any) -> Variant:  # noqa: ANN401
+def _variant(name: str, *features: Feature, **rest: Any) -> Variant:
     return Variant(name=name, features=frozenset(features), **rest)
 
 

@@ -1,8 +1,5 @@
 """Predictions of micro-batches, put back into the order, the shape and onto the device of the batch."""
 
-# torch and tensordict are typed in part: keyed access answers with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

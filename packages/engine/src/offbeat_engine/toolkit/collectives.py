@@ -5,7 +5,6 @@ receives cannot run code, and on GPUs no message waits for the device.
 """
 
 # torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types; torch.autograd.Function is untyped.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 # pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def gather_answers(
 class _GatherAnswers(torch.autograd.Function):
     @staticmethod
     def forward(  # M answers of C kinds
-        ctx: Any,  # noqa: ANN401 torch gives no type for it
+        ctx: Any,
         mine_CM: torch.Tensor,
         counts: tuple[int, ...],
         group: dist.ProcessGroup,
@@ -138,7 +137,7 @@ class _GatherAnswers(torch.autograd.Function):
         return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], 1)
 
     @staticmethod
-    def backward(ctx: Any, grad_CM: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_CM: torch.Tensor) -> tuple[Any, ...]:
         if ctx.adds_up:
             grad_CM = grad_CM.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(grad_CM, group=ctx.group)

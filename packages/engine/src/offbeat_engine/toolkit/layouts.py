@@ -7,9 +7,6 @@ prompts cost no logits, and what follows the last trained token costs nothing. C
 
 # ruff: noqa: N815 shapes ride in names, of fields too
 
-# torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,6 @@
 """Log-probabilities and entropy of chosen tokens from hidden states; logits exist only a chunk at a time."""
 
 # torch.autograd.Function is untyped: its context carries whatever forward put there.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false
 
 # ruff: noqa: N815 shapes ride in names, of fields too
@@ -59,7 +58,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913, PLR0917 torch wants tensors as positional arguments
-        ctx: Any,  # noqa: ANN401 torch gives no type for it
+        ctx: Any,
         hidden_MH: torch.Tensor,
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
@@ -101,7 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs_M, entropy_M
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs_M: torch.Tensor, grad_entropy_M: torch.Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad_logprobs_M: torch.Tensor, grad_entropy_M: torch.Tensor) -> tuple[Any, ...]:
         hidden_MH, weight_VH, bias_V, *tokens = ctx.saved_tensors
         targets_M, here_M, temperature_M, lse_M, entropy_M, *kept = tokens
         if ctx.frozen:
@@ -151,7 +150,7 @@ class _Grads:
         hidden_MH: torch.Tensor,
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
-        needs: Any,  # noqa: ANN401
+        needs: Any,
     ) -> None:
         self._hidden_MH, self._weight_VH = hidden_MH, weight_VH
         # Sums over chunks are float32 whatever the compute dtype.

@@ -12,9 +12,6 @@ An engine runs the model over micro-batch after micro-batch, in whatever order i
     answers = run.finish()                             # all ranks: reduced, or raised on all of them
 """
 
-# torch and tensordict are typed in part: `tolist` and keyed access answer with unknown types.
-# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false, reportUnknownMemberType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -84,7 +81,7 @@ class Asked:
     peak_flops: float | None = None
 
     @classmethod
-    def of(cls, engine: Placed, **call: Any) -> Asked:  # noqa: ANN401 the fields above
+    def of(cls, engine: Placed, **call: Any) -> Asked:
         """Return what was asked of `engine`, whose ranks are as it says."""
         ranks = {"data_rank": engine.data_rank, "data_size": engine.data_size, "speaks": engine.is_speaker}
         return cls(world=engine.world, device=compute_device(engine.world), **ranks, **call)

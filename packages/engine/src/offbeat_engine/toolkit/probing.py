@@ -1,8 +1,5 @@
 """What an engine compares with the plain forward before anything is trained, and how: two short sequences, and a judge."""
 
-# transformers' configs are untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from contextlib import contextmanager
@@ -87,7 +84,7 @@ class Judge:
         )
 
 
-def probe(config: Any, budget: int) -> TrainBatch:  # noqa: ANN401
+def probe(config: Any, budget: int) -> TrainBatch:
     """Return two sequences that begin alike, of ordinary tokens, all asked for but the first, for a model of `config` (of its text).
 
     They fit into one micro-batch of `budget` tokens: in two of them nothing would be packed.

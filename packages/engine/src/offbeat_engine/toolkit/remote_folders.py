@@ -1,9 +1,5 @@
 """Checkpoint folders copied to and from any fsspec URL; the marker, written last, says that a copy is whole."""
 
-# fsspec is untyped: a file system answers with whatever its backend does.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportMissingTypeStubs=false
-
 from __future__ import annotations
 
 import json
@@ -67,7 +63,7 @@ def upload(folder: Path, remote_root: str) -> None:
     )
 
 
-def _read_marker(file_system: Any, root: str, step: int) -> tuple[int, dict[str, Entry]]:  # noqa: ANN401
+def _read_marker(file_system: Any, root: str, step: int) -> tuple[int, dict[str, Entry]]:
     """Return when a checkpoint was copied (0 where it does not say, 1 the first) and the entries of its files."""
     source = f"{root}/step_{step}/{MARKER}"
     try:
@@ -83,7 +79,7 @@ def _read_marker(file_system: Any, root: str, step: int) -> tuple[int, dict[str,
     return 0, read_entries(said, source)  # as it was before there were digests
 
 
-def _order(file_system: Any, root: str, step: int) -> int:  # noqa: ANN401
+def _order(file_system: Any, root: str, step: int) -> int:
     """As in `checkpoint_folders`."""
     try:
         return _read_marker(file_system, root, step)[0]

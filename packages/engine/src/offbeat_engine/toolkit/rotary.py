@@ -1,8 +1,5 @@
 """How long sequences may be before a model's rotary frequencies change under them."""
 
-# transformers' configs are untyped.
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 _GROWING_ROPES = frozenset({"dynamic", "longrope", "su"})
 
 
-def sequence_limit(config: Any) -> int | None:  # noqa: ANN401
+def sequence_limit(config: Any) -> int | None:
     """Return the tokens up to which rotary frequencies stay as they are, or None where they always do.
 
     Dynamic scaling and longrope (arXiv 2402.13753) choose frequencies by the longest position of a forward pass, so beyond
@@ -41,7 +38,7 @@ def sequence_limit(config: Any) -> int | None:  # noqa: ANN401
     return min(map(int, limits), default=None)
 
 
-def refusals(config: Any, longest: int) -> Iterator[Refusal]:  # noqa: ANN401
+def refusals(config: Any, longest: int) -> Iterator[Refusal]:
     """Yield why sequences of `longest` tokens would not be exact; part of an engine's `check`."""
     limit = sequence_limit(config)
     if limit is not None and longest > limit:

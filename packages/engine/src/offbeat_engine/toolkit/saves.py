@@ -136,7 +136,7 @@ class Saves:
             handle.wait()
 
 
-def together(world: World, act: Callable[[], Any], failed: str) -> Any:  # noqa: ANN401
+def together(world: World, act: Callable[[], Any], failed: str) -> Any:
     """Run `act` on every rank and return its result; if it fails on any, all raise `CheckpointError`."""
     result, error = None, None
     try:
@@ -149,7 +149,7 @@ def together(world: World, act: Callable[[], Any], failed: str) -> Any:  # noqa:
     return result
 
 
-def on_rank_zero(world: World, act: Callable[[], Any], failed: str) -> Any:  # noqa: ANN401
+def on_rank_zero(world: World, act: Callable[[], Any], failed: str) -> Any:
     """Run `act` on rank 0 and return its result (what JSON can say) on every rank; all raise if it fails."""
     result = together(world, act if world.rank == 0 else lambda: None, failed)
     return from_rank_zero(world, result)

@@ -1,8 +1,5 @@
 """Pieces of tensors in safetensors files: each rank writes its own, and any layout of ranks reads the regions it needs."""
 
-# safetensors' readers are typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import json
@@ -76,7 +73,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> Entry:
     digest.update(length + header)
     places = json.loads(header)
     for name in sorted(tensors, key=lambda name: places[name]["data_offsets"]):
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+        digest.update(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
     return size, digest.hexdigest()
 
 

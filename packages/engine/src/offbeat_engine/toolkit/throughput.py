@@ -1,8 +1,5 @@
 """What a step took of the machine: time, memory, and the share of the device's arithmetic (MFU)."""
 
-# torch's memory statistics are typed in part, transformers' models not at all.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import resource
@@ -39,7 +36,7 @@ class ModelCost:
     attention_width: int
 
     @classmethod
-    def of(cls, hf: Any) -> ModelCost:  # noqa: ANN401
+    def of(cls, hf: Any) -> ModelCost:
         """Read it off a whole Hugging Face model, whose frozen parameters want no gradient."""
         shape = hf.config.get_text_config()
         heads, head_dim = _number(shape, "num_attention_heads"), _number(shape, "head_dim")
@@ -63,7 +60,7 @@ class ModelCost:
         return 2.0 * forward + 2.0 * self.num_trained * num_tokens + 3.0 * attention
 
 
-def _multiplied(hf: Any, shape: Any) -> dict[torch.nn.Parameter, float]:  # noqa: ANN401
+def _multiplied(hf: Any, shape: Any) -> dict[torch.nn.Parameter, float]:
     """Return how many numbers of each parameter a token is multiplied with."""
     experts = _number(shape, "num_local_experts", "num_experts", "n_routed_experts")
     visited = (_number(shape, "num_experts_per_tok") or 1) / (experts or 1)
@@ -77,7 +74,7 @@ def _multiplied(hf: Any, shape: Any) -> dict[torch.nn.Parameter, float]:  # noqa
     }
 
 
-def _number(shape: Any, *names: str) -> int | None:  # noqa: ANN401
+def _number(shape: Any, *names: str) -> int | None:
     """Return the first of these settings that the config has as one number; in some families layers differ in it."""
     for name in names:
         try:

@@ -1,8 +1,5 @@
 """What losses add up to: on the device while micro-batches run, in rank order at the end."""
 
-# torch is typed in part: `tolist` answers with unknown types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import math

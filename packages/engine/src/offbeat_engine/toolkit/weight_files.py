@@ -1,8 +1,5 @@
 """The safetensors of a Hugging Face folder: names and shapes at once, values by rows."""
 
-# safetensors' readers are typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import json

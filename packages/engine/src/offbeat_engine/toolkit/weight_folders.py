@@ -1,8 +1,5 @@
 """Weights written as the safetensors of a Hugging Face folder, and what lies beside them."""
 
-# safetensors' writer is typed in part.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import json
