@@ -73,7 +73,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> Entry:
     digest.update(length + header)
     places = json.loads(header)
     for name in sorted(tensors, key=lambda name: places[name]["data_offsets"]):
-        digest.update(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return size, digest.hexdigest()
 
 
