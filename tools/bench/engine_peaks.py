@@ -62,7 +62,7 @@ def logprobs(how: str, device: str, scale: int) -> dict[str, Any]:
         with torch.no_grad():
             entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
     else:
-        from offbeat_engine.toolkit.logprobs import token_logprobs
+        from offbeat_engine.toolkit.step.logprobs import token_logprobs
 
         picked, entropy = token_logprobs(hidden, head, targets, None, entropy_gradient=False)
     picked.mean().backward()

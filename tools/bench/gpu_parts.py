@@ -17,7 +17,7 @@ import torch
 from engine_loops import EngineSide, Plain, Size, batch_of, engine_on, seconds_of, take_turns
 
 from offbeat_engine import LoraConfig, World
-from offbeat_engine.toolkit.throughput import ModelCost, peak_flops
+from offbeat_engine.toolkit.step.throughput import ModelCost, peak_flops
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ import gpu_first_hour  # noqa: E402
 import gpu_parts  # noqa: E402
 from engine_loops import Size  # noqa: E402
 
-from offbeat_engine.toolkit.throughput import ModelCost  # noqa: E402
+from offbeat_engine.toolkit.step.throughput import ModelCost  # noqa: E402
 from offbeat_recipes.cli._hydra import compose_run  # noqa: E402
 
 TINY = Size(hidden=48, layers=2, intermediate=64, heads=4, vocab=64, micro_batch_tokens=1024, rounds=1)

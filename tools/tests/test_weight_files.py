@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from offbeat_ckptsync.transports import weight_files as of_ckptsync
 from offbeat_engine.testing import make_tiny_model
-from offbeat_engine.toolkit.weight_files import WeightFiles
+from offbeat_engine.toolkit.hf.weight_files import WeightFiles
 from offbeat_rollout import weight_files as of_rollout
 
 READERS = {

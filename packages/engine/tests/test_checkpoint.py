@@ -17,7 +17,7 @@ from offbeat_engine import (
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model, random_batch, relative_error
 from offbeat_engine.testing.reference import load_reference
-from offbeat_engine.toolkit import checkpoint_folders
+from offbeat_engine.toolkit.state import checkpoint_folders
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, schedule=Schedule.LINEAR, total_steps=6, warmup_steps=1, eps=1e-4)
 BATCHES = [random_batch(8, seed=seed) for seed in range(4)]
@@ -208,7 +208,7 @@ def test_the_exported_folder_loads_as_what_was_trained(tmp_path, two_ranks, tied
 
 
 def test_a_large_export_is_cut_into_files_with_an_index(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("offbeat_engine.toolkit.weight_folders.plan_files.__defaults__", (20_000,))
+    monkeypatch.setattr("offbeat_engine.toolkit.hf.weight_folders.plan_files.__defaults__", (20_000,))
     weights = export(World(), tiny, str(tmp_path / "out"))
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     loaded = dict(load_reference(str(tmp_path / "out")).named_parameters())

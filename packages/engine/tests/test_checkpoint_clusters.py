@@ -14,8 +14,8 @@ from offbeat_engine import CheckpointError, Dtype, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from offbeat_engine.testing import RankPool, RanksError, random_batch
 from offbeat_engine.testing.reference import load_reference
-from offbeat_engine.toolkit import remote_folders, saves, training_state
-from offbeat_engine.toolkit.checkpoint_folders import whole_steps
+from offbeat_engine.toolkit.state import remote_folders, saves, training_state
+from offbeat_engine.toolkit.state.checkpoint_folders import whole_steps
 
 WAIT_S = 600.0
 

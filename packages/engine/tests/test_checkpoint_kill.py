@@ -24,7 +24,7 @@ from offbeat_engine import (
     engine_class,
 )
 from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_engine.toolkit.checkpoint_folders import META, step_path, whole_steps
+from offbeat_engine.toolkit.state.checkpoint_folders import META, step_path, whole_steps
 
 pytestmark = pytest.mark.spawns
 

@@ -10,11 +10,11 @@ import torch
 from offbeat_engine import CheckpointError, ConfigError, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from offbeat_engine.testing import random_batch
-from offbeat_engine.toolkit import random_state, remote_folders
-from offbeat_engine.toolkit.checkpoint_folders import META, whole_steps
-from offbeat_engine.toolkit.file_entries import entry_of
-from offbeat_engine.toolkit.slice_files import SliceReader, write_slices
-from offbeat_engine.toolkit.training_state import INDEX, Loaded
+from offbeat_engine.toolkit.state import random_state, remote_folders
+from offbeat_engine.toolkit.state.checkpoint_folders import META, whole_steps
+from offbeat_engine.toolkit.state.file_entries import entry_of
+from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
+from offbeat_engine.toolkit.state.training_state import INDEX, Loaded
 
 
 def make_engine(path, world=None):

@@ -80,7 +80,7 @@ def test_the_host_waits_for_the_device_only_when_all_passes_are_under_way(engine
         num_passes = ctx.stats.num_micro_batches
         assert num_passes > 1
         assert cuda.waits[:num_passes] == ["backward"] * num_passes
-        assert set(cuda.waits[num_passes:]) == {"offbeat_engine.toolkit.totals:read"}
+        assert set(cuda.waits[num_passes:]) == {"offbeat_engine.toolkit.step.totals:read"}
 
 
 def impatient(predictions, batch, scale):

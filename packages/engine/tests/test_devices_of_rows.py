@@ -11,7 +11,7 @@ from offbeat_engine.fsdp2.attention import packed_attention, plan_padded
 from offbeat_engine.fsdp2.packing import RowInputs, lay_out, padded_inputs
 from offbeat_engine.fsdp2.varlen import plan_varlen
 from offbeat_engine.testing import FakeCuda
-from offbeat_engine.toolkit import logprobs
+from offbeat_engine.toolkit.step import logprobs
 from offbeat_engine.world import SubGroup
 
 CUDA = torch.device("cuda:0")

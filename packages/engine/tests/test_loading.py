@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, load_plan, sharding
 from offbeat_engine.testing import make_tiny_model
-from offbeat_engine.toolkit import weight_files
+from offbeat_engine.toolkit.hf import weight_files
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_engine.fsdp2.state_names import Held, StateNames
-from offbeat_engine.toolkit.slice_files import SliceReader, write_slices
-from offbeat_engine.toolkit.slices import Region, check_fit, merge, said_of
-from offbeat_engine.toolkit.training_state import EXP_AVG, WEIGHT
+from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
+from offbeat_engine.toolkit.state.slices import Region, check_fit, merge, said_of
+from offbeat_engine.toolkit.state.training_state import EXP_AVG, WEIGHT
 
 SHAPE = {
     "vocab_size": 64,

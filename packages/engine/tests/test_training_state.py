@@ -18,11 +18,11 @@ from offbeat_engine import (
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_engine.toolkit.checkpoint_folders import META
-from offbeat_engine.toolkit.file_entries import entry_of
-from offbeat_engine.toolkit.slice_files import SliceReader
-from offbeat_engine.toolkit.slices import read_index
-from offbeat_engine.toolkit.training_state import EXP_AVG, EXP_AVG_SQ, INDEX, WEIGHT
+from offbeat_engine.toolkit.state.checkpoint_folders import META
+from offbeat_engine.toolkit.state.file_entries import entry_of
+from offbeat_engine.toolkit.state.slice_files import SliceReader
+from offbeat_engine.toolkit.state.slices import read_index
+from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, INDEX, WEIGHT
 
 BATCHES = [random_batch(8, seed=seed) for seed in range(4)]
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, weight_decay=0.1, warmup_steps=1, total_steps=9)

@@ -2,8 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, Schedule
-from offbeat_engine.schedules import learning_rate
+from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, Schedule, learning_rate
 from offbeat_trainer.config import WarmupConfig
 from offbeat_trainer.warmup import warm_up_engine
 

@@ -40,9 +40,9 @@ from .registry import (
     engine_config_class as engine_config_class,
     engine_names as engine_names,
 )
-from .saving import SaveHandle as SaveHandle
-from .schedules import learning_rate as learning_rate
-from .toolkit.planning import plan_micro_batches as plan_micro_batches, plan_shards as plan_shards
+from .toolkit.state.saving import SaveHandle as SaveHandle
+from .toolkit.step.schedules import learning_rate as learning_rate
+from .toolkit.step.planning import plan_micro_batches as plan_micro_batches, plan_shards as plan_shards
 from .values import (
     LossFn as LossFn,
     LossOutput as LossOutput,

@@ -11,10 +11,10 @@ import torch
 
 from offbeat_engine.errors import StateError
 from offbeat_engine.interface import Engine
-from offbeat_engine.toolkit import checkpoint_folders, training_state
-from offbeat_engine.toolkit.accumulation import Accumulation
-from offbeat_engine.toolkit.micro_batches import Asked
-from offbeat_engine.toolkit.saves import Destination, Saves
+from offbeat_engine.toolkit.state import checkpoint_folders, training_state
+from offbeat_engine.toolkit.state.saves import Destination, Saves
+from offbeat_engine.toolkit.step.accumulation import Accumulation
+from offbeat_engine.toolkit.step.micro_batches import Asked
 from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.config import EngineConfig
-    from offbeat_engine.saving import SaveHandle
+    from offbeat_engine.toolkit.state.saving import SaveHandle
     from offbeat_engine.values import LossFn, PostprocessFn, Predictions, PreprocessFn
     from offbeat_engine.world import World
 
@@ -89,15 +89,15 @@ class EngineBase(Engine, Generic[Parts]):
 
     @abstractmethod
     def _run(self, asked: Asked, batch: TrainBatch, ctx: StepContext) -> Predictions:
-        """Run a whole mini-batch, fill `ctx`, and return predictions, detached: what `toolkit.micro_batches` is for."""
+        """Run a whole mini-batch, fill `ctx`, and return predictions, detached: what `toolkit.step.micro_batches` is for."""
 
     @abstractmethod
     def _save(self, where: Destination, block: bool) -> SaveHandle:
-        """Save: what `toolkit.training_state.save` is for."""
+        """Save: what `toolkit.state.training_state.save` is for."""
 
     @abstractmethod
     def _load(self, folder: Path, verified: bool) -> None:
-        """Load the checkpoint `folder`: what `toolkit.training_state.load` is for."""
+        """Load the checkpoint `folder`: what `toolkit.state.training_state.load` is for."""
 
     def _held(self, optimizer: bool = False) -> AbstractContextManager[None]:
         """Have the weights on the rank's device inside, and the optimizer's state where it is wanted too."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 from offbeat_engine.config import EngineConfig, require_config
 from offbeat_engine.errors import StateError
-from offbeat_engine.toolkit.batch_shares import gather_shares, take_share
+from offbeat_engine.toolkit.step.batch_shares import gather_shares, take_share
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
-    from offbeat_engine.saving import SaveHandle
+    from offbeat_engine.toolkit.state.saving import SaveHandle
     from offbeat_engine.values import (
         LossFn,
         PostprocessFn,

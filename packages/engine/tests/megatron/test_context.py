@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from offbeat_engine.megatron.blocks import Among
 from offbeat_engine.megatron.context import _works, cut, dealt, filled_up
-from offbeat_engine.toolkit.layouts import Layout
+from offbeat_engine.toolkit.hf.layouts import Layout
 
 CPU = torch.device("cpu")
 RANKS = st.sampled_from([2, 3, 4])

@@ -28,7 +28,7 @@ from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.probes import Job
 from offbeat_engine.testing.routing import with_drawn_experts
 from offbeat_engine.testing.runner import BATCHES, KEPT, STEPS, Options, Runner
-from offbeat_engine.toolkit.layouts import fed_lengths
+from offbeat_engine.toolkit.hf.layouts import fed_lengths
 
 pytestmark = pytest.mark.spawns
 SEVERAL_LAYOUTS = [

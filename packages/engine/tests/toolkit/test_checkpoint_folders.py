@@ -3,7 +3,7 @@ import json
 import pytest
 
 from offbeat_engine import CheckpointError, ConfigError
-from offbeat_engine.toolkit import checkpoint_folders
+from offbeat_engine.toolkit.state import checkpoint_folders
 
 
 def make(root, step, said=None):

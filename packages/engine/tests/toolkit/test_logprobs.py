@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from offbeat_engine.testing import relative_error
-from offbeat_engine.toolkit import logprobs as head_logprobs
+from offbeat_engine.toolkit.step import logprobs as head_logprobs
 
 NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 31
 

@@ -6,7 +6,7 @@ import torch
 from offbeat_engine import SftLoss, StepContext, StepError
 from offbeat_engine.testing import random_batch
 from offbeat_engine.toolkit.collectives import compute_device
-from offbeat_engine.toolkit.micro_batches import Asked, MicroBatches
+from offbeat_engine.toolkit.step.micro_batches import Asked, MicroBatches
 
 PLAN = [[2, 0], [1]]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_engine import BatchError, plan_micro_batches, plan_shards
-from offbeat_engine.toolkit.planning import check_whole, plan_length_classes
+from offbeat_engine.toolkit.step.planning import check_whole, plan_length_classes
 
 LENGTHS = st.lists(st.integers(0, 300), max_size=60)
 

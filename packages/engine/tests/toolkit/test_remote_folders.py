@@ -5,8 +5,8 @@ import json
 import pytest
 
 from offbeat_engine import CheckpointError, ConfigError
-from offbeat_engine.toolkit import checkpoint_folders, remote_folders
-from offbeat_engine.toolkit.file_entries import entry_of
+from offbeat_engine.toolkit.state import checkpoint_folders, remote_folders
+from offbeat_engine.toolkit.state.file_entries import entry_of
 
 
 def make(root, step, data=b"12345"):

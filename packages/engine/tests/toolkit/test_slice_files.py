@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from offbeat_engine import CheckpointError
-from offbeat_engine.toolkit import slice_files
-from offbeat_engine.toolkit.file_entries import entries_of
-from offbeat_engine.toolkit.slice_files import SliceReader, write_slices
-from offbeat_engine.toolkit.slices import Region, merge, said_of
+from offbeat_engine.toolkit.state import slice_files
+from offbeat_engine.toolkit.state.file_entries import entries_of
+from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
+from offbeat_engine.toolkit.state.slices import Region, merge, said_of
 from offbeat_engine.values import WeightShard
 
 WHOLE = torch.arange(60.0).view(6, 10)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_engine import CheckpointError
-from offbeat_engine.toolkit.slices import Described, Region, check_fit, merge, read_index, said_of
+from offbeat_engine.toolkit.state.slices import Described, Region, check_fit, merge, read_index, said_of
 
 
 def described(shape, *pieces, dtype=torch.float32):

@@ -6,8 +6,8 @@ import torch
 from offbeat_engine import LoraConfig, ModelConfig, SftLoss, StepContext, World
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_engine.toolkit.micro_batches import Asked, MicroBatches
-from offbeat_engine.toolkit.throughput import Meter, ModelCost
+from offbeat_engine.toolkit.step.micro_batches import Asked, MicroBatches
+from offbeat_engine.toolkit.step.throughput import Meter, ModelCost
 
 # A tiny Qwen2: hidden 32, 4 heads on 2 of keys and values of 8 each, MLPs of 64, a vocabulary of 64, two layers.
 ATTENTION = (32 * 32 + 32) + 2 * (32 * 16 + 16) + 32 * 32

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2.ulysses import heads_of_all_tokens, tokens_of_all_heads
-from offbeat_engine.toolkit.planning import plan_length_classes
+from offbeat_engine.toolkit.step.planning import plan_length_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

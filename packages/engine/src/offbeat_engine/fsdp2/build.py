@@ -11,7 +11,7 @@ from offbeat_engine.fsdp2.offload import Offloadable, own_memory
 from offbeat_engine.fsdp2.replay import Routers
 from offbeat_engine.fsdp2.updater import Updater
 from offbeat_engine.toolkit.collectives import first_failure
-from offbeat_engine.toolkit.throughput import ModelCost
+from offbeat_engine.toolkit.step.throughput import ModelCost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

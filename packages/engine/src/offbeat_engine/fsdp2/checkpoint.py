@@ -13,9 +13,9 @@ from offbeat_engine.fsdp2.filling import region_of, speaks
 from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.fsdp2.state_names import Held, StateNames
 from offbeat_engine.fsdp2.weights import held
-from offbeat_engine.toolkit import random_state, training_state
-from offbeat_engine.toolkit.slices import Region, check_fit
-from offbeat_engine.toolkit.training_state import WEIGHT, Saved
+from offbeat_engine.toolkit.state import random_state, training_state
+from offbeat_engine.toolkit.state.slices import Region, check_fit
+from offbeat_engine.toolkit.state.training_state import WEIGHT, Saved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.optimizers import Moments
     from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.fsdp2.updater import Updater
-    from offbeat_engine.saving import SaveHandle
-    from offbeat_engine.toolkit.saves import Destination, Saves
-    from offbeat_engine.toolkit.training_state import Loaded
+    from offbeat_engine.toolkit.state.saves import Destination, Saves
+    from offbeat_engine.toolkit.state.saving import SaveHandle
+    from offbeat_engine.toolkit.state.training_state import Loaded
     from offbeat_engine.values import WeightShard
     from offbeat_engine.world import World
 

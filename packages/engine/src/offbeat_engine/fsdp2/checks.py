@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offbeat_engine import schedules
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
@@ -21,6 +20,7 @@ from offbeat_engine.fsdp2.loading import check_files, empty_model
 from offbeat_engine.fsdp2.lora import has_peft
 from offbeat_engine.toolkit.collectives import first_failure
 from offbeat_engine.toolkit.devices import device_refusals
+from offbeat_engine.toolkit.step import schedules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
     from offbeat_engine.fsdp2.updater import Updater
-    from offbeat_engine.saving import SaveHandle
-    from offbeat_engine.toolkit.micro_batches import Asked
-    from offbeat_engine.toolkit.saves import Destination
+    from offbeat_engine.toolkit.state.saves import Destination
+    from offbeat_engine.toolkit.state.saving import SaveHandle
+    from offbeat_engine.toolkit.step.micro_batches import Asked
     from offbeat_engine.values import (
         Predictions,
         StepContext,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.capabilities import Refusal
-from offbeat_engine.toolkit import rotary
+from offbeat_engine.toolkit.hf import rotary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,11 +17,11 @@ from offbeat_engine.fsdp2.load_plan import Group, convert
 from offbeat_engine.fsdp2.loading import Unfilled, put
 from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, sum_tensor
-from offbeat_engine.toolkit.slices import Region
+from offbeat_engine.toolkit.state.slices import Region
 
 if TYPE_CHECKING:
     from offbeat_engine.fsdp2.scorer import Scorer
-    from offbeat_engine.toolkit.weight_files import Read
+    from offbeat_engine.toolkit.hf.weight_files import Read
     from offbeat_engine.world import World
 
 

@@ -13,7 +13,7 @@ from offbeat_engine.fsdp2.varlen import plan_varlen
 if TYPE_CHECKING:
     from offbeat_engine.fsdp2.attention import PlanRows
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.toolkit.layouts import MakeInputs
+    from offbeat_engine.toolkit.hf.layouts import MakeInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offbeat_engine.toolkit.slices import Region, Shape
+from offbeat_engine.toolkit.state.slices import Region, Shape
 
 Shapes = dict[str, tuple[int, ...]]
 

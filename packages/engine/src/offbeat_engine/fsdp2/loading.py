@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2.load_plan import Plan, make_plan
-from offbeat_engine.toolkit.probing import without_bars
-from offbeat_engine.toolkit.weight_files import WeightFiles
+from offbeat_engine.toolkit.hf.probing import without_bars
+from offbeat_engine.toolkit.hf.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from offbeat_engine.config import ModelConfig

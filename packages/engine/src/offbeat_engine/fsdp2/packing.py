@@ -1,4 +1,4 @@
-"""How the micro-batches of `toolkit.layouts` are arranged for Hugging Face models: packed rows, padded rows, slices of ranks."""
+"""How the micro-batches of `toolkit.hf.layouts` are arranged for Hugging Face models: packed rows, padded rows, slices of ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2.ulysses import padded_length
-from offbeat_engine.toolkit import layouts
-from offbeat_engine.toolkit.replaying import KEY
+from offbeat_engine.toolkit.hf import layouts
+from offbeat_engine.toolkit.hf.replaying import KEY
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.fsdp2.attention import PlanRows
-    from offbeat_engine.toolkit.layouts import Layout, MakeInputs
+    from offbeat_engine.toolkit.hf.layouts import Layout, MakeInputs
     from offbeat_engine.world import SubGroup
 
 # Beginnings are shared where that saves at least this part of the tokens.

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.fsdp2 import families
-from offbeat_engine.toolkit.logprobs import token_logprobs
-from offbeat_engine.toolkit.rotary import sequence_limit
+from offbeat_engine.toolkit.hf.rotary import sequence_limit
+from offbeat_engine.toolkit.step.logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from offbeat_engine.fsdp2.loading import Unfilled
-    from offbeat_engine.toolkit.layouts import Layout
+    from offbeat_engine.toolkit.hf.layouts import Layout
 
 
 class Scorer(torch.nn.Module):

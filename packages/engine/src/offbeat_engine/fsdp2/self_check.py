@@ -24,10 +24,10 @@ from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.fsdp2.packing import lay_out, padded_inputs
 from offbeat_engine.fsdp2.replay import Choices
 from offbeat_engine.fsdp2.ulysses import gather_answers
-from offbeat_engine.toolkit import probing
-from offbeat_engine.toolkit.probing import SHARED, Judge, probe
-from offbeat_engine.toolkit.replaying import KEY
-from offbeat_engine.toolkit.rotary import sequence_limit
+from offbeat_engine.toolkit.hf import probing
+from offbeat_engine.toolkit.hf.probing import SHARED, Judge, probe
+from offbeat_engine.toolkit.hf.replaying import KEY
+from offbeat_engine.toolkit.hf.rotary import sequence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.build import Parts
     from offbeat_engine.fsdp2.scorer import Scorer
     from offbeat_engine.interface import Engine
-    from offbeat_engine.toolkit.layouts import Layout
+    from offbeat_engine.toolkit.hf.layouts import Layout
 
 _log = logging.getLogger(__name__)
 _UNPACKED = "its layers mix tokens of packed sequences: set `packing: false`, which is exact"

@@ -16,14 +16,14 @@ import torch
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2 import hf_names, lora, weights
 from offbeat_engine.fsdp2.load_plan import Group, convert, make_plan
-from offbeat_engine.toolkit.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT
+from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from offbeat_engine.values import WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from offbeat_engine.toolkit.slice_files import SliceReader
-    from offbeat_engine.toolkit.slices import Region, Shape
+    from offbeat_engine.toolkit.state.slice_files import SliceReader
+    from offbeat_engine.toolkit.state.slices import Region, Shape
 
 _LIKE_WEIGHTS = frozenset({WEIGHT, EXP_AVG, EXP_AVG_SQ})
 

@@ -13,11 +13,11 @@ from offbeat_engine.fsdp2.kernels import inputs_maker
 from offbeat_engine.fsdp2.model import compute_dtype
 from offbeat_engine.fsdp2.packing import RowInputs, lay_out
 from offbeat_engine.fsdp2.ulysses import gather_answers
-from offbeat_engine.toolkit.layouts import fed_lengths, place
-from offbeat_engine.toolkit.micro_batches import MicroBatches
-from offbeat_engine.toolkit.planning import plan_micro_batches
-from offbeat_engine.toolkit.rotary import check_lengths
-from offbeat_engine.toolkit.throughput import peak_flops
+from offbeat_engine.toolkit.hf.layouts import fed_lengths, place
+from offbeat_engine.toolkit.hf.rotary import check_lengths
+from offbeat_engine.toolkit.step.micro_batches import MicroBatches
+from offbeat_engine.toolkit.step.planning import plan_micro_batches
+from offbeat_engine.toolkit.step.throughput import peak_flops
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.replay import Routers
     from offbeat_engine.fsdp2.scorer import Scorer
-    from offbeat_engine.toolkit.layouts import MakeInputs
-    from offbeat_engine.toolkit.micro_batches import Asked
+    from offbeat_engine.toolkit.hf.layouts import MakeInputs
+    from offbeat_engine.toolkit.step.micro_batches import Asked
     from offbeat_engine.values import Predictions, StepContext
     from offbeat_engine.world import SubGroup
 

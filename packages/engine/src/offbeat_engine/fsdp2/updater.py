@@ -15,8 +15,8 @@ from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import StateError
 from offbeat_engine.fsdp2.eight_bits import AdamW8bit
 from offbeat_engine.fsdp2.optimizers import AdamW, Moments, Params, Rule, local
-from offbeat_engine.schedules import learning_rate
 from offbeat_engine.toolkit.collectives import sum_tensor
+from offbeat_engine.toolkit.step.schedules import learning_rate
 
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from offbeat_engine.fsdp2 import families, hf_names, lora
 from offbeat_engine.fsdp2.gathering import whole_on
-from offbeat_engine.toolkit import weight_folders
-from offbeat_engine.toolkit.weight_folders import copy_beside, named_files, write_files
+from offbeat_engine.toolkit.hf import weight_folders
+from offbeat_engine.toolkit.hf.weight_folders import copy_beside, named_files, write_files
 from offbeat_engine.values import WeightKind, WeightSpec
 
 if TYPE_CHECKING:

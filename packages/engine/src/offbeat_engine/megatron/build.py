@@ -19,8 +19,8 @@ from offbeat_engine.megatron.leaving import Leaving
 from offbeat_engine.megatron.loading import fill, hf_config, source_of
 from offbeat_engine.megatron.updater import Updater, wrapped
 from offbeat_engine.toolkit.collectives import first_failure
-from offbeat_engine.toolkit.rotary import sequence_limit
-from offbeat_engine.toolkit.throughput import ModelCost
+from offbeat_engine.toolkit.hf.rotary import sequence_limit
+from offbeat_engine.toolkit.step.throughput import ModelCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The training state of this rank as pieces that any layout of ranks, and any engine, reads; see `toolkit.training_state`.
+"""The training state of this rank as pieces that any layout of ranks, and any engine, reads; see `toolkit.state.training_state`.
 
 A rank's share of master weights and moments is a run of numbers of a flattened weight, which any cut comes to as boxes (`runs`).
 So each rank writes and reads its own, and nothing is gathered. A frozen weight has no master: it is there in what the engine
@@ -16,9 +16,9 @@ import torch
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.megatron.runs import parts_of
-from offbeat_engine.toolkit import random_state, training_state
-from offbeat_engine.toolkit.slices import Region, check_fit
-from offbeat_engine.toolkit.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT, Saved
+from offbeat_engine.toolkit.state import random_state, training_state
+from offbeat_engine.toolkit.state.slices import Region, check_fit
+from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT, Saved
 from offbeat_engine.values import WeightShard
 
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from offbeat_engine.megatron.build import Parts
     from offbeat_engine.megatron.held import Held
     from offbeat_engine.megatron.updater import Share, Updater
-    from offbeat_engine.saving import SaveHandle
-    from offbeat_engine.toolkit.saves import Destination, Saves
-    from offbeat_engine.toolkit.training_state import Loaded
+    from offbeat_engine.toolkit.state.saves import Destination, Saves
+    from offbeat_engine.toolkit.state.saving import SaveHandle
+    from offbeat_engine.toolkit.state.training_state import Loaded
 
 _MOMENTS = {"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 

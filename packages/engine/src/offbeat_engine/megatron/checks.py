@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_engine import schedules
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families, transformer_engine
 from offbeat_engine.megatron.blocks import Among, vocab_rows
 from offbeat_engine.megatron.loading import check_files, hf_config
-from offbeat_engine.toolkit import rotary
+from offbeat_engine.toolkit.hf import rotary
+from offbeat_engine.toolkit.step import schedules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

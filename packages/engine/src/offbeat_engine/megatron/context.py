@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offbeat_engine.megatron.blocks import Among
-    from offbeat_engine.toolkit.layouts import Layout
+    from offbeat_engine.toolkit.hf.layouts import Layout
 
 # S = tokens of a row, P = ranks that share them, s = S / P, N = sequences of one length, q = tokens of a chunk, L = those it
 # looks at, A = heads here, K = key-value heads here, D = head size, M = tokens asked for, C = answers per token.

@@ -24,9 +24,9 @@ from offbeat_engine.megatron.stepping import Step, names_of, run_step
 from offbeat_engine.megatron.updater import Updater, gradient
 from offbeat_engine.toolkit.collectives import compute_device, first_failure
 from offbeat_engine.toolkit.devices import device_refusals
-from offbeat_engine.toolkit.micro_batches import Asked
-from offbeat_engine.toolkit.throughput import peak_flops
-from offbeat_engine.toolkit.weight_folders import copy_beside, export_folder, named_files, write_files
+from offbeat_engine.toolkit.hf.weight_folders import copy_beside, export_folder, named_files, write_files
+from offbeat_engine.toolkit.step.micro_batches import Asked
+from offbeat_engine.toolkit.step.throughput import peak_flops
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
-    from offbeat_engine.saving import SaveHandle
-    from offbeat_engine.toolkit.saves import Destination
+    from offbeat_engine.toolkit.state.saves import Destination
+    from offbeat_engine.toolkit.state.saving import SaveHandle
     from offbeat_engine.values import Predictions, StepContext, WeightSpec
     from offbeat_engine.world import World
 

@@ -17,7 +17,7 @@ import torch
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families
 from offbeat_engine.megatron.runs import parts_of
-from offbeat_engine.toolkit.weight_files import WeightFiles
+from offbeat_engine.toolkit.hf.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from offbeat_engine.megatron.families import Shape
     from offbeat_engine.megatron.held import Held
     from offbeat_engine.megatron.updater import Share, Updater
-    from offbeat_engine.toolkit.weight_files import Read
+    from offbeat_engine.toolkit.hf.weight_files import Read
 
 _MAX_NAMED = 5
 # What older transformers wrote and nobody reads.

@@ -17,14 +17,14 @@ from offbeat_engine.megatron import replay, transformer_engine
 from offbeat_engine.megatron.blocks import padded_vocab, vocab_rows
 from offbeat_engine.megatron.context import SharedAttention
 from offbeat_engine.megatron.modules import Attention, RmsNorm, Rotary
-from offbeat_engine.toolkit.logprobs import token_logprobs
-from offbeat_engine.toolkit.vocab_shards import VocabShard
+from offbeat_engine.toolkit.step.logprobs import token_logprobs
+from offbeat_engine.toolkit.step.vocab_shards import VocabShard
 
 if TYPE_CHECKING:
     from offbeat_engine.megatron.config import MegatronConfig
     from offbeat_engine.megatron.families import Shape
     from offbeat_engine.megatron.groups import Groups
-    from offbeat_engine.toolkit.layouts import Layout
+    from offbeat_engine.toolkit.hf.layouts import Layout
 
 
 def compute_dtype(config: MegatronConfig) -> torch.dtype:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from offbeat_engine.toolkit.planning import plan_length_classes
+from offbeat_engine.toolkit.step.planning import plan_length_classes
 
 # S = tokens of a packed row, N = sequences of one class of lengths, L = the longest of them, A = heads here, D = head size.
 

@@ -12,7 +12,7 @@ import torch
 
 from offbeat_engine.megatron import families
 from offbeat_engine.megatron.loading import drawn, is_drawn
-from offbeat_engine.toolkit.probing import without_bars
+from offbeat_engine.toolkit.hf.probing import without_bars
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch

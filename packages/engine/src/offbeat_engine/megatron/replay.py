@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.toolkit.replaying import KEY, check_experts
+from offbeat_engine.toolkit.hf.replaying import KEY, check_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offbeat_engine.toolkit.slices import Region
+from offbeat_engine.toolkit.state.slices import Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_engine.megatron.blocks import Block
-    from offbeat_engine.toolkit.slices import Shape
+    from offbeat_engine.toolkit.state.slices import Shape
 
 
 @dataclass(frozen=True, slots=True)

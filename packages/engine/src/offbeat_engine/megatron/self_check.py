@@ -15,7 +15,7 @@ from offbeat_engine.megatron.loading import hf_config, source_of
 from offbeat_engine.megatron.plain import plain_forward
 from offbeat_engine.megatron.stepping import names_of, run_step
 from offbeat_engine.toolkit.collectives import from_rank_zero, gather
-from offbeat_engine.toolkit.probing import Judge, find_non_finite, probe
+from offbeat_engine.toolkit.hf.probing import Judge, find_non_finite, probe
 from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from offbeat_engine.batch import units_of
 from offbeat_engine.megatron import context, replay, transformer_engine
 from offbeat_engine.megatron.model import Chunk, predict
 from offbeat_engine.toolkit.collectives import gather_ints
-from offbeat_engine.toolkit.layouts import fed_lengths, lay_out, place
-from offbeat_engine.toolkit.micro_batches import MicroBatches
-from offbeat_engine.toolkit.planning import plan_micro_batches
-from offbeat_engine.toolkit.rotary import check_lengths
+from offbeat_engine.toolkit.hf.layouts import fed_lengths, lay_out, place
+from offbeat_engine.toolkit.hf.rotary import check_lengths
+from offbeat_engine.toolkit.step.micro_batches import MicroBatches
+from offbeat_engine.toolkit.step.planning import plan_micro_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from offbeat_engine.megatron.config import MegatronConfig
     from offbeat_engine.megatron.families import Shape
     from offbeat_engine.megatron.groups import Groups
-    from offbeat_engine.toolkit.layouts import Layout
-    from offbeat_engine.toolkit.micro_batches import Asked
+    from offbeat_engine.toolkit.hf.layouts import Layout
+    from offbeat_engine.toolkit.step.micro_batches import Asked
     from offbeat_engine.values import Predictions, StepContext
 
 

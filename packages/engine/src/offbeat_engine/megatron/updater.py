@@ -14,7 +14,7 @@ import torch
 
 from offbeat_engine.errors import StateError
 from offbeat_engine.megatron.model import Chunk, compute_dtype
-from offbeat_engine.schedules import learning_rate
+from offbeat_engine.toolkit.step.schedules import learning_rate
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence

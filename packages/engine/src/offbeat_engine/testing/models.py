@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.batch import train_batch
-from offbeat_engine.toolkit.probing import without_bars
+from offbeat_engine.toolkit.hf.probing import without_bars
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch

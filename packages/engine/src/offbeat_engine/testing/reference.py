@@ -17,11 +17,11 @@ from tensordict import TensorDict
 
 from offbeat_engine.batch import units_of
 from offbeat_engine.config import LoraConfig, LoraExport, OptimizerConfig
-from offbeat_engine.schedules import learning_rate
 from offbeat_engine.testing.adapters import adapt, merged_tensors
 from offbeat_engine.testing.compare import Named, relative_error
 from offbeat_engine.testing.models import without_bars
 from offbeat_engine.testing.routing import replayed
+from offbeat_engine.toolkit.step.schedules import learning_rate
 from offbeat_engine.values import LossScale
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat_engine.capabilities import Refusal
-from offbeat_engine.toolkit.weight_files import WeightFiles
+from offbeat_engine.toolkit.hf.weight_files import WeightFiles
 from offbeat_recipes.plan.algorithm import algorithm_of
 
 if TYPE_CHECKING:

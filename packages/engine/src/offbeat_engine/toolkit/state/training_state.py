@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.errors import CheckpointError
-from offbeat_engine.toolkit import checkpoint_folders, remote_folders
 from offbeat_engine.toolkit.collectives import gather
-from offbeat_engine.toolkit.file_entries import check_entries, entries_of, read_entries
-from offbeat_engine.toolkit.saves import finish, on_rank_zero, together
-from offbeat_engine.toolkit.slice_files import SliceReader, write_slices
-from offbeat_engine.toolkit.slices import merge, read_index, said_of
+from offbeat_engine.toolkit.state import checkpoint_folders, remote_folders
+from offbeat_engine.toolkit.state.file_entries import check_entries, entries_of, read_entries
+from offbeat_engine.toolkit.state.saves import finish, on_rank_zero, together
+from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
+from offbeat_engine.toolkit.state.slices import merge, read_index, said_of
 from offbeat_engine.values import WeightShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
-    from offbeat_engine.saving import SaveHandle
-    from offbeat_engine.toolkit.file_entries import Entry
-    from offbeat_engine.toolkit.saves import Destination, Saves
-    from offbeat_engine.toolkit.slices import Index
+    from offbeat_engine.toolkit.state.file_entries import Entry
+    from offbeat_engine.toolkit.state.saves import Destination, Saves
+    from offbeat_engine.toolkit.state.saving import SaveHandle
+    from offbeat_engine.toolkit.state.slices import Index
     from offbeat_engine.world import World
 
 FORMAT = 3

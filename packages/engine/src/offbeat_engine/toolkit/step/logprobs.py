@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from offbeat_engine.toolkit.vocab_shards import VocabShard
+    from offbeat_engine.toolkit.step.vocab_shards import VocabShard
 
 # M = tokens asked for, H = hidden size, V = vocabulary.
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from offbeat_engine.errors import CheckpointError
-from offbeat_engine.toolkit.checkpoint_folders import (
+from offbeat_engine.toolkit.state.checkpoint_folders import (
     META,
     check_keep,
     finish_folder,
@@ -15,12 +15,12 @@ from offbeat_engine.toolkit.checkpoint_folders import (
     step_of,
     step_path,
 )
-from offbeat_engine.toolkit.file_entries import check_entries, entry_of, in_threads, read_entries
+from offbeat_engine.toolkit.state.file_entries import check_entries, entry_of, in_threads, read_entries
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from offbeat_engine.toolkit.file_entries import Entry
+    from offbeat_engine.toolkit.state.file_entries import Entry
 
 MARKER = "COMPLETE"
 

@@ -10,13 +10,13 @@ import torch
 import xxhash
 
 from offbeat_engine.errors import CheckpointError
-from offbeat_engine.toolkit.slices import Described, Index, Region
+from offbeat_engine.toolkit.state.slices import Described, Index, Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from offbeat_engine.toolkit.file_entries import Entry
+    from offbeat_engine.toolkit.state.file_entries import Entry
     from offbeat_engine.values import WeightShard
 
 MAX_FILE_BYTES = 512 << 20

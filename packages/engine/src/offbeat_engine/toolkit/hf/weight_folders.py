@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine.errors import CheckpointError
-from offbeat_engine.toolkit import checkpoint_folders
-from offbeat_engine.toolkit.saves import on_rank_zero, together
+from offbeat_engine.toolkit.state import checkpoint_folders
+from offbeat_engine.toolkit.state.saves import on_rank_zero, together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from offbeat_engine.values import WeightShard
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from offbeat_engine.toolkit.training_state import Loaded
+    from offbeat_engine.toolkit.state.training_state import Loaded
     from offbeat_engine.world import World
 
 

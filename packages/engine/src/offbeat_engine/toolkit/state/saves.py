@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.errors import CheckpointError
-from offbeat_engine.saving import SaveHandle
-from offbeat_engine.toolkit import checkpoint_folders, remote_folders
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, from_rank_zero, gather
+from offbeat_engine.toolkit.state import checkpoint_folders, remote_folders
+from offbeat_engine.toolkit.state.saving import SaveHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from offbeat_engine.toolkit.file_entries import Entry
+    from offbeat_engine.toolkit.state.file_entries import Entry
     from offbeat_engine.world import World
 
 # A network file system may show another host's new file this much later.

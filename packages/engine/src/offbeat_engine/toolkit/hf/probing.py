@@ -9,7 +9,7 @@ import torch
 
 from offbeat_engine.batch import train_batch
 from offbeat_engine.config import Dtype
-from offbeat_engine.toolkit.rotary import sequence_limit
+from offbeat_engine.toolkit.hf.rotary import sequence_limit
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from offbeat_engine.batch import check_keys, units_of
 from offbeat_engine.errors import StateError
 from offbeat_engine.toolkit.collectives import gather_ints, gather_tensors
-from offbeat_engine.toolkit.planning import plan_shards
+from offbeat_engine.toolkit.step.planning import plan_shards
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from offbeat_engine.toolkit.replaying import KEY, experts_fed
+from offbeat_engine.toolkit.hf.replaying import KEY, experts_fed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,1 @@
+"""Checkpoints that are whole or absent, and move between layouts and engines."""

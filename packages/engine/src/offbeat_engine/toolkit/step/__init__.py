@@ -1,0 +1,1 @@
+"""One call of a step, but for the model."""
