@@ -60,7 +60,7 @@ class Pass:
 PARALLEL = ("-n", "4", "--dist", "worksteal")
 # What a file has started serves all of its tests. A worker that is taken down is not started again: it would be taken down
 # by the same test.
-BY_FILE = ("-n", "3", "--dist", "loadfile", "--max-worker-restart", "0", "--chains")
+BY_FILE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0", "--chains")
 CHAINED = "vllm or ray or gpu" if GPU_DRIVER.exists() else "vllm or ray"  # without a GPU, its tests are skips
 FULL = (
     Pass(name="parallel", markers=f"not ({CHAINED})", options=PARALLEL, niceness=5),

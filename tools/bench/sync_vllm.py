@@ -24,10 +24,13 @@ import uuid
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import native_gloo
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 NUM_REQUESTS = 8
 NUM_UPDATES = 8
@@ -45,6 +48,7 @@ SMALL = {
 SHAPES = {"offbeat": LARGE, "native": LARGE, "small": SMALL}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as a replica has it: the worker runs inside the engine's process
 }  # fmt: skip
 
 
@@ -58,7 +62,7 @@ def main() -> int:
         os.environ |= ENVIRONMENT
         os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin), str(Path(__file__).parent)])
         out.write_text(
-            json.dumps(asyncio.run(_measure(side, model, Path(scratch) / "model", 1 if smallest else None)))
+            json.dumps(asyncio.run(_measure(side, model, Path(scratch) / "model", smallest=smallest)))
         )
     return 0
 
@@ -82,13 +86,15 @@ def _plugin_folder(folder: Path) -> Path:
     return folder
 
 
-async def _measure(
-    side: str, model: torch.nn.Module, folder: Path, num_updates: int | None
-) -> dict[str, object]:
+async def _measure(side: str, model: torch.nn.Module, folder: Path, *, smallest: bool) -> dict[str, object]:
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
+    from vllm.v1.engine import utils
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from offbeat_rollout.vllm.processes import Forking
+
+    utils.get_mp_context = Forking  # as a replica has it: vLLM is imported once
     backend = native_gloo.BACKEND if side == "native" else "offbeat"
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)  # this process checks the name, too
     args = AsyncEngineArgs(
@@ -100,18 +106,27 @@ async def _measure(
     try:
         update = await (_native(llm, model) if side == "native" else _ours(llm, model))
         if side == "small":
-            return await _rest(model, update, num_updates or NUM_SMALL_UPDATES)
-        return await _watch(llm, model, update, num_updates or NUM_UPDATES)
+            return await _rest(model, update, 1 if smallest else NUM_SMALL_UPDATES)
+        if smallest:
+            return await _watch(llm, model, update, 1, first_s=0.5, between_s=0.2)
+        return await _watch(llm, model, update, NUM_UPDATES)
     finally:
         llm.shutdown()
 
 
-async def _watch(llm: Any, model: torch.nn.Module, update: Any, num_updates: int) -> dict[str, object]:  # noqa: ANN401 -- vLLM's
+async def _watch(
+    llm: Any,  # noqa: ANN401 -- vLLM's
+    model: torch.nn.Module,
+    update: Callable[[int], Awaitable[float]],
+    num_updates: int,
+    first_s: float = FIRST_S,
+    between_s: float = BETWEEN_S,
+) -> dict[str, object]:
     """Generate, update now and then, and time both; `update(version)` returns the seconds generation stood still."""
     times: list[list[float]] = [[] for _ in range(NUM_REQUESTS)]
     tasks = [asyncio.create_task(_generate(llm, seen), name=f"request {i}") for i, seen in enumerate(times)]
-    await asyncio.sleep(FIRST_S)
-    steady = _worst_gap(times, time.perf_counter() - FIRST_S / 2, time.perf_counter())
+    await asyncio.sleep(first_s)
+    steady = _worst_gap(times, time.perf_counter() - first_s / 2, time.perf_counter())
     pauses: list[float] = []
     gaps: list[float] = []
     took: list[float] = []
@@ -120,11 +135,11 @@ async def _watch(llm: Any, model: torch.nn.Module, update: Any, num_updates: int
         begun = time.perf_counter()
         pauses.append(await update(version))
         took.append(time.perf_counter() - begun)
-        await asyncio.sleep(BETWEEN_S / 2)
+        await asyncio.sleep(between_s / 2)
         gaps.append(_worst_gap(times, begun, time.perf_counter()))
         if any(task.done() for task in tasks):
             raise RuntimeError("a request ended before the last update; raise MAX_TOKENS")
-        await asyncio.sleep(BETWEEN_S / 2)
+        await asyncio.sleep(between_s / 2)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
