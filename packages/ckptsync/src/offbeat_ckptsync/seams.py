@@ -35,6 +35,10 @@ class WeightSource(ABC):
     They are then packed by several threads while the pass goes on.
     """
 
+    collective: bool = False
+    """Whether gathering needs all ranks of the source at once. A joiner, which may come at any moment, is then given weights by other
+    members or with the next sync, unless the caller says otherwise."""
+
     def writes(self) -> dict[str, int]:
         """Return for each tensor a number that grows with every write into it; of what nobody counts nothing.
 
@@ -316,6 +320,9 @@ class Member(ABC):
 
 class Source(ABC):
     """The sending side as the manager sees it."""
+
+    collective: bool = False
+    """As `WeightSource.collective`."""
 
     @abstractmethod
     async def offer(self, version: int, members: list[str]) -> SyncOffer:

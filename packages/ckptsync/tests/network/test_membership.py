@@ -41,8 +41,11 @@ class Replica:
 class Party:
     """A source and a manager in this process, and whoever joins."""
 
-    async def __aenter__(self):
+    def __init__(self, *, collective=False):
         self.source = DictSource(awkward_weights(1))
+        self.source.collective = collective
+
+    async def __aenter__(self):
         self.membership = Membership.serve(SECRET, CONFIG)
         self.manager = CheckpointEngineManager(
             LocalSource(Sender(self.source, CONFIG)), CONFIG, on_fence=self.membership.fenced
@@ -131,8 +134,7 @@ async def test_where_nobody_has_the_committed_weights_a_joiner_serves_nothing_un
 
 
 async def test_a_joiner_makes_no_rank_of_the_source_gather_alone_where_it_has_several():
-    async with Party() as party:
-        party.membership.attach(party.manager, peers_only=True)
+    async with Party(collective=True) as party:
         one = await party.join("one")
         await party.manager.sync(1)
         await party.join("two")  # from a peer

@@ -79,6 +79,11 @@ class CheckpointEngineManager:
         self._gathered_by = 0.0  # as of `Run`, of the last sync that failed
 
     @property
+    def source(self) -> Source:
+        """What it sends from."""
+        return self._source
+
+    @property
     def members(self) -> list[str]:
         """Names of the members, in the order they came."""
         return list(self._members)

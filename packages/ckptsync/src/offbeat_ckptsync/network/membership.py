@@ -130,13 +130,14 @@ class Membership:
 
         return CarriedSource(find)
 
-    def attach(self, manager: CheckpointEngineManager, *, peers_only: bool = False) -> None:
+    def attach(self, manager: CheckpointEngineManager, *, peers_only: bool | None = None) -> None:
         """Bring all members here, and all that come, to what `manager` has committed, and keep its list.
 
-        With `peers_only` joiners get it from other members, or come with the next sync: where the source has several ranks, gathering
-        is collective, and a joiner comes at a moment when the other ranks do something else.
+        With `peers_only` joiners get it from other members, or come with the next sync. That is the default where gathering is
+        collective (`WeightSource.collective`): a joiner comes at a moment when the other ranks do something else.
         """
-        self._manager, self._peers_only = manager, peers_only
+        self._manager = manager
+        self._peers_only = manager.source.collective if peers_only is None else peers_only
         for connection in self._connections.values():
             self._welcome(connection)
 

@@ -34,6 +34,7 @@ class Sender:
     ) -> None:
         """Send what `source` yields by the transport that `config` names, or by the one given."""
         self._source = source
+        self.collective = source.collective
         self._config = config
         self._transport = make_transport(config.transport, config) if transport is None else transport
         self._members: dict[str, list[str]] = {}
@@ -168,6 +169,7 @@ class LocalSource(Source):
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
+        self.collective = sender.collective
         self._num_asked = 0
         self._offering = threading.Lock()
 
