@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2 import lora
-from offbeat_engine.fsdp2.filling import region_of, speaks
-from offbeat_engine.fsdp2.optimizers import local
+from offbeat_engine.fsdp2.gathering import is_first_replica, local, region_of
 from offbeat_engine.fsdp2.state_names import Held, StateNames
 from offbeat_engine.fsdp2.weights import held
 from offbeat_engine.toolkit.state import random_state, training_state
@@ -81,13 +80,13 @@ def save(saves: Saves, target: Target, where: Destination, block: bool) -> SaveH
 
 
 def _pieces(target: Target, moments: Moments) -> Iterator[WeightShard]:
-    """Yield what this rank writes: of copies one rank does."""
+    """Yield what this rank writes: of replicas the first."""
     world = target.world
     for name, tensor in _weights(target):
-        if speaks(tensor, world):
+        if is_first_replica(tensor, world):
             yield from target.names.pieces(_held_weight(name, tensor))
     for one in _held_moments(target, moments):
-        if speaks(target.updater.params[one.name], world):
+        if is_first_replica(target.updater.params[one.name], world):
             yield from target.names.pieces(one)
     yield from random_state.pieces(target.world)
 

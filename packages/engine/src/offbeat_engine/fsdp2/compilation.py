@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.fsdp2.attention import Unseen
-from offbeat_engine.fsdp2.sharding import layers_of
+from offbeat_engine.fsdp2.families import layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -37,7 +37,7 @@ def compile_layers(scorer: Scorer) -> None:
     that are held as one tensor, for how many tokens each gets is known only as it runs.
     """
     with _quiet():
-        for layer in layers_of(scorer):
+        for layer in layers_of(scorer.hf):
             for module in layer.modules():
                 if any(param.dim() > 2 for param in module.parameters(recurse=False)):
                     module.forward = torch.compiler.disable(module.forward)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.fsdp2.optimizers import local
+from offbeat_engine.fsdp2.gathering import local
 
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig

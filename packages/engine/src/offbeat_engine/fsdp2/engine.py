@@ -166,12 +166,12 @@ class Fsdp2Engine(EngineBase[Parts]):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight, one whole tensor at a time; it may share memory with the live weight."""
         dtype = model.compute_dtype(self._config)
-        return weights.handed_out(self._ready().weights, weights.stream(self._sources(), dtype))
+        return self._ready().weights.handed_out(weights.stream(self._sources(), dtype))
 
     def named_weights_on(self, ranks: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:  # noqa: D102
         dtype, rank = model.compute_dtype(self._config), self.world.rank
         named = weights.stream_on(self._sources(), dtype, frozenset(ranks), rank)
-        return weights.handed_out(self._ready().weights, named)
+        return self._ready().weights.handed_out(named)
 
     def weight_manifest(self) -> tuple[WeightSpec, ...]:  # noqa: D102
         return weights.specs(self._sources(), model.compute_dtype(self._config))
@@ -179,7 +179,7 @@ class Fsdp2Engine(EngineBase[Parts]):
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
         self._accumulation.check_gradients()
         gradients = weights.gradients(self._ready().scorer.hf, lora.kind_of(self._config.lora))
-        return weights.handed_out(self._ready().weights, weights.stream(gradients, torch.float32))
+        return self._ready().weights.handed_out(weights.stream(gradients, torch.float32))
 
     def _sources(self) -> list[weights.Source]:
         return weights.exported(self._ready().scorer.hf, lora.kind_of(self._config.lora))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.capabilities import Refusal
+from offbeat_engine.errors import ConfigError
 from offbeat_engine.toolkit.hf import rotary
 
 if TYPE_CHECKING:
@@ -148,6 +149,15 @@ def head_of(hf: Any) -> torch.nn.Linear | None:
     inside = set() if decoder is None else {id(module) for module in decoder.modules()}
     linear = [each for each in hf.modules() if isinstance(each, torch.nn.Linear) and id(each) not in inside]
     return linear[0] if len(linear) == 1 else None
+
+
+def layers_of(hf: Any) -> Iterator[torch.nn.Module]:
+    """Return the decoder layers, by the classes that the model family names as not to be split."""
+    names: set[str] = {*(getattr(hf, "_no_split_modules", None) or ())}
+    layers = [module for module in hf.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(f"{type(hf).__name__} does not say which of its modules are layers to shard")
+    return iter(layers)
 
 
 def stays_float32(hf: Any, name: str) -> bool:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import lora
+from offbeat_engine.fsdp2.gathering import is_first_replica, local, region_of
 from offbeat_engine.fsdp2.load_plan import Group, convert
 from offbeat_engine.fsdp2.loading import Unfilled, put
-from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, sum_tensor
 from offbeat_engine.toolkit.state.slices import Region
 
@@ -99,7 +98,7 @@ def _fill_group(
             else:
                 values = convert(group, _parts(group, region, rows, unfilled, read), scorer.hf)[target]
             _write(place, values)
-            if full_name in scorer.base and speaks(place, world):
+            if full_name in scorer.base and is_first_replica(place, world):
                 sums[full_name] = lora.fingerprint(values.float(), rows.start)
 
 
@@ -122,26 +121,3 @@ def _parts(
 def _write(place: torch.Tensor, values: torch.Tensor) -> None:
     with torch.no_grad():
         local(place.detach()).copy_(values)
-
-
-def region_of(place: torch.Tensor) -> Region:
-    """Return which part of the whole tensor this rank holds: the one place that knows how a shard lies."""
-    whole = Region.whole(tuple(place.shape))
-    if not isinstance(place, DTensor):
-        return whole
-    *replicas, shard = place.placements
-    assert isinstance(shard, Shard)
-    assert all(replica == Replicate() for replica in replicas)
-    mesh, size = place.device_mesh, place.shape[shard.dim]
-    length = -(-size // mesh.size(mesh.ndim - 1))  # as `torch.chunk` cuts
-    start = min(mesh.get_local_rank(mesh.ndim - 1) * length, size)
-    shape = tuple(local(place.detach()).shape)
-    assert shape[shard.dim] == min(length, size - start)
-    return Region(tuple(start if dim == shard.dim else 0 for dim in range(place.dim())), shape)
-
-
-def speaks(place: torch.Tensor, world: World) -> bool:
-    """Return whether this rank's part counts, where several ranks hold copies of it: of what is whole, the first rank's."""
-    if not isinstance(place, DTensor):
-        return world.rank == 0
-    return place.device_mesh.ndim == 1 or place.device_mesh.get_local_rank(0) == 0

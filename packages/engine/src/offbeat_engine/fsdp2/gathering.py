@@ -1,4 +1,4 @@
-"""Whole tensors for some ranks alone, made of the shards that all of them hold."""
+"""How a weight lies over ranks: this rank's shard, where that is in the whole, and wholes made of shards. Nothing else knows it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,47 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from offbeat_engine.toolkit.state.slices import Region
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from offbeat_engine.world import World
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of `tensor` as a plain tensor sharing its memory, or a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of `tensor` on every rank; a collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def region_of(place: torch.Tensor) -> Region:
+    """Return which part of the whole tensor this rank holds: a box in it."""
+    whole = Region.whole(tuple(place.shape))
+    if not isinstance(place, DTensor):
+        return whole
+    *replicas, shard = place.placements
+    assert isinstance(shard, Shard)
+    assert all(replica == Replicate() for replica in replicas)
+    mesh, size = place.device_mesh, place.shape[shard.dim]
+    length = -(-size // mesh.size(mesh.ndim - 1))  # as `torch.chunk` cuts
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * length, size)
+    shape = tuple(local(place.detach()).shape)
+    assert shape[shard.dim] == min(length, size - start)
+    return Region(tuple(start if dim == shard.dim else 0 for dim in range(place.dim())), shape)
+
+
+def is_first_replica(place: torch.Tensor, world: World) -> bool:
+    """Return whether this rank's part counts, where several ranks hold replicas of it: of what is whole, the first rank's."""
+    if not isinstance(place, DTensor):
+        return world.rank == 0
+    return place.device_mesh.ndim == 1 or place.device_mesh.get_local_rank(0) == 0
 
 
 def whole_on(tensor: torch.Tensor, ranks: Collection[int], rank: int) -> torch.Tensor | None:

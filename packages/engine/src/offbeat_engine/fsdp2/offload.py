@@ -9,14 +9,17 @@ memory: it shows that nothing changes, and saves nothing.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from offbeat_engine.fsdp2.optimizers import local
+from offbeat_engine.fsdp2.gathering import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
+
+T = TypeVar("T")
+W = TypeVar("W", torch.Tensor, torch.Tensor | None)
 
 
 class Offloadable:
@@ -27,11 +30,6 @@ class Offloadable:
         self._holders = 0
         self._waits_in_host = False
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-
-    @property
-    def waits_in_host(self) -> bool:
-        """Whether they will be when nobody holds them."""
-        return self._waits_in_host
 
     def settle(self, *, in_host: bool) -> None:
         """Decide where they are while nobody holds them; that begins now, or when the last holder lets go."""
@@ -51,6 +49,17 @@ class Offloadable:
             self._holders -= 1
             if not self._holders and self._waits_in_host:
                 self._send()
+
+    def handed_out(self, named: Iterable[tuple[T, W]]) -> Iterator[tuple[T, W]]:
+        """Yield `named` while they are on the device; what shares memory with them must not outlive that, so it is copied."""
+        with self.held():
+            addresses: set[int] = set()  # the same for the whole stream
+            for name, tensor in named:
+                if tensor is not None and self._waits_in_host:
+                    addresses = addresses or self.addresses()
+                    if tensor.untyped_storage().data_ptr() in addresses:
+                        tensor = tensor.clone()  # the live one is about to leave
+                yield name, tensor
 
     def addresses(self) -> set[int]:
         """Return where their memory begins while they are on the device: what lies there is lost when they leave."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from offbeat_engine.fsdp2.gathering import local
 
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig
@@ -32,11 +33,6 @@ class Rule(Protocol):
     def empty_moments(self) -> Moments:
         """Return state of the right shapes to load into."""
         ...
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of `tensor` as a plain tensor sharing its memory, or a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class AdamW:

@@ -19,8 +19,8 @@ from offbeat_engine.config import Dtype, require_config
 from offbeat_engine.errors import RankLostError
 from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.config import Fsdp2Config
+from offbeat_engine.fsdp2.gathering import local
 from offbeat_engine.fsdp2.kernels import inputs_maker
-from offbeat_engine.fsdp2.optimizers import local
 from offbeat_engine.fsdp2.packing import lay_out, padded_inputs
 from offbeat_engine.fsdp2.replay import Choices
 from offbeat_engine.fsdp2.ulysses import gather_answers

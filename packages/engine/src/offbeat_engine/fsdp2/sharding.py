@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import Shard
 
 from offbeat_engine.config import Dtype, OptimizerName
-from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families, filling, lora
 from offbeat_engine.fsdp2.state_names import StateNames
 from offbeat_engine.toolkit.collectives import compute_device, sum_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,7 +40,7 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
 
     once, shard_group = gathers_once(scorer, config), _sharder(scorer, config, world)
     if not once:
-        for layer in layers_of(scorer):
+        for layer in families.layers_of(scorer.hf):
             shard_group(layer, reshard_after_forward=config.reshard != "never")
         if (table := _own_table(scorer)) is not None:
             # By itself, so that a gather never holds two copies of both ends of the model at once.
@@ -167,12 +166,3 @@ def gathers_once(scorer: Scorer, config: Fsdp2Config) -> bool:
     """Return whether the model is one group: gathered once, with gradients scattered once, in a mini-batch."""
     num_bytes = sum(param.numel() for param in scorer.parameters()) * 4
     return config.reshard == "auto" and num_bytes <= SMALL_MODEL_BYTES
-
-
-def layers_of(scorer: Scorer) -> Iterator[torch.nn.Module]:
-    """Return the decoder layers, by the classes that the model family names as not to be split."""
-    names = set(cast("list[str]", getattr(scorer.hf, "_no_split_modules", None) or []))
-    layers = [module for module in scorer.hf.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ConfigError(f"{type(scorer.hf).__name__} does not say which of its modules are layers to shard")
-    return iter(layers)

@@ -6,25 +6,20 @@ import json
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from offbeat_engine.fsdp2 import families, hf_names, lora
-from offbeat_engine.fsdp2.gathering import whole_on
+from offbeat_engine.fsdp2.gathering import whole, whole_on
 from offbeat_engine.toolkit.hf import weight_folders
 from offbeat_engine.toolkit.hf.weight_folders import copy_beside, named_files, write_files
 from offbeat_engine.values import WeightKind, WeightSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
-    from offbeat_engine.fsdp2.offload import Offloadable
     from offbeat_engine.world import World
-
-T = TypeVar("T")
-W = TypeVar("W", torch.Tensor, torch.Tensor | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +113,10 @@ def stream(sources: list[Source], dtype: torch.dtype) -> Iterator[tuple[str, tor
     A tensor may share memory with the live weight: copy it before the next optimizer step.
     """
     for source in sources:
-        whole = _merged(source, dtype)
-        converted = None if source.convert is None else source.convert(whole)
+        merged = _merged(source, dtype)
+        converted = None if source.convert is None else source.convert(merged)
         for name, _ in source.parts:
-            yield name, whole if converted is None else converted[name]
+            yield name, merged if converted is None else converted[name]
 
 
 def stream_on(
@@ -143,37 +138,21 @@ def _source_on(source: Source, dtype: torch.dtype, ranks: Collection[int], rank:
     """Return `source` with whole tensors on those of `ranks`, None on the others."""
     tensor, adapter = source.tensor.detach(), source.adapter
     if adapter is None:  # as in `_merged`: fewer bytes cross
-        whole = whole_on(tensor.to(_leaves_in(source, dtype)), ranks, rank)
-        return None if whole is None else replace(source, tensor=whole)
-    whole, a, b = (whole_on(each.detach(), ranks, rank) for each in (tensor, adapter.a, adapter.b))
-    if whole is None or a is None or b is None:
+        found = whole_on(tensor.to(_leaves_in(source, dtype)), ranks, rank)
+        return None if found is None else replace(source, tensor=found)
+    found, a, b = (whole_on(each.detach(), ranks, rank) for each in (tensor, adapter.a, adapter.b))
+    if found is None or a is None or b is None:
         return None
-    return replace(source, tensor=whole, adapter=replace(adapter, a=a, b=b))
-
-
-def handed_out(held: Offloadable, named: Iterable[tuple[T, W]]) -> Iterator[tuple[T, W]]:
-    """Yield `named` while the weights `held` are on the device; what they share memory with must not outlive that."""
-    with held.held():
-        addresses: set[int] = set()  # the same for the whole stream
-        for name, tensor in named:
-            if tensor is not None and held.waits_in_host:
-                addresses = addresses or held.addresses()
-                if tensor.untyped_storage().data_ptr() in addresses:
-                    tensor = tensor.clone()  # the live one is about to leave
-            yield name, tensor
+    return replace(source, tensor=found, adapter=replace(adapter, a=a, b=b))
 
 
 def _merged(source: Source, dtype: torch.dtype) -> torch.Tensor:
     """Return the whole tensor in `dtype`, with its adapter added in float32."""
     tensor, adapter, dtype = source.tensor.detach(), source.adapter, _leaves_in(source, dtype)
     if adapter is None:
-        return _whole(tensor.to(dtype))  # cast first: in bfloat16 half as many bytes cross between the ranks
-    product = _whole(adapter.b.detach()).float() @ _whole(adapter.a.detach()).float()
-    return (_whole(tensor).float() + adapter.scale * product).to(dtype)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole(tensor.to(dtype))  # cast first: in bfloat16 half as many bytes cross between the ranks
+    product = whole(adapter.b.detach()).float() @ whole(adapter.a.detach()).float()
+    return (whole(tensor).float() + adapter.scale * product).to(dtype)
 
 
 def _leaves_in(source: Source, dtype: torch.dtype) -> torch.dtype:
