@@ -7,8 +7,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
-from offbeat_engine.fsdp2 import Fsdp2Engine, activations, sharding, stepping
-from offbeat_engine.fsdp2.activations import HostActivations
+from offbeat_engine.fsdp2 import Fsdp2Engine, stepping
+from offbeat_engine.fsdp2.memory import activations, sharding
+from offbeat_engine.fsdp2.memory.activations import HostActivations
 from offbeat_engine.testing import make_tiny_model, random_batch
 
 CPU = torch.device("cpu")

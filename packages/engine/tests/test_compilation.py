@@ -7,8 +7,10 @@ import torch
 from torch.testing import assert_close
 
 from offbeat_engine import Fsdp2Config, ModelConfig, SftLoss, World
-from offbeat_engine.fsdp2 import Fsdp2Engine, compilation, sharding
+from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.checks import refusals_here
+from offbeat_engine.fsdp2.memory import sharding
+from offbeat_engine.fsdp2.model import compilation
 from offbeat_engine.testing import RankPool, make_tiny_model, random_batch, relative_error
 
 BATCHES = [random_batch(8 + seed, seed=seed, max_tokens=20 + 4 * seed) for seed in range(4)]

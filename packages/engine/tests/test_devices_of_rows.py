@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from offbeat_engine import ConfigError, train_batch
-from offbeat_engine.fsdp2 import varlen
-from offbeat_engine.fsdp2.attention import packed_attention, plan_padded
-from offbeat_engine.fsdp2.packing import RowInputs, lay_out, padded_inputs
-from offbeat_engine.fsdp2.varlen import plan_varlen
+from offbeat_engine.fsdp2.attention import varlen
+from offbeat_engine.fsdp2.attention.packed import packed_attention, plan_padded
+from offbeat_engine.fsdp2.attention.packing import RowInputs, lay_out, padded_inputs
+from offbeat_engine.fsdp2.attention.varlen import plan_varlen
 from offbeat_engine.testing import FakeCuda
 from offbeat_engine.toolkit.step import logprobs
 from offbeat_engine.world import SubGroup

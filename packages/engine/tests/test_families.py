@@ -7,7 +7,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, World, train_batch
-from offbeat_engine.fsdp2 import Fsdp2Engine, hf_names
+from offbeat_engine.fsdp2 import Fsdp2Engine
+from offbeat_engine.fsdp2.weights import hf_names
 from offbeat_engine.testing import make_tiny_model, random_batch, reference_logprobs, relative_error
 from offbeat_engine.testing.reference import load_reference
 from offbeat_engine.values import LossScale

@@ -16,7 +16,8 @@ from offbeat_engine import (
     SftLoss,
     World,
 )
-from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
+from offbeat_engine.fsdp2 import Fsdp2Engine
+from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.testing import RankPool, make_tiny_model, random_batch
 
 pytestmark = pytest.mark.spawns

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Dtype, Fsdp2Config, LoraConfig, ModelConfig, SftLoss, World
-from offbeat_engine.fsdp2 import Fsdp2Engine, families, sharding
+from offbeat_engine.fsdp2 import Fsdp2Engine, families
+from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.testing import make_tiny_model, random_batch, reference_logprobs
 from offbeat_engine.testing.reference import load_reference
 

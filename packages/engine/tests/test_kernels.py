@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from offbeat_engine import Dtype, ModelConfig
-from offbeat_engine.fsdp2 import Fsdp2Config, attention
-from offbeat_engine.fsdp2.kernels import (
+from offbeat_engine.fsdp2 import Fsdp2Config
+from offbeat_engine.fsdp2.attention import packed as attention
+from offbeat_engine.fsdp2.attention.kernels import (
     KERNELS,
     implementation,
     inputs_maker,
@@ -14,7 +15,7 @@ from offbeat_engine.fsdp2.kernels import (
     missing_here,
     refusal,
 )
-from offbeat_engine.fsdp2.packing import RowInputs, padded_inputs
+from offbeat_engine.fsdp2.attention.packing import RowInputs, padded_inputs
 
 CPU = Fsdp2Config(model=ModelConfig(path="nowhere"))
 GPU = replace(CPU, device="cuda", dtype=Dtype.BFLOAT16)

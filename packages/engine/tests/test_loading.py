@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, World
-from offbeat_engine.fsdp2 import Fsdp2Engine, load_plan, sharding
+from offbeat_engine.fsdp2 import Fsdp2Engine
+from offbeat_engine.fsdp2.memory import sharding
+from offbeat_engine.fsdp2.weights import load_plan
 from offbeat_engine.testing import make_tiny_model
 from offbeat_engine.toolkit.hf import weight_files
 

@@ -15,7 +15,8 @@ from offbeat_engine import (
     SftLoss,
     World,
 )
-from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
+from offbeat_engine.fsdp2 import Fsdp2Engine
+from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.testing import RankPool, make_tiny_model, random_batch, relative_error
 
 BATCHES = [random_batch(8, seed=seed) for seed in range(2)]

@@ -7,9 +7,9 @@ import torch
 
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.attention import packed_attention
-from offbeat_engine.fsdp2.packing import RowInputs
-from offbeat_engine.fsdp2.varlen import plan_varlen
+from offbeat_engine.fsdp2.attention.packed import packed_attention
+from offbeat_engine.fsdp2.attention.packing import RowInputs
+from offbeat_engine.fsdp2.attention.varlen import plan_varlen
 from offbeat_engine.testing import RankPool, random_batch, relative_error
 
 BATCHES = [random_batch(9, seed=seed) for seed in range(2)]

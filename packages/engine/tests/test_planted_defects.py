@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from offbeat_engine import Feature, LossScale, NonFiniteError, StepContext
-from offbeat_engine.fsdp2 import Fsdp2Engine, attention, packing, replay, stepping, updater
+from offbeat_engine.fsdp2 import Fsdp2Engine, stepping
+from offbeat_engine.fsdp2.attention import packed as attention
+from offbeat_engine.fsdp2.attention import packing
+from offbeat_engine.fsdp2.memory import updater
+from offbeat_engine.fsdp2.model import replay
 from offbeat_engine.testing import RanksError
 from offbeat_engine.testing.runner import Options, Ranks, Runner
 from offbeat_engine.testing.suite import cases, check_declaration, reason_to_skip

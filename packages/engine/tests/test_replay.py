@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 
 from offbeat_engine import BatchError, Fsdp2Config, ModelConfig, SftLoss, World, engine_class, train_batch
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.replay import ROUTERS, Routers
+from offbeat_engine.fsdp2.model.replay import ROUTERS, Routers
 from offbeat_engine.testing import make_tiny_model
 from offbeat_engine.testing.cases_routing import check_replay
 from offbeat_engine.testing.models import FAMILIES

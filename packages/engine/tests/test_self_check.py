@@ -19,7 +19,8 @@ from offbeat_engine import (
     World,
     train_batch,
 )
-from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine, scorer
+from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
+from offbeat_engine.fsdp2.model import scorer
 from offbeat_engine.testing import make_tiny_model, random_batch, reference_logprobs
 from offbeat_engine.testing.reference import load_reference
 

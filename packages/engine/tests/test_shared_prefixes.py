@@ -16,9 +16,9 @@ from offbeat_engine import (
     plan_micro_batches,
     train_batch,
 )
-from offbeat_engine.fsdp2.attention import plan_padded
-from offbeat_engine.fsdp2.packing import RowInputs, _owners, lay_out
-from offbeat_engine.fsdp2.varlen import plan_varlen
+from offbeat_engine.fsdp2.attention.packed import plan_padded
+from offbeat_engine.fsdp2.attention.packing import RowInputs, _owners, lay_out
+from offbeat_engine.fsdp2.attention.varlen import plan_varlen
 from offbeat_engine.testing import make_tiny_model, reference_logprobs, relative_error
 from offbeat_engine.testing.reference import load_reference
 

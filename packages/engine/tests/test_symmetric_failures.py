@@ -19,7 +19,9 @@ from offbeat_engine import (
     StepError,
     World,
 )
-from offbeat_engine.fsdp2 import Fsdp2Engine, checks, model, sharding
+from offbeat_engine.fsdp2 import Fsdp2Engine, checks
+from offbeat_engine.fsdp2.memory import sharding
+from offbeat_engine.fsdp2.model import building as model
 from offbeat_engine.testing import RankPool, random_batch
 
 pytestmark = pytest.mark.spawns

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from offbeat_engine import ConfigError
-from offbeat_engine.fsdp2.attention import packed_attention, plan_padded
-from offbeat_engine.fsdp2.packing import RowInputs
-from offbeat_engine.fsdp2.varlen import plan_varlen
+from offbeat_engine.fsdp2.attention.packed import packed_attention, plan_padded
+from offbeat_engine.fsdp2.attention.packing import RowInputs
+from offbeat_engine.fsdp2.attention.varlen import plan_varlen
 
 CPU = torch.device("cpu")
 

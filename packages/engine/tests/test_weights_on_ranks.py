@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offbeat_engine import Dtype, Engine, Fsdp2Config, LoraConfig, ModelConfig, SftLoss
-from offbeat_engine.fsdp2 import Fsdp2Engine, sharding
+from offbeat_engine.fsdp2 import Fsdp2Engine
+from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_engine.testing.reference import load_reference
 

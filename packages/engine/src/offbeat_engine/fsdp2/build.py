@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import model, sharding
-from offbeat_engine.fsdp2.offload import Offloadable, own_memory
-from offbeat_engine.fsdp2.replay import Routers
-from offbeat_engine.fsdp2.updater import Updater
+from offbeat_engine.fsdp2.memory import sharding
+from offbeat_engine.fsdp2.memory.offload import Offloadable, own_memory
+from offbeat_engine.fsdp2.memory.updater import Updater
+from offbeat_engine.fsdp2.model import building as model
+from offbeat_engine.fsdp2.model.replay import Routers
 from offbeat_engine.toolkit.collectives import first_failure
 from offbeat_engine.toolkit.step.throughput import ModelCost
 

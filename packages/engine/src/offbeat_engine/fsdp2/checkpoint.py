@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import DTensor
 
 from offbeat_engine.errors import CheckpointError
-from offbeat_engine.fsdp2 import lora
-from offbeat_engine.fsdp2.gathering import is_first_replica, local, region_of
-from offbeat_engine.fsdp2.state_names import Held, StateNames
-from offbeat_engine.fsdp2.weights import held
+from offbeat_engine.fsdp2.weights import lora
+from offbeat_engine.fsdp2.weights.export import held
+from offbeat_engine.fsdp2.weights.shards import is_first_replica, local, region_of
+from offbeat_engine.fsdp2.weights.state_names import Held, StateNames
 from offbeat_engine.toolkit.state import random_state, training_state
 from offbeat_engine.toolkit.state.slices import Region, check_fit
 from offbeat_engine.toolkit.state.training_state import WEIGHT, Saved
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_engine.fsdp2.optimizers import Moments
-    from offbeat_engine.fsdp2.scorer import Scorer
-    from offbeat_engine.fsdp2.updater import Updater
+    from offbeat_engine.fsdp2.memory.optimizers import Moments
+    from offbeat_engine.fsdp2.memory.updater import Updater
+    from offbeat_engine.fsdp2.model.scorer import Scorer
     from offbeat_engine.toolkit.state.saves import Destination, Saves
     from offbeat_engine.toolkit.state.saving import SaveHandle
     from offbeat_engine.toolkit.state.training_state import Loaded

@@ -13,11 +13,11 @@ from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
-from offbeat_engine.fsdp2.compilation import compiler_missing
-from offbeat_engine.fsdp2.eight_bits import has_torchao
-from offbeat_engine.fsdp2.kernels import missing_here, refusal
-from offbeat_engine.fsdp2.loading import check_files, empty_model
-from offbeat_engine.fsdp2.lora import has_peft
+from offbeat_engine.fsdp2.attention.kernels import missing_here, refusal
+from offbeat_engine.fsdp2.memory.eight_bits import has_torchao
+from offbeat_engine.fsdp2.model.compilation import compiler_missing
+from offbeat_engine.fsdp2.weights.loading import check_files, empty_model
+from offbeat_engine.fsdp2.weights.lora import has_peft
 from offbeat_engine.toolkit.collectives import first_failure
 from offbeat_engine.toolkit.devices import device_refusals
 from offbeat_engine.toolkit.step import schedules

@@ -11,12 +11,15 @@ import torch
 from offbeat_engine.base import EngineBase
 from offbeat_engine.config import require_config
 from offbeat_engine.errors import ConfigError, EngineError, StateError
-from offbeat_engine.fsdp2 import checkpoint, checks, lora, model, weights
+from offbeat_engine.fsdp2 import checkpoint, checks
 from offbeat_engine.fsdp2.build import Parts, build_parts
-from offbeat_engine.fsdp2.compilation import kernels
 from offbeat_engine.fsdp2.config import Fsdp2Config
+from offbeat_engine.fsdp2.model import building as model
+from offbeat_engine.fsdp2.model.compilation import kernels
 from offbeat_engine.fsdp2.self_check import find_difference, find_non_finite
 from offbeat_engine.fsdp2.stepping import names_of, run_step, step_of
+from offbeat_engine.fsdp2.weights import export as weights
+from offbeat_engine.fsdp2.weights import lora
 from offbeat_engine.toolkit.collectives import gather
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.capabilities import Capabilities, Refusal
     from offbeat_engine.config import EngineConfig
-    from offbeat_engine.fsdp2.updater import Updater
+    from offbeat_engine.fsdp2.memory.updater import Updater
     from offbeat_engine.toolkit.state.saves import Destination
     from offbeat_engine.toolkit.state.saving import SaveHandle
     from offbeat_engine.toolkit.step.micro_batches import Asked
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 class Fsdp2Engine(EngineBase[Parts]):
     """Hugging Face causal models on 1..N ranks with `fully_shard`, gloo on CPU and NCCL on GPU.
 
-    One float32 rank runs unsharded (see `fsdp2.sharding.shard`). On a CPU in float32, the same calls on the same
+    One float32 rank runs unsharded (see `fsdp2.memory.sharding.shard`). On a CPU in float32, the same calls on the same
     data and number of ranks give the same bits.
     """
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.batch import units_of
 from offbeat_engine.config import Dtype
-from offbeat_engine.fsdp2.activations import HostActivations
-from offbeat_engine.fsdp2.kernels import inputs_maker
-from offbeat_engine.fsdp2.model import compute_dtype
-from offbeat_engine.fsdp2.packing import RowInputs, lay_out
-from offbeat_engine.fsdp2.ulysses import gather_answers
+from offbeat_engine.fsdp2.attention.kernels import inputs_maker
+from offbeat_engine.fsdp2.attention.packing import RowInputs, lay_out
+from offbeat_engine.fsdp2.attention.ulysses import gather_answers
+from offbeat_engine.fsdp2.memory.activations import HostActivations
+from offbeat_engine.fsdp2.model.building import compute_dtype
 from offbeat_engine.toolkit.hf.layouts import fed_lengths, place
 from offbeat_engine.toolkit.hf.rotary import check_lengths
 from offbeat_engine.toolkit.step.micro_batches import MicroBatches
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.fsdp2.build import Parts
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.fsdp2.replay import Routers
-    from offbeat_engine.fsdp2.scorer import Scorer
+    from offbeat_engine.fsdp2.model.replay import Routers
+    from offbeat_engine.fsdp2.model.scorer import Scorer
     from offbeat_engine.toolkit.hf.layouts import MakeInputs
     from offbeat_engine.toolkit.step.micro_batches import Asked
     from offbeat_engine.values import Predictions, StepContext

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from offbeat_engine.fsdp2.updater import Updater
+from offbeat_engine.fsdp2.memory.updater import Updater
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.fsdp2 import families, hf_names, lora
-from offbeat_engine.fsdp2.gathering import whole, whole_on
+from offbeat_engine.fsdp2 import families
+from offbeat_engine.fsdp2.weights import hf_names, lora
+from offbeat_engine.fsdp2.weights.shards import whole, whole_on
 from offbeat_engine.toolkit.hf import weight_folders
 from offbeat_engine.toolkit.hf.weight_folders import copy_beside, named_files, write_files
 from offbeat_engine.values import WeightKind, WeightSpec

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.errors import CheckpointError
-from offbeat_engine.fsdp2 import hf_names, lora, weights
-from offbeat_engine.fsdp2.load_plan import Group, convert, make_plan
+from offbeat_engine.fsdp2.weights import export as weights
+from offbeat_engine.fsdp2.weights import hf_names, lora
+from offbeat_engine.fsdp2.weights.load_plan import Group, convert, make_plan
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from offbeat_engine.values import WeightShard
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from offbeat_engine.fsdp2.gathering import local
+from offbeat_engine.fsdp2.weights.shards import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from offbeat_engine.fsdp2.gathering import local
+from offbeat_engine.fsdp2.weights.shards import local
 
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig

@@ -4,12 +4,12 @@ All sequences of a micro-batch lie one after the other in one row, so every line
 sees real tokens only. Attention alone must know where sequences begin: the row's plan says so. It enters through
 transformers' own registry, whatever the kernel, so no model code is patched and every kernel refuses alike.
 Under sequence parallelism the row is cut among the ranks of a group; attention alone sees all of it, for some of the
-heads (see `fsdp2.ulysses`).
+heads (see `fsdp2.attention.ulysses`).
 
 `PaddedRows` is the plan for any device and dtype: queries, keys and values of sequences of similar length are
 gathered to [B, T], attended causally (right padding lies in no real token's past, so no mask is needed) and put
 back. The cost is linear in the tokens times their own sequence's length; a dense [N, N] mask over the packed row
-would be quadratic in the micro-batch. `fsdp2.varlen` has the plan for variable-length kernels.
+would be quadratic in the micro-batch. `fsdp2.attention.varlen` has the plan for variable-length kernels.
 """
 
 # transformers is typed in part: its registry takes any callable. torch.autograd.Function is untyped.
@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2.ulysses import heads_of_all_tokens, tokens_of_all_heads
+from offbeat_engine.fsdp2.attention.ulysses import heads_of_all_tokens, tokens_of_all_heads
 from offbeat_engine.toolkit.step.planning import plan_length_classes
 
 if TYPE_CHECKING:

@@ -9,8 +9,10 @@ import torch
 from torch.distributed.tensor import Shard
 
 from offbeat_engine.config import Dtype, OptimizerName
-from offbeat_engine.fsdp2 import families, filling, lora
-from offbeat_engine.fsdp2.state_names import StateNames
+from offbeat_engine.fsdp2 import families
+from offbeat_engine.fsdp2.memory import filling
+from offbeat_engine.fsdp2.weights import lora
+from offbeat_engine.fsdp2.weights.state_names import StateNames
 from offbeat_engine.toolkit.collectives import compute_device, sum_tensor
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.fsdp2.scorer import Scorer
+    from offbeat_engine.fsdp2.model.scorer import Scorer
     from offbeat_engine.world import SubGroup, World
 
 # Below this size a model is one FSDP group, gathered once per step: on small models the hooks and collectives

@@ -29,12 +29,12 @@ import torch
 from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2.varlen_plain import Heads, Part, plain_backward, plain_forward
+from offbeat_engine.fsdp2.attention.varlen_plain import Heads, Part, plain_backward, plain_forward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat_engine.fsdp2.attention import Asked
+    from offbeat_engine.fsdp2.attention.packed import Asked
     from offbeat_engine.world import SubGroup
 
 # Shapes: N packed tokens, S sequences or segments, T tokens of the longest, Q tokens that ask and M that are seen in one

@@ -14,8 +14,9 @@ import torch
 
 from offbeat_engine.config import LoraExport
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import families, lora
-from offbeat_engine.fsdp2.weights import exported
+from offbeat_engine.fsdp2 import families
+from offbeat_engine.fsdp2.weights import lora
+from offbeat_engine.fsdp2.weights.export import exported
 
 if TYPE_CHECKING:
     from collections.abc import Generator

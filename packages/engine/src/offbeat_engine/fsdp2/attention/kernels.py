@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offbeat_engine.config import Dtype
-from offbeat_engine.fsdp2 import attention
-from offbeat_engine.fsdp2.packing import RowInputs, padded_inputs
-from offbeat_engine.fsdp2.varlen import plan_varlen
+from offbeat_engine.fsdp2.attention import packed as attention
+from offbeat_engine.fsdp2.attention.packing import RowInputs, padded_inputs
+from offbeat_engine.fsdp2.attention.varlen import plan_varlen
 
 if TYPE_CHECKING:
-    from offbeat_engine.fsdp2.attention import PlanRows
+    from offbeat_engine.fsdp2.attention.packed import PlanRows
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.toolkit.hf.layouts import MakeInputs
 

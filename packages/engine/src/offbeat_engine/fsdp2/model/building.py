@@ -11,19 +11,13 @@ import torch
 
 from offbeat_engine.config import Dtype
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import (
-    attention,
-    compilation,
-    families,
-    hf_names,
-    kernels,
-    loading,
-    lora,
-    recomputing,
-    trainable,
-    weights,
-)
-from offbeat_engine.fsdp2.scorer import Scorer
+from offbeat_engine.fsdp2 import families
+from offbeat_engine.fsdp2.attention import kernels
+from offbeat_engine.fsdp2.attention import packed as attention
+from offbeat_engine.fsdp2.model import compilation, recomputing, trainable
+from offbeat_engine.fsdp2.model.scorer import Scorer
+from offbeat_engine.fsdp2.weights import export as weights
+from offbeat_engine.fsdp2.weights import hf_names, loading, lora
 
 if TYPE_CHECKING:
     from offbeat_engine.fsdp2.config import Fsdp2Config

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import StateError
-from offbeat_engine.fsdp2.eight_bits import AdamW8bit
-from offbeat_engine.fsdp2.optimizers import AdamW, Moments, Params, Rule, local
+from offbeat_engine.fsdp2.memory.eight_bits import AdamW8bit
+from offbeat_engine.fsdp2.memory.optimizers import AdamW, Moments, Params, Rule, local
 from offbeat_engine.toolkit.collectives import sum_tensor
 from offbeat_engine.toolkit.step.schedules import learning_rate
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2 import lora
-from offbeat_engine.fsdp2.gathering import is_first_replica, local, region_of
-from offbeat_engine.fsdp2.load_plan import Group, convert
-from offbeat_engine.fsdp2.loading import Unfilled, put
+from offbeat_engine.fsdp2.weights import lora
+from offbeat_engine.fsdp2.weights.load_plan import Group, convert
+from offbeat_engine.fsdp2.weights.loading import Unfilled, put
+from offbeat_engine.fsdp2.weights.shards import is_first_replica, local, region_of
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, sum_tensor
 from offbeat_engine.toolkit.state.slices import Region
 
 if TYPE_CHECKING:
-    from offbeat_engine.fsdp2.scorer import Scorer
+    from offbeat_engine.fsdp2.model.scorer import Scorer
     from offbeat_engine.toolkit.hf.weight_files import Read
     from offbeat_engine.world import World
 

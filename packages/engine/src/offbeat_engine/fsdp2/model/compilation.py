@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.fsdp2.attention import Unseen
+from offbeat_engine.fsdp2.attention.packed import Unseen
 from offbeat_engine.fsdp2.families import layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from offbeat_engine.fsdp2.config import Fsdp2Config
-    from offbeat_engine.fsdp2.scorer import Scorer
+    from offbeat_engine.fsdp2.model.scorer import Scorer
 
 # What torch's compiler says about itself as it compiles.
 _REMARKS = ("`torch.jit", "The .grad attribute of a Tensor that is not a leaf")

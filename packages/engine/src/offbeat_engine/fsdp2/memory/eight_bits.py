@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.fsdp2.gathering import local
+from offbeat_engine.fsdp2.weights.shards import local
 
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig
-    from offbeat_engine.fsdp2.optimizers import Moments, Params
+    from offbeat_engine.fsdp2.memory.optimizers import Moments, Params
 
 _BLOCK = 256
 _LEAST = 4096  # below so many numbers there is nothing to gain

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2.load_plan import Plan, make_plan
+from offbeat_engine.fsdp2.weights.load_plan import Plan, make_plan
 from offbeat_engine.toolkit.hf.probing import without_bars
 from offbeat_engine.toolkit.hf.weight_files import WeightFiles
 

@@ -11,7 +11,7 @@ from offbeat_engine.toolkit.hf.rotary import sequence_limit
 from offbeat_engine.toolkit.step.logprobs import token_logprobs
 
 if TYPE_CHECKING:
-    from offbeat_engine.fsdp2.loading import Unfilled
+    from offbeat_engine.fsdp2.weights.loading import Unfilled
     from offbeat_engine.toolkit.hf.layouts import Layout
 
 

@@ -1,6 +1,6 @@
 """Variable-length attention written out, segment by segment: what the GPU's kernels are held against, on any device.
 
-Forward answers with the log-sum-exp of each token's scores too, backward takes one from outside: see `fsdp2.varlen`.
+Forward answers with the log-sum-exp of each token's scores too, backward takes one from outside: see `fsdp2.attention.varlen`.
 """
 
 # ruff: noqa: N815 shapes ride in names, of fields too

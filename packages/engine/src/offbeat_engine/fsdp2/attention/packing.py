@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2.ulysses import padded_length
+from offbeat_engine.fsdp2.attention.ulysses import padded_length
 from offbeat_engine.toolkit.hf import layouts
 from offbeat_engine.toolkit.hf.replaying import KEY
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.fsdp2.attention import PlanRows
+    from offbeat_engine.fsdp2.attention.packed import PlanRows
     from offbeat_engine.toolkit.hf.layouts import Layout, MakeInputs
     from offbeat_engine.world import SubGroup
 

@@ -1,0 +1,1 @@
+"""Attention over packed rows, and rows cut among ranks."""

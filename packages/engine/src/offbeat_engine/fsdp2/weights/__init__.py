@@ -1,0 +1,1 @@
+"""Weights by their Hugging Face names: read, converted, adapted, streamed and written."""
