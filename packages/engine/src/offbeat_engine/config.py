@@ -136,7 +136,7 @@ class EngineConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """How many consecutive ranks work on the same sequences; `shard_data` gives them the same share."""
+        """How many consecutive ranks work on the same sequences; `shard_data` gives them the same data shard."""
         return 1
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 from offbeat_engine.config import EngineConfig, require_config
 from offbeat_engine.errors import StateError
-from offbeat_engine.toolkit.step.batch_shares import gather_shares, take_share
+from offbeat_engine.toolkit.step.data_shards import gather_shards, take_shard
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -53,21 +53,21 @@ class Engine(ABC):
         """
         self.config = require_config(config, self.Config)
         self.world = world
-        self._shares: list[list[int]] | None = None  # of the last `shard_data`: the rows of each share
+        self._shards: list[list[int]] | None = None  # of the last `shard_data`: the rows of each data shard
 
     @property
     def data_size(self) -> int:
-        """Into how many shares `shard_data` cuts a batch. Ranks that work on the same sequences have the same share."""
+        """Into how many data shards `shard_data` cuts a batch. Ranks that work on the same sequences have the same one."""
         return self.world.size // self.config.model_parallel_size
 
     @property
     def data_rank(self) -> int:
-        """Which of those shares this rank has, from 0."""
+        """Which of those data shards this rank has, from 0."""
         return self.world.rank // self.config.model_parallel_size
 
     @property
-    def is_speaker(self) -> bool:
-        """Whether this rank speaks for its share: of its ranks exactly one does, and it holds the predictions."""
+    def is_leader(self) -> bool:
+        """Whether this rank leads the ranks of its data shard: exactly one does, and it holds the predictions."""
         return self.world.rank % self.config.model_parallel_size == 0
 
     @classmethod
@@ -156,7 +156,7 @@ class Engine(ABC):
         Returns:
             `(predictions, loss, ctx)`: detached predictions in the order and on the device of `batch`, the global loss
             (the same on all ranks) and the filled context; without the loss when `forward_only`. All ranks that hold
-            outputs have the same keys; the others, speakers never among them, have none (`unshard_data` brings the
+            outputs have the same keys; the others, leaders never among them, have none (`unshard_data` brings the
             predictions to all).
 
         Raises:
@@ -187,25 +187,25 @@ class Engine(ABC):
         """
 
     def shard_data(self, data: TrainBatch) -> TrainBatch:
-        """Return this rank's share of `data` (the same on all ranks), balanced by tokens, no communication.
+        """Return this rank's data shard of `data` (the same on all ranks), balanced by tokens, no communication.
 
-        Ranks that work on the same sequences get the same share, and must be given it whole.
+        Ranks that work on the same sequences get the same shard, and must be given it whole.
 
         Raises:
             BatchError: `data` lacks a required key of the schema.
         """
-        share, self._shares = take_share(data, self.data_rank, self.data_size)
-        return share
+        shard, self._shards = take_shard(data, self.data_rank, self.data_size)
+        return shard
 
     def unshard_data(self, data: TensorDict) -> TensorDict:
-        """Gather the speakers' rows back into the order of the last `shard_data`, on the CPU; the same on all ranks.
+        """Gather the leaders' rows back into the order of the last `shard_data`, on the CPU; the same on all ranks.
 
         Raises:
-            StateError: `shard_data` was not called, or a speaker's `data` has not as many rows as that gave it.
+            StateError: `shard_data` was not called, or a leader's `data` has not as many rows as that gave it.
         """
-        if self._shares is None:
+        if self._shards is None:
             raise StateError("`unshard_data` before `shard_data`: there is no order to go back to")
-        return gather_shares(data, self._shares, self.world, self.data_rank, speaks=self.is_speaker)
+        return gather_shards(data, self._shards, self.world, self.data_rank, leads=self.is_leader)
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:

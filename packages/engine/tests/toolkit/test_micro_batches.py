@@ -23,12 +23,12 @@ def failing(predictions, batch, scale):
 
 def one_call(world, loss_fn):
     """Run a call in which rank 1 has no outputs: it has no predictions, and calls neither `loss` nor `take`."""
-    speaks = world.rank == 0
+    leads = world.rank == 0
     batch, ctx = random_batch(3), StepContext()
     run = MicroBatches(
         Asked(
             world=world, device=compute_device(world), names=("logprobs", "entropy"), data_rank=0, data_size=1,
-            speaks=speaks, loss_fn=loss_fn, postprocess_fn=added,
+            leads=leads, loss_fn=loss_fn, postprocess_fn=added,
         ),
         batch,
         ctx,
@@ -38,7 +38,7 @@ def one_call(world, loss_fn):
     grads = []
     for number in range(run.num_micro):
         rows = run.rows(number)
-        if speaks:
+        if leads:
             logprobs = (-0.01 * rows["input_ids"]).requires_grad_()
             loss = run.loss(
                 number, {"logprobs": logprobs, "entropy": torch.ones_like(logprobs.detach())}, logprobs

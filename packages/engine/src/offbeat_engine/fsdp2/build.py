@@ -63,7 +63,7 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
         config.optimizer,
         dict(scorer.hf.named_parameters()),
         world,
-        num_copies=sharding.num_copies(config, world),
+        num_replicas=sharding.num_replicas(config, world),
     )
 
     def weights() -> Iterator[torch.Tensor]:

@@ -45,7 +45,7 @@ class MegatronEngine(EngineBase[Parts]):
     """Hugging Face causal models on megatron-core's local layers, gloo on CPU and NCCL on GPU.
 
     Of `num_ranks` ranks neighbours share a tensor, then come the copies, and the stages of a pipeline lie furthest apart
-    (megatron-core's own order). Outputs are on the last stage, whose first rank of a tensor speaks.
+    (megatron-core's own order). Outputs are on the last stage, whose first rank of a tensor leads.
     """
 
     Config = MegatronConfig
@@ -71,7 +71,7 @@ class MegatronEngine(EngineBase[Parts]):
         return self.world.rank // self._neighbours % self.data_size
 
     @property
-    def is_speaker(self) -> bool:  # noqa: D102
+    def is_leader(self) -> bool:  # noqa: D102
         stage = self.world.rank // (self._neighbours * self.data_size)
         last = stage == self._config.pipeline_parallel_size - 1
         return last and self.world.rank % self._neighbours == 0

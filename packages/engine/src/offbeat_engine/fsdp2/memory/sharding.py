@@ -139,29 +139,29 @@ def peers_of(config: Fsdp2Config, world: World) -> SubGroup | None:
     return world.split(config.sequence_parallel_size, config.collective_timeout_s)
 
 
-def num_copies(config: Fsdp2Config, world: World) -> int:
-    """Return how many copies of the weights the ranks hold among them."""
+def num_replicas(config: Fsdp2Config, world: World) -> int:
+    """Return how many replicas of the weights the ranks hold among them."""
     return world.size // (config.shard_size or world.size)
 
 
 def _mesh(config: Fsdp2Config, world: World) -> DeviceMesh:
-    """Return one dimension of all ranks, or copies times the consecutive ranks that share one (hybrid sharding).
+    """Return one dimension of all ranks, or replicas times the consecutive ranks that share one (hybrid sharding).
 
     Gradients are summed over both, so ranks that share sequences need no dimension of their own.
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     world.ensure_group(config.collective_timeout_s)
-    copies = num_copies(config, world)
-    if copies == 1:
+    replicas = num_replicas(config, world)
+    if replicas == 1:
         return init_device_mesh(world.device, (world.size,))
     # Groups of our own making, because those that a mesh makes have torch's deadline and not the config's.
     groups = [
-        world.split(copies, config.collective_timeout_s, stride=config.shard_size).group,
+        world.split(replicas, config.collective_timeout_s, stride=config.shard_size).group,
         world.split(config.shard_size, config.collective_timeout_s).group,
     ]
-    ranks = torch.arange(world.size).view(copies, config.shard_size)
-    return DeviceMesh.from_group(groups, world.device, mesh=ranks, mesh_dim_names=("copies", "shards"))
+    ranks = torch.arange(world.size).view(replicas, config.shard_size)
+    return DeviceMesh.from_group(groups, world.device, mesh=ranks, mesh_dim_names=("replicas", "shards"))
 
 
 def gathers_once(scorer: Scorer, config: Fsdp2Config) -> bool:

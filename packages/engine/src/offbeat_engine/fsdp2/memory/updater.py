@@ -41,11 +41,11 @@ class Updater:
         config: OptimizerConfig,
         params: dict[str, torch.nn.Parameter],
         world: World,
-        num_copies: int = 1,
+        num_replicas: int = 1,
     ) -> None:
         self._config = config
         self._world = world
-        self._num_copies = num_copies  # of each shard among the ranks (hybrid sharding)
+        self._num_replicas = num_replicas  # of each shard among the ranks (hybrid sharding)
         self.num_steps = 0  # scheduled steps so far
         self.params = {name: param for name, param in params.items() if param.requires_grad}
         self._rule = _make_rule(self._config, self.params)
@@ -70,10 +70,10 @@ class Updater:
         whole = [
             not isinstance(param.grad, DTensor) for param in self.params.values() if param.grad is not None
         ]
-        num_ranks = self._world.size // self._num_copies
+        num_ranks = self._world.size // self._num_replicas
         shares = torch.tensor([1 / num_ranks if each else 1.0 for each in whole], dtype=torch.float64)
         square = (norms.square() * shares.to(norms.device)).sum()
-        return math.sqrt(float(sum_tensor(self._world, square)) / self._num_copies)
+        return math.sqrt(float(sum_tensor(self._world, square)) / self._num_replicas)
 
     def step(self, grad_norm: float) -> None:
         """Scale gradients of norm `grad_norm` to at most `max_grad_norm`, then take one step."""

@@ -52,7 +52,7 @@ class Placed(Protocol):
     def data_size(self) -> int: ...  # noqa: D102
 
     @property
-    def is_speaker(self) -> bool: ...  # noqa: D102
+    def is_leader(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Asked:
     """What the caller asked of one call, and this rank's part in it.
 
     `device` is where the model computes, `names` what it predicts. `loss_fn` is None when there is only a forward pass.
-    Ranks of one `data_rank` (0 to `data_size` - 1) hold the same sequences; of each such group one `speaks` for it. `predict`
+    Ranks of one `data_rank` (0 to `data_size` - 1) hold the same sequences; one rank of each such group `leads` it. `predict`
     false: the predictions are not kept. `replays_experts`: the engine takes a batch's `routed_experts`; else such a batch is refused.
     `vocab_size`: where it is given, a batch with other tokens is refused. `cost` and `peak_flops` (of one rank) give the MFU where both are known.
     """
@@ -70,7 +70,7 @@ class Asked:
     names: tuple[str, ...]
     data_rank: int
     data_size: int
-    speaks: bool = True
+    leads: bool = True
     loss_fn: LossFn | None = None
     preprocess_fn: PreprocessFn | None = None
     postprocess_fn: PostprocessFn | None = None
@@ -83,7 +83,7 @@ class Asked:
     @classmethod
     def of(cls, engine: Placed, **call: Any) -> Asked:
         """Return what was asked of `engine`, whose ranks are as it says."""
-        ranks = {"data_rank": engine.data_rank, "data_size": engine.data_size, "speaks": engine.is_speaker}
+        ranks = {"data_rank": engine.data_rank, "data_size": engine.data_size, "leads": engine.is_leader}
         return cls(world=engine.world, device=compute_device(engine.world), **ranks, **call)
 
 
@@ -91,7 +91,7 @@ class _Said(TypedDict):
     """What a rank tells the others at the end."""
 
     failed: bool
-    speaks: bool
+    leads: bool
     totals: Read
     engine: dict[str, float]
     answers: Described
@@ -225,7 +225,7 @@ class MicroBatches:
         asked = self._asked
         mine = _Said(
             failed=self._error is not None,
-            speaks=asked.speaks,
+            leads=asked.leads,
             totals=self._totals.read(),  # the one time that the host waits for the device
             engine=dict(engine or {}),
             answers=self._answers.described(),
@@ -236,8 +236,8 @@ class MicroBatches:
         if any(one["failed"] for one in said):
             self.raise_failure()
         # In rank order, so that every rank adds the same numbers in the same order.
-        speakers = [one for one in said if one["speaks"]]
-        loss, sums, maxes = Totals.combined([one["totals"] for one in speakers])
+        leaders = [one for one in said if one["leads"]]
+        loss, sums, maxes = Totals.combined([one["totals"] for one in leaders])
         elapsed_s = max(one["elapsed_s"] for one in said)
         self._ctx.stats = StepStats(
             loss=loss,
@@ -249,7 +249,7 @@ class MicroBatches:
             elapsed_s=elapsed_s,
             mfu=self._mfu(elapsed_s),
             peak_memory_bytes=max(one["peak_bytes"] for one in said),
-            engine=Totals.added([one["engine"] for one in speakers]),
+            engine=Totals.added([one["engine"] for one in leaders]),
         )
         return self._answers.joined([one["answers"] for one in said])
 
