@@ -14,7 +14,7 @@ from offbeat_engine.interface import Engine
 from offbeat_engine.toolkit.state import checkpoint_folders, training_state
 from offbeat_engine.toolkit.state.saves import Destination, Saves
 from offbeat_engine.toolkit.step.accumulation import Accumulation
-from offbeat_engine.toolkit.step.micro_batches import Asked
+from offbeat_engine.toolkit.step.micro_batches import StepRequest
 from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class EngineBase(Engine, Generic[Parts]):
         """Set the model to train or to evaluate."""
 
     @abstractmethod
-    def _run(self, asked: Asked, batch: TrainBatch, ctx: StepContext) -> Predictions:
+    def _run(self, request: StepRequest, batch: TrainBatch, ctx: StepContext) -> Predictions:
         """Run a whole mini-batch, fill `ctx`, and return predictions, detached: what `toolkit.step.micro_batches` is for."""
 
     @abstractmethod
@@ -198,7 +198,7 @@ class EngineBase(Engine, Generic[Parts]):
             raise StateError(
                 "this `StepContext` holds the counts of an earlier call; make a new one (`StepContext(scale=...)` for the same counts)"
             )
-        asked = Asked.of(
+        request = StepRequest.of(
             self,
             names=self._names(),
             loss_fn=None if forward_only else self._loss_fn,
@@ -208,7 +208,7 @@ class EngineBase(Engine, Generic[Parts]):
         )
         try:
             with self._lent(), torch.set_grad_enabled(not forward_only):
-                predictions = self._run(asked, batch, ctx)
+                predictions = self._run(request, batch, ctx)
         except Exception:
             if not self.config.inference_only:
                 self.optimizer_zero_grad()  # they are of half a mini-batch

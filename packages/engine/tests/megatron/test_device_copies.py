@@ -29,7 +29,7 @@ def test_a_row_is_fed_without_a_wait(replays, num_tokens):
     if replays:
         inputs["experts_SK"] = torch.zeros(28, 4, dtype=torch.int32)
     step = SimpleNamespace(
-        asked=SimpleNamespace(device=CUDA),
+        request=SimpleNamespace(device=CUDA),
         groups=SimpleNamespace(context=SimpleNamespace(size=1, rank=0)),
         config=SimpleNamespace(sequence_parallel=False),
         shape=SimpleNamespace(vocab=50, num_layers=2),

@@ -6,7 +6,7 @@ import torch
 from offbeat_engine import SftLoss, StepContext, StepError
 from offbeat_engine.testing import random_batch
 from offbeat_engine.toolkit.collectives import compute_device
-from offbeat_engine.toolkit.step.micro_batches import Asked, MicroBatches
+from offbeat_engine.toolkit.step.micro_batches import MicroBatches, StepRequest
 
 PLAN = [[2, 0], [1]]
 
@@ -26,7 +26,7 @@ def one_call(world, loss_fn):
     leads = world.rank == 0
     batch, ctx = random_batch(3), StepContext()
     run = MicroBatches(
-        Asked(
+        StepRequest(
             world=world, device=compute_device(world), names=("logprobs", "entropy"), data_rank=0, data_size=1,
             leads=leads, loss_fn=loss_fn, postprocess_fn=added,
         ),

@@ -6,7 +6,7 @@ import torch
 from offbeat_engine import LoraConfig, ModelConfig, SftLoss, StepContext, World
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from offbeat_engine.testing import make_tiny_model, random_batch
-from offbeat_engine.toolkit.step.micro_batches import Asked, MicroBatches
+from offbeat_engine.toolkit.step.micro_batches import MicroBatches, StepRequest
 from offbeat_engine.toolkit.step.throughput import Meter, ModelCost
 
 # A tiny Qwen2: hidden 32, 4 heads on 2 of keys and values of 8 each, MLPs of 64, a vocabulary of 64, two layers.
@@ -75,13 +75,13 @@ def test_of_experts_those_count_that_a_token_visits(tmp_path):
 
 def test_a_step_has_its_seconds_its_bytes_and_the_share_of_the_peak():
     cost = ModelCost(num_params=1000, num_trained=0, num_layers=2, attention_width=8)
-    asked = Asked(
+    request = StepRequest(
         world=World(), device=torch.device("cpu"), names=("logprobs", "entropy"), data_rank=0, data_size=1,
         loss_fn=SftLoss(), cost=cost, peak_flops=1e9,
     )  # fmt: skip
     batch, ctx = random_batch(3), StepContext()
     before = Meter(torch.device("cpu")).peak_bytes()
-    run = MicroBatches(asked, batch, ctx, lambda batch: [[0, 1, 2]])
+    run = MicroBatches(request, batch, ctx, lambda batch: [[0, 1, 2]])
     logprobs = torch.zeros(run.rows(0)["input_ids"].shape, requires_grad=True)
     run.loss(0, {"logprobs": logprobs, "entropy": logprobs.detach()}, logprobs)
     run.finish()

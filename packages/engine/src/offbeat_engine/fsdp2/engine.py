@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.memory.updater import Updater
     from offbeat_engine.toolkit.state.saves import Destination
     from offbeat_engine.toolkit.state.saving import SaveHandle
-    from offbeat_engine.toolkit.step.micro_batches import Asked
+    from offbeat_engine.toolkit.step.micro_batches import StepRequest
     from offbeat_engine.values import (
         Predictions,
         StepContext,
@@ -115,18 +115,18 @@ class Fsdp2Engine(EngineBase[Parts]):
     def _lent(self) -> AbstractContextManager[None]:
         return kernels(self._config)
 
-    def _run(self, asked: Asked, batch: TrainBatch, ctx: StepContext) -> Predictions:
+    def _run(self, request: StepRequest, batch: TrainBatch, ctx: StepContext) -> Predictions:
         parts = self._ready()
         if self._failure:
             raise StateError(
                 f"the model failed in an earlier training call ({self._failure}); make a new engine"
             )
         try:
-            return run_step(step_of(parts, self._config, asked), batch, ctx)
+            return run_step(step_of(parts, self._config, request), batch, ctx)
         except EngineError:
             raise
         except Exception as error:
-            if parts.sharded and asked.loss_fn is not None:  # FSDP keeps gradients of earlier micro-batches
+            if parts.sharded and request.loss_fn is not None:  # FSDP keeps gradients of earlier micro-batches
                 self._failure = f"{type(error).__name__}: {error}"
             raise
         finally:

@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.model.replay import Routers
     from offbeat_engine.fsdp2.model.scorer import Scorer
     from offbeat_engine.toolkit.hf.layouts import MakeInputs
-    from offbeat_engine.toolkit.step.micro_batches import Asked
+    from offbeat_engine.toolkit.step.micro_batches import StepRequest
     from offbeat_engine.values import Predictions, StepContext
     from offbeat_engine.world import SubGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """How this engine answers one call; `asked` is the call.
+    """How this engine answers one call; `request` is the call.
 
     `peers` are the ranks that share the tokens of the same sequences, None where each has its own.
     """
 
-    asked: Asked
+    request: StepRequest
     scorer: Scorer
     routers: Routers
     peers: SubGroup | None
@@ -56,7 +56,7 @@ class Step:
     @property
     def trains(self) -> bool:
         """Whether there is a backward pass."""
-        return self.asked.loss_fn is not None
+        return self.request.loss_fn is not None
 
     @property
     def gradient_scale(self) -> float:
@@ -67,12 +67,14 @@ class Step:
         return 1.0 if self.peers is None else 1.0 / self.peers.size
 
 
-def step_of(parts: Parts, config: Fsdp2Config, asked: Asked) -> Step:
-    """Return how an engine of `parts` and `config` answers the call `asked`."""
-    peak = peak_flops(asked.device, compute_dtype(config))
+def step_of(parts: Parts, config: Fsdp2Config, request: StepRequest) -> Step:
+    """Return how an engine of `parts` and `config` answers the call `request`."""
+    peak = peak_flops(request.device, compute_dtype(config))
     vocab_size = parts.scorer.hf.config.get_text_config().vocab_size
     return Step(
-        asked=replace(asked, cost=parts.cost, peak_flops=peak, replays_experts=True, vocab_size=vocab_size),
+        request=replace(
+            request, cost=parts.cost, peak_flops=peak, replays_experts=True, vocab_size=vocab_size
+        ),
         scorer=parts.scorer,
         routers=parts.routers,
         peers=parts.peers,
@@ -83,7 +85,7 @@ def step_of(parts: Parts, config: Fsdp2Config, asked: Asked) -> Step:
         gather_once=parts.gather_once,
         keep_gathered=parts.gather_once or config.reshard == "never",
         reduces_each=config.reduce_dtype == Dtype.BFLOAT16,
-        activations=HostActivations(asked.device) if config.activation_offload else None,
+        activations=HostActivations(request.device) if config.activation_offload else None,
     )
 
 
@@ -94,7 +96,7 @@ def names_of(scorer: Scorer) -> tuple[str, ...]:
 
 def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     """Run every micro-batch of `batch`, fill `ctx`, and return detached predictions in the batch's order."""
-    run = MicroBatches(step.asked, batch, ctx, lambda whole: _plan(step, whole))
+    run = MicroBatches(step.request, batch, ctx, lambda whole: _plan(step, whole))
     for number in range(run.num_micro):
         _sync_gradients(step, last=number == run.num_micro - 1)
         predictions, anchor = _forward(step, run, number)
@@ -151,11 +153,11 @@ def _leave(step: Step, anchor: torch.Tensor) -> None:
 
 def _forward(step: Step, run: MicroBatches, number: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the predictions [b, T] of a micro-batch, and an outcome of the pass that is there on ranks without one."""
-    asked, micro = step.asked, run.rows(number)
-    layout = lay_out(micro, step.make_inputs, asked.device, step.peers)
+    request, micro = step.request, run.rows(number)
+    layout = lay_out(micro, step.make_inputs, request.device, step.peers)
     step.routers.take(layout.experts_NK)
     run.on_device(number)
-    wants_entropy_gradient = bool(getattr(asked.loss_fn, "entropy_gradient", False))
+    wants_entropy_gradient = bool(getattr(request.loss_fn, "entropy_gradient", False))
     with nullcontext() if step.activations is None else step.activations.kept():
         outputs: tuple[torch.Tensor, ...] = step.scorer(layout, wants_entropy_gradient)
     if step.peers is not None:

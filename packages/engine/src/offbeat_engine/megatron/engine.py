@@ -25,7 +25,7 @@ from offbeat_engine.megatron.updater import Updater, gradient
 from offbeat_engine.toolkit.collectives import compute_device, first_failure
 from offbeat_engine.toolkit.devices import device_refusals
 from offbeat_engine.toolkit.hf.weight_folders import copy_beside, export_folder, named_files, write_files
-from offbeat_engine.toolkit.step.micro_batches import Asked
+from offbeat_engine.toolkit.step.micro_batches import StepRequest
 from offbeat_engine.toolkit.step.throughput import peak_flops
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class MegatronEngine(EngineBase[Parts]):
         """Return why this model must not be used here (see `self_check`), the same on all ranks, or None."""
         bits = transformer_engine.without_eight_bits(parts.chunks[0].model.config)
         with self.eval_mode(), bits:
-            step = self._step(Asked.of(self, names=self._names()))
+            step = self._step(StepRequest.of(self, names=self._names()))
             return find_difference(step, parts, self._saves.world, reference)
 
     def _names(self) -> tuple[str, ...]:
@@ -131,14 +131,14 @@ class MegatronEngine(EngineBase[Parts]):
     def _lent(self) -> AbstractContextManager[None]:
         return self._ready().groups.lent()
 
-    def _run(self, asked: Asked, batch: TrainBatch, ctx: StepContext) -> Predictions:
-        return run_step(self._step(asked), batch, ctx)
+    def _run(self, request: StepRequest, batch: TrainBatch, ctx: StepContext) -> Predictions:
+        return run_step(self._step(request), batch, ctx)
 
-    def _step(self, asked: Asked) -> Step:
-        parts, peak = self._ready(), peak_flops(asked.device, compute_dtype(self._config))
+    def _step(self, request: StepRequest) -> Step:
+        parts, peak = self._ready(), peak_flops(request.device, compute_dtype(self._config))
         return Step(
-            asked=replace(
-                asked, cost=parts.cost, peak_flops=peak, replays_experts=True, vocab_size=parts.shape.vocab
+            request=replace(
+                request, cost=parts.cost, peak_flops=peak, replays_experts=True, vocab_size=parts.shape.vocab
             ),
             config=self._config,
             chunks=parts.chunks,

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from offbeat_engine.megatron.families import Shape
     from offbeat_engine.megatron.groups import Groups
     from offbeat_engine.toolkit.hf.layouts import Layout
-    from offbeat_engine.toolkit.step.micro_batches import Asked
+    from offbeat_engine.toolkit.step.micro_batches import StepRequest
     from offbeat_engine.values import Predictions, StepContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """How this engine answers one call; `asked` is the call."""
+    """How this engine answers one call; `request` is the call."""
 
-    asked: Asked
+    request: StepRequest
     config: MegatronConfig
     chunks: Sequence[Chunk]
     shape: Shape
@@ -50,7 +50,7 @@ class Step:
     @property
     def trains(self) -> bool:
         """Whether there is a backward pass."""
-        return self.asked.loss_fn is not None
+        return self.request.loss_fn is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     """Run every micro-batch of `batch`, fill `ctx`, and return detached predictions in the batch's order."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    run = MicroBatches(step.asked, batch, ctx, partial(_plan, step))
+    run = MicroBatches(step.request, batch, ctx, partial(_plan, step))
     if not run.num_micro:
         return run.finish()
     num_micro = _rounded(run.num_micro, step.config)
@@ -140,7 +140,7 @@ def _lay_out(step: Step, micro: TrainBatch | None) -> Layout:
     sharing = step.groups.context
     row = _Row(step.config.packing, sharing.size, experts)
     cut = partial(context.cut, sharing=sharing) if sharing.size > 1 else None
-    return lay_out(micro, row, step.asked.device, cut)
+    return lay_out(micro, row, step.request.device, cut)
 
 
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
@@ -174,7 +174,7 @@ def _row_length(step: Step, layouts: Sequence[Layout]) -> int:
     """Return the one length of all rows where stages, or ranks that share experts, must know it beforehand; else 0."""
     longest = max(_of_row(step, layout) for layout in layouts)
     if step.config.expert_parallel_size > 1:
-        return max(length for (length,) in gather_ints(step.asked.world, longest))
+        return max(length for (length,) in gather_ints(step.request.world, longest))
     return longest if step.config.pipeline_parallel_size > 1 else 0
 
 
@@ -185,7 +185,7 @@ def _tensor(layout: Layout, name: str) -> torch.Tensor:
 
 
 def _feed(step: Step, layout: Layout, num_tokens: int) -> _Fed:
-    device = step.asked.device
+    device = step.request.device
     ids_S, positions_S = _tensor(layout, "ids_S"), _tensor(layout, "positions_S")
     missing = num_tokens - len(ids_S)
     lengths_N = _tensor(layout, "lengths")
@@ -224,7 +224,7 @@ def _experts(step: Step, layout: Layout, missing: int, mine_S: slice | torch.Ten
     if step.config.sequence_parallel:
         tensor = step.groups.tensor
         experts_SK = experts_SK.chunk(tensor.size)[tensor.rank]
-    return experts_SK.unflatten(1, (step.shape.num_layers, -1)).to(step.asked.device, non_blocking=True)
+    return experts_SK.unflatten(1, (step.shape.num_layers, -1)).to(step.request.device, non_blocking=True)
 
 
 def _forward(
@@ -255,7 +255,7 @@ def _end(
     states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of a micro-batch on the last stage, in the form that is divided by nothing."""
-    wants_entropy_gradient = bool(getattr(step.asked.loss_fn, "entropy_gradient", False))
+    wants_entropy_gradient = bool(getattr(step.request.loss_fn, "entropy_gradient", False))
     outputs = predict(chunk, states, layout, step.shape, step.groups, wants_entropy_gradient)
     if layout.counts_P:
         outputs = context.gather_answers(outputs, layout)

@@ -42,7 +42,7 @@ NAME = "offbeat_packed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AttnOptions:
     """What a layer asks of attention: the factor of the scores, the last tokens seen (None: all), dropout."""
 
     scaling: float
@@ -64,7 +64,7 @@ class RowPlan(Protocol):
         ...
 
     def attend(
-        self, query_NAD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, asked: Asked
+        self, query_NAD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, options: AttnOptions
     ) -> torch.Tensor:
         """Attend within each sequence of the whole row; [N, A, D]."""
         ...
@@ -115,12 +115,12 @@ class PaddedRows:
         return len(self.back_N)
 
     def attend(
-        self, query_NAD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, asked: Asked
+        self, query_NAD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, options: AttnOptions
     ) -> torch.Tensor:
         """Attend within each sequence, class by class; [N, A, D]."""
         outputs: list[torch.Tensor] = []
         for source_BT in self.classes:
-            mask = _window_mask(asked.window, source_BT)
+            mask = _window_mask(options.window, source_BT)
             keys, values = (_spread(each, source_BT, self.shared) for each in (key_NKD, value_NKD))
             if query_NAD.is_cuda and (mask is not None or query_NAD.dtype == torch.float32):
                 # Flash takes neither. The memory-efficient kernel wants a key head for each query head; else all scores are made.
@@ -132,8 +132,8 @@ class PaddedRows:
                 values,
                 attn_mask=mask,
                 is_causal=mask is None,
-                dropout_p=asked.dropout,
-                scale=asked.scaling,
+                dropout_p=options.dropout,
+                scale=options.scaling,
                 enable_gqa=query_NAD.shape[1] != keys.shape[1],
             )
             outputs.append(output_BATD.transpose(1, 2).flatten(0, 1))
@@ -194,17 +194,17 @@ def packed_attention(
         if options.get(name) is not None:
             raise ConfigError(f"packed attention does not know `{name}`; set `packing: false`")
     window, scaling = options.get("sliding_window"), options.get("scaling")
-    asked = Asked(
+    attn = AttnOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window if isinstance(window, int) else None,
         dropout=float(options.get("dropout") or 0.0),
     )
     query_NAD, key_NKD, value_NKD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if plan.peers is None:
-        return plan.attend(query_NAD, key_NKD, value_NKD, asked)[None], None
+        return plan.attend(query_NAD, key_NKD, value_NKD, attn)[None], None
     num_tokens = plan.num_tokens  # without the padding to equal slices
     query_NaD, key_NkD, value_NkD = heads_of_all_tokens(query_NAD, key_NKD, value_NKD, plan.peers)
-    output_NaD = plan.attend(query_NaD[:num_tokens], key_NkD[:num_tokens], value_NkD[:num_tokens], asked)
+    output_NaD = plan.attend(query_NaD[:num_tokens], key_NkD[:num_tokens], value_NkD[:num_tokens], attn)
     output_NaD = functional.pad(output_NaD, (0, 0, 0, 0, 0, len(query_NaD) - num_tokens))
     return tokens_of_all_heads(output_NaD, plan.peers)[None], None
 

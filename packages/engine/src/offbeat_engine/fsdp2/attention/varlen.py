@@ -34,7 +34,7 @@ from offbeat_engine.fsdp2.attention.varlen_plain import Heads, Part, plain_backw
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offbeat_engine.fsdp2.attention.packed import Asked
+    from offbeat_engine.fsdp2.attention.packed import AttnOptions
     from offbeat_engine.world import SubGroup
 
 # Shapes: N packed tokens, S sequences or segments, T tokens of the longest, Q tokens that ask and M that are seen in one
@@ -64,18 +64,18 @@ class VarlenRows:
     peers: SubGroup | None = None
 
     def attend(
-        self, query_NAD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, asked: Asked
+        self, query_NAD: torch.Tensor, key_NKD: torch.Tensor, value_NKD: torch.Tensor, options: AttnOptions
     ) -> torch.Tensor:
         """Attend within each sequence; [N, A, D]."""
-        window = asked.window if asked.window is not None and asked.window < self.longest else None
+        window = options.window if options.window is not None and options.window < self.longest else None
         heads = (query_NAD, key_NKD, value_NKD)
         heads = _as_flash_takes_them(*heads) if query_NAD.is_cuda else heads
-        if asked.dropout:
+        if options.dropout:
             raise ConfigError(
-                f"varlen attention knows no dropout, and the model asks for {asked.dropout:g}; "
+                f"varlen attention knows no dropout, and the model asks for {options.dropout:g}; "
                 "set `attention: sdpa`, or train without dropout"
             )
-        output_NAD = cast("torch.Tensor", _Varlen.apply(*heads, self.parts(window), asked.scaling, window))
+        output_NAD = cast("torch.Tensor", _Varlen.apply(*heads, self.parts(window), options.scaling, window))
         return output_NAD[..., : value_NKD.shape[-1]]
 
     def parts(self, window: int | None) -> tuple[Part, ...]:

@@ -2,7 +2,7 @@
 
 An engine runs the model over micro-batch after micro-batch, in whatever order its schedule likes:
 
-    run = MicroBatches(asked, batch, ctx, plan)        # all ranks: checked, planned, preprocessed, counted
+    run = MicroBatches(request, batch, ctx, plan)        # all ranks: checked, planned, preprocessed, counted
     for number in range(run.num_micro):
         predictions, anchor = ...                      # the model on run.rows(number), or on a dummy where that is None
         loss = run.loss(number, predictions, anchor)   # on ranks that have outputs; never raises
@@ -56,7 +56,7 @@ class Placed(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class StepRequest:
     """What the caller asked of one call, and this rank's part in it.
 
     `device` is where the model computes, `names` what it predicts. `loss_fn` is None when there is only a forward pass.
@@ -81,7 +81,7 @@ class Asked:
     peak_flops: float | None = None
 
     @classmethod
-    def of(cls, engine: Placed, **call: Any) -> Asked:
+    def of(cls, engine: Placed, **call: Any) -> StepRequest:
         """Return what was asked of `engine`, whose ranks are as it says."""
         ranks = {"data_rank": engine.data_rank, "data_size": engine.data_size, "leads": engine.is_leader}
         return cls(world=engine.world, device=compute_device(engine.world), **ranks, **call)
@@ -104,7 +104,7 @@ class MicroBatches:
 
     def __init__(
         self,
-        asked: Asked,
+        request: StepRequest,
         batch: TrainBatch,
         ctx: StepContext,
         plan: Callable[[TrainBatch], list[list[int]]],
@@ -117,19 +117,19 @@ class MicroBatches:
             BatchError: on some rank the batch breaks the schema, or ranks of a group hold different sequences.
             StepError: `preprocess_fn` raised on some rank.
         """
-        self._asked, self._ctx = asked, ctx
-        self._meter = Meter(asked.device)
+        self._request, self._ctx = request, ctx
+        self._meter = Meter(request.device)
         self._error: Exception | None = None
         self._micros: list[TrainBatch] = []
         self._plan: list[list[int]] = []
-        self._totals = Totals(asked.device)
-        self._answers = Answers(batch, asked.names if asked.predict else ())
+        self._totals = Totals(request.device)
+        self._answers = Answers(batch, request.names if request.predict else ())
         self._moved: dict[int, TrainBatch] = {}
         counts = [0] * 6
         try:
             check_batch(batch)
-            check_replay(batch, asked.replays_experts)
-            check_tokens(batch, asked.vocab_size)
+            check_replay(batch, request.replays_experts)
+            check_tokens(batch, request.vocab_size)
             self._plan = plan(batch)
             check_whole(units_of(batch), self._plan)
             self._micros = [self._preprocessed(batch, rows) for rows in self._plan]
@@ -148,10 +148,10 @@ class MicroBatches:
         A copy between forward and backward would let the device wait for the host.
         """
         micro = self.rows(number)
-        if micro is None or micro["input_ids"].device == self._asked.device:
+        if micro is None or micro["input_ids"].device == self._request.device:
             return micro
         if number not in self._moved:
-            self._moved[number] = micro.to(self._asked.device)
+            self._moved[number] = micro.to(self._request.device)
         return self._moved[number]
 
     def loss(
@@ -198,13 +198,13 @@ class MicroBatches:
 
         Where all ranks stand at the same place between two passes, it ends a step that has failed early.
         """
-        if self._asked.loss_fn is None and self._asked.postprocess_fn is None:
+        if self._request.loss_fn is None and self._request.postprocess_fn is None:
             return False  # nothing of the caller's has run since the last time
-        return any(failed for (failed,) in gather_ints(self._asked.world, int(self._error is not None)))
+        return any(failed for (failed,) in gather_ints(self._request.world, int(self._error is not None)))
 
     def raise_failure(self) -> None:
         """Raise what the lowest failed rank raised, on all ranks, if any has failed. A collective."""
-        message = first_failure(self._asked.world, self._error)
+        message = first_failure(self._request.world, self._error)
         if message is None:
             return
         is_bad_batch = message.split(": ")[message.startswith("rank ")] == BatchError.__name__
@@ -222,17 +222,17 @@ class MicroBatches:
             BatchError: as `StepError`, for an answer of a hook that breaks the schema.
             StepError: a loss or hook raised on some rank.
         """
-        asked = self._asked
+        request = self._request
         mine = _Said(
             failed=self._error is not None,
-            leads=asked.leads,
+            leads=request.leads,
             totals=self._totals.read(),  # the one time that the host waits for the device
             engine=dict(engine or {}),
             answers=self._answers.described(),
             elapsed_s=self._meter.elapsed_s(),
             peak_bytes=self._meter.peak_bytes(),
         )
-        said = gather(asked.world, mine)
+        said = gather(request.world, mine)
         if any(one["failed"] for one in said):
             self.raise_failure()
         # In rank order, so that every rank adds the same numbers in the same order.
@@ -255,10 +255,10 @@ class MicroBatches:
 
     def _preprocessed(self, batch: TrainBatch, rows: list[int]) -> TrainBatch:
         micro = select_rows(batch, rows)
-        if self._asked.preprocess_fn is None:
+        if self._request.preprocess_fn is None:
             return micro
         width = micro["input_ids"].shape[1]
-        micro = self._asked.preprocess_fn(micro, self._ctx)
+        micro = self._request.preprocess_fn(micro, self._ctx)
         check_batch(micro)
         if tuple(micro["input_ids"].shape) != (len(rows), width):
             raise BatchError(
@@ -276,13 +276,15 @@ class MicroBatches:
             sum(int(part.sum()) for part in lengths),
             sum(int(part.square().sum()) for part in lengths),
             sum(int(part.sum()) for part in masks),
-            fingerprint(batch) if self._asked.data_size < self._asked.world.size else 0,
+            fingerprint(batch) if self._request.data_size < self._request.world.size else 0,
         ]
 
     def _count(self, mine: list[int]) -> tuple[int, int, int, int]:
         """Fill `ctx.scale`; return micro-batches per rank, then tokens, their pairs and loss tokens over all ranks."""
-        asked = self._asked
-        told = gather_ints(asked.world, int(self._error is not None), asked.data_rank, len(self._plan), *mine)
+        request = self._request
+        told = gather_ints(
+            request.world, int(self._error is not None), request.data_rank, len(self._plan), *mine
+        )
         if any(failed for failed, *_ in told):
             self.raise_failure()
         first: dict[int, int] = {}  # rank of each group that comes first: what a group holds counts once
@@ -308,14 +310,14 @@ class MicroBatches:
         self, number: int, predictions: Mapping[str, torch.Tensor], micro: TrainBatch
     ) -> torch.Tensor:
         """Return the sum of each prediction times the loss's gradient by it: backward through that is the loss's."""
-        assert self._asked.loss_fn is not None
+        assert self._request.loss_fn is not None
         assert self._ctx.scale is not None
         leaves = {
             name: value.detach().requires_grad_(value.requires_grad) for name, value in predictions.items()
         }
         answers = self._answered(number, dict(leaves), micro)
-        output = self._totals.add(self._asked.loss_fn(answers, micro, self._ctx.scale))
-        scalar = torch.zeros((), device=self._asked.device)
+        output = self._totals.add(self._request.loss_fn(answers, micro, self._ctx.scale))
+        scalar = torch.zeros((), device=self._request.device)
         trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
         if not trained or not output.loss.requires_grad:
             return scalar  # a loss that depends on nothing
@@ -331,16 +333,16 @@ class MicroBatches:
     def _answered(self, number: int, values: dict[str, torch.Tensor], micro: TrainBatch) -> Predictions:
         """Return what the loss gets: the predictions after the hook; kept if they are asked for."""
         answers = TensorDict(values, batch_size=micro.batch_size)  # pyright: ignore[reportArgumentType]
-        if self._asked.postprocess_fn is not None:
-            answers = self._asked.postprocess_fn(answers, micro, self._ctx)
+        if self._request.postprocess_fn is not None:
+            answers = self._request.postprocess_fn(answers, micro, self._ctx)
             self._answers.check(answers, micro)
-        if self._asked.predict:
+        if self._request.predict:
             self._answers.add(self._plan[number], answers)
         return answers
 
     def _mfu(self, elapsed_s: float) -> float | None:
-        asked = self._asked
-        if asked.cost is None or asked.peak_flops is None:
+        request = self._request
+        if request.cost is None or request.peak_flops is None:
             return None
-        flops = asked.cost.flops(self._num_tokens, self._num_pairs, backward=asked.loss_fn is not None)
-        return flops / (elapsed_s * asked.peak_flops * asked.world.size)
+        flops = request.cost.flops(self._num_tokens, self._num_pairs, backward=request.loss_fn is not None)
+        return flops / (elapsed_s * request.peak_flops * request.world.size)
