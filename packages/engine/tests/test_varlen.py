@@ -1,4 +1,4 @@
-"""Variable-length attention: a beginning attended to once and merged is attention, in forward and backward."""
+"""Variable-length attention: a prefix attended to once and merged is attention, in forward and backward."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_both_plans_come_to_the_same_for_a_group_of_completions(plan_rows, windo
 
 def test_completions_of_one_prompt_ask_for_it_in_one_segment():
     plan = RowInputs(plan_varlen, share=True)(*batch_of(GROUP), CPU)[0]["packed"]
-    own, beginnings = plan.parts(None)
+    own, prefixes = plan.parts(None)
     assert own.ends_q.tolist() == [
         0,
         2,
@@ -99,19 +99,19 @@ def test_completions_of_one_prompt_ask_for_it_in_one_segment():
         9,
         12,
     ]  # the last sequence is the prompt alone, and holds it for all
-    assert own.asks_Q is None
-    assert own.sees_M is None
+    assert own.queries_Q is None
+    assert own.keys_M is None
     # The second begins like the first for one token more than the others do, so it asks for that by itself.
-    assert sorted(beginnings.ends_q.diff().tolist()) == [2, 2 + 1 + 4]
-    assert sorted(beginnings.ends_k.diff().tolist()) == [3, 4]
-    assert not beginnings.causal
+    assert sorted(prefixes.ends_q.diff().tolist()) == [2, 2 + 1 + 4]
+    assert sorted(prefixes.ends_k.diff().tolist()) == [3, 4]
+    assert not prefixes.causal
 
 
 def test_scores_far_apart_do_not_overflow_where_parts_are_merged():
     rows = [[7, 7, 7, 1, 2], [7, 7, 7, 3, 4]]
     inputs, where = RowInputs(plan_varlen, share=True)(*batch_of(rows), CPU)
     query, key, value = (each.detach().float() for each in heads_of(7))
-    key[0, :, :3] *= 200  # the beginning's scores are in the thousands: one part has all of the weight
+    key[0, :, :3] *= 200  # the prefix's scores are in the thousands: one part has all of the weight
     got = attend(inputs["packed"], (query, key, value))
     assert bool(got.isfinite().all())
     assert_close(got, by_sequence(rows, where, (query, key, value), None, None), rtol=0, atol=1e-4)

@@ -26,7 +26,7 @@ class Kernel:
 
     padded: str | None = None
     plan: PlanRows | None = None
-    shares: bool = False  # whether a beginning that sequences have in common may lie in the row once
+    shares: bool = False  # whether a prefix that sequences have in common may lie in the row once
     cuda_dtypes: frozenset[Dtype] = frozenset(Dtype)
     capability: tuple[int, int] = (0, 0)  # of a GPU, at least
 
@@ -63,7 +63,7 @@ def inputs_maker(config: Fsdp2Config) -> MakeInputs:
     if not config.packing:
         return padded_inputs
     assert kernel.plan is not None  # refused before
-    # Ranks that share a row cut it where they like, which a shared beginning does not survive.
+    # Ranks that share a row cut it where they like, which a shared prefix does not survive.
     alone = config.sequence_parallel_size == 1
     return RowInputs(kernel.plan, share=config.share_prefixes and kernel.shares and alone)
 

@@ -1,4 +1,4 @@
-"""Attention over packed rows: one entry in transformers' registry, and behind it a plan of who sees whom.
+"""Attention over packed rows: one entry in transformers' registry, and behind it a plan of which query token attends to which key token.
 
 All sequences of a micro-batch lie one after the other in one row, so every linear layer, norm and activation
 sees real tokens only. Attention alone must know where sequences begin: the row's plan says so. It enters through
@@ -51,7 +51,7 @@ class AttnOptions:
 
 
 class RowPlan(Protocol):
-    """Who sees whom in a packed row; made once per micro-batch, used in each layer."""
+    """Which query token attends to which key token of a packed row; made once per micro-batch, used in each layer."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,14 +74,14 @@ class PlanRows(Protocol):
     """Plans attention for sequences whose tokens lie anywhere in one packed row."""
 
     def __call__(
-        self, where_ST: torch.Tensor, own_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
+        self, where_ST: torch.Tensor, query_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
     ) -> RowPlan:
         """Return the plan.
 
         Args:
             where_ST: int64, the place of each token in the row, for the first `lengths[s]` of sequence s. Sequences may
-                share places where they begin alike.
-            own_ST: bool, each place once: whose query answers there. Of each sequence those are the last ones, and they
+                share the places of a common prefix.
+            query_ST: bool, each place once: whose query answers there. Of each sequence those are the last ones, and they
                 lie together.
             lengths: tokens of each sequence, >= 1.
             device: where the plan is needed.
@@ -89,7 +89,7 @@ class PlanRows(Protocol):
         ...
 
 
-class Unseen:
+class OpaquePlan:
     """A plan that the compiler passes on without a look: torch 2.11 opens frozen dataclasses, and compiles anew for each."""
 
     def __init__(self, plan: RowPlan) -> None:
@@ -142,12 +142,12 @@ class PaddedRows:
 
 
 def plan_padded(
-    where_ST: torch.Tensor, own_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
+    where_ST: torch.Tensor, query_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
 ) -> PaddedRows:
     """Plan `PaddedRows`: a `PlanRows`."""
     lengths_S = torch.tensor(lengths, dtype=torch.int64)
-    own_ST = own_ST & (torch.arange(where_ST.shape[1]) < lengths_S[:, None])
-    back_N = torch.empty(int(own_ST.sum()), dtype=torch.int64)
+    query_ST = query_ST & (torch.arange(where_ST.shape[1]) < lengths_S[:, None])
+    back_N = torch.empty(int(query_ST.sum()), dtype=torch.int64)
     classes: list[torch.Tensor] = []
     offset = 0
     for members in plan_length_classes(lengths):
@@ -155,8 +155,8 @@ def plan_padded(
         real_BT = torch.arange(longest)[None] < lengths_S[members_B, None]
         where_BT = where_ST[members_B, :longest]
         source_BT = torch.where(real_BT, where_BT, where_BT[:, :1])
-        own_BT = own_ST[members_B, :longest]
-        back_N[source_BT[own_BT]] = own_BT.flatten().nonzero().squeeze(1) + offset
+        query_BT = query_ST[members_B, :longest]
+        back_N[source_BT[query_BT]] = query_BT.flatten().nonzero().squeeze(1) + offset
         offset += real_BT.numel()
         classes.append(source_BT.to(device, non_blocking=True))
     shared = len(back_N) < sum(lengths)
@@ -184,8 +184,8 @@ def packed_attention(
     Returns:
         [1, N, A, D] and None (no attention weights).
     """
-    held: RowPlan | Unseen | None = options.get("packed")
-    plan = held.plan if isinstance(held, Unseen) else held
+    given: RowPlan | OpaquePlan | None = options.get("packed")
+    plan = given.plan if isinstance(given, OpaquePlan) else given
     if plan is None or attention_mask is not None:
         raise ConfigError(
             f"{type(module).__name__} does not hand the packing plan down to attention; set `packing: false`"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from offbeat_engine.toolkit.hf.layouts import Layout, MakeInputs
     from offbeat_engine.world import SubGroup
 
-# Beginnings are shared where that saves at least this part of the tokens.
+# Prefixes are shared where that saves at least this part of the tokens.
 MIN_SHARED = 0.05
 
 # b = sequences of the micro-batch, T = tokens of its longest, N = tokens fed, M = tokens asked for.
@@ -77,9 +77,9 @@ def _slice(layout: Layout, peers: SubGroup) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """One row of all fed tokens, with a plan of who sees whom: a `MakeInputs`.
+    """One row of all fed tokens, with a plan of attention: a `MakeInputs`.
 
-    With `share` a beginning that several sequences have in common lies in it once. What a causal model makes of a token
+    With `share` a prefix that several sequences have in common lies in it once. What a causal model makes of a token
     depends on the tokens before it alone. So the prompt of a group of completions is computed once, its keys and values
     are looked up by each of them, and its gradient is the sum over all. With `told` [b, T, K], tokens of which different things are told
     are different tokens.
@@ -93,13 +93,13 @@ class RowInputs:
         self, ids_bT: torch.Tensor, fed_bT: torch.Tensor, device: torch.device
     ) -> tuple[dict[str, object], torch.Tensor]:
         """Lay out the row; see `MakeInputs`."""
-        own_bT, owner_bT = fed_bT, None
+        query_bT, owner_bT = fed_bT, None
         if self.share:
             words = [ids_bT[..., None]] if self.told is None else [ids_bT[..., None], self.told + 1]
-            owned_bT, found_bT = _owners(torch.cat(words, -1), fed_bT)
-            if int(owned_bT.sum()) <= (1 - MIN_SHARED) * int(fed_bT.sum()):
-                own_bT, owner_bT = owned_bT, found_bT
-        row_N, position_N = own_bT.nonzero(as_tuple=True)
+            found_query_bT, found_owner_bT = _owners(torch.cat(words, -1), fed_bT)
+            if int(found_query_bT.sum()) <= (1 - MIN_SHARED) * int(fed_bT.sum()):
+                query_bT, owner_bT = found_query_bT, found_owner_bT
+        row_N, position_N = query_bT.nonzero(as_tuple=True)
         where_bT = torch.zeros_like(ids_bT)
         where_bT[row_N, position_N] = torch.arange(len(row_N), device=ids_bT.device)
         if owner_bT is not None:
@@ -110,7 +110,7 @@ class RowInputs:
         inputs: dict[str, object] = {
             "input_ids": ids_bT[row_N, position_N][None].to(device, non_blocking=True),
             "position_ids": position_N[None].to(device, non_blocking=True),
-            "packed": self.plan(where_bT[rows_S].cpu(), own_bT[rows_S].cpu(), lengths, device),
+            "packed": self.plan(where_bT[rows_S].cpu(), query_bT[rows_S].cpu(), lengths, device),
         }
         return inputs, where_bT
 
@@ -120,7 +120,7 @@ def _owners(words_bTW: torch.Tensor, fed_bT: torch.Tensor) -> tuple[torch.Tensor
 
     A token is as many numbers >= 0 as say all that is known of it.
 
-    In the order of a dictionary, what two sequences have in common at their beginning they have in common with all
+    In the order of a dictionary, what two sequences have in common in their prefix they have in common with all
     between them: comparing neighbours finds everything.
     """
     lengths = fed_bT.sum(1).tolist()
@@ -130,11 +130,11 @@ def _owners(words_bTW: torch.Tensor, fed_bT: torch.Tensor) -> tuple[torch.Tensor
     words_bTW, fed_bT = words_bTW[order_b], fed_bT[order_b]
     same_bT = torch.zeros_like(fed_bT)
     same_bT[1:] = (words_bTW[1:] == words_bTW[:-1]).all(-1) & fed_bT[1:] & fed_bT[:-1]
-    own_bT = fed_bT & ~same_bT.int().cumprod(1).bool()
+    query_bT = fed_bT & ~same_bT.int().cumprod(1).bool()
     place_b1 = torch.arange(len(words), device=words_bTW.device)[:, None]
-    owner_bT = order_b[torch.where(own_bT, place_b1, 0).cummax(0).values]
+    owner_bT = order_b[torch.where(query_bT, place_b1, 0).cummax(0).values]
     back_b = order_b.argsort()
-    return own_bT[back_b], owner_bT[back_b]
+    return query_bT[back_b], owner_bT[back_b]
 
 
 def padded_inputs(

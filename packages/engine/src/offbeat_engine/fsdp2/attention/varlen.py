@@ -1,14 +1,14 @@
 """Packed rows by variable-length kernels: sequences are segments of the row, and what they share is attended to once.
 
-Attention to a beginning that several sequences share splits in two: what a token sees of its own sequence's tokens, and
-what it sees of the beginning. Each part gives an output and the log-sum-exp of its scores, and those of both together
+Attention to a prefix that several sequences share splits in two: what a token sees of its own sequence's tokens, and
+what it sees of the prefix. Each part gives an output and the log-sum-exp of its scores, and those of both together
 are
 
     lse = log(exp(lse_1) + exp(lse_2)),   out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2.
 
 FlashAttention's backward pass (arXiv 2307.08691) takes a token's probabilities from its scores and log-sum-exp, so
 given `lse` and `out` of both together it gives for each part that part's share of the gradients, and they add up. All
-sequences with the same beginning ask for it in one segment, so the kernel itself adds up what its keys get.
+sequences with the same prefix ask for it in one segment, so the kernel itself adds up what its keys get.
 
 On a GPU the kernel is FlashAttention 2 as it comes with torch (`torch.nn.attention.varlen`, bfloat16), elsewhere a plain
 one, for any dtype and slow: it is there to be compared with. The GPU's has not been run by the project yet.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from offbeat_engine.fsdp2.attention.packed import AttnOptions
     from offbeat_engine.world import SubGroup
 
-# Shapes: N packed tokens, S sequences or segments, T tokens of the longest, Q tokens that ask and M that are seen in one
+# Shapes: N packed tokens, S sequences or segments, T tokens of the longest, Q query tokens and M key tokens of one
 # part, A query heads, K key-value heads, D head size.
 
 _Share = tuple["torch.Tensor | None", torch.Tensor]
@@ -47,9 +47,9 @@ MAX_HEAD_SIZE = 256
 
 
 class Shared(NamedTuple):
-    """What sharing adds to a row: attention to beginnings, and for layers with a window, to sequences as a whole."""
+    """What sharing adds to a row: attention to prefixes, and for layers with a window, to sequences as a whole."""
 
-    beginnings: Part | None  # None where all that is shared are whole sequences, which nobody else asks
+    prefixes: Part | None  # None where all that is shared are whole sequences, which nobody else attends to
     whole: Part
 
 
@@ -57,7 +57,7 @@ class Shared(NamedTuple):
 class VarlenRows:
     """A `RowPlan` for variable-length kernels."""
 
-    own: Part
+    sequences: Part
     longest: int  # sequence, with what it shares
     num_tokens: int
     shared: Shared | None = None
@@ -81,74 +81,79 @@ class VarlenRows:
     def parts(self, window: int | None) -> tuple[Part, ...]:
         """Return what attention consists of for a layer that sees the last `window` tokens; None: all."""
         if self.shared is None:
-            return (self.own,)
+            return (self.sequences,)
         if (
             window is not None
         ):  # it reaches back from a token's own place, which a segment of many sequences has not
             return (self.shared.whole,)
-        return (self.own,) if self.shared.beginnings is None else (self.own, self.shared.beginnings)
+        return (self.sequences,) if self.shared.prefixes is None else (self.sequences, self.shared.prefixes)
 
 
 def plan_varlen(
-    where_ST: torch.Tensor, own_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
+    where_ST: torch.Tensor, query_ST: torch.Tensor, lengths: Sequence[int], device: torch.device
 ) -> VarlenRows:
     """Plan `VarlenRows`: a `PlanRows`."""
-    num_own = (own_ST & (torch.arange(where_ST.shape[1]) < torch.tensor(lengths)[:, None])).sum(1).tolist()
+    num_query_tokens = (
+        (query_ST & (torch.arange(where_ST.shape[1]) < torch.tensor(lengths)[:, None])).sum(1).tolist()
+    )
     where = [places_T[:length] for places_T, length in zip(where_ST, lengths, strict=True)]
-    # A sequence that shares all of its tokens asks for nothing itself.
-    asking = [index for index, own in enumerate(num_own) if own]
-    num_asking = [num_own[index] for index in asking]
+    # A sequence that shares all of its tokens has no query of its own.
+    with_queries = [index for index, number in enumerate(num_query_tokens) if number]
+    num_queries = [num_query_tokens[index] for index in with_queries]
     plan = VarlenRows(
-        own=_part(None, None, num_asking, num_asking, device, causal=True),
+        sequences=_part(None, None, num_queries, num_queries, device, causal=True),
         longest=max(lengths),
-        num_tokens=sum(num_own),
+        num_tokens=sum(num_query_tokens),
     )
     if plan.num_tokens == sum(lengths):
         return plan
-    sees_M, num_seen = torch.cat([where[index] for index in asking]), [lengths[index] for index in asking]
-    whole = _part(None, sees_M, num_asking, num_seen, device, causal=True)
-    return replace(plan, shared=Shared(_beginnings(where, num_own, device), whole))
+    keys_M, num_keys = (
+        torch.cat([where[index] for index in with_queries]),
+        [lengths[index] for index in with_queries],
+    )
+    whole = _part(None, keys_M, num_queries, num_keys, device, causal=True)
+    return replace(plan, shared=Shared(_prefixes(where, num_query_tokens, device), whole))
 
 
-def _beginnings(where: list[torch.Tensor], num_own: list[int], device: torch.device) -> Part | None:
+def _prefixes(where: list[torch.Tensor], num_query_tokens: list[int], device: torch.device) -> Part | None:
     """Return the part in which sequences see what they share with others, all that share the same in one segment."""
-    # Both by the place of the last token that is shared: it tells the beginning.
-    asks: dict[int, list[torch.Tensor]] = {}
-    sees: dict[int, torch.Tensor] = {}
-    for places_T, own in zip(where, num_own, strict=True):
-        first = len(places_T) - own
-        if first and own:
+    # Both by the place of the last token that is shared: it tells the prefix.
+    queries: dict[int, list[torch.Tensor]] = {}
+    keys: dict[int, torch.Tensor] = {}
+    for places_T, num_own in zip(where, num_query_tokens, strict=True):
+        first = len(places_T) - num_own
+        if first and num_own:
             last = int(places_T[first - 1])
-            asks.setdefault(last, []).append(places_T[first:])
-            sees[last] = places_T[:first]
-    if not asks:
+            queries.setdefault(last, []).append(places_T[first:])
+            keys[last] = places_T[:first]
+    if not queries:
         return None
-    asks_Q, sees_M = [torch.cat(each) for each in asks.values()], list(sees.values())
-    num_asking, num_seen = ([len(each) for each in side] for side in (asks_Q, sees_M))
-    return _part(torch.cat(asks_Q), torch.cat(sees_M), num_asking, num_seen, device, causal=False)
+    queries_Q, keys_M = [torch.cat(each) for each in queries.values()], list(keys.values())
+    num_queries, num_keys = ([len(each) for each in side] for side in (queries_Q, keys_M))
+    return _part(torch.cat(queries_Q), torch.cat(keys_M), num_queries, num_keys, device, causal=False)
 
 
 def _part(
-    asks_Q: torch.Tensor | None,
-    sees_M: torch.Tensor | None,
+    queries_Q: torch.Tensor | None,
+    keys_M: torch.Tensor | None,
     lengths_q: Sequence[int],
     lengths_k: Sequence[int],
     device: torch.device,
     *,
     causal: bool,
 ) -> Part:
-    asks_Q, sees_M = (
-        None if each is None else each.to(device, non_blocking=True) for each in (asks_Q, sees_M)
+    queries_Q, keys_M = (
+        None if each is None else each.to(device, non_blocking=True) for each in (queries_Q, keys_M)
     )
     ends_q, ends_k = (
         torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device, non_blocking=True)
         for sizes in (lengths_q, lengths_k)
     )
-    return Part(asks_Q, sees_M, ends_q, ends_k, max(lengths_q), max(lengths_k), causal)
+    return Part(queries_Q, keys_M, ends_q, ends_k, max(lengths_q), max(lengths_k), causal)
 
 
 class _Varlen(torch.autograd.Function):
-    """Attention in parts, as on top of this file. The first part asks for every token."""
+    """Attention in parts, as on top of this file. The first part has a query for every token."""
 
     @staticmethod
     def forward(  # noqa: PLR0913, PLR0917 torch wants tensors as positional arguments
@@ -165,15 +170,15 @@ class _Varlen(torch.autograd.Function):
         first, *others = parts
         output_NAD, lse_AN = forward(_picked(first, heads), first, scaling, window)
         for part in others:
-            assert part.asks_Q is not None
+            assert part.queries_Q is not None
             output_QAD, lse_AQ = forward(_picked(part, heads), part, scaling, window)
-            before_AQ, before_QAD = _pick(lse_AN, part.asks_Q, 1), _pick(output_NAD, part.asks_Q)
+            before_AQ, before_QAD = _pick(lse_AN, part.queries_Q, 1), _pick(output_NAD, part.queries_Q)
             # The weight of the second: exp(lse_2 - lse) is the sigmoid of lse_2 - lse_1.
             weight_QA1 = (lse_AQ - before_AQ).sigmoid().T[..., None]
             wide = weight_QA1.dtype
             both_QAD = torch.lerp(before_QAD.to(wide), output_QAD.to(wide), weight_QA1)
-            output_NAD.index_copy_(0, part.asks_Q, both_QAD.to(output_NAD.dtype))
-            lse_AN.index_copy_(1, part.asks_Q, torch.logaddexp(before_AQ, lse_AQ))
+            output_NAD.index_copy_(0, part.queries_Q, both_QAD.to(output_NAD.dtype))
+            lse_AN.index_copy_(1, part.queries_Q, torch.logaddexp(before_AQ, lse_AQ))
         ctx.save_for_backward(*heads, output_NAD, lse_AN)
         ctx.parts, ctx.scaling, ctx.window = parts, scaling, window
         return output_NAD
@@ -187,15 +192,15 @@ class _Varlen(torch.autograd.Function):
         values: list[_Share] = []
         for part in ctx.parts:
             answer = (
-                _pick(grad_NAD, part.asks_Q).contiguous(),
-                _pick(output_NAD, part.asks_Q),
-                _pick(lse_AN, part.asks_Q, 1),
+                _pick(grad_NAD, part.queries_Q).contiguous(),
+                _pick(output_NAD, part.queries_Q),
+                _pick(lse_AN, part.queries_Q, 1),
             )
             heads = _picked(part, (query_NAD, key_NKD, value_NKD))
             of_q, of_k, of_v = backward(answer, heads, part, ctx.scaling, ctx.window)
-            queries.append((part.asks_Q, of_q))
-            keys.append((part.sees_M, of_k))
-            values.append((part.sees_M, of_v))
+            queries.append((part.queries_Q, of_q))
+            keys.append((part.keys_M, of_k))
+            values.append((part.keys_M, of_v))
         return (
             _total(queries, query_NAD),
             _total(keys, key_NKD),
@@ -211,7 +216,7 @@ def _pick(tensor: torch.Tensor, index: torch.Tensor | None, dim: int = 0) -> tor
 
 
 def _picked(part: Part, heads: Heads) -> Heads:
-    return _pick(heads[0], part.asks_Q), _pick(heads[1], part.sees_M), _pick(heads[2], part.sees_M)
+    return _pick(heads[0], part.queries_Q), _pick(heads[1], part.keys_M), _pick(heads[2], part.keys_M)
 
 
 def _total(shares: list[_Share], like: torch.Tensor) -> torch.Tensor:
@@ -256,7 +261,7 @@ def _flash_backward(answer: Heads, heads: Heads, part: Part, scaling: float, win
 
 
 def _sides(part: Part, window: int | None) -> tuple[int, int]:
-    """Return how many tokens left and right of its own place each sees, -1 for all."""
+    """Return how many tokens left and right of its own place each keys, -1 for all."""
     if not part.causal:
         return -1, -1
     return (-1 if window is None else window - 1), 0

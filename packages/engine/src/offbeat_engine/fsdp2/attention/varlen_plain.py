@@ -15,20 +15,20 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Shapes: q tokens that ask and m that are seen in one segment, Q and M in all, A = K * G query heads, K key-value heads.
+# Shapes: q query and m key tokens of one segment, Q and M in all, A = K * G query heads, K key-value heads.
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, or what belongs to each."""
 
 
 class Part(NamedTuple):
-    """Segments that attend: which tokens of the row ask (None: all), which are seen, and where each segment ends.
+    """Segments that attend: the query tokens (None: all) and key tokens of the row, and where each segment ends.
 
-    With `causal` the last to ask sees the last that is seen, as in FlashAttention since 2.1.
+    With `causal` the last query sees the last key, as in FlashAttention since 2.1.
     """
 
-    asks_Q: torch.Tensor | None  # int64
-    sees_M: torch.Tensor | None  # int64
+    queries_Q: torch.Tensor | None  # int64
+    keys_M: torch.Tensor | None  # int64
     ends_q: torch.Tensor  # int32 [S + 1], 0 first
     ends_k: torch.Tensor
     longest_q: int
@@ -43,12 +43,12 @@ def plain_forward(
     query_QAD, _, value_MKD = heads
     output = query_QAD.new_empty(*query_QAD.shape[:2], value_MKD.shape[-1])
     lse_AQ = torch.empty(query_QAD.shape[1::-1], dtype=_wide(query_QAD), device=query_QAD.device)
-    for asks, sees in _segments(part):
-        query_KGqD, key_K1mD, value_K1mD = _segment(heads, asks, sees)
+    for queries, keys in _segments(part):
+        query_KGqD, key_K1mD, value_K1mD = _segment(heads, queries, keys)
         scores = _scores(query_KGqD, key_K1mD, part.causal, scaling, window)
         lse = scores.logsumexp(-1, keepdim=True)
-        output[asks] = _joined((scores - lse).exp() @ value_K1mD).to(output.dtype)
-        lse_AQ[:, asks] = lse.squeeze(-1).flatten(0, 1)
+        output[queries] = _joined((scores - lse).exp() @ value_K1mD).to(output.dtype)
+        lse_AQ[:, queries] = lse.squeeze(-1).flatten(0, 1)
     return output, lse_AQ
 
 
@@ -60,36 +60,36 @@ def plain_backward(answer: Heads, heads: Heads, part: Part, scaling: float, wind
     Args:
         answer: gradient by the output, output and log-sum-exp of all parts together.
         heads: queries, keys and values of this part.
-        part: who sees whom.
+        part: which query sees which key.
         scaling: the factor of the scores.
         window: the last tokens seen, None for all.
     """
     grad_QAD, output_QAD, lse_AQ = answer
     grads = tuple(torch.zeros_like(each, dtype=_wide(each)) for each in heads)
-    for asks, sees in _segments(part):
-        query, key, value = _segment(heads, asks, sees)
+    for queries, keys in _segments(part):
+        query, key, value = _segment(heads, queries, keys)
         groups = query.shape[:2]
-        grad, output = (_grouped(each[asks], groups[0]) for each in (grad_QAD, output_QAD))
-        lse = lse_AQ[:, asks].unflatten(0, groups)[..., None]
+        grad, output = (_grouped(each[queries], groups[0]) for each in (grad_QAD, output_QAD))
+        lse = lse_AQ[:, queries].unflatten(0, groups)[..., None]
         probs = (_scores(query, key, part.causal, scaling, window) - lse).exp()
         pull = probs * (grad @ value.mT - (grad * output).sum(-1, keepdim=True)) * scaling
-        grads[0][asks] = _joined(pull @ key)
-        grads[1][sees] = (pull.mT @ query).sum(1).transpose(0, 1)
-        grads[2][sees] = (probs.mT @ grad).sum(1).transpose(0, 1)
+        grads[0][queries] = _joined(pull @ key)
+        grads[1][keys] = (pull.mT @ query).sum(1).transpose(0, 1)
+        grads[2][keys] = (probs.mT @ grad).sum(1).transpose(0, 1)
     by_query, by_key, by_value = (grad.to(each.dtype) for grad, each in zip(grads, heads, strict=True))
     return by_query, by_key, by_value
 
 
 def _segments(part: Part) -> Iterator[tuple[slice, slice]]:
     sides = (pairwise(ends.tolist()) for ends in (part.ends_q, part.ends_k))
-    return ((slice(*asks), slice(*sees)) for asks, sees in zip(*sides, strict=True))
+    return ((slice(*queries), slice(*keys)) for queries, keys in zip(*sides, strict=True))
 
 
-def _segment(heads: Heads, asks: slice, sees: slice) -> Heads:
+def _segment(heads: Heads, queries: slice, keys: slice) -> Heads:
     """Return one segment's heads, those of a key-value head together: [K, G, q, D] and twice [K, 1, m, D]."""
     query, key, value = heads
     num_kv = key.shape[1]
-    return _grouped(query[asks], num_kv), _grouped(key[sees], num_kv), _grouped(value[sees], num_kv)
+    return _grouped(query[queries], num_kv), _grouped(key[keys], num_kv), _grouped(value[keys], num_kv)
 
 
 def _grouped(tensor_qAD: torch.Tensor, num_kv: int) -> torch.Tensor:
@@ -106,8 +106,8 @@ def _scores(
     scores = query_KGqD @ key_K1mD.mT * scaling
     if not causal:
         return scores
-    num_asking, num_seen = scores.shape[-2:]
-    age = torch.arange(num_seen - num_asking, num_seen)[:, None] - torch.arange(num_seen)
+    num_queries, num_keys = scores.shape[-2:]
+    age = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
     seen = (age >= 0) if window is None else (age >= 0) & (age < window)
     return scores.masked_fill(~seen.to(scores.device), -torch.inf)
 

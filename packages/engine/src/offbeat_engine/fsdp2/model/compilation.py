@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offbeat_engine.fsdp2.attention.packed import Unseen
+from offbeat_engine.fsdp2.attention.packed import OpaquePlan
 from offbeat_engine.fsdp2.families import layers_of
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ def compile_layers(scorer: Scorer) -> None:
             for module in layer.modules():
                 if any(param.dim() > 2 for param in module.parameters(recurse=False)):
                     module.forward = torch.compiler.disable(module.forward)
-            layer.forward = _with_unseen_plan(torch.compile(layer.forward, dynamic=True))
+            layer.forward = _with_opaque_plan(torch.compile(layer.forward, dynamic=True))
 
 
-def _with_unseen_plan(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _with_opaque_plan(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def call(*args: Any, **options: Any) -> Any:
         plan = options.get("packed")
-        return forward(*args, **options if plan is None else {**options, "packed": Unseen(plan)})
+        return forward(*args, **options if plan is None else {**options, "packed": OpaquePlan(plan)})
 
     return call
 
