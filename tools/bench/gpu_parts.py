@@ -100,7 +100,7 @@ def train_megatron(size: Size | None = None) -> dict[str, Any]:
     return {
         "trained": "all weights, AdamW, float32 master weights and moments",
         "parameters": cost.num_params + size.vocab * size.hidden,
-        "transformer_engine": sides[0].engine._parts.with_te,  # noqa: SLF001 nothing else says it
+        "transformer_engine": sides[0].engine._state.with_te,  # noqa: SLF001 nothing else says it
         "loss": losses[0],
         "mean_logprob_difference": float(apart.mean()),
         "max_logprob_difference": float(apart.max()),

@@ -104,7 +104,7 @@ def fail_on_one_rank(world, path, root):
     """Rank 1 cannot read what it should load."""
     engine = make_engine(path, world)
     if world.rank == 1:
-        engine._parts.updater.params["unheard.weight"] = torch.nn.Parameter(torch.zeros(3))
+        engine._state.updater.params["unheard.weight"] = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(
         CheckpointError, match=r"rank 1: .*`weight/unheard.weight` should be \[3\], got nothing"
     ):

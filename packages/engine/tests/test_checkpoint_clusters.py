@@ -146,7 +146,7 @@ def with_slow_copies(world, path, root):
     engine.save_checkpoint(f"{root}/here", f"file://{root}/remote", global_step=1)
     waits_no_longer_than(WAIT_S, *of_training)
     step(engine, seed=1)
-    engine._saves.settle()  # where ranks of the training do meet
+    engine._saves.finish_last()  # where ranks of the training do meet
     waits_no_longer_than(SHORT_S, *of_training)
     found = engine.load_checkpoint(f"{root}/back", f"file://{root}/remote")
     waits_no_longer_than(WAIT_S, *of_training)

@@ -39,7 +39,7 @@ def steps(engine, batches):
 
 
 def moment_bytes(engine):
-    states = engine._parts.updater.moments().values()
+    states = engine._state.updater.moments().values()
     return sum(tensor.nbytes for state in states for tensor in state.values())
 
 
@@ -80,7 +80,7 @@ def load(world, path, folder, **changes):
 
 def states_of(engine):
     """Return the whole of every moment."""
-    updater = engine._parts.updater
+    updater = engine._state.updater
     return {
         f"{name} {key}": tensor.clone() if key == "step" else whole_of(tensor, updater.params[name])
         for name, state in updater.moments().items()
@@ -145,7 +145,7 @@ def test_it_is_refused_where_torchao_is_not_installed(model, monkeypatch):
 @needs_torchao
 def test_only_the_first_step_makes_moments(model):
     engine = make_engine(model, World())
-    rule, made = engine._parts.updater._rule, []
+    rule, made = engine._state.updater._rule, []
     empty = rule._empty
     rule._empty = lambda name, shard: (made.append(name), empty(name, shard))[1]
     steps(engine, BATCHES[:1])

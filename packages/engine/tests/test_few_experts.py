@@ -78,7 +78,7 @@ def trained(world, path, settings, folder):
     engine.export_huggingface(str(Path(folder) / "export"))
     on_one = {name: weight for name, weight in engine.named_weights_on([1]) if weight is not None}
     held = sum(
-        param.to_local().numel() for param in engine._parts.scorer.parameters() if isinstance(param, DTensor)
+        param.to_local().numel() for param in engine._state.scorer.parameters() if isinstance(param, DTensor)
     )
     return (
         start,
@@ -132,7 +132,7 @@ def test_everything_is_as_on_one_rank(mixture, four_ranks, two_ranks, tmp_path, 
 
 
 def shares(world, path, settings):
-    params = built(world, path, settings)._parts.scorer.hf.named_parameters()
+    params = built(world, path, settings)._state.scorer.hf.named_parameters()
     return {name: (param.to_local().numel(), param.numel(), param.placements[-1]) for name, param in params}
 
 

@@ -56,7 +56,7 @@ def train(world, config, batches, all_wrapped=False):
         for batch in batches:
             engine.optimizer_zero_grad()
             predictions, loss, ctx = engine.forward_backward_step(engine.shard_data(batch))
-            grads = {name: whole(param.grad).clone() for name, param in engine._parts.updater.params.items()}
+            grads = {name: whole(param.grad).clone() for name, param in engine._state.updater.params.items()}
             losses.append(loss)
             norms.append(engine.optimizer_step())
             engine.lr_scheduler_step()
@@ -186,7 +186,7 @@ def test_a_loss_may_ask_for_the_gradient_of_the_entropy(tiny):
     engine = make_engine(config_of(tiny, micro_batch_tokens=60), loss_fn=EntropyLoss())
     with engine.train_mode():
         _, loss, ctx = engine.forward_backward_step(BATCHES[0])
-        grads = {name: param.grad for name, param in engine._parts.updater.params.items()}
+        grads = {name: param.grad for name, param in engine._state.updater.params.items()}
     assert loss == pytest.approx(expected.losses[0], abs=2e-6)
     assert max(relative_error(grads[name], expected.grads[name]) for name in grads) <= 1e-4
     with torch.no_grad():
@@ -211,11 +211,11 @@ def test_bf16_on_one_rank_keeps_steps_that_bf16_weights_would_lose(tiny):
     world = World()
     try:
         engine = make_engine(config_of(tiny, dtype=Dtype.BFLOAT16, optimizer=small), world)
-        before = {n: whole(p).detach().clone() for n, p in engine._parts.updater.params.items()}
+        before = {n: whole(p).detach().clone() for n, p in engine._state.updater.params.items()}
         with engine.train_mode():
             engine.forward_backward_step(BATCHES[0])
             engine.optimizer_step()
-        after = {n: whole(p).detach() for n, p in engine._parts.updater.params.items()}
+        after = {n: whole(p).detach() for n, p in engine._state.updater.params.items()}
         assert {p.dtype for p in after.values()} == {torch.float32}
         assert all(not torch.equal(before[n], after[n]) for n in before)
     finally:

@@ -72,7 +72,7 @@ def tensors_of(model):
 
 
 def held(world, path):
-    model = make_engine(path, world)._parts.scorer.hf
+    model = make_engine(path, world)._state.scorer.hf
     tied = len(dict(model.named_parameters(remove_duplicate=False))) - len(dict(model.named_parameters()))
     return tensors_of(model), tied
 

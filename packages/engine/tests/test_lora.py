@@ -159,8 +159,8 @@ def bf16(world, path):
     engine = make_engine(path, world, dtype=Dtype.BFLOAT16, lora=ALONE)
     adapter = weights_of(engine)
     losses, _ = steps(engine, BATCHES)
-    kinds = {param.requires_grad: set() for param in engine._parts.scorer.parameters()}
-    for param in engine._parts.scorer.parameters():
+    kinds = {param.requires_grad: set() for param in engine._state.scorer.parameters()}
+    for param in engine._state.scorer.parameters():
         kinds[param.requires_grad].add(param.dtype)
     return losses, {tensor.dtype for tensor in adapter.values()}, kinds
 

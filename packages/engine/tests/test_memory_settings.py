@@ -45,7 +45,7 @@ def make_engine(path, world, changes, layered=True):
 
 def gathered(engine):
     """Return how many of the layers have all of their weights here."""
-    groups = [module for module in engine._parts.scorer.modules() if isinstance(module, FSDPModule)]
+    groups = [module for module in engine._state.scorer.modules() if isinstance(module, FSDPModule)]
     return sum(not hasattr(next(module.parameters()), "placements") for module in groups)
 
 

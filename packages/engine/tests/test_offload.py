@@ -37,7 +37,7 @@ def make_engine(config, world=None):
 
 def bytes_here(engine):
     """Bytes of weights with gradients, and of moments, that are where the rank computes."""
-    parts = engine._parts
+    parts = engine._state
     weights = [tensor for p in parts.scorer.parameters() for tensor in (p, p.grad) if tensor is not None]
     moments = [tensor for state in parts.updater.moments().values() for tensor in state.values()]
     return [sum(local(t).untyped_storage().nbytes() for t in tensors) for tensors in (weights, moments)]
@@ -47,7 +47,7 @@ def run(world, config, folder, around=None):
     """Do everything an engine does outside and inside its modes; return all numbers, and who was where."""
     engine = make_engine(config, world)
     seen, places = [], []
-    rule = engine._parts.updater._rule
+    rule = engine._state.updater._rule
     step = rule.step
 
     def seen_stepping(rate):
@@ -152,21 +152,21 @@ def test_a_set_is_away_only_while_nobody_holds_it():
     tensors = [shared[:5], shared[5:], torch.arange(3), torch.empty(0)]
     before = [tensor.clone() for tensor in tensors]
     offloadable = Offloadable(lambda: tensors)
-    offloadable.settle(in_host=True)
+    offloadable.stay(in_host=True)
     assert offloadable._away
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0, 0, 0]
-    with offloadable.held():
-        with offloadable.held():
+    with offloadable.resident():
+        with offloadable.resident():
             assert not offloadable._away
         assert not offloadable._away
         assert all(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True))
         assert offloadable.addresses() == {shared.data_ptr(), tensors[2].data_ptr()}
         tensors[2] += 1
-        offloadable.settle(in_host=False)
-        offloadable.settle(in_host=True)
+        offloadable.stay(in_host=False)
+        offloadable.stay(in_host=True)
     assert offloadable._away
-    offloadable.settle(in_host=True)
-    offloadable.settle(in_host=False)
+    offloadable.stay(in_host=True)
+    offloadable.stay(in_host=False)
     assert tensors[2].tolist() == [1, 2, 3]
     assert all(torch.equal(tensor, was) for tensor, was in zip(tensors[:2], before[:2], strict=True))
 
@@ -186,13 +186,13 @@ def test_offloading_frees_the_gpu(tmp_path):
         engine.optimizer_step()
         inside = torch.cuda.memory_allocated()
     outside = torch.cuda.memory_allocated()
-    num_weights = sum(param.numel() for param in engine._parts.scorer.parameters())
+    num_weights = sum(param.numel() for param in engine._state.scorer.parameters())
     assert inside - outside >= 4 * 4 * num_weights  # weights, gradients, two moments
 
 
 def test_a_stream_of_weights_lists_what_waits_once_and_not_for_each_name(tiny):
     engine = make_engine(config_of(tiny, offload_parameters=True))
-    waiting, listed = engine._parts.weights, []
+    waiting, listed = engine._state.weights, []
     tensors = waiting._tensors
     waiting._tensors = lambda: (listed.append(1), tensors())[1]
     names = [name for name, _ in engine.named_weights()]

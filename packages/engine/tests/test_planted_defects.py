@@ -107,7 +107,7 @@ class DroppedShard(Unchecked):
     """Keeps the last rank's old shard of the first weight when it loads."""
 
     def load_checkpoint(self, *args, **kwargs):
-        shard = updater.local(next(iter(self._parts.updater.params.values())).detach())
+        shard = updater.local(next(iter(self._state.updater.params.values())).detach())
         kept = shard.clone()
         found = super().load_checkpoint(*args, **kwargs)
         if self.world.rank == self.world.size - 1:
@@ -128,7 +128,7 @@ class ForgottenMoments(Unchecked):
 
     def load_checkpoint(self, *args, **kwargs):
         found = super().load_checkpoint(*args, **kwargs)
-        self._parts.updater.set_moments({})
+        self._state.updater.set_moments({})
         return found
 
 
@@ -193,7 +193,7 @@ class StepsOnNan(Unchecked):
 
     def optimizer_step(self):
         self._lost_step = False
-        for param in self._parts.updater.params.values():
+        for param in self._state.updater.params.values():
             param.grad = torch.nan_to_num(param.grad)
         return super().optimizer_step()
 
@@ -211,7 +211,7 @@ class GradientsOfOneRank(Unchecked):
     """Averages gradients over ranks where they should add up."""
 
     def optimizer_step(self):
-        for param in self._parts.updater.params.values():
+        for param in self._state.updater.params.values():
             param.grad /= self.world.size
         return super().optimizer_step()
 
@@ -220,7 +220,7 @@ class LateSchedule(Unchecked):
     """Never advances the learning rate."""
 
     def lr_scheduler_step(self):
-        return self._parts.updater.set_num_steps(0)
+        return self._state.updater.set_num_steps(0)
 
 
 class ForgetfulExport(Unchecked):

@@ -135,7 +135,7 @@ def test_who_cannot_be_told_refuses_the_batch(mixture):
     with pytest.raises(BatchError, match="routers of the kind OtherRouter cannot be given experts"):
         Routers(torch.nn.Sequential(OtherRouter()), compiled=False).check(batch)
     engine = engine_on(mixture)
-    engine._parts = replace(engine._parts, routers=Routers(engine._parts.scorer.hf, compiled=True))
+    engine._state = replace(engine._state, routers=Routers(engine._state.scorer.hf, compiled=True))
     with pytest.raises(BatchError, match="compile: false"):
         logprobs(engine, batch)
     assert logprobs(engine, batch.exclude("routed_experts")).abs().sum() > 0

@@ -264,7 +264,7 @@ def test_what_one_rank_lacks_is_raised_by_all(tiny, tmp_path):
 
 
 def fail_in_the_second_micro_batch(engine, monkeypatch):
-    layer, calls = engine._parts.scorer.hf.model.layers[1].mlp, []
+    layer, calls = engine._state.scorer.hf.model.layers[1].mlp, []
     forward = layer.forward
 
     def run_out(states):

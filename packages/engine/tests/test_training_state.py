@@ -267,7 +267,7 @@ def test_a_weight_that_never_had_a_gradient_begins_without_moments(tiny, tmp_pat
     engine, other = make_engine(tiny, World()), make_engine(tiny, World())
     with engine.train_mode():
         engine.forward_backward_step(engine.shard_data(BATCHES[0]))
-        engine._parts.updater.params["model.norm.weight"].grad = None
+        engine._state.updater.params["model.norm.weight"].grad = None
         engine.optimizer_step()
     engine.save_checkpoint(str(tmp_path), global_step=2)
     held, said = tensors_of(tmp_path)

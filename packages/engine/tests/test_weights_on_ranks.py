@@ -64,7 +64,7 @@ def read_on(world, config, ranks):
                 pass
         with Largest() as sparingly:
             some = list(engine.named_weights_on(ranks))  # all at once: none is memory that a later one needs
-        held = engine._parts.scorer.parameters()
+        held = engine._state.scorer.parameters()
         shard = max(-(-len(each) // world.size) * each.shape[1:].numel() for each in held)
         return everywhere, dict(some), (sparingly.size, shard, plainly.size)
 
@@ -135,7 +135,7 @@ def exported(world, config, folder):
     with trained(world, config) as engine:
         with Largest() as sparingly:
             engine.export_huggingface(folder)
-        held = engine._parts.scorer.parameters()
+        held = engine._state.scorer.parameters()
         return max(-(-len(each) // world.size) * each.shape[1:].numel() for each in held), sparingly.size
 
 

@@ -126,7 +126,7 @@ def test_one_update_is_one_step_on_the_whole_batch_without_extra_passes(model):
 
 def test_no_gradient_waits_in_host_memory_between_steps(model):
     engine = new_engine(model, offload_parameters=True)
-    weights = engine._parts.weights
+    weights = engine._state.weights
     held = sum(copy.nbytes for _, copy in weights._away)
     assert held > 0
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_a_policy_with_adapters_is_held_to_the_base_under_them(model):
 
 def test_weights_that_wait_in_host_memory_come_once_for_all_mini_batches(model):
     engine = new_engine(model, offload_parameters=True)
-    weights, fetched = engine._parts.weights, []
+    weights, fetched = engine._state.weights, []
     fetch = weights._fetch
     weights._fetch = lambda: (fetched.append(bool(weights._away)), fetch())
     Seen.of(SeenBatches(), updates=3).learn({"policy": Role(engine)}, random_batch(6))

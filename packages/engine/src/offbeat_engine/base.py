@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from offbeat_engine.values import LossFn, PostprocessFn, Predictions, PreprocessFn
     from offbeat_engine.world import World
 
-Parts = TypeVar("Parts")
+State = TypeVar("State")
 
 
 class Updates(Protocol):
@@ -60,8 +60,8 @@ class _Mode(Enum):
     EVAL = "eval_mode"
 
 
-class EngineBase(Engine, Generic[Parts]):
-    """An engine that keeps what `init_model` made in `_parts`, and refuses what comes before, after, or in the wrong mode.
+class EngineBase(Engine, Generic[State]):
+    """An engine that keeps what `init_model` made in `_state`, and refuses what comes before, after, or in the wrong mode.
 
     Left to an engine, beside what is abstract in `Engine`: the methods below that begin with an underscore and are
     abstract. The others have defaults for an engine whose weights stay on the device.
@@ -69,7 +69,7 @@ class EngineBase(Engine, Generic[Parts]):
 
     def __init__(self, config: EngineConfig, world: World) -> None:
         super().__init__(config, world)
-        self._parts: Parts | None = None
+        self._state: State | None = None
         self._loss_fn: LossFn | None = None
         self._mode = _Mode.NONE
         self._accumulation = Accumulation(config.on_nonfinite)
@@ -99,21 +99,21 @@ class EngineBase(Engine, Generic[Parts]):
     def _load(self, folder: Path, verified: bool) -> None:
         """Load the checkpoint `folder`: what `toolkit.state.training_state.load` is for."""
 
-    def _held(self, optimizer: bool = False) -> AbstractContextManager[None]:
+    def _resident(self, optimizer: bool = False) -> AbstractContextManager[None]:
         """Have the weights on the rank's device inside, and the optimizer's state where it is wanted too."""
         return nullcontext()
 
-    def _lent(self) -> AbstractContextManager[None]:
+    def _borrowed(self) -> AbstractContextManager[None]:
         """Be around every computation over gradients."""
         return nullcontext()
 
-    def _ready(self) -> Parts:
-        if self._parts is None:
+    def _ready(self) -> State:
+        if self._state is None:
             raise StateError("there is no model; call `init_model` first (and nothing after `close`)")
-        return self._parts
+        return self._state
 
     def _check_new(self) -> None:
-        if self._parts is not None:
+        if self._state is not None:
             raise StateError("`init_model` was called before; make a new engine for another model")
 
     def _check_trained(self) -> None:
@@ -145,7 +145,7 @@ class EngineBase(Engine, Generic[Parts]):
     def _entered(self, mode: _Mode) -> Generator[None]:
         self._ready()
         before = self._mode
-        with self._held():
+        with self._resident():
             self._set_mode(mode)
             try:
                 yield
@@ -207,7 +207,7 @@ class EngineBase(Engine, Generic[Parts]):
             predict=predict,
         )
         try:
-            with self._lent(), torch.set_grad_enabled(not forward_only):
+            with self._borrowed(), torch.set_grad_enabled(not forward_only):
                 predictions = self._run(request, batch, ctx)
         except Exception:
             if not self.config.inference_only:
@@ -220,7 +220,7 @@ class EngineBase(Engine, Generic[Parts]):
         return predictions, ctx.stats.loss, ctx
 
     def optimizer_zero_grad(self) -> None:  # noqa: D102
-        with self._lent():
+        with self._borrowed():
             self._updates().zero_grad()
         self._accumulation.drop()
 
@@ -236,10 +236,10 @@ class EngineBase(Engine, Generic[Parts]):
             raise StateError("`optimizer_step` outside `train_mode`; use `with engine.train_mode():`")
 
         def update(norm: float) -> None:
-            with self._held(optimizer=True):
+            with self._resident(optimizer=True):
                 updates.step(norm)
 
-        with self._lent():
+        with self._borrowed():
             return self._accumulation.step(updates.grad_norm, update)
 
     def lr_scheduler_step(self) -> float:  # noqa: D102
@@ -257,17 +257,17 @@ class EngineBase(Engine, Generic[Parts]):
     ) -> SaveHandle:
         self._check_trained()
         where = Destination(local_path, remote_path, global_step, max_ckpt_to_keep)
-        with self._held(optimizer=True):
+        with self._resident(optimizer=True):
             return self._save(where, block)
 
     def load_checkpoint(  # noqa: D102
         self, local_path: str, remote_path: str | None = None, global_step: int | None = None
     ) -> int | None:
         self._check_trained()
-        self._saves.settle()
+        self._saves.finish_last()
         step, verified = training_state.find(self._saves.world, local_path, remote_path, global_step)
         if step is not None:
-            with self._held(optimizer=True):
+            with self._resident(optimizer=True):
                 self._load(checkpoint_folders.step_path(local_path, step), verified)
                 self.optimizer_zero_grad()
         return step
@@ -281,6 +281,6 @@ class EngineBase(Engine, Generic[Parts]):
         try:
             self._saves.close()
         finally:
-            self._parts = None
+            self._state = None
             if self.world.device == "cuda":
                 torch.cuda.empty_cache()

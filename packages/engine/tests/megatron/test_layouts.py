@@ -445,7 +445,7 @@ def costs(world, job, plain):
     engines = [one.engine(one.config, world) for one in (job, plain)]
     for engine in engines:
         engine.init_model()
-    return [engine._parts.cost for engine in engines]
+    return [engine._state.cost for engine in engines]
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])

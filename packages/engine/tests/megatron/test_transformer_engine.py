@@ -190,7 +190,7 @@ class OnStandIns(MegatronEngine):
                 setattr(owner, name, value)
             super().init_model()
         kinds = {
-            type(layer.self_attention.core_attention) for layer in self._parts.chunks[0].model.decoder.layers
+            type(layer.self_attention.core_attention) for layer in self._state.chunks[0].model.decoder.layers
         }
         assert kinds == {transformer_engine.PackedAttention}
 

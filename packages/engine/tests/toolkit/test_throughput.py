@@ -24,7 +24,7 @@ def cost_of(path, **settings):
     config = Fsdp2Config(model=ModelConfig(path=path), **settings)
     engine = Fsdp2Engine(config, World())
     engine.init_model()
-    return engine._parts.cost
+    return engine._state.cost
 
 
 @pytest.fixture(scope="module")

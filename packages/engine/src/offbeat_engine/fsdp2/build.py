@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class EngineState:
     """A built engine: `weights` are all parameters with their gradients, `moments` the optimizer's state."""
 
     scorer: model.Scorer
@@ -48,7 +48,7 @@ class Parts:
                 module.reshard()
 
 
-def build_parts(config: Fsdp2Config, world: World) -> Parts:
+def build_state(config: Fsdp2Config, world: World) -> EngineState:
     """Build everything, and send to host memory what `config` wants there; a collective.
 
     Raises:
@@ -73,10 +73,10 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
                 yield param.grad
 
     def moments() -> Iterator[torch.Tensor]:
-        for state in updater.moments().values():
-            yield from state.values()
+        for of_weight in updater.moments().values():
+            yield from of_weight.values()
 
-    parts = Parts(
+    state = EngineState(
         scorer=scorer,
         routers=Routers(scorer.hf, config.compile),
         updater=updater,
@@ -87,9 +87,9 @@ def build_parts(config: Fsdp2Config, world: World) -> Parts:
         moments=Offloadable(moments),
         cost=cost,
     )
-    parts.weights.settle(in_host=config.offload_parameters)
-    parts.moments.settle(in_host=config.offload_optimizer)
-    return parts
+    state.weights.stay(in_host=config.offload_parameters)
+    state.moments.stay(in_host=config.offload_optimizer)
+    return state
 
 
 def _built_by_all(config: Fsdp2Config, world: World) -> model.Scorer:

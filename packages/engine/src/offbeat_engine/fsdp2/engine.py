@@ -12,7 +12,7 @@ from offbeat_engine.base import EngineBase
 from offbeat_engine.config import require_config
 from offbeat_engine.errors import ConfigError, EngineError, StateError
 from offbeat_engine.fsdp2 import checkpoint, checks
-from offbeat_engine.fsdp2.build import Parts, build_parts
+from offbeat_engine.fsdp2.build import EngineState, build_state
 from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.model import building as model
 from offbeat_engine.fsdp2.model.compilation import kernels
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from offbeat_engine.world import World
 
 
-class Fsdp2Engine(EngineBase[Parts]):
+class Fsdp2Engine(EngineBase[EngineState]):
     """Hugging Face causal models on 1..N ranks with `fully_shard`, gloo on CPU and NCCL on GPU.
 
     One float32 rank runs unsharded (see `fsdp2.memory.sharding.shard`). On a CPU in float32, the same calls on the same
@@ -74,22 +74,22 @@ class Fsdp2Engine(EngineBase[Parts]):
         self._check_new()
         # Of the weights each rank finds out as it reads them: its folder may be another than that of its neighbour.
         checks.require(self._config, self.world, checks.refusals(self._config, self.world.size))
-        self._parts = build_parts(self._config, self.world)
-        difference = self._difference(self._parts)
+        self._state = build_state(self._config, self.world)
+        difference = self._difference(self._state)
         if difference is not None:
             self.close()
             raise ConfigError(difference)
 
-    def _difference(self, parts: Parts) -> str | None:
+    def _difference(self, state: EngineState) -> str | None:
         """Return why this model must not be used here (see `self_check`), the same on all ranks, or None."""
         dropout = self.config.model.dropout or self.config.inference_only
         # Agreed on before the second: that is a collective.
-        with parts.weights.held():
-            odd = find_non_finite(parts.scorer.hf)
+        with state.weights.resident():
+            odd = find_non_finite(state.scorer.hf)
         for each in gather(self.world, odd):
             if each is not None:
                 return each
-        mine = find_difference(self, parts, packed=self._config.packing, dropout=dropout)
+        mine = find_difference(self, state, packed=self._config.packing, dropout=dropout)
         return next((each for each in gather(self.world, mine) if each is not None), None)
 
     @contextmanager
@@ -107,45 +107,45 @@ class Fsdp2Engine(EngineBase[Parts]):
         self._ready().scorer.train(training)
 
     @contextmanager
-    def _held(self, optimizer: bool = False) -> Generator[None]:
-        parts = self._ready()
-        with parts.weights.held(), parts.moments.held() if optimizer else nullcontext():
+    def _resident(self, optimizer: bool = False) -> Generator[None]:
+        state = self._ready()
+        with state.weights.resident(), state.moments.resident() if optimizer else nullcontext():
             yield
 
-    def _lent(self) -> AbstractContextManager[None]:
+    def _borrowed(self) -> AbstractContextManager[None]:
         return kernels(self._config)
 
     def _run(self, request: StepRequest, batch: TrainBatch, ctx: StepContext) -> Predictions:
-        parts = self._ready()
+        state = self._ready()
         if self._failure:
             raise StateError(
                 f"the model failed in an earlier training call ({self._failure}); make a new engine"
             )
         try:
-            return run_step(step_of(parts, self._config, request), batch, ctx)
+            return run_step(step_of(state, self._config, request), batch, ctx)
         except EngineError:
             raise
         except Exception as error:
-            if parts.sharded and request.loss_fn is not None:  # FSDP keeps gradients of earlier micro-batches
+            if state.sharded and request.loss_fn is not None:  # FSDP keeps gradients of earlier micro-batches
                 self._failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            parts.routers.take(None)
-            parts.reshard()
+            state.routers.take(None)
+            state.reshard()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move what waits between the modes; inside one, this takes effect when it ends.
 
         On a CPU host memory is the device's own, so everything goes out and comes straight back.
         """
-        parts = self._ready()
+        state = self._ready()
         if device not in ("cpu", self.world.device):
             raise ConfigError(f'`device` must be "cpu" or "{self.world.device}", got {device!r}')
-        for offloadable, wanted in ((parts.weights, model), (parts.moments, optimizer)):
+        for offloadable, wanted in ((state.weights, model), (state.moments, optimizer)):
             if wanted:
-                offloadable.settle(in_host=device == "cpu")
+                offloadable.stay(in_host=device == "cpu")
                 if device == self.world.device:
-                    offloadable.settle(in_host=False)
+                    offloadable.stay(in_host=False)
 
     def _save(self, where: Destination, block: bool) -> SaveHandle:
         return checkpoint.save(self._saves, self._target(), where, block)
@@ -154,13 +154,13 @@ class Fsdp2Engine(EngineBase[Parts]):
         checkpoint.load(self._saves, self._target(), folder, verified)
 
     def export_huggingface(self, path: str) -> None:  # noqa: D102
-        parts = self._ready()
-        self._saves.settle()
-        with parts.weights.held():
+        state = self._ready()
+        self._saves.finish_last()
+        with state.weights.resident():
             weights.export_folder(
                 self._saves.world,  # flushing tens of gigabytes may outlast the deadline of other calls
                 Path(path),
-                parts.scorer.hf,
+                state.scorer.hf,
                 self._sources(),
                 model.compute_dtype(self._config),
                 self._config.model.path,
@@ -188,5 +188,5 @@ class Fsdp2Engine(EngineBase[Parts]):
         return weights.exported(self._ready().scorer.hf, lora.kind_of(self._config.lora))
 
     def _target(self) -> checkpoint.Target:
-        parts = self._ready()
-        return checkpoint.target_of(self.world, parts.scorer, parts.updater)
+        state = self._ready()
+        return checkpoint.target_of(self.world, state.scorer, state.updater)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.fsdp2.build import Parts
+    from offbeat_engine.fsdp2.build import EngineState
     from offbeat_engine.fsdp2.model.scorer import Scorer
     from offbeat_engine.interface import Engine
     from offbeat_engine.toolkit.hf.layouts import Layout
@@ -51,16 +51,16 @@ def find_non_finite(hf: Any) -> str | None:
     return probing.find_non_finite((name, local(weight)) for name, weight in hf.named_parameters())
 
 
-def find_difference(engine: Engine, parts: Parts, *, packed: bool, dropout: bool) -> str | None:
+def find_difference(engine: Engine, state: EngineState, *, packed: bool, dropout: bool) -> str | None:
     """Return why this model must not be used here, or None; a collective in which all ranks do the same.
 
     Args:
         engine: built and in no mode.
-        parts: what it was built of.
+        state: what it was built of.
         packed: whether packing is on, so that turning it off may help.
         dropout: whether training may differ from evaluation, because dropout was asked for or nothing is trained.
     """
-    scorer, hf = parts.scorer, parts.scorer.hf
+    scorer, hf = state.scorer, state.scorer.hf
     batch = probe(hf.config.get_text_config(), engine.config.micro_batch_tokens)
     name = "values" if scorer.head == "value" else "logprobs"
     device = next(scorer.parameters()).device
@@ -73,10 +73,10 @@ def find_difference(engine: Engine, parts: Parts, *, packed: bool, dropout: bool
                 if found is not None:
                     return found
                 own = _own(engine, batch, name)
-                found = _but_for_ties(engine, parts, batch, judge, judge.compare(plain, own))
+                found = _but_for_ties(engine, state, batch, judge, judge.compare(plain, own))
                 found = found or _mixing(engine, batch, name)
                 if found is not None:
-                    helps = packed and judge.compare(plain, _padded(parts, batch, device)) is None
+                    helps = packed and judge.compare(plain, _padded(state, batch, device)) is None
                     return f"{type(hf).__name__}: {found}; {_UNPACKED if helps else _NOTHING_HELPS}"
                 # The same shapes: where evaluation repeats itself bit for bit, noise has no rounding to hide behind.
                 repeats = torch.equal(own, _own(engine, batch, name))
@@ -204,21 +204,21 @@ def _answers(scorer: Scorer, logits_TV: torch.Tensor, ids_T: torch.Tensor) -> to
 
 
 def _but_for_ties(
-    engine: Engine, parts: Parts, batch: TrainBatch, judge: Judge, found: str | None
+    engine: Engine, state: EngineState, batch: TrainBatch, judge: Judge, found: str | None
 ) -> str | None:
     """Return how the engine's path differs with the plain one's experts, or None: then `found` was of near ties that rounding decided."""
     if found is None:
         return None
-    device = next(parts.scorer.parameters()).device
-    plain_BT, experts_BTK = _chosen(parts.scorer, batch, device)
+    device = next(state.scorer.parameters()).device
+    plain_BT, experts_BTK = _chosen(state.scorer, batch, device)
     if experts_BTK is None:
         return found
     batch = batch.copy()
     batch[KEY] = experts_BTK
-    layout = lay_out(batch, inputs_maker(require_config(engine.config, Fsdp2Config)), device, parts.peers)
+    layout = lay_out(batch, inputs_maker(require_config(engine.config, Fsdp2Config)), device, state.peers)
     assert layout.experts_NK is not None
     with Choices(len(layout.experts_NK), layout.experts_NK, measures=True) as choices:
-        own_BT = _laid_out(parts, layout, batch)
+        own_BT = _laid_out(state, layout, batch)
     return found if choices.gap > _NEAR_TIE[engine.config.dtype] else judge.compare(plain_BT, own_BT)
 
 
@@ -237,20 +237,20 @@ def _chosen(
     return plain_BT, pad_sequence(rows, batch_first=True, padding_value=-1)
 
 
-def _padded(parts: Parts, batch: TrainBatch, device: torch.device) -> torch.Tensor:
+def _padded(state: EngineState, batch: TrainBatch, device: torch.device) -> torch.Tensor:
     """Return what the engine says without packing, float32 [B, T]."""
-    with _plain_attention(parts.scorer.hf):
-        return _laid_out(parts, lay_out(batch, padded_inputs, device), batch)
+    with _plain_attention(state.scorer.hf):
+        return _laid_out(state, lay_out(batch, padded_inputs, device), batch)
 
 
-def _laid_out(parts: Parts, layout: Layout, batch: TrainBatch) -> torch.Tensor:
+def _laid_out(state: EngineState, layout: Layout, batch: TrainBatch) -> torch.Tensor:
     """Return what the engine says of a layout of `batch`, float32 [B, T]."""
     flat = torch.zeros(batch["input_ids"].numel())
     with torch.no_grad():
-        answers = parts.scorer(layout, False)
+        answers = state.scorer(layout, False)
         if layout.counts_P:
-            assert parts.peers is not None
-            answers = gather_answers(answers, layout.counts_P, parts.peers)
+            assert state.peers is not None
+            answers = gather_answers(answers, layout.counts_P, state.peers)
     flat[layout.place_M.cpu()] = answers[0].float().cpu()
     return flat.view(batch["input_ids"].shape)
 

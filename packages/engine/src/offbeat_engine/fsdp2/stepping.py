@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_engine.batch import TrainBatch
-    from offbeat_engine.fsdp2.build import Parts
+    from offbeat_engine.fsdp2.build import EngineState
     from offbeat_engine.fsdp2.config import Fsdp2Config
     from offbeat_engine.fsdp2.model.replay import Routers
     from offbeat_engine.fsdp2.model.scorer import Scorer
@@ -67,23 +67,23 @@ class Step:
         return 1.0 if self.peers is None else 1.0 / self.peers.size
 
 
-def step_of(parts: Parts, config: Fsdp2Config, request: StepRequest) -> Step:
-    """Return how an engine of `parts` and `config` answers the call `request`."""
+def step_of(state: EngineState, config: Fsdp2Config, request: StepRequest) -> Step:
+    """Return how an engine of `state` and `config` answers the call `request`."""
     peak = peak_flops(request.device, compute_dtype(config))
-    vocab_size = parts.scorer.hf.config.get_text_config().vocab_size
+    vocab_size = state.scorer.hf.config.get_text_config().vocab_size
     return Step(
         request=replace(
-            request, cost=parts.cost, peak_flops=peak, replays_experts=True, vocab_size=vocab_size
+            request, cost=state.cost, peak_flops=peak, replays_experts=True, vocab_size=vocab_size
         ),
-        scorer=parts.scorer,
-        routers=parts.routers,
-        peers=parts.peers,
+        scorer=state.scorer,
+        routers=state.routers,
+        peers=state.peers,
         make_inputs=inputs_maker(config),
         max_tokens=config.micro_batch_tokens * config.model_parallel_size,
         padded=not config.packing,
-        sharded=parts.sharded,
-        gather_once=parts.gather_once,
-        keep_gathered=parts.gather_once or config.reshard == "never",
+        sharded=state.sharded,
+        gather_once=state.gather_once,
+        keep_gathered=state.gather_once or config.reshard == "never",
         reduces_each=config.reduce_dtype == Dtype.BFLOAT16,
         activations=HostActivations(request.device) if config.activation_offload else None,
     )

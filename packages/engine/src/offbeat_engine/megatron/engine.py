@@ -96,8 +96,8 @@ class MegatronEngine(EngineBase[Parts]):
             raise error or ConfigError(f"another rank refuses the settings: {failure}")
         # Reading a large model layer by layer may outlast the deadline of other calls.
         reference = reference_of(self._config, compute_device(self.world), self._saves.world)
-        self._parts = build_parts(self._config, self.world)
-        difference = self._difference(self._parts, reference)
+        self._state = build_parts(self._config, self.world)
+        difference = self._difference(self._state, reference)
         if difference is not None:
             self.close()
             raise ConfigError(difference)
@@ -128,7 +128,7 @@ class MegatronEngine(EngineBase[Parts]):
         for chunk in self._ready().chunks:
             chunk.wrapped.train(training)
 
-    def _lent(self) -> AbstractContextManager[None]:
+    def _borrowed(self) -> AbstractContextManager[None]:
         return self._ready().groups.lent()
 
     def _run(self, request: StepRequest, batch: TrainBatch, ctx: StepContext) -> Predictions:
@@ -159,7 +159,7 @@ class MegatronEngine(EngineBase[Parts]):
 
     def export_huggingface(self, path: str) -> None:  # noqa: D102
         parts, dtype = self._ready(), compute_dtype(self._config)
-        self._saves.settle()
+        self._saves.finish_last()
         named = parts.leaving.whole(dtype, {0}, _itself)
         # Flushing tens of gigabytes may outlast the deadline of other calls.
         world, specs = self._saves.world, parts.leaving.specs(dtype)
@@ -192,7 +192,7 @@ class MegatronEngine(EngineBase[Parts]):
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
         self._accumulation.check_gradients()
         parts = self._ready()
-        with self._lent():
+        with self._borrowed():
             self._updates().bring_together(everywhere=True)
         every = range(self.world.size)
         for name, tensor in parts.leaving.whole(torch.float32, every, gradient, names=parts.trained):

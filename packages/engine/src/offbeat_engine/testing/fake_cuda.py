@@ -129,9 +129,9 @@ def _where() -> str:
 def pretend_on_cuda(engine: Fsdp2Engine) -> None:
     """Send the model of an initialised engine of one rank to the device, inside `FakeCuda`."""
     # Not `engine.to`, which moves between the host and the device an engine was built on: this one has none.
-    parts = engine._parts  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    parts = engine._state  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     assert parts is not None
     parts.scorer.to("cuda")
     updater = Updater(engine.config.optimizer, dict(parts.scorer.hf.named_parameters()), engine.world)
-    engine._parts = replace(parts, updater=updater)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    engine._state = replace(parts, updater=updater)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     engine.world = replace(engine.world, device="cuda")

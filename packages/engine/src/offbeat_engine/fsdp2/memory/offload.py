@@ -2,7 +2,7 @@
 
 Tensors are not replaced: their storage is emptied and filled again, so whatever refers to them (FSDP, the
 optimizer, views) goes on to do so, and the bits come back as they left. While they wait, their values must not
-be read; `Offloadable.held` says when they may be. On a CPU the same path runs with a second buffer in the same
+be read; `Offloadable.resident` says when they may be. On a CPU the same path runs with a second buffer in the same
 memory: it shows that nothing changes, and saves nothing.
 """
 
@@ -23,7 +23,7 @@ W = TypeVar("W", torch.Tensor, torch.Tensor | None)
 
 
 class Offloadable:
-    """A set of tensors, as `tensors()` lists them, that is on the device while held and may wait elsewhere."""
+    """A set of tensors, as `tensors()` lists them, that is on the device while somebody holds it and may wait elsewhere."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._tensors = tensors
@@ -31,14 +31,14 @@ class Offloadable:
         self._waits_in_host = False
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
 
-    def settle(self, *, in_host: bool) -> None:
+    def stay(self, *, in_host: bool) -> None:
         """Decide where they are while nobody holds them; that begins now, or when the last holder lets go."""
         self._waits_in_host = in_host
         if not self._holders:
             self._send() if in_host else self._fetch()
 
     @contextmanager
-    def held(self) -> Generator[None]:
+    def resident(self) -> Generator[None]:
         """Have them on the device inside."""
         if not self._holders:
             self._fetch()
@@ -52,7 +52,7 @@ class Offloadable:
 
     def handed_out(self, named: Iterable[tuple[T, W]]) -> Iterator[tuple[T, W]]:
         """Yield `named` while they are on the device; what shares memory with them must not outlive that, so it is copied."""
-        with self.held():
+        with self.resident():
             addresses: set[int] = set()  # the same for the whole stream
             for name, tensor in named:
                 if tensor is not None and self._waits_in_host:

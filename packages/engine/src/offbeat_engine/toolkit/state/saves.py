@@ -68,7 +68,7 @@ class Saves:
         return self._own
 
     def start(self, folder: Path, job: Callable[[], None]) -> SaveHandle:
-        """Run `job`, which makes `folder` whole, in a thread of its own; only after `settle`.
+        """Run `job`, which makes `folder` whole, in a thread of its own; only after `finish_last`.
 
         The thread may use `world`, and nobody else until it has ended. It holds up the end of the process, so that a
         program that ends after a save has its checkpoint, but no longer than the deadline.
@@ -97,7 +97,7 @@ class Saves:
         thread.start()
         return handle
 
-    def settle(self) -> None:
+    def finish_last(self) -> None:
         """Wait for the save under way, and raise on all ranks what went wrong if it was not told; a collective.
 
         Raises:
@@ -120,7 +120,7 @@ class Saves:
         """Wait for the save under way and give up the group; no collective, since a rank may close alone.
 
         Raises:
-            CheckpointError: as `settle`.
+            CheckpointError: as `finish_last`.
         """
         newest, self._newest = self._newest, None
         try:

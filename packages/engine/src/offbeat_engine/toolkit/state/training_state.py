@@ -75,7 +75,7 @@ def save(saves: Saves, saved: Saved, where: Destination, block: bool) -> SaveHan
 
     Without `block` it returns as soon as this rank's part is copied to host memory; all else is done in a thread.
     """
-    saves.settle()
+    saves.finish_last()
     world = saves.world
     pieces = saved.pieces() if block else _copied(saved.pieces())
     # Live tensors are written before this returns: a wait that ends at its deadline leaves nobody reading them.
