@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offbeat_engine.fsdp2.weights.state_names import Held, StateNames
+from offbeat_engine.fsdp2.weights.state_names import LocalPart, StateNames
 from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
 from offbeat_engine.toolkit.state.slices import Region, check_fit, merge, said_of
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, WEIGHT
@@ -43,7 +43,7 @@ def part_of(kind, name, whole, rank, size, dim=0):
     if whole.dim():
         offsets[dim] = sum(part.shape[dim] for part in parts[:rank])
     region = Region(tuple(offsets), tuple(values.shape))
-    return Held(kind=kind, name=name, values=values, region=region, shape=tuple(whole.shape))
+    return LocalPart(kind=kind, name=name, values=values, region=region, shape=tuple(whole.shape))
 
 
 def cuts_of(names, name, whole, size):
@@ -125,7 +125,7 @@ def test_experts_are_called_one_by_one_and_other_state_as_in_memory():
         hf = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SHAPE, **FAMILIES["mixtral"]))
     name, names = "model.layers.1.mlp.experts.down_proj", StateNames(hf)
     codes = torch.empty(hf.get_parameter(name).shape, dtype=torch.uint8)
-    held = Held(
+    held = LocalPart(
         kind="exp_avg_codes/",
         name=name,
         values=codes,

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.fsdp2.weights import lora
-from offbeat_engine.fsdp2.weights.export import held
+from offbeat_engine.fsdp2.weights.export import named_tensors
 from offbeat_engine.fsdp2.weights.shards import is_first_replica, local, region_of
-from offbeat_engine.fsdp2.weights.state_names import Held, StateNames
+from offbeat_engine.fsdp2.weights.state_names import LocalPart, StateNames
 from offbeat_engine.toolkit.state import random_state, training_state
 from offbeat_engine.toolkit.state.slices import Region, check_fit
 from offbeat_engine.toolkit.state.training_state import WEIGHT, Saved
@@ -52,7 +52,7 @@ def target_of(world: World, scorer: Scorer, updater: Updater) -> Target:
     """Return what there is to save of `scorer`, which `updater` steps."""
     untrained = {
         name: tensor
-        for name, tensor in held(scorer.hf).items()
+        for name, tensor in named_tensors(scorer.hf).items()
         if name not in updater.params and name not in scorer.base
     }
     return Target(
@@ -84,8 +84,8 @@ def _pieces(target: Target, moments: Moments) -> Iterator[WeightShard]:
     world = target.world
     for name, tensor in _weights(target):
         if is_first_replica(tensor, world):
-            yield from target.names.pieces(_held_weight(name, tensor))
-    for one in _held_moments(target, moments):
+            yield from target.names.pieces(_part_of_weight(name, tensor))
+    for one in _parts_of_moments(target, moments):
         if is_first_replica(target.updater.params[one.name], world):
             yield from target.names.pieces(one)
     yield from random_state.pieces(target.world)
@@ -105,13 +105,13 @@ def _weights(target: Target) -> Iterator[tuple[str, torch.Tensor]]:
     yield from target.untrained.items()
 
 
-def _held_weight(name: str, tensor: torch.Tensor) -> Held:
+def _part_of_weight(name: str, tensor: torch.Tensor) -> LocalPart:
     tensor = tensor.detach()
     region, shape = region_of(tensor), tuple(tensor.shape)
-    return Held(kind=WEIGHT, name=name, values=local(tensor), region=region, shape=shape)
+    return LocalPart(kind=WEIGHT, name=name, values=local(tensor), region=region, shape=shape)
 
 
-def _held_moments(target: Target, moments: Moments) -> Iterator[Held]:
+def _parts_of_moments(target: Target, moments: Moments) -> Iterator[LocalPart]:
     for name, state in moments.items():
         param = target.updater.params[name]
         cut = isinstance(param, DTensor)
@@ -125,7 +125,7 @@ def _held_moments(target: Target, moments: Moments) -> Iterator[Held]:
             elif cut:  # codes and scales of eight bits, of as many rows
                 region = Region((mine.offsets[0], *region.offsets[1:]), region.shape)
                 shape = (param.shape[0], *shape[1:])
-            yield Held(kind=f"{key}/", name=name, values=tensor, region=region, shape=shape)
+            yield LocalPart(kind=f"{key}/", name=name, values=tensor, region=region, shape=shape)
 
 
 def load(saves: Saves, target: Target, folder: Path, verified: bool) -> None:
@@ -140,17 +140,17 @@ def load(saves: Saves, target: Target, folder: Path, verified: bool) -> None:
         _check_optimizer(str(updater.rule_name), loaded, folder)
         wanted: dict[str, Any] = {}
         for name, tensor in _weights(target):
-            wanted |= names.wanted(_held_weight(name, tensor))
+            wanted |= names.wanted(_part_of_weight(name, tensor))
         check_fit(loaded.index, wanted, str(folder))
         training_state.check_no_more(loaded.index, wanted, str(folder))
         moments.update(_empty_moments(target, loaded.steps, folder))
-        for one in _held_moments(target, moments):
+        for one in _parts_of_moments(target, moments):
             check_fit(loaded.index, names.wanted(one), str(folder))
 
     def read(loaded: Loaded) -> None:
         for name, tensor in _weights(target):
-            names.fill(_held_weight(name, tensor), loaded.reader)
-        for one in _held_moments(target, moments):
+            names.fill(_part_of_weight(name, tensor), loaded.reader)
+        for one in _parts_of_moments(target, moments):
             names.fill(one, loaded.reader)
         states = random_state.read(saves.world, loaded)
         updater.set_moments(moments)

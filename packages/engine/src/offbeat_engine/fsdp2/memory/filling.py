@@ -13,7 +13,7 @@ import torch
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2.weights import lora
 from offbeat_engine.fsdp2.weights.load_plan import Group, convert
-from offbeat_engine.fsdp2.weights.loading import Unfilled, put
+from offbeat_engine.fsdp2.weights.loading import OnMeta, put
 from offbeat_engine.fsdp2.weights.shards import is_first_replica, local, region_of
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, sum_tensor
 from offbeat_engine.toolkit.state.slices import Region
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offbeat_engine.world import World
 
 
-def fill(scorer: Scorer, unfilled: Unfilled, world: World) -> None:
+def fill(scorer: Scorer, on_meta: OnMeta, world: World) -> None:
     """Give `scorer`, sharded or not, memory on the rank's device and its values; a collective.
 
     Raises:
@@ -35,11 +35,11 @@ def fill(scorer: Scorer, unfilled: Unfilled, world: World) -> None:
     try:
         _give_memory(scorer, world)
         places = {lora.plain_name(name): (name, tensor) for name, tensor in _tensors(scorer.hf).items()}
-        for name, whole in unfilled.drawn.items():
+        for name, whole in on_meta.initialised.items():
             place = places[lora.plain_name(name)][1]
             _write(place, whole[region_of(place).within(Region.whole(tuple(whole.shape)))])
-        for group in unfilled.plan.groups:
-            _fill_group(scorer, unfilled, group, places, sums, world)
+        for group in on_meta.plan.groups:
+            _fill_group(scorer, on_meta, group, places, sums, world)
     except (OSError, RuntimeError, ValueError) as caught:
         error = caught
     failure = first_failure(world, error)
@@ -70,13 +70,13 @@ def _tensors(hf: Any) -> dict[str, torch.Tensor]:
 
 def _fill_group(
     scorer: Scorer,
-    unfilled: Unfilled,
+    on_meta: OnMeta,
     group: Group,
     places: dict[str, tuple[str, torch.Tensor]],
     sums: dict[str, int],
     world: World,
 ) -> None:
-    with unfilled.files.opened(group.names) as read, torch.no_grad():
+    with on_meta.files.opened(group.names) as read, torch.no_grad():
         made: dict[str, torch.Tensor] = {}
         if group.converter is not None and not group.by_rows:
             parts = {
@@ -96,20 +96,20 @@ def _fill_group(
                 values = read(group.names[0], rows.start, rows.stop)
                 values = values[(slice(None), *slices[1:])] if slices else values
             else:
-                values = convert(group, _parts(group, region, rows, unfilled, read), scorer.hf)[target]
+                values = convert(group, _parts(group, region, rows, on_meta, read), scorer.hf)[target]
             _write(place, values)
             if full_name in scorer.base and is_first_replica(place, world):
                 sums[full_name] = lora.fingerprint(values.float(), rows.start)
 
 
 def _parts(
-    group: Group, region: Region, rows: slice, unfilled: Unfilled, read: Read
+    group: Group, region: Region, rows: slice, on_meta: OnMeta, read: Read
 ) -> dict[str, list[torch.Tensor]]:
     """Read what `region` of a target that is made `by_rows` consists of; of a part of a source no more is kept."""
     parts: dict[str, list[torch.Tensor]] = {}
     for pattern, names in group.sources.items():
         for name in names[rows]:
-            whole = Region.whole(unfilled.files.shapes[name])
+            whole = Region.whole(on_meta.files.shapes[name])
             part = group.source_region(region, whole.shape)
             values = read(name, 0, None)
             parts.setdefault(pattern, []).append(

@@ -125,11 +125,11 @@ def _own_table(scorer: Scorer) -> torch.nn.Module | None:
 
 def _place(scorer: Scorer, world: World) -> None:
     """Put what is left on the CPU on the rank's device, or read there what is not in memory yet."""
-    unfilled, scorer.unfilled = scorer.unfilled, None
-    if unfilled is None:
+    on_meta, scorer.on_meta = scorer.on_meta, None
+    if on_meta is None:
         scorer.to(compute_device(world))
     else:
-        filling.fill(scorer, unfilled, world)
+        filling.fill(scorer, on_meta, world)
 
 
 def peers_of(config: Fsdp2Config, world: World) -> SubGroup | None:

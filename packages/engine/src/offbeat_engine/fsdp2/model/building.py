@@ -24,40 +24,40 @@ if TYPE_CHECKING:
 
 
 def build_scorer(config: Fsdp2Config) -> Scorer:
-    """Build the model, ready to be sharded: with its weights on the CPU in float32, or with none yet (`unfilled`).
+    """Build the model, ready to be sharded: with its weights on the CPU in float32, or with none yet (`on_meta`).
 
     Raises:
         ConfigError: the folder holds no such model, or the family does not fit the config.
     """
     attention.register()
     name = kernels.implementation(config)
-    hf, unfilled = loading.load(config.model, "sdpa" if name == attention.NAME else name)
+    hf, on_meta = loading.load(config.model, "sdpa" if name == attention.NAME else name)
     refused = "; ".join(map(str, families.refusals(hf, config)))
     if refused:
         raise ConfigError(refused)
     if name == attention.NAME:
         hf.set_attn_implementation(name)
-    hf_names.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.held(hf).items()})
+    hf_names.check(hf, {name: tuple(tensor.shape) for name, tensor in weights.named_tensors(hf).items()})
     trainable.freeze(hf, config.freeze)
     if config.activation_checkpointing:
         recomputing.compute_again(hf, config)
     if config.inference_only:
         hf.requires_grad_(False)
         _cast(hf, dict(hf.named_parameters()), compute_dtype(config))
-    base = _add_adapters(hf, config, unfilled) if config.lora.rank else {}
-    scorer = Scorer(hf, config.model.head, base, unfilled)
+    base = _add_adapters(hf, config, on_meta) if config.lora.rank else {}
+    scorer = Scorer(hf, config.model.head, base, on_meta)
     if config.compile:
         compilation.compile_layers(scorer)
     return scorer
 
 
-def _add_adapters(hf: Any, config: Fsdp2Config, unfilled: loading.Unfilled | None) -> dict[str, int]:
+def _add_adapters(hf: Any, config: Fsdp2Config, on_meta: loading.OnMeta | None) -> dict[str, int]:
     """Put adapters into `hf`; return the fingerprints of the base, which checkpoints do not hold (0: not yet read)."""
     trainable.attach(hf, config)
     frozen = {name: param for name, param in hf.named_parameters() if not param.requires_grad}
     base = {name: 0 if param.is_meta else lora.fingerprint(param) for name, param in frozen.items()}
-    if unfilled is not None:
-        unfilled.drawn.update(
+    if on_meta is not None:
+        on_meta.initialised.update(
             (name, param.detach().clone()) for name, param in hf.named_parameters() if lora.is_adapter(name)
         )
     _cast(hf, frozen, compute_dtype(config))  # never stepped, so float32 would only be memory

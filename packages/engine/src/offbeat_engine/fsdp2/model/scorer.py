@@ -11,7 +11,7 @@ from offbeat_engine.toolkit.hf.rotary import sequence_limit
 from offbeat_engine.toolkit.step.logprobs import token_logprobs
 
 if TYPE_CHECKING:
-    from offbeat_engine.fsdp2.weights.loading import Unfilled
+    from offbeat_engine.fsdp2.weights.loading import OnMeta
     from offbeat_engine.toolkit.hf.layouts import Layout
 
 
@@ -26,7 +26,7 @@ class Scorer(torch.nn.Module):
         hf: Any,
         head: str,
         base: dict[str, int] | None = None,
-        unfilled: Unfilled | None = None,
+        on_meta: OnMeta | None = None,
     ) -> None:
         super().__init__()
         self.hf = hf
@@ -35,7 +35,7 @@ class Scorer(torch.nn.Module):
         self.sequence_limit = sequence_limit(hf.config.get_text_config())
         self._ends = (families.decoder_of(hf), families.head_of(hf))
         self.base = {} if base is None else base  # fingerprints of what checkpoints leave out
-        self.unfilled = unfilled  # where the weights are, while `hf` does not hold them
+        self.on_meta = on_meta  # where the weights are, while `hf` does not hold them
 
     def forward(self, layout: Layout, entropy_gradient: bool) -> tuple[torch.Tensor, ...]:
         """Return `(logprobs_M, entropy_M)`, or `(values_M,)` with a value head; float32."""

@@ -40,7 +40,7 @@ class Source:
     unrounded: bool = False
 
 
-def held(hf: Any) -> dict[str, torch.Tensor]:
+def named_tensors(hf: Any) -> dict[str, torch.Tensor]:
     """Return name to parameter (or persistent buffer), tied ones once, under the name `save_pretrained` keeps."""
     dropped: set[str] = set(hf.all_tied_weights_keys or ())
     named: dict[str, torch.Tensor] = {}
@@ -58,7 +58,7 @@ def held(hf: Any) -> dict[str, torch.Tensor]:
 
 def exported(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:
     """Return what leaves the model, in order: the names of a Hugging Face checkpoint, or of a peft adapter."""
-    named = held(hf)
+    named = named_tensors(hf)
     if kind is WeightKind.ADAPTER:
         return [_adapter_source(name, tensor) for name, tensor in named.items() if tensor.requires_grad]
     converts = hf_names.converts(hf)
@@ -90,7 +90,9 @@ def gradients(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:
     sources = exported(hf, kind)
     if kind is WeightKind.FULL:  # adapters have left inside other weights; they go under peft's names
         sources += [
-            _adapter_source(name, tensor) for name, tensor in held(hf).items() if lora.is_adapter(name)
+            _adapter_source(name, tensor)
+            for name, tensor in named_tensors(hf).items()
+            if lora.is_adapter(name)
         ]
     return [
         replace(source, tensor=source.tensor.grad, adapter=None)

@@ -39,15 +39,15 @@ _UNFIT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unfilled:
-    """Where the values of a model's weights are: in `files`, by `plan`; or `drawn`, in memory, whole."""
+class OnMeta:
+    """Where the values of a model's weights are: in `files`, by `plan`; or `initialised`, in memory, whole."""
 
     files: WeightFiles
     plan: Plan
-    drawn: dict[str, torch.Tensor]
+    initialised: dict[str, torch.Tensor]
 
 
-def load(config: ModelConfig, attn: str) -> tuple[Any, Unfilled | None]:
+def load(config: ModelConfig, attn: str) -> tuple[Any, OnMeta | None]:
     """Return the model, and what it is to be filled from: None where it holds its weights already.
 
     Raises:
@@ -138,7 +138,7 @@ def _from_files(
     shape: Any,
     common: dict[str, Any],
     config: ModelConfig,
-) -> tuple[Any, Unfilled] | None:
+) -> tuple[Any, OnMeta] | None:
     """Return an empty model and where its weights are, or None (and say why) where this cannot be done."""
     files = WeightFiles.find(Path(config.path))
     reason = _obstacle(config, shape)
@@ -163,8 +163,8 @@ def _from_files(
     missing = _tie(hf, files, plan)
     _check_missing(hf, missing, config)
     computed = [name for name, _ in hf.named_buffers(remove_duplicate=False) if name not in hf.state_dict()]
-    drawn = _draw(hf, plan, [*missing, *computed], config.seed)
-    return hf, Unfilled(files=files, plan=plan, drawn=drawn)
+    initialised = _initialise(hf, plan, [*missing, *computed], config.seed)
+    return hf, OnMeta(files=files, plan=plan, initialised=initialised)
 
 
 def _obstacle(config: ModelConfig, shape: Any) -> str | None:
@@ -256,7 +256,7 @@ def _check_missing(hf: Any, missing: list[str], config: ModelConfig) -> None:
         )
 
 
-def _draw(hf: Any, plan: Plan, names: list[str], seed: int) -> dict[str, torch.Tensor]:
+def _initialise(hf: Any, plan: Plan, names: list[str], seed: int) -> dict[str, torch.Tensor]:
     """Return what transformers makes of the tensors `names`, which no file holds, on the CPU.
 
     Raises:
@@ -265,7 +265,7 @@ def _draw(hf: Any, plan: Plan, names: list[str], seed: int) -> dict[str, torch.T
     for name in plan.targets:
         hf.get_parameter_or_buffer(name)._is_hf_initialized = True  # noqa: SLF001 so transformers knows it
     # Twice over memory of different contents: what comes out different has not been written.
-    first, second = (_drawn_over(hf, names, seed, byte) for byte in (0, 1))
+    first, second = (_initialised_over(hf, names, seed, byte) for byte in (0, 1))
     left = [name for name in names if not torch.equal(_raw(first[name]), _raw(second[name]))]
     if left:
         raise ValueError(
@@ -276,7 +276,7 @@ def _draw(hf: Any, plan: Plan, names: list[str], seed: int) -> dict[str, torch.T
     return second
 
 
-def _drawn_over(hf: Any, names: list[str], seed: int, byte: int) -> dict[str, torch.Tensor]:
+def _initialised_over(hf: Any, names: list[str], seed: int, byte: int) -> dict[str, torch.Tensor]:
     for module in hf.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     for name in names:

@@ -30,7 +30,7 @@ _LIKE_WEIGHTS = frozenset({WEIGHT, EXP_AVG, EXP_AVG_SQ})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LocalPart:
     """A rank's part of one tensor of the training state: `values`, which lie at `region` in a whole of `shape`.
 
     `kind` is what comes before the name of the weight, `name`, that it belongs to.
@@ -75,54 +75,54 @@ class StateNames:
             return [plain]
         return group.names
 
-    def wanted(self, held: Held) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Return names, whole shapes and dtypes of what `held` and the rows of other ranks are made of."""
-        names = self.names(held.name) if held.kind in _LIKE_WEIGHTS else [held.name]
-        shapes = self._shapes if self._group(held) else dict.fromkeys(names, held.shape)
-        return {held.kind + name: (shapes[name], held.values.dtype) for name in names}
+    def wanted(self, part: LocalPart) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Return names, whole shapes and dtypes of what `part` and the rows of other ranks are made of."""
+        names = self.names(part.name) if part.kind in _LIKE_WEIGHTS else [part.name]
+        shapes = self._shapes if self._group(part) else dict.fromkeys(names, part.shape)
+        return {part.kind + name: (shapes[name], part.values.dtype) for name in names}
 
-    def pieces(self, held: Held) -> Iterator[WeightShard]:
-        """Yield what a checkpoint keeps of `held`."""
-        group = self._group(held)
+    def pieces(self, part: LocalPart) -> Iterator[WeightShard]:
+        """Yield what a checkpoint keeps of `part`."""
+        group = self._group(part)
         if group is None:
-            (name,) = self.wanted(held)
-            yield WeightShard(name=name, shape=held.shape, offsets=held.region.offsets, tensor=held.values)
+            (name,) = self.wanted(part)
+            yield WeightShard(name=name, shape=part.shape, offsets=part.region.offsets, tensor=part.values)
             return
-        if not len(held.values):
+        if not len(part.values):
             return
-        made = hf_names.original(self._hf, lora.plain_name(held.name), held.values.detach())
+        made = hf_names.original(self._hf, lora.plain_name(part.name), part.values.detach())
         for names in group.sources.values():
             # Made of a part of the experts, they are numbered from the first one.
-            for called, name in zip(names, names[held.rows], strict=False):
+            for called, name in zip(names, names[part.rows], strict=False):
                 if called not in made:
                     raise CheckpointError(
-                        f"`{held.name}` of {type(self._hf).__name__} should leave as `{name}`, and does not; "
+                        f"`{part.name}` of {type(self._hf).__name__} should leave as `{name}`, and does not; "
                         f"it leaves as {', '.join(sorted(made)[:3])}"
                     )
                 shape = self._shapes[name]
-                part = group.source_region(held.region, shape)
-                tensor = made[called].reshape(part.shape)
-                yield WeightShard(name=held.kind + name, shape=shape, offsets=part.offsets, tensor=tensor)
+                box = group.source_region(part.region, shape)
+                tensor = made[called].reshape(box.shape)
+                yield WeightShard(name=part.kind + name, shape=shape, offsets=box.offsets, tensor=tensor)
 
-    def fill(self, held: Held, reader: SliceReader) -> None:
-        """Read `held.values`."""
-        group = self._group(held)
+    def fill(self, part: LocalPart, reader: SliceReader) -> None:
+        """Read `part.values`."""
+        group = self._group(part)
         if group is None:
-            (name,) = self.wanted(held)
-            reader.fill(name, held.region, held.values)
-        elif len(held.values):
+            (name,) = self.wanted(part)
+            reader.fill(name, part.region, part.values)
+        elif len(part.values):
             parts = {
                 pattern: [
-                    reader.read(held.kind + name, group.source_region(held.region, self._shapes[name]))
-                    for name in names[held.rows]
+                    reader.read(part.kind + name, group.source_region(part.region, self._shapes[name]))
+                    for name in names[part.rows]
                 ]
                 for pattern, names in group.sources.items()
             }
-            made = convert(group, parts, self._hf)[lora.plain_name(held.name)]
+            made = convert(group, parts, self._hf)[lora.plain_name(part.name)]
             with torch.no_grad():
-                held.values.copy_(made)
+                part.values.copy_(made)
 
-    def _group(self, held: Held) -> Group | None:
-        """Return what `held` is taken apart by, None where it stays in one piece."""
-        group = self._groups.get(lora.plain_name(held.name)) if held.kind in _LIKE_WEIGHTS else None
+    def _group(self, part: LocalPart) -> Group | None:
+        """Return what `part` is taken apart by, None where it stays in one piece."""
+        group = self._groups.get(lora.plain_name(part.name)) if part.kind in _LIKE_WEIGHTS else None
         return group if group is not None and group.by_rows else None
