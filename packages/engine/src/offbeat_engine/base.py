@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from contextlib import AbstractContextManager
     from pathlib import Path
-    from typing import Literal
 
     from offbeat_engine.batch import TrainBatch
     from offbeat_engine.config import EngineConfig
@@ -159,30 +158,7 @@ class EngineBase(Engine, Generic[State]):
     def set_loss_fn(self, loss_fn: LossFn) -> None:  # noqa: D102
         self._loss_fn = loss_fn
 
-    @overload
-    def forward_backward_step(
-        self,
-        batch: TrainBatch,
-        ctx: StepContext | None = None,
-        forward_only: Literal[False] = False,
-        preprocess_fn: PreprocessFn | None = None,
-        postprocess_fn: PostprocessFn | None = None,
-        predict: bool = True,
-    ) -> tuple[Predictions, float, StepContext]: ...
-
-    @overload
-    def forward_backward_step(
-        self,
-        batch: TrainBatch,
-        ctx: StepContext | None = None,
-        *,
-        forward_only: Literal[True],
-        preprocess_fn: PreprocessFn | None = None,
-        postprocess_fn: PostprocessFn | None = None,
-        predict: bool = True,
-    ) -> tuple[Predictions, StepContext]: ...
-
-    def forward_backward_step(  # noqa: D102
+    def forward_backward_step(  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         batch: TrainBatch,
         ctx: StepContext | None = None,
@@ -190,7 +166,7 @@ class EngineBase(Engine, Generic[State]):
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
         predict: bool = True,
-    ) -> tuple[Predictions, StepContext] | tuple[Predictions, float, StepContext]:
+    ) -> Any:  # noqa: ANN401 what `Engine` says, which has an overload for each
         self._ready()
         self._check_mode(forward_only)
         ctx = StepContext() if ctx is None else ctx
