@@ -58,7 +58,7 @@ def page(declared: list[Capabilities], all_cases: list[Case]) -> str:
         "page. A configuration that asks for what is missing is refused before anything starts. What is declared",
         "is exercised by the conformance suite ([writing-an-engine.md](writing-an-engine.md)), in every model family",
         f"({', '.join(FAMILIES)}) where the cases train. Settings that are no feature (`adamw_8bit`, `reshard`, `reduce_dtype`,",
-        "`checkpoint_every`, `checkpoint_keeps`, `share_prefixes`) have tests of their own in the package, outside the suite.",
+        "`checkpoint_keeps`, `share_prefixes`) have tests of their own in the package, outside the suite.",
         "",
         f"| feature | {' | '.join(f'`{said.engine}`' for said in declared)} | cases |",
         f"|---|{'---|' * len(declared)}---|",

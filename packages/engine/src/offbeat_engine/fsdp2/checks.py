@@ -144,13 +144,15 @@ def _layout_of_ranks(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:
 
 
 def _recomputing(config: Fsdp2Config) -> Iterator[Refusal]:
-    which = {
-        "checkpoint_every": config.checkpoint_every > 1,
-        "checkpoint_keeps": config.checkpoint_keeps != "inputs",
-    }
-    for setting in (name for name, chosen in which.items() if chosen and not config.activation_checkpointing):
+    if config.checkpoint_every != 1:
         yield Refusal(
-            setting=setting,
+            setting="checkpoint_every",
+            reason="all layers are computed again, or none",
+            remedy="leave it at 1; to compute less again, set `checkpoint_keeps=products`",
+        )
+    if config.checkpoint_keeps != "inputs" and not config.activation_checkpointing:
+        yield Refusal(
+            setting="checkpoint_keeps",
             reason="nothing is computed again in backward",
             remedy="set `activation_checkpointing: true`",
         )

@@ -266,7 +266,7 @@ def _activations(config: RunConfig, model: ModelFacts, tokens: int) -> int:
     engine, again = config.engine, 0
     # Settings that not every engine has; with "products" a layer keeps most of what it would.
     if engine.activation_checkpointing and getattr(engine, "checkpoint_keeps", "inputs") == "inputs":
-        again = model.num_layers // getattr(engine, "checkpoint_every", 1)
+        again = model.num_layers
     whole = model.num_layers - again + (again > 0)  # of those computed again, one at a time
     stages, runs = (getattr(engine, f"{name}_size", 1) for name in ("pipeline_parallel", "virtual_pipeline"))
     if runs > 1:  # the first stage begins so many runs of layers before the first of them comes back

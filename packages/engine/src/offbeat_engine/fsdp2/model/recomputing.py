@@ -1,4 +1,4 @@
-"""Activation checkpointing: which layers compute again in backward, and what of them is kept all the same."""
+"""Activation checkpointing: layers compute again in backward, and what of them is kept all the same."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-from offbeat_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     from offbeat_engine.fsdp2.config import Fsdp2Config
@@ -24,26 +22,11 @@ _COSTLY = {
 
 
 def compute_again(hf: Any, config: Fsdp2Config) -> None:
-    """Let every `checkpoint_every`-th layer of `hf` keep its input alone, or its costly results besides.
-
-    Raises:
-        ConfigError: `config` leaves out layers, and the family knows only all or none.
-    """
+    """Let every layer of `hf` keep its input alone, or its costly results besides."""
     settings: dict[str, Any] = {"use_reentrant": False}
     if config.checkpoint_keeps == "products":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     hf.gradient_checkpointing_enable(settings)
-    if config.checkpoint_every == 1:
-        return
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in hf.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError(
-            f"`checkpoint_every`: {type(hf).__name__} checkpoints all of its layers or none; use 1"
-        )
-    for number, layer in enumerate(layers, start=1):
-        layer.gradient_checkpointing = number % config.checkpoint_every == 0
 
 
 def _policy(_ctx: object, operator: Any, *_args: object, **_settings: object) -> CheckpointPolicy:
