@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, stepping
-from offbeat_engine.fsdp2.memory import activations, sharding
+from offbeat_engine.fsdp2.memory import activations
 from offbeat_engine.fsdp2.memory.activations import HostActivations
 from offbeat_engine.testing import make_tiny_model, random_batch
 
@@ -23,8 +23,7 @@ def config_of(path, **changes):
 
 
 def run(world, config, all_wrapped=False):
-    sharding.SMALL_MODEL_BYTES = 0 if all_wrapped else 256 << 20
-    engine = Fsdp2Engine(config, world)
+    engine = Fsdp2Engine(replace(config, reshard="always" if all_wrapped else "auto"), world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     seen = []
@@ -34,7 +33,6 @@ def run(world, config, all_wrapped=False):
             predictions, loss, _ = engine.forward_backward_step(engine.shard_data(batch))
             seen += [predictions["logprobs"], *(tensor.clone() for _, tensor in engine.named_gradients())]
             seen.append(torch.tensor([loss, engine.optimizer_step()]))
-    sharding.SMALL_MODEL_BYTES = 256 << 20
     return seen
 
 

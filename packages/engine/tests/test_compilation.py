@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from offbeat_engine import Fsdp2Config, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.checks import refusals_here
-from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.fsdp2.model import compilation
 from offbeat_engine.testing import RankPool, make_tiny_model, random_batch, relative_error
 
@@ -71,11 +70,7 @@ def test_a_compiled_mixture_of_experts_answers_alike(tmp_path):
 
 
 def train_sharded(world, path, changes):
-    sharding.SMALL_MODEL_BYTES = 0
-    engine = make_engine(path, world, **changes)
-    got = train(engine, BATCHES[:2])
-    sharding.SMALL_MODEL_BYTES = 256 << 20
-    return got
+    return train(make_engine(path, world, reshard="always", **changes), BATCHES[:2])
 
 
 @compiles

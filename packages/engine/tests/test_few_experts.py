@@ -17,7 +17,6 @@ from offbeat_engine import (
     World,
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.testing import RankPool, make_tiny_model, random_batch
 
 pytestmark = pytest.mark.spawns
@@ -39,14 +38,9 @@ def mixture(tmp_path_factory):
 
 
 def built(world, path, settings):
-    before, sharding.SMALL_MODEL_BYTES = sharding.SMALL_MODEL_BYTES, 0
-    try:
-        model = ModelConfig(path=path)
-        config = Fsdp2Config(model=model, micro_batch_tokens=80, **{"optimizer": ADAMW, **settings})
-        engine = Fsdp2Engine(config, world)
-        engine.init_model()
-    finally:
-        sharding.SMALL_MODEL_BYTES = before
+    settings = {"optimizer": ADAMW, "reshard": "always", **settings}
+    engine = Fsdp2Engine(Fsdp2Config(model=ModelConfig(path=path), micro_batch_tokens=80, **settings), world)
+    engine.init_model()
     engine.set_loss_fn(SftLoss())
     return engine
 

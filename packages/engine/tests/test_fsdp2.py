@@ -16,7 +16,6 @@ from offbeat_engine import (
     World,
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.testing import (
     make_tiny_model,
     random_batch,
@@ -48,9 +47,7 @@ def whole(tensor):
 def train(world, config, batches, all_wrapped=False):
     """Train on `batches`; return losses, norms, last gradients, weights and predictions in batch order."""
     torch.set_num_threads(1)
-    if all_wrapped:
-        sharding.SMALL_MODEL_BYTES = 0
-    engine = make_engine(config, world)
+    engine = make_engine(replace(config, reshard="always" if all_wrapped else "auto"), world)
     losses, norms = [], []
     with engine.train_mode():
         for batch in batches:
@@ -65,7 +62,6 @@ def train(world, config, batches, all_wrapped=False):
     assert [(w.name, w.shape, w.dtype) for w in engine.weight_manifest()] == [
         (name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()
     ]
-    sharding.SMALL_MODEL_BYTES = 256 << 20
     return losses, norms, grads, weights, dict(predictions.items()), ctx.stats
 
 

@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Fsdp2Config, ModelConfig, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.fsdp2.weights import load_plan
 from offbeat_engine.testing import make_tiny_model
 from offbeat_engine.toolkit.hf import weight_files
@@ -71,8 +70,8 @@ def tensors_of(model):
     return {name: getattr(tensor.detach(), "full_tensor", tensor.detach)() for name, tensor in named.items()}
 
 
-def held(world, path):
-    model = make_engine(path, world)._state.scorer.hf
+def held(world, path, reshard="auto"):
+    model = make_engine(path, world, reshard=reshard)._state.scorer.hf
     tied = len(dict(model.named_parameters(remove_duplicate=False))) - len(dict(model.named_parameters()))
     return tensors_of(model), tied
 
@@ -136,18 +135,10 @@ def test_two_ranks_read_half_each(name, tmp_path, two_ranks):
         assert read == pytest.approx(total / 2, rel=0.01)
 
 
-def held_layer_by_layer(world, path):
-    small, sharding.SMALL_MODEL_BYTES = sharding.SMALL_MODEL_BYTES, 0
-    try:
-        return held(world, path)
-    finally:
-        sharding.SMALL_MODEL_BYTES = small
-
-
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 def test_layers_that_are_sharded_one_by_one_hold_the_same(name, tmp_path, two_ranks):
     path = make_tiny_model(tmp_path, family=name, **FAMILIES[name])
-    check(two_ranks.run(held_layer_by_layer, path)[1], path)
+    check(two_ranks.run(held, path, "always")[1], path)
 
 
 def test_experts_that_do_not_lie_row_by_row_are_put_together_whole(tmp_path, two_ranks):

@@ -16,7 +16,6 @@ from offbeat_engine import (
     World,
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.testing import (
     make_tiny_model,
     random_batch,
@@ -63,8 +62,7 @@ def make_engine(config, world=None, loss_fn=None):
 def train(world, config, batches, loss_fn=None, all_wrapped=False):
     """Train on `batches`; return everything a reference, or another rank, can be compared with."""
     torch.set_num_threads(1)
-    sharding.SMALL_MODEL_BYTES = 0 if all_wrapped else 256 << 20
-    engine = make_engine(config, world, loss_fn)
+    engine = make_engine(replace(config, reshard="always" if all_wrapped else "auto"), world, loss_fn)
     out = {"losses": [], "norms": [], "predictions": [], "stats": []}
     for batch in batches:
         with engine.train_mode():
@@ -77,7 +75,6 @@ def train(world, config, batches, loss_fn=None, all_wrapped=False):
             out["norms"].append(engine.optimizer_step())
             engine.lr_scheduler_step()
     out["weights"] = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    sharding.SMALL_MODEL_BYTES = 256 << 20
     return out
 
 

@@ -20,7 +20,6 @@ from offbeat_engine import (
     World,
 )
 from offbeat_engine.fsdp2 import Fsdp2Engine, checks
-from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.fsdp2.model import building as model
 from offbeat_engine.testing import RankPool, random_batch
 
@@ -77,21 +76,15 @@ def gradients(engine, batch):
 
 def failing(world, path, loss_fn, layered, changes):
     """Fail in the middle of a step, then take a good one; and the good one on a new engine."""
-    kept, sharding.SMALL_MODEL_BYTES = (
-        sharding.SMALL_MODEL_BYTES,
-        0 if layered else sharding.SMALL_MODEL_BYTES,
-    )
-    try:
-        engine = engine_of(world, path, loss_fn, **changes)
-        with engine.train_mode(), pytest.raises(StepError) as caught:
-            engine.forward_backward_step(engine.shard_data(random_batch(8, seed=1)))
-        cause = type(caught.value.__cause__).__name__
-        engine.set_loss_fn(SftLoss())
-        after = gradients(engine, random_batch(8, seed=2))
-        fresh = gradients(engine_of(world, path, SftLoss(), **changes), random_batch(8, seed=2))
-        return str(caught.value), cause, len(_CALLS), after, fresh
-    finally:
-        sharding.SMALL_MODEL_BYTES = kept
+    changes = {"reshard": "always", **changes} if layered else changes
+    engine = engine_of(world, path, loss_fn, **changes)
+    with engine.train_mode(), pytest.raises(StepError) as caught:
+        engine.forward_backward_step(engine.shard_data(random_batch(8, seed=1)))
+    cause = type(caught.value.__cause__).__name__
+    engine.set_loss_fn(SftLoss())
+    after = gradients(engine, random_batch(8, seed=2))
+    fresh = gradients(engine_of(world, path, SftLoss(), **changes), random_batch(8, seed=2))
+    return str(caught.value), cause, len(_CALLS), after, fresh
 
 
 @pytest.mark.parametrize("layered", [False, True])

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from offbeat_engine import Dtype, Engine, Fsdp2Config, LoraConfig, ModelConfig, SftLoss
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.memory import sharding
 from offbeat_engine.testing import make_tiny_model, random_batch
 from offbeat_engine.testing.reference import load_reference
 
@@ -37,8 +36,7 @@ class Largest(TorchDispatchMode):
 @contextmanager
 def trained(world, config):
     """An engine after a step, so that adapters are not zero, sharded layer by layer."""
-    small, sharding.SMALL_MODEL_BYTES = sharding.SMALL_MODEL_BYTES, 0
-    engine = Fsdp2Engine(config, world)
+    engine = Fsdp2Engine(replace(config, reshard="always"), world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     with engine.train_mode():
@@ -48,7 +46,6 @@ def trained(world, config):
         yield engine
     finally:
         engine.close()
-        sharding.SMALL_MODEL_BYTES = small
 
 
 def copied(named):
