@@ -46,7 +46,7 @@ def test_a_folder_of_other_things_is_not_replaced(tiny, tmp_path, two_ranks, nam
 
 def test_nor_is_the_one_that_the_model_was_read_from(tmp_path):
     path = make_tiny_model(tmp_path)
-    assert "the model was read from there" in said_of(World(), path, "fsdp2", str(tmp_path / "." / ""))
+    assert "the one that the model was read from" in said_of(World(), path, "fsdp2", str(tmp_path / "." / ""))
 
 
 def test_an_older_export_and_an_empty_folder_are(tiny, tmp_path):

@@ -117,5 +117,5 @@ def test_a_torn_file_and_one_that_is_another_are_refused(tmp_path):
 
 def test_a_region_that_the_index_lacks_is_not_left_as_it_was(tmp_path):
     index, _ = write_slices(tmp_path, 0, [piece("x", WHOLE, Region((0, 0), (2, 10)))])
-    with pytest.raises(CheckpointError, match="has 20 of the 40 numbers that are wanted of `x`"):
+    with pytest.raises(CheckpointError, match="holds 20 of the 40 values that are needed of `x`"):
         SliceReader(tmp_path, index).read("x", Region((0, 0), (4, 10)))

@@ -170,8 +170,9 @@ def _empty_moments(target: Target, steps: Mapping[str, float], folder: Path) -> 
         step = next(iter(seen))
         if len(seen) != 1 or step is None:
             raise CheckpointError(
-                f"{folder} should say how many updates `{name}` has seen, got {sorted(map(str, seen))}; "
-                "it was frozen there, or its parts were not stepped together"
+                f"checkpoint {folder}: optimizer state of `{name}` is incomplete (update counts of its parts: "
+                f"{', '.join(sorted(map(str, seen)))}). If it was frozen in that run, freeze it here too; else start from the "
+                "exported weights"
             )
         if step:
             state["step"].fill_(step)

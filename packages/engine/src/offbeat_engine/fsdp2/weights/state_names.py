@@ -96,8 +96,8 @@ class StateNames:
             for called, name in zip(names, names[part.rows], strict=False):
                 if called not in made:
                     raise CheckpointError(
-                        f"`{part.name}` of {type(self._hf).__name__} should leave as `{name}`, and does not; "
-                        f"it leaves as {', '.join(sorted(made)[:3])}"
+                        f"{type(self._hf).__name__}: expected `{part.name}` to be exported as `{name}`, got "
+                        f"{', '.join(sorted(made)[:3])}; report it with the transformers version"
                     )
                 shape = self._shapes[name]
                 box = group.source_region(part.region, shape)

@@ -42,7 +42,7 @@ def export_folder(world: World, final: Path, origin: Path, write: Callable[[Path
 
     def start() -> str:
         if final.exists() and final.samefile(origin):
-            raise CheckpointError("the model was read from there; export to another folder")
+            raise CheckpointError("this folder is the one that the model was read from; export to another")
         if final.exists() and not any((final / name).is_file() for name in _CONFIGS) and any(final.iterdir()):
             raise CheckpointError(
                 "what is there is no model and would be lost; export to a folder of its own"

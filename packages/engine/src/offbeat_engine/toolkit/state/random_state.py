@@ -32,7 +32,7 @@ def pieces(world: World) -> Iterator[WeightShard]:
 def read(world: World, loaded: Loaded) -> dict[str, torch.Tensor]:
     """Return what this rank can use of a checkpoint's random states, by name.
 
-    With another number of ranks that is nothing: whose states they were means nothing to these.
+    It is empty if the number of ranks has changed: saved states belong to ranks that no longer exist.
     """
     if loaded.meta["num_ranks"] != world.size:
         return {}

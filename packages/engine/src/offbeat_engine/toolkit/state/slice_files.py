@@ -114,7 +114,7 @@ class SliceReader:
             self._count(file, values.nbytes)
         if filled != region.numel:
             raise CheckpointError(
-                f"{self._folder} has {filled} of the {region.numel} numbers that are wanted of `{name}`; use another checkpoint"
+                f"{self._folder} holds {filled} of the {region.numel} values that are needed of `{name}`; use another checkpoint"
             )
 
     def close(self) -> None:
