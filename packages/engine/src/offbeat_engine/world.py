@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
+import os
 import socket
+import struct
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -11,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from offbeat_engine.errors import StateError
-from offbeat_engine.interfaces import let_gloo_use_the_way_to
+
+_GLOO = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux, see netdevice(7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +77,7 @@ class World:
         timeout = timedelta(seconds=timeout_s)
         if device == "cuda":
             torch.cuda.set_device(local_rank)
-        let_gloo_use_the_way_to(host, int(port))
+        _let_gloo_use_the_way_to(host, int(port))
         try:
             store = _store(host, int(port), rank, size, timeout)
             dist.init_process_group(
@@ -188,3 +194,39 @@ def _store(host: str, port: int, rank: int, size: int, timeout: timedelta) -> di
     return dist.TCPStore(
         host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
+
+
+def _let_gloo_use_the_way_to(host: str, port: int) -> None:
+    """Let gloo's groups of this process listen on the interface by which `host` is reached, unless somebody has said which.
+
+    Of itself gloo takes the address that the machine's own name leads to, often loopback, which ranks elsewhere cannot reach.
+    It reads this from the environment whenever a group is made, and there is no option for it. On loopback nothing is changed,
+    nor over IPv6.
+    """
+    address = _own_address(host, port)
+    if _GLOO in os.environ or not address or ipaddress.ip_address(address).is_loopback:  # noqa: TID251 -- see above
+        return
+    if name := _interface_with(address):
+        os.environ[_GLOO] = name  # noqa: TID251 -- as above
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the IPv4 address of this machine from which `host` is reached, or nothing."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing: the kernel only chooses the way
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""  # meeting there will say what is wrong
+
+
+def _interface_with(address: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                told = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(told[20:24]) == address:
+                return name
+    return ""

@@ -55,8 +55,8 @@ def capabilities() -> Capabilities:
     )
 
 
-def refusals(config: Fsdp2Config, num_ranks: int) -> list[Refusal]:
-    """Return every reason why `config` cannot run on `num_ranks` ranks, all at once.
+def refusals(config: Fsdp2Config, num_ranks: int, *, files: bool) -> list[Refusal]:
+    """Return every reason why `config` cannot run on `num_ranks` ranks, all at once; `files`: in its weights' headers, too.
 
     Who asks may sit on a machine without a GPU: what a rank's own must have is looked at by `refusals_here`.
     """
@@ -68,38 +68,22 @@ def refusals(config: Fsdp2Config, num_ranks: int) -> list[Refusal]:
         *_attention(config),
         *_lora(config),
         *(_compiler(config) if config.device == "cpu" else ()),
-        *_family(config),
+        *_family(config, files=files),
     ]
 
 
-def _family(config: Fsdp2Config) -> list[Refusal]:
-    """Look at the model without its weights; code that comes with a model runs when it is built, and not before."""
-    if config.model.trust_remote_code or not (Path(config.model.path) / "config.json").is_file():
-        return []
-    try:
-        hf = empty_model(config.model)
-    except ConfigError as error:
-        return [
-            Refusal(
-                setting="model.path", reason=str(error), remedy="give a folder that transformers can load"
-            )
-        ]
-    return list(families.refusals(hf, config))
-
-
-def refusals_of_weights(config: Fsdp2Config) -> Iterator[Refusal]:
-    """Look at the headers of the weights in the model's folder, which the driver sees as ranks do: none is read."""
-    model = config.model
-    if model.trust_remote_code or model.random_init or not (Path(model.path) / "config.json").is_file():
+def _family(config: Fsdp2Config, *, files: bool) -> Iterator[Refusal]:
+    """Look at the model, and with `files` at the headers of its weights; code that comes with a model runs when it is built."""
+    model, remedy = config.model, "give a folder that is whole, and that transformers can load"
+    if model.trust_remote_code or not (Path(model.path) / "config.json").is_file():
         return
     try:
         hf = empty_model(model)
-    except ConfigError:
-        return  # said already
-    try:
-        check_files(hf, model)
+        yield from families.refusals(hf, config)
+        if files and not model.random_init:
+            check_files(hf, model)
     except ConfigError as error:
-        yield Refusal(setting="model.path", reason=str(error), remedy="give a folder that is whole")
+        yield Refusal(setting="model.path", reason=str(error), remedy=remedy)
 
 
 def _numbers(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:

@@ -61,8 +61,7 @@ class Fsdp2Engine(EngineBase[EngineState]):
 
     @classmethod
     def check(cls, config: EngineConfig, num_ranks: int) -> list[Refusal]:  # noqa: D102
-        fsdp2 = require_config(config, Fsdp2Config)
-        return [*checks.refusals(fsdp2, num_ranks), *checks.refusals_of_weights(fsdp2)]
+        return checks.refusals(require_config(config, Fsdp2Config), num_ranks, files=True)
 
     def init_model(self) -> None:
         """Build, shard and prepare everything.
@@ -73,7 +72,8 @@ class Fsdp2Engine(EngineBase[EngineState]):
         """
         self._check_new()
         # Of the weights each rank finds out as it reads them: its folder may be another than that of its neighbour.
-        checks.require(self._config, self.world, checks.refusals(self._config, self.world.size))
+        refused = checks.refusals(self._config, self.world.size, files=False)
+        checks.require(self._config, self.world, refused)
         self._state = build_state(self._config, self.world)
         difference = self._difference(self._state)
         if difference is not None:
