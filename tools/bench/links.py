@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.transports.group import CHUNK_BYTES, IN_FLIGHT, StoreForTorch
+from offbeat_ckptsync.transports.broadcast import CHUNK_BYTES, IN_FLIGHT, StoreForTorch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

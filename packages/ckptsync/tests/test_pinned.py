@@ -17,7 +17,7 @@ from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source import buffers
 from offbeat_ckptsync.source.buffers import BucketBuilder, Buffers
 from offbeat_ckptsync.threads import HostPages
-from offbeat_ckptsync.transports.segments import Mapping, Segment
+from offbeat_ckptsync.transports.shm import Mapping, Segment
 
 NUM_BYTES = 100_000
 

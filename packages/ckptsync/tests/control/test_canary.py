@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat_ckptsync.control.canary import odd_ones
+from offbeat_ckptsync.control.sync import odd_ones
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_who_is_lost_while_the_group_forms_is_missed_at_the_deadline_of_the_rend
 LEAVERS = """
 import threading, torch
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.transports.group import Group
+from offbeat_ckptsync.transports.broadcast import Group
 store, seats = Store.serve("127.0.0.1"), [["m", 0]]
 ends = [Group("g", seats), Group("g", seats)]
 stores = [store, Store.join("127.0.0.1", store.port, 300.0)]

@@ -14,8 +14,8 @@ import torch
 
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.transports import group as groups
-from offbeat_ckptsync.transports.group import CHUNK_BYTES, Group
+from offbeat_ckptsync.transports import broadcast as groups
+from offbeat_ckptsync.transports.broadcast import CHUNK_BYTES, Group
 
 LONG_S = 3000.0  # no wait that ends early has to do with it
 

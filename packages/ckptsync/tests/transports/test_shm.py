@@ -28,8 +28,7 @@ from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports.line import Line, call
-from offbeat_ckptsync.transports.segments import Mapping, Segment
-from offbeat_ckptsync.transports.shm import ShmTransport
+from offbeat_ckptsync.transports.shm import Mapping, Segment, ShmTransport
 from offbeat_ckptsync.values import Seat, SyncOffer
 from sync_faults.planted import TornSink
 
@@ -346,7 +345,7 @@ def test_no_memory_is_said_so_and_the_source_is_walked_to_its_end(monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("offbeat_ckptsync.transports.segments._fill", refuse)
+    monkeypatch.setattr("offbeat_ckptsync.transports.shm._fill", refuse)
     with pytest.raises(TransferError, match=r"no shared memory for .* bytes"):
         sender.send(offer)
     assert source.walks == 1

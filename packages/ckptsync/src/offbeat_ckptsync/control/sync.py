@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from offbeat_ckptsync.control.canary import odd_ones
 from offbeat_ckptsync.control.together import all_of, failures_of
 from offbeat_ckptsync.errors import LoadError, SyncError, TransferError, VersionError
 from offbeat_ckptsync.plan.buckets import buckets_of
@@ -20,10 +21,11 @@ from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Phase, Sent, Sync
 from offbeat_ckptsync.wire import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.seams import Member, Source
+
 
 _Result = TypeVar("_Result")
 
@@ -292,3 +294,45 @@ SOURCE = "source"
 
 _FENCE_S = 1.0
 _SILENT_S = 5.0
+
+
+# Digests prove that what was staged is what was sent. The canary looks at what became of it: a loader that put a tensor
+# in the wrong place, or memory that changed after it was digested.
+def odd_ones(
+    answers: Mapping[str, Sequence[float]], *, tolerance: float, reference: Sequence[float] = ()
+) -> dict[str, str]:
+    """Return who answers otherwise than the rest, and how; empty answers take no part, nor does a `reference` that is no number.
+
+    The right answer is `reference` (the source's own) where there is one. Else it is the element-wise median, which
+    one wrong replica among three or more does not move; of two that differ nobody can say which is right, so both
+    are returned. An answer is right when none of its numbers is further than `tolerance` from that, and has as many, which
+    is how many most have.
+    """
+    given = {name: list(answer) for name, answer in answers.items() if len(answer)}
+    odd = {name: "answers with numbers that are none" for name, a in given.items() if not _all_finite(a)}
+    given = {name: answer for name, answer in given.items() if name not in odd}
+    reference = reference if _all_finite(reference) else ()
+    if not given or (len(given) == 1 and not reference):
+        return odd
+    right = list(reference) or _middle([*given.values()])
+    for name, answer in given.items():
+        if len(answer) != len(right):
+            odd[name] = f"answered {len(answer)} numbers, {len(right) or 'nobody knows how many'} are right"
+        elif (distance := _distance(answer, right)) > tolerance:
+            odd[name] = f"answers {distance:.3g} away from what is right; the tolerance is {tolerance:g}"
+    return odd
+
+
+def _middle(answers: list[list[float]]) -> list[float]:
+    (usual, most), *others = Counter(map(len, answers)).most_common(2)
+    if any(number == most for _, number in others):
+        return []
+    return [median(column) for column in zip(*(a for a in answers if len(a) == usual), strict=True)]
+
+
+def _distance(answer: Sequence[float], right: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(answer, right, strict=True))
+
+
+def _all_finite(answer: Sequence[float]) -> bool:
+    return all(math.isfinite(number) for number in answer)

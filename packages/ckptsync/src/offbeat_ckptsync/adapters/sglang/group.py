@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from offbeat_ckptsync.adapters.sglang.tensors import parts_of
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.threads import use_device
-from offbeat_ckptsync.transports.group import nccl_group
+from offbeat_ckptsync.transports.broadcast import nccl_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
