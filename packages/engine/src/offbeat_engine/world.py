@@ -186,9 +186,8 @@ def _store(host: str, port: int, rank: int, size: int, timeout: timedelta) -> di
     """Return the store by which ranks meet; rank 0's listens at `host` alone, where torch's own listens on every interface."""
     listener: int | None = None
     if rank == 0:
-        with suppress(
-            OSError
-        ):  # this process has a store there already, or nobody can listen there, which the store says
+        # This process has a store there already, or nobody can listen there, which the store says.
+        with suppress(OSError):
             listener = socket.create_server((host, port)).detach()
     # With several tenants, one that this process has opened at that port already is the one.
     return dist.TCPStore(

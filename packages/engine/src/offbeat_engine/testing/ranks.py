@@ -122,9 +122,8 @@ class RankPool:
     def stop(self) -> None:
         """Ask the processes to leave, and end those that do not within five seconds; safe to call twice."""
         self.release()
-        deadline = time.monotonic() + (
-            0.5 if self.failed else 5.0
-        )  # after a failure some wait for others in vain
+        # After a failure some wait for others in vain.
+        deadline = time.monotonic() + (0.5 if self.failed else 5.0)
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():

@@ -82,9 +82,8 @@ class VarlenRows:
         """Return what attention consists of for a layer that sees the last `window` tokens; None: all."""
         if self.shared is None:
             return (self.sequences,)
-        if (
-            window is not None
-        ):  # it reaches back from a token's own place, which a segment of many sequences has not
+        # It reaches back from a token's own place, which a segment of many sequences has not.
+        if window is not None:
             return (self.shared.whole,)
         return (self.sequences,) if self.shared.prefixes is None else (self.sequences, self.shared.prefixes)
 

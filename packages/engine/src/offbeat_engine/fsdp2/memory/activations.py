@@ -144,7 +144,6 @@ class HostActivations:
         if kept.came is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(kept.came)
-            tensor.record_stream(
-                stream
-            )  # its memory is of the other stream, and must not go back there too early
+            # Its memory is of the other stream, and must not go back there too early.
+            tensor.record_stream(stream)
         return tensor

@@ -104,9 +104,8 @@ def _stand_ins(hf: Any) -> Generator[None]:
     yield
     for name, weight in empty.items():
         layer = hf.get_submodule(name)
-        getattr(layer, "base_layer", layer).weight = weight.requires_grad_(
-            False
-        )  # as peft left all but adapters
+        # As peft left all but adapters.
+        getattr(layer, "base_layer", layer).weight = weight.requires_grad_(False)
 
 
 def _check_loadable(hf: Any, description: Any) -> None:

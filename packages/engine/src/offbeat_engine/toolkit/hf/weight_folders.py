@@ -122,8 +122,6 @@ def copy_beside(folder: Path, source: Path) -> None:
     for name in _BESIDE:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    for found in (
-        *source.glob("*.py"),
-        *source.glob("*.tiktoken"),
-    ):  # a model with code of its own, and its tokens
+    # A model with code of its own, and its tokens.
+    for found in (*source.glob("*.py"), *source.glob("*.tiktoken")):
         shutil.copyfile(found, folder / found.name)

@@ -26,9 +26,8 @@ def start_folder(final: Path) -> Path:
     partial = partial_path(final)
     shutil.rmtree(partial, ignore_errors=True)
     for left in final.parent.glob(".step_*") if step_of(final.name) is not None else ():
-        if _LEFT.fullmatch(
-            left.name
-        ):  # of a folder of checkpoints, in which one save ends before the next begins
+        # Of a folder of checkpoints, in which one save ends before the next begins.
+        if _LEFT.fullmatch(left.name):
             shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial

@@ -68,10 +68,8 @@ class Described:
             CheckpointError: one lies outside, two share numbers, or numbers are missing.
         """
         whole, before = Region.whole(self.shape), list[tuple[Region, str]]()
-        for (
-            region,
-            file,
-        ) in self.pieces:  # by where they begin, so that those of rows meet their neighbours only
+        # By where they begin, so that those of rows meet their neighbours only.
+        for region, file in self.pieces:
             if len(region.shape) != len(self.shape) or (region.numel and region.common(whole) != region):
                 raise CheckpointError(
                     f"`{name}` has the shape {list(self.shape)}, and {file} a piece of it at {_at(region)}, "

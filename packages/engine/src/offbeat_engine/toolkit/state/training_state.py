@@ -116,9 +116,8 @@ def _write(
     on_rank_zero(world, lambda: str(checkpoint_folders.start_folder(folder)), f"could not start {partial}")
 
     def write() -> tuple[dict[str, Any], dict[str, Entry]]:
-        partial.mkdir(
-            parents=True, exist_ok=True
-        )  # a folder that is not shared is refused by rank 0, with its ranks
+        # A folder that is not shared is refused by rank 0, with its ranks.
+        partial.mkdir(parents=True, exist_ok=True)
         index, entries = write_slices(partial, world.rank, pieces)
         return said_of(index), entries
 
