@@ -33,11 +33,7 @@ if TYPE_CHECKING:
     from offbeat_engine.toolkit.state.saves import Destination
     from offbeat_engine.toolkit.state.saving import SaveHandle
     from offbeat_engine.toolkit.step.micro_batches import StepRequest
-    from offbeat_engine.values import (
-        Predictions,
-        StepContext,
-        WeightSpec,
-    )
+    from offbeat_engine.values import Predictions, StepContext, WeightSpec
     from offbeat_engine.world import World
 
 

@@ -26,10 +26,7 @@ class Family:
 
 
 _UNTIED = {"tie_word_embeddings": False}
-_ADAPTIVE_POSITIONS = {
-    "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
-    "max_position_embeddings": 32,
-}
+_ADAPTIVE_POSITIONS = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 32}
 
 FAMILIES: dict[str, Family] = {
     family.name: family

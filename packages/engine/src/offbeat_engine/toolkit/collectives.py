@@ -123,11 +123,7 @@ def gather_answers(
 class _GatherAnswers(torch.autograd.Function):
     @staticmethod
     def forward(  # M answers of C kinds
-        ctx: Any,
-        mine_CM: torch.Tensor,
-        counts: tuple[int, ...],
-        group: dist.ProcessGroup,
-        adds_up: bool,
+        ctx: Any, mine_CM: torch.Tensor, counts: tuple[int, ...], group: dist.ProcessGroup, adds_up: bool
     ) -> torch.Tensor:
         ctx.counts, ctx.group, ctx.adds_up = counts, group, adds_up
         longest = max(counts)  # parts must be of one size

@@ -22,11 +22,7 @@ class Scorer(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        hf: Any,
-        head: str,
-        base: dict[str, int] | None = None,
-        on_meta: OnMeta | None = None,
+        self, hf: Any, head: str, base: dict[str, int] | None = None, on_meta: OnMeta | None = None
     ) -> None:
         super().__init__()
         self.hf = hf

@@ -164,12 +164,7 @@ def _leaves_in(source: Source, dtype: torch.dtype) -> torch.dtype:
 
 
 def export_folder(
-    world: World,
-    final: Path,
-    hf: Any,
-    sources: list[Source],
-    dtype: torch.dtype,
-    source: str,
+    world: World, final: Path, hf: Any, sources: list[Source], dtype: torch.dtype, source: str
 ) -> None:
     """Write the Hugging Face folder `final` on rank 0, whole or not at all; a collective.
 

@@ -105,11 +105,7 @@ def make_plan(hf: Any, files: Shapes) -> Plan:
 
 
 def _renamed(
-    hf: Any,
-    held: dict[str, Any],
-    name: str,
-    renamings: list[Any],
-    converters: list[Any],
+    hf: Any, held: dict[str, Any], name: str, renamings: list[Any], converters: list[Any]
 ) -> tuple[str, str | None]:
     from transformers.core_model_loading import rename_source_key
 
@@ -120,11 +116,7 @@ def _renamed(
 
 
 def _group(
-    hf: Any,
-    files: Shapes,
-    target: str,
-    converter: Any | None,
-    sources: dict[str, list[str]],
+    hf: Any, files: Shapes, target: str, converter: Any | None, sources: dict[str, list[str]]
 ) -> Group:
     named = {pattern: tuple(names) for pattern, names in sources.items()}
     if converter is None:
@@ -169,10 +161,7 @@ def convert(group: Group, tensors: dict[str, list[torch.Tensor]], hf: Any) -> di
 
 
 def _converted(
-    converter: Any,
-    target: str,
-    tensors: dict[str, list[torch.Tensor]],
-    hf: Any,
+    converter: Any, target: str, tensors: dict[str, list[torch.Tensor]], hf: Any
 ) -> dict[str, torch.Tensor]:
     working = deepcopy(converter)
     for pattern, parts in tensors.items():

@@ -66,10 +66,7 @@ def load(config: ModelConfig, attn: str) -> tuple[Any, OnMeta | None]:
                 torch.manual_seed(config.seed)  # also decides a value head that the folder does not hold
                 if config.random_init:
                     return auto.from_config(shape, **common), None
-                return _from_files(auto, shape, common, config) or (
-                    _whole(auto, shape, common, config),
-                    None,
-                )
+                return _from_files(auto, shape, common, config) or (_whole(auto, shape, common, config), None)
     except _UNFIT as error:
         raise ConfigError(
             _other_transformers(error)
@@ -134,10 +131,7 @@ def check_files(hf: Any, config: ModelConfig) -> None:
 
 
 def _from_files(
-    auto: Any,
-    shape: Any,
-    common: dict[str, Any],
-    config: ModelConfig,
+    auto: Any, shape: Any, common: dict[str, Any], config: ModelConfig
 ) -> tuple[Any, OnMeta] | None:
     """Return an empty model and where its weights are, or None (and say why) where this cannot be done."""
     files = WeightFiles.find(Path(config.path))

@@ -155,12 +155,7 @@ def on_rank_zero(world: World, act: Callable[[], Any], failed: str) -> Any:
     return from_rank_zero(world, result)
 
 
-def finish(
-    world: World,
-    where: Destination,
-    meta: dict[str, Any],
-    files: dict[str, Entry],
-) -> None:
+def finish(world: World, where: Destination, meta: dict[str, Any], files: dict[str, Entry]) -> None:
     """Make a written checkpoint whole, copy it, and prune; a collective, in which rank 0 works.
 
     Args:

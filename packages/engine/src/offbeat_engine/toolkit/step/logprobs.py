@@ -146,11 +146,7 @@ class _Grads:
     """Gradients of hidden states, weight and bias, added up over chunks; None where nobody asks."""
 
     def __init__(
-        self,
-        hidden_MH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        needs: Any,
+        self, hidden_MH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, needs: Any
     ) -> None:
         self._hidden_MH, self._weight_VH = hidden_MH, weight_VH
         # Sums over chunks are float32 whatever the compute dtype.

@@ -11,12 +11,7 @@ import torch
 
 # Dense bfloat16 operations per second by a part of the device's name, from NVIDIA's data sheets (SXM parts; those of
 # other forms are slower and not listed). First match counts.
-_PEAK_BFLOAT16 = {
-    "H100 80GB HBM3": 989e12,
-    "H200": 989e12,
-    "A100-SXM": 312e12,
-    "B200": 2250e12,
-}
+_PEAK_BFLOAT16 = {"H100 80GB HBM3": 989e12, "H200": 989e12, "A100-SXM": 312e12, "B200": 2250e12}
 _KIB = 1 << 10
 
 
