@@ -1,5 +1,6 @@
 """Generation that fails: tried again, dropped with a reason, never made up; and what ends a run."""
 
+import asyncio
 import math
 from dataclasses import replace
 
@@ -207,6 +208,52 @@ def test_a_reward_that_never_works_ends_the_run_instead_of_eating_the_data(tmp_p
         TrainerError, match=r"8 groups in a row could not be made; the last: .* raised KeyError"
     ):
         run_with(tmp_path, lambda request, attempt: None, task=Never())
+
+
+class JudgeWithAnOutage:
+    """Scores four groups, then none for `outage_s`, then all."""
+
+    def __init__(self, outage_s):
+        self.outage_s = outage_s
+        self.num_scored = 0
+        self.down_since_s = None
+
+    async def score(self, group):
+        now_s = asyncio.get_running_loop().time()
+        if self.down_since_s is None and self.num_scored == 4:
+            self.down_since_s = now_s
+        if self.down_since_s is not None and now_s - self.down_since_s < self.outage_s:
+            raise RewardFailed("raised", "the judge is down")
+        self.num_scored += 1
+        scores = tuple(ScriptedTask().score(group.prompt, one) for one in group.trajectories)
+        return replace(group, scores=scores)
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_a_judge_that_is_down_for_a_minute_costs_some_groups_and_not_the_run(tmp_path, mode):
+    loop = replace(LOOP, validation_prompts=0)
+    run = ScriptedRun(
+        folder=tmp_path, mode=mode, loop=loop, scorer=JudgeWithAnOutage(60.0), asynchrony=MODE
+    ).go()
+    assert run.outcome.steps == LOOP.steps
+    assert 8 <= run.outcome.dropped_groups["reward_raised"] <= 8 + 60 / 5 + 4
+    [failing] = [detail for name, detail in run.reporter.phases if name == "failing"]
+    assert failing.startswith(
+        "8 groups in a row could not be made; the last: the judge is down. One is tried every 5 s"
+    )
+
+
+def test_a_judge_that_stays_down_ends_the_run(tmp_path):
+    loop, judge = replace(LOOP, validation_prompts=0), JudgeWithAnOutage(math.inf)
+    run = ScriptedRun(folder=tmp_path, mode="sync", loop=loop, scorer=judge, asynchrony=MODE)
+    with pytest.raises(
+        TrainerError, match=r"\d\d groups in a row could not be made; the last: the judge is down"
+    ):
+        run.go()
+    assert judge.num_scored == 4
 
 
 def test_tokens_older_than_what_is_served_are_not_taken(tmp_path):

@@ -33,6 +33,8 @@ def test_steps_rewards_tokens_and_times_of_a_run():
     phases = {"generate": 1.0, "reward": 0.5, "train": 2.0, "sync": 0.25, "validate": 100.0}
     outcome.take(4, values(0.25, speed=1.0, **{"mismatch/max_abs_logprob_diff": 1e-3}), phases)
     last = {"mismatch/max_abs_logprob_diff": 1e-6, "buffer/dropped_reward_raised_groups": 2.0}
+    last |= {"sync/failures": 1.0, "sync/fenced_members": 2.0}
+    outcome.take_mishaps({"validation/unscored_prompts": 3.0})
     outcome.take(5, values(0.75, speed=3.0, **last), {"train": 0.25})
     assert (outcome.steps, outcome.steps_here) == (6, 2)
     summary = outcome.summary()
@@ -48,9 +50,13 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "reward_last": 0.75,
         "tokens_per_s": 20.0 / 4.0,
         "phase_s": {"generate": 0.5, "reward": 0.25, "train": 1.125, "sync": 0.125},
+        "beside_s": {"validate": 100.0},
         "sync_gb_per_s": 2.0,
         "trained_groups": 0,  # counted as steps are closed
         "dropped_groups": {"reward_raised": 2.0},
+        "unscored_prompts": 3.0,
+        "sync_failures": 1.0,
+        "fenced_members": 2.0,
         "max_abs_logprob_diff": 1e-3,
         "warmup_s": 0.0,
         "where_time_went": None,

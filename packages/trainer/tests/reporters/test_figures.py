@@ -85,6 +85,27 @@ def test_the_panel_of_a_failed_run_begins_with_the_reason_and_leaves_out_what_wa
     assert "per step" not in text
 
 
+def test_the_panel_says_what_went_wrong_beside_the_steps_and_what_validation_and_saving_took():
+    text = panel_text(
+        {
+            "unscored_prompts": 3.0, "sync_failures": 1.0, "fenced_members": 2.0, "beside_s": {"save": 1200.0, "validate": 0.1},
+        }
+    )  # fmt: skip
+    rows = {
+        words[0]: words[1]
+        for line in text.splitlines()
+        if len(words := line.strip("│ ").split("   ", 1)) == 2
+    }
+    assert {label: said.strip() for label, said in rows.items()} == {
+        "not scored": "3 held-out prompts",
+        "in syncs": "1 failed and tried again, 2 without a replica",
+        "beside steps": "save 20:00",
+    }
+    assert "in syncs" not in panel_text(
+        {"sync_failures": 0.0, "fenced_members": 0.0, "unscored_prompts": 0.0}
+    )
+
+
 def test_the_panel_says_how_many_groups_were_dropped_and_why():
     drops = {"reward_raised": 40.0, "reward_none_applies": 4.0, "failed": 0.0}
     text = panel_text({"dropped_groups": drops, "trained_groups": 16})

@@ -14,7 +14,7 @@ from offbeat_trainer.metrics import Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.run_store import RunState
 from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.producer import RETRIED, training_params, tried_again
-from offbeat_trainer.stream.stream import due
+from offbeat_trainer.stream.stream import due, sync_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,6 +64,9 @@ class Outcome:
     dropped_groups: dict[str, float] = field(
         default_factory=dict[str, float]
     )  # since the run began, by reason
+    unscored_prompts: float = 0  # held-out ones, of all validations of this process
+    sync_failures: float = 0  # tries that failed before one that did not
+    fenced_members: float = 0  # replicas that syncs went on without, counted each time
     syncs: int = 0
     sync_gb_per_s: float = 0.0  # the sum over `syncs`
     where_time_went: str | None = None  # the largest cause of idle time, in a sentence
@@ -91,6 +94,13 @@ class Outcome:
         if "sync/gb_per_s" in values:  # not every step of an asynchronous run has a sync
             self.syncs += 1
             self.sync_gb_per_s += values["sync/gb_per_s"]
+        self.take_mishaps(values)
+
+    def take_mishaps(self, values: dict[str, float]) -> None:
+        """Count what went wrong in syncs and validations and did not end the run."""
+        self.sync_failures += values.get("sync/failures", 0)
+        self.fenced_members += values.get("sync/fenced_members", 0)
+        self.unscored_prompts += values.get("validation/unscored_prompts", 0)
 
     def _compare(self, step: int, values: dict[str, float]) -> None:
         """Take in how far sampler and trainer are apart where both had the same weights; say once where that is no rounding."""
@@ -127,9 +137,13 @@ class Outcome:
             "reward_last": self.reward_last,
             "tokens_per_s": self.tokens / self.step_s if self.step_s else None,
             "phase_s": {name: self.phase_s.get(name, 0.0) / steps for name in STEP_PHASES},
+            "beside_s": {name: value for name, value in self.phase_s.items() if name not in STEP_PHASES},
             "sync_gb_per_s": self.sync_gb_per_s / self.syncs if self.syncs else None,
             "trained_groups": self.trained_groups,
             "dropped_groups": self.dropped_groups,
+            "unscored_prompts": self.unscored_prompts,
+            "sync_failures": self.sync_failures,
+            "fenced_members": self.fenced_members,
             "max_abs_logprob_diff": self.max_abs_logprob_diff,
             "warmup_s": self.warmup_s,
             "where_time_went": self.where_time_went,
@@ -144,10 +158,13 @@ async def open_run(parts: Parts, outcome: Outcome, start: int) -> None:
     clock = parts.clock()
     outcome.steps = start
     with clock.phase("sync", "first weights to every replica"):
-        await parts.publisher.publish(version_of(start))
+        report = await parts.publisher.publish(version_of(start))
+    outcome.take_mishaps(reduce_metrics(sync_metrics(report)))
     if outcome.accuracy_before is None:
         before = reduce_metrics(await validate(parts, clock, start, "before"))
         outcome.accuracy_before = before.get(ACCURACY)
+        outcome.take_mishaps(before)
+        _take_beside(outcome, clock)
     parts.stop.listening = True
 
 
@@ -180,22 +197,34 @@ async def close_step(
     if last or due(done, parts.loop.validate_every):
         validated = await validate(parts, clock, done, "after" if last else "")
         outcome.accuracy_after = reduce_metrics(validated).get(ACCURACY)
+        outcome.take_mishaps(reduce_metrics(validated))
         metrics += validated
     if due(done, parts.loop.sample_every):
         show(parts, done, "sampled", groups)
     parts.reporter.metrics(done, [*metrics, *clock.metrics()])
     ends = parts.stop.due
-    if due(done, parts.loop.save_every) or ends or (last and parts.loop.save_every):
-        with clock.phase("save"):
-            # Blocked at the end: nothing follows that would wait for it.
-            await asyncio.to_thread(parts.journal.flush)  # a checkpoint stands on what its steps took
-            await save(parts.store, parts.policy, outcome, block=ends or last)
-            await asyncio.to_thread(parts.journal.forget, parts.store.oldest())
-    elif not parts.loop.save_every and due(done, FORGET_EVERY):
-        # Without checkpoints these tokens would never be trained again.
-        await asyncio.to_thread(parts.journal.forget, done)
+    await _save_if_due(parts, outcome, clock, block=ends or last)
+    _take_beside(outcome, clock)
     outcome.interrupted = ends and not last
     return ends
+
+
+async def _save_if_due(parts: Parts, outcome: Outcome, clock: PhaseClock, *, block: bool) -> None:
+    """Save after a step where the calendar says so, or where the run ends (`block`: nothing follows that would wait for it)."""
+    done, every = outcome.steps, parts.loop.save_every
+    if due(done, every) or parts.stop.due or (block and every):
+        with clock.phase("save"):
+            await asyncio.to_thread(parts.journal.flush)  # a checkpoint stands on what its steps took
+            await save(parts.store, parts.policy, outcome, block=block)
+            await asyncio.to_thread(parts.journal.forget, parts.store.oldest())
+    elif not every and due(done, FORGET_EVERY):
+        # Without checkpoints these tokens would never be trained again.
+        await asyncio.to_thread(parts.journal.forget, done)
+
+
+def _take_beside(outcome: Outcome, clock: PhaseClock) -> None:
+    """Take in what validation and saving took."""
+    outcome.take_seconds({name: value for name, value in clock.seconds.items() if name not in STEP_PHASES})
 
 
 async def save(store: RunStore, policy: Policy | OfflinePolicy, outcome: Outcome, *, block: bool) -> None:

@@ -12,7 +12,7 @@ from offbeat_trainer.data.types import oldest_version
 from offbeat_trainer.errors import DeadlineExceeded, GroupFailed, ResumeError, TrainerError, WorkerGone
 from offbeat_trainer.rollouts.single import derive_seed
 from offbeat_trainer.stream.journal.events import Half
-from offbeat_trainer.watch.timeline import GENERATION
+from offbeat_trainer.watch.timeline import GENERATION, now_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -31,6 +31,9 @@ REFUSED = "refused"
 # What a group may fail with without its being the run's fault: it is tried again, elsewhere if there is an elsewhere.
 RETRIED = (RolloutError, WorkerGone, DeadlineExceeded, ConnectionError, TimeoutError)
 TOGETHER = 64  # groups that are begun before anybody else has a turn
+OUTAGE_S = 300.0
+"""How long groups may fail in a row before a run ends in which some came through before: a judge may be down."""
+PROBE_S = 5.0  # between two groups that are begun meanwhile, so that an outage uses few prompts up
 REST_S = 1.0  # before the next attempt: replicas are fenced, replaced and synced meanwhile
 
 
@@ -110,6 +113,8 @@ class Producer:
         self._halves = recovered.halves
         self._max_attempts = max_attempts
         self._failures = 0  # in a row
+        self._failing_since_s = 0.0
+        self._works = False  # a group came through
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups: dict[int, asyncio.Task[None]] = {}
 
@@ -141,6 +146,8 @@ class Producer:
 
     async def _feed(self) -> None:
         for number in itertools.count(1):
+            if self._failures >= self._most_failures:
+                await asyncio.sleep(PROBE_S)
             await self._buffer.leave()
             index = self._prompts.next_index()
             prompt = self._prompts.prompt(index)
@@ -169,7 +176,7 @@ class Producer:
         try:
             group = await self._complete(index, prompt, begun, version)
             if group is not None:
-                self._failures = 0
+                self._failures, self._works = 0, True
                 self._buffer.finish(index, group)
                 self._parts.watchdog.progress(GENERATION, f"finished group {index}")
         finally:
@@ -211,14 +218,27 @@ class Producer:
         self._give_up(index, prompt, FAILED, why)
         return None
 
+    @property
+    def _most_failures(self) -> int:
+        """How many groups may fail in a row before it is taken for more than a few bad prompts."""
+        return max(8, 2 * self._parts.loop.prompts_per_step)
+
     def _give_up(self, index: int, prompt: Prompt, reason: str, why: str) -> None:
         """Drop a group; when nothing else happens any more, end the run: the data would run through for nothing."""
         log.warning("the group of prompt %r is dropped (%s): %s", prompt.uid, reason, why)
         self._buffer.drop(index, reason)
         self._failures += 1
-        limit = max(8, 2 * self._parts.loop.prompts_per_step)
-        if self._failures >= limit:
-            raise TrainerError(f"{self._failures} groups in a row could not be made; the last: {why}")
+        if self._failures == 1:
+            self._failing_since_s = now_s()
+        if self._failures < self._most_failures:
+            return
+        said = f"{self._failures} groups in a row could not be made; the last: {why}"
+        if not self._works or now_s() - self._failing_since_s >= OUTAGE_S:
+            raise TrainerError(said)
+        if self._failures == self._most_failures:
+            words = f"{said}. One is tried every {PROBE_S:g} s, and the run ends unless one comes through in {OUTAGE_S:g} s"
+            log.warning("%s", words)
+            self._parts.reporter.phase("failing", words)
 
     def _spawn(self, name: str, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guarded(work), name=name)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.metrics import Metric
 
 FIRST_OF_STEP = ("generate", "train")
-NEWS = ("stopping", "fenced")
+NEWS = ("stopping", "fenced", "failing", "dropped")
 """Phases that leave a line in the middle of steps, too: the next one comes at once."""
 SAMPLED = "sampled"
 HEADER_EVERY = 30

@@ -171,10 +171,18 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
         ("held-out loss", _change(values, "loss_before", "loss_after", number)),
         ("steps", _one(values, "steps", lambda value: f"{value:.0f}")),
         ("dropped", _dropped(values)),
+        ("not scored", _mishap(values, {"unscored_prompts": "held-out prompts"})),
         ("wall", _wall(values)),
         ("speed", _one(values, "tokens_per_s", lambda value: f"{number(value)} tokens/s")),
         ("per step", _phases(values)),
+        ("beside steps", _beside(values)),
         ("weight sync", _one(values, "sync_gb_per_s", lambda value: f"{number(value)} GB/s")),
+        (
+            "in syncs",
+            _mishap(
+                values, {"sync_failures": "failed and tried again", "fenced_members": "without a replica"}
+            ),
+        ),
         (
             "max |Δ log-prob|",
             _one(values, "max_abs_logprob_diff", lambda value: f"{value:.1e} sampler, trainer"),
@@ -212,6 +220,13 @@ def _dropped(values: Mapping[str, object]) -> Text | None:
     )
 
 
+def _mishap(values: Mapping[str, object], words: Mapping[str, str]) -> Text | None:
+    """Say how often each thing went wrong."""
+    counts = {word: cast("float", values.get(key) or 0) for key, word in words.items()}
+    said = ", ".join(f"{count:.0f} {word}" for word, count in counts.items() if count)
+    return Text(said, style="yellow") if said else None
+
+
 def _change(values: Mapping[str, object], first: str, last: str, form: Callable[[float], str]) -> Text | None:
     before, after = _one(values, first, form), _one(values, last, form)
     if before is None or after is None:
@@ -234,6 +249,11 @@ def _phases(values: Mapping[str, object]) -> Text | None:
         return None
     each = cast("Mapping[str, float]", phases).items()
     return Text(" · ".join(f"{name} {seconds(value)} s" for name, value in each if value)) or None
+
+
+def _beside(values: Mapping[str, object]) -> Text | None:
+    each = cast("Mapping[str, float]", values.get("beside_s") or {}).items()
+    return Text(" · ".join(f"{name} {clock(value)}" for name, value in each if value >= 1)) or None
 
 
 def _lost(values: Mapping[str, object]) -> Text | None:
