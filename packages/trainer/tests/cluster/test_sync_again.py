@@ -76,3 +76,13 @@ async def test_one_that_fails_every_time_ends_in_its_error_and_serves_the_old_ve
         await site.publisher.publish(version + 1)
     assert len(tries) == publisher.MAX_SYNCS - 1
     assert await site.held() == before
+
+
+async def test_what_is_trained_as_soon_as_it_may_be_changes_nothing_that_is_on_its_way(site):
+    (version, _, _) = (await site.held())["replica 0"]
+    for seed in range(version + 1, version + 4):
+        await update(site, seed)
+        trained = []
+        await site.publisher.publish(seed, lambda: trained.append(site.rank.take.remote(0)))  # noqa: B023
+        assert await site.held() == {"replica 0": (seed, content_of(weights_of(seed)), True)}
+        await trained[0]

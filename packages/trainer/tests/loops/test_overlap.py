@@ -92,6 +92,38 @@ def test_a_sync_that_lasts_longer_than_a_step_leaves_versions_out_and_is_waited_
     assert [version for _, version in bound.publisher.flips] == list(range(1, LOOP.steps + 2))
 
 
+class CopyingFor:
+    """Takes `seconds` to copy the weights out, which must stand still until then: it is asserted where they are read."""
+
+    def __init__(self, run, seconds):
+        self.seconds, self.inner = seconds, run.publisher
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    async def publish(self, version, gathered=None):
+        await asyncio.sleep(self.seconds if gathered is not None else 0.0)
+        return await self.inner.publish(version, gathered)
+
+
+@pytest.mark.parametrize(("mode", "asynchrony"), MODES[:2])  # the others wait also until generation rests
+def test_a_step_waits_for_its_groups_while_weights_are_copied_out_and_trains_once_they_are(
+    tmp_path, mode, asynchrony
+):
+    waited_s = {}
+    for copy_s in (0.2, 5.0):
+        pool = ScriptedPool(pace=lambda request: 0.3)
+        run = ScriptedRun(
+            folder=tmp_path / str(copy_s), mode=mode, asynchrony=asynchrony, loop=LOOP, pool=pool,
+            train_s=lambda step: 0.1,
+        )  # fmt: skip
+        run.publisher = CopyingFor(run, copy_s)
+        steps = run.go().reporter.steps
+        waited_s[copy_s] = [steps[step].get("time/sync_s", 0.0) for step in range(2, LOOP.steps)]
+    assert min(waited_s[0.2]) == pytest.approx(0.0, abs=1e-6), "where generation takes longer"
+    assert max(waited_s[5.0]) > 1.0
+
+
 @pytest.mark.parametrize(
     ("mode", "asynchrony"), [("sync", AsyncConfig()), ("fully_async", AsyncConfig(max_staleness=0))]
 )

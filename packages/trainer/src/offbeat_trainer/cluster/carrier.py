@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_ckptsync.control.source_ranks import PASS, SourceRanks
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from offbeat_ckptsync.ops import Call
-    from offbeat_ckptsync.values import SyncOffer
+    from offbeat_ckptsync.values import Sent, SyncOffer
     from offbeat_ckptsync.wire import Json
     from offbeat_trainer.cluster.train_group import TrainGroup
     from offbeat_trainer.watch.timeline import Timeline
@@ -50,6 +51,8 @@ class TrainSource(SourceRanks):
         self._nodes = nodes
         self._by_neighbours = beside is not None
         self._host = ""  # where members were told to meet rank 0
+        self._gathering: asyncio.Task[bool] | None = None  # until it is sent
+        self._told = asyncio.Event()  # the calls for it are made
         super().__init__(self._carry, group.num_ranks, beside)
 
     async def offer(self, version: int, members: list[str]) -> SyncOffer:
@@ -61,10 +64,37 @@ class TrainSource(SourceRanks):
                 self._host = host
         return await super().offer(version, members)
 
+    async def gather(self, offer: SyncOffer) -> bool:
+        """Let the ranks copy out what `send` sends, and return once they are told to.
+
+        A rank does its work in the order of the calls: nothing that it is given from now on changes what it copies.
+        """
+        self._told = told = asyncio.Event()
+        self._gathering = asyncio.create_task(super().gather(offer), name=f"gather {offer.version}")
+        self._gathering.add_done_callback(lambda _: told.set())
+        await told.wait()
+        return True
+
+    async def send(self, offer: SyncOffer) -> Sent:
+        """See `SourceRanks.send`; raises also what `gather` failed of."""
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            await gathering
+        return await super().send(offer)
+
+    async def abort(self, sync_id: str) -> None:
+        """See `SourceRanks.abort`."""
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            gathering.cancel()
+        await super().abort(sync_id)
+
     async def _carry(self, op: str, requests: Mapping[int, Json]) -> Mapping[int, Json]:
         if op == PASS:
             calls = {rank: (str(each["op"]), each["request"]) for rank, each in requests.items()}
-            return await self._group.each("sync_op", calls, what="do 'send' of a weight sync")
+            return await self._group.each(
+                "sync_op", calls, what="do 'send' of a weight sync", told=self._told.set
+            )
         calls = {rank: (op, request) for rank, request in requests.items()}
         group = "send" if op == "send" else "control"  # a sync is given up beside its sending
         return await self._group.each("sync_op", calls, what=f"do {op!r} of a weight sync", group=group)

@@ -73,6 +73,7 @@ async def run_online(parts: Parts, outcome: Outcome, start: int, mode: AsyncConf
                 groups = await stream.take(step)
             with clock.phase("reward"):
                 batch = await assembled(groups, parts.algorithm.targets, parts.sampling.temperature)
+            await stream.copied(clock)
             with clock.phase("train"):  # meanwhile the groups of the next steps are generated
                 trained = await parts.policy.update(batch)
             parts.stop.held = not stream.settles_after(step)

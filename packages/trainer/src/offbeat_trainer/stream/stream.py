@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat_trainer.stream.buffer import Entry
     from offbeat_trainer.stream.journal.events import Recovered
     from offbeat_trainer.stream.parts import Parts
+    from offbeat_trainer.watch.watchdog import PhaseClock
 
 
 RARER = 100
@@ -77,6 +78,8 @@ class GroupStream:
         # Where nothing is generated before the new weights are served, or a schedule says when they are, a step waits for that.
         self._runs_on = mode.max_staleness > 0 and parts.replay is None
         self._publishing: asyncio.Task[None] | None = None
+        self._copied = asyncio.Event()  # the weights that it brings may change
+        self._copied.set()
         self._newest = 0  # the version that the newest sync brings
         self._reports: list[SyncReport] = []  # of syncs that ended since `metrics` told of them
         if parts.replay is None:
@@ -141,12 +144,12 @@ class GroupStream:
     async def publish(self, version: int, *, settled: bool = True) -> None:
         """Bring `version` to every replica; what is under way meanwhile is treated as `partial` says.
 
-        Without `settled` return as soon as the weights may change: the sync ends beside the next step. One sync at a time:
-        the one before has ended, or failed, first. Where that is still under way and the bound on staleness leaves room, this
-        version is left out, and training goes on to the next.
+        Without `settled` return once it has begun: it ends beside the next step, before which `copied` waits until the weights
+        may change. One sync at a time: the one before has ended, or failed, first. Where that is still under way and the bound
+        on staleness leaves room, this version is left out, and training goes on to the next.
 
         Raises:
-            Exception: what this sync failed of, or the one before.
+            Exception: what this sync failed of, where it is waited for, or the one before.
         """
         if self._publishing is not None:
             under_way = not self._publishing.done()
@@ -168,14 +171,19 @@ class GroupStream:
         elif self._mode.partial is Partial.ABORT:
             await parts.rollout.interrupt()
         self._newest = version
-        copied = asyncio.Event()
+        self._copied = copied = asyncio.Event()
         self._publishing = asyncio.create_task(
             self._bring(version, None if settled else copied.set), name=f"publish version {version}"
         )
         self._publishing.add_done_callback(lambda _: copied.set())
-        await copied.wait()
-        if settled or self._publishing.done():
+        if settled:
             await self._publishing
+
+    async def copied(self, clock: PhaseClock) -> None:
+        """Return once the weights may change: what a sync under way brings is copied out. `clock` counts that as "sync"."""
+        if not self._copied.is_set():
+            with clock.phase("sync"):
+                await self._copied.wait()
 
     async def _bring(self, version: int, copied: Callable[[], None] | None) -> None:
         parts = self._parts
