@@ -93,7 +93,9 @@ STEPS = (
         claims=("docs/asynchrony.md",),
     ),
     Step(
-        command=_tests(f"{_ROLLOUT}/tests/sglang/test_proof.py", f"{_ROLLOUT}/tests/sglang/test_families.py"),
+        command=_tests(
+            f"{_SYNC}/tests/adapters/sglang/test_proof.py", f"{_ROLLOUT}/tests/sglang/test_families.py"
+        ),
         proves="SGLang's own launcher on a GPU; its hash is ours; overlap names every token by its own version",
         minutes=5,
         claims=(f"{_ROLLOUT}/src/offbeat_rollout/sglang/engine.py", "docs/asynchrony.md"),

@@ -12,6 +12,7 @@ from .errors import (
 )
 from .interface import (
     RolloutEngine as RolloutEngine,
+    ServerUpdates as ServerUpdates,
     TensorUpdates as TensorUpdates,
     WorkerUpdates as WorkerUpdates,
 )

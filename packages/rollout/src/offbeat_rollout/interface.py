@@ -10,7 +10,8 @@ from offbeat_rollout.checks import check_config
 from offbeat_rollout.config import RolloutConfig, require_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
     from typing import TypeAlias
 
     import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         WeightSpec,
     )
 
-    WeightUpdates: TypeAlias = "TensorUpdates | WorkerUpdates"
+    WeightUpdates: TypeAlias = "TensorUpdates | WorkerUpdates | ServerUpdates"
 
 
 class TensorUpdates(ABC):
@@ -45,13 +46,6 @@ class TensorUpdates(ABC):
 
         Raises:
             UpdateRefused: the set does not fit; no parameter changed.
-        """
-
-    async def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:  # noqa: B027 optional
-        """Compute what `load` of these tensors needs while the engine goes on; nothing changes, and nothing must come of it.
-
-        Raises:
-            UpdateRefused: the set does not fit.
         """
 
     async def adopt(
@@ -102,6 +96,50 @@ class WorkerUpdates(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Let the backend leave all connections; generation goes on."""
+
+
+class ServerUpdates(ABC):
+    """New weights for a server that loads them when it is told to over HTTP.
+
+    Who tells it comes from outside (offbeat-ckptsync's adapter, say): here is where it answers, and when it rests.
+    """
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where it answers, on this machine."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """What it wants as bearer token."""
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """A folder that it can read, in memory where there is such a place; it goes with the server."""
+
+    @property
+    @abstractmethod
+    def way(self) -> str:
+        """How it is to get weights: "files", "tensors" (on GPUs by CUDA IPC) or "group" (on GPUs NCCL)."""
+
+    @abstractmethod
+    async def specs(self) -> list[WeightSpec]:
+        """Return what an update must bring, in Hugging Face names."""
+
+    @abstractmethod
+    async def load(
+        self, load: Callable[[], Awaitable[None]], version: int, *, recompute_kv: bool = False
+    ) -> None:
+        """Have the server rest, await `load()`, which lets it load and looks at what it holds, then serve that as `version`.
+
+        Requests under way go on, from their old keys and values unless `recompute_kv`. Where `load` raises, weights may be torn:
+        the engine serves no more.
+
+        Raises:
+            UpdateRefused: the server did not come to rest; `load` was not called.
+        """
 
 
 class RolloutEngine(ABC):

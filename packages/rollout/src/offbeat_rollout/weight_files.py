@@ -45,16 +45,6 @@ def folder_specs(model_path: str, served_dtype: str) -> list[tuple[str, tuple[in
     )
 
 
-def folder_files(model_path: str) -> dict[str, Path]:
-    """Return the file that holds each weight of a Hugging Face folder; see `folder_specs` for which and what it raises."""
-    folder = Path(model_path)
-    return {
-        name: folder / file
-        for file, names in _files(folder).items()
-        for name, _, _ in _read(folder / file, names)
-    }
-
-
 def _left_out(folder: Path) -> tuple[str, ...]:
     """Return how the names of layers begin that only predict further tokens."""
     config = json.loads((folder / "config.json").read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -25,6 +26,7 @@ from offbeat_rollout.sglang.arguments import (
     environment_of,
     server_command,
 )
+from offbeat_rollout.sglang.server import held_port
 from offbeat_rollout.testing import make_tiny_model
 
 SECRETS = Path("/run/arguments.yaml")
@@ -196,3 +198,15 @@ async def test_an_engine_that_is_stopped_while_it_comes_up_says_so(config, envir
     await engine.stop()
     with pytest.raises(EngineStateError, match=r"stopped meanwhile|ended with exit code"):
         await starting
+
+
+async def test_a_port_is_kept_for_the_server_until_it_comes_up():
+    with held_port() as held:
+        port = held.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b""
+        writer.close()
+        server.close()

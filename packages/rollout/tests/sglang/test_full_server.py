@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from offbeat_rollout import EngineStateError, Finish, GenerateRequest, PauseMode, SamplingParams
@@ -65,10 +64,10 @@ def start(engine, names, max_tokens=230):
     ]
 
 
-async def load(engine, paths, version, **more):
-    """Load the model whose turn `version` is: the first where it is even, else the second."""
-    weights = load_file(f"{paths[version % 2]}/model.safetensors")
-    await engine.weight_updates().load(weights.items(), version, **more)
+@pytest.fixture(scope="module")
+def load(load_folder):
+    """Return what loads the model whose turn a version is: the first where it is even, else the second."""
+    return lambda engine, paths, version, **more: load_folder(engine, paths[version % 2], version, **more)
 
 
 def gap(paths, done):
@@ -120,7 +119,7 @@ def test_the_key_is_in_no_list_of_processes(engine):
     assert engine._server.key.encode() not in words
 
 
-async def test_every_token_is_of_the_version_that_names_it_though_scheduling_overlaps(engine, paths):
+async def test_every_token_is_of_the_version_that_names_it_though_scheduling_overlaps(engine, paths, load):
     tasks = start(engine, [f"overlap{number}" for number in range(8)], 60)
     await wait_for_tokens(engine, 60)
     version = engine.version
@@ -133,7 +132,7 @@ async def test_every_token_is_of_the_version_that_names_it_though_scheduling_ove
     assert max(gap(paths, done) for done in found) <= 1e-4
 
 
-async def test_aborts_and_updates_at_once_lose_neither_a_replica_nor_a_version(engine, paths):
+async def test_aborts_and_updates_at_once_lose_neither_a_replica_nor_a_version(engine, paths, load):
     """Requests wait for room with tokens already: SGLang retracts them, and answers their abort in another way."""
     for turn in range(4):
         version, names = engine.version + 1, [f"full{turn}-{number}" for number in range(24)]
@@ -152,7 +151,7 @@ async def test_aborts_and_updates_at_once_lose_neither_a_replica_nor_a_version(e
     assert (await engine.health()).ok
 
 
-async def test_two_updates_at_once_come_one_after_the_other(engine, paths):
+async def test_two_updates_at_once_come_one_after_the_other(engine, paths, load):
     version = engine.version
     await asyncio.gather(load(engine, paths, version + 1), load(engine, paths, version + 2))
     assert engine.version == version + 2

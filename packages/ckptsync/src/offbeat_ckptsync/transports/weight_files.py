@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    import torch
+
 # The format's own names.
 _TO_FORMAT = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -80,6 +82,13 @@ def folder_specs(folder: Path) -> tuple[TensorSpec, ...]:
         for spec in sorted(specs, key=lambda spec: spec.name)
         if not (spec.name.startswith(aside) or spec.name.endswith("rotary_emb.inv_freq"))
     )
+
+
+def folder_tensor(folder: Path, name: str) -> torch.Tensor:
+    """Return one of `folder_specs(folder)`, read from its file."""
+    file = next(file for file, names in _files(folder).items() if names is None or name in names)
+    with cast("Any", safe_open)(folder / file, framework="pt") as opened:
+        return opened.get_tensor(name)
 
 
 def _left_out(folder: Path) -> tuple[str, ...]:

@@ -90,7 +90,9 @@ class Handler(BaseHTTPRequestHandler):
                     200, {"model_path": model.path, "weight_version": model.version, "is_generation": True}
                 )
             case "/server_info":
-                self.reply(200, {"device": model.device, "tp_size": model.num_ranks})
+                self.reply(
+                    200, {"device": model.device, "tp_size": model.num_ranks, "model_path": model.base}
+                )
             case "/record":
                 self.reply(200, {"record": model.record, "paused": model.paused})
             case _:

@@ -19,17 +19,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, SglangMember, SglangServer, Way
+from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, ServerSink, SglangMember, SglangServer, Way
 from offbeat_ckptsync.adapters.sglang import files as files_module
 from offbeat_ckptsync.adapters.sglang import group as group_module
 from offbeat_ckptsync.adapters.sglang.group import Ends, met
-from offbeat_ckptsync.adapters.sglang.member import kv_heads_of, require_way
+from offbeat_ckptsync.adapters.sglang.member import model_settings, require_way
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.control.members import LocalMember
 from offbeat_ckptsync.errors import SyncError, SyncFailed, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink, ModuleSource
+from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
@@ -349,15 +350,76 @@ def test_a_way_that_would_end_the_server_or_this_process_is_refused(loading, kin
         require_way(asked, kind, 2, gpu)
 
 
-def test_heads_are_read_from_the_model_folder(tmp_path):
-    assert kv_heads_of(tmp_path) == 0
-    for said, heads in (
-        ({"num_attention_heads": 4}, 4),
-        ({"num_attention_heads": 4, "num_key_value_heads": 2}, 2),
-        ({"text_config": {"num_key_value_heads": 8}}, 8),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(said))
-        assert kv_heads_of(tmp_path) == heads
+def test_settings_are_those_of_the_language_model(tmp_path):
+    assert model_settings(tmp_path) == {}
+    text = {"num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": True, "text_config": text}))
+    assert model_settings(tmp_path) == {"tie_word_embeddings": True, "text_config": text, **text}
+
+
+def sink_of(local, rest=None, **loading):
+    expected = manifest_of(local.net.state_dict().items())
+    loading = Loading(folder=local.folder, expected=expected, **loading)
+    return ServerSink(SglangServer(local.server.url), CONFIG, loading, rest)
+
+
+def weights(local):
+    return {name: tensor.clone() for name, tensor in local.net.state_dict().items()}
+
+
+def test_what_grows_with_the_model_is_done_before_the_flip_and_once(local, monkeypatch):
+    sink, hashed = sink_of(local), []
+    sink.expected()
+    expected = sink._proof.expected
+    monkeypatch.setattr(sink._proof, "expected", lambda tensor: hashed.append(1) or expected(tensor))
+    local.train()
+    whole = weights(local)
+    sink.prepare(whole.items(), 1)
+    assert (local.folder / "version-1" / "model.safetensors").is_file()
+    assert (len(hashed), local.asked()) == (1, [])
+    sink.load(whole.items(), 1)
+    assert (len(hashed), local.asked()) == (1, UPDATE)
+    assert list(local.folder.iterdir()) == [], "nothing is asked of the folder any more"
+    other = {name: tensor + 1 for name, tensor in whole.items()}
+    sink.prepare(whole.items(), 2)
+    sink.load(other.items(), 2)
+    assert len(hashed) == 3, "other tensors than were prepared"
+    local.net.load_state_dict(other)
+    assert local.answer() == {"logprobs": pytest.approx(local.net.answer(), abs=1e-6), "weight_version": "2"}
+
+
+def test_who_has_the_server_rest_may_be_somebody_else(local):
+    calls = []
+
+    def rest(version, load):
+        calls.append(version)
+        if version == 2:
+            raise TransferError("it does not come to rest")
+        load()
+
+    sink = sink_of(local, rest)
+    sink.load(weights(local).items(), 1)
+    with pytest.raises(TransferError, match="does not come to rest"):
+        sink.load(weights(local).items(), 2)
+    local.ask("/misbehave", {"how": "torn"})
+    with pytest.raises(RuntimeError, match=r"after the server was asked to load: .*planted half-way"):
+        sink.load(weights(local).items(), 3)
+    assert calls == [1, 2, 3]
+    assert set(local.asked()) == {"/update_weights_from_disk"}, "it is paused by nobody else"
+
+
+def test_a_server_is_held_against_the_folder_that_it_was_started_with(local):
+    sink_of(local).prove_start(60)
+    path, aside = local.base / "model.safetensors", local.base / "aside"
+    whole = load_file(path)
+    whole["embed.weight"][0, 0] += 1
+    path.rename(aside)  # the server has mapped it
+    save_file(whole, path)
+    try:
+        with pytest.raises(TransferError, match=r"does not hold what it was given: 1 parameters"):
+            sink_of(local).prove_start(60)
+    finally:
+        aside.rename(path)
 
 
 def test_the_url_must_be_one_of_http():

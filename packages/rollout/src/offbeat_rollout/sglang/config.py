@@ -2,14 +2,18 @@
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from offbeat_rollout.config import RolloutConfig
+from offbeat_rollout.config import SPEED, RolloutConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangConfig(RolloutConfig):
     """What an SGLang replica is told.
+
+    `updates_by` says how the server gets new weights, by whoever brings them: by files in shared memory; by `tensors` of the calls,
+    which on GPUs say where they lie (CUDA IPC); or over a process group, on GPUs NCCL from a GPU that is none of the server's. On
+    GPUs none of the three was ever run.
 
     `environment` is the folder of the virtual environment that SGLang is installed in; empty means the one beside this,
     with `-sglang` behind its name, which `tools/setup` makes. `deterministic` makes SGLang honour seeds, whatever else
@@ -17,6 +21,7 @@ class SglangConfig(RolloutConfig):
     SGLang's `ServerArgs`, by SGLang's names; see `arguments` for those that are not taken.
     """
 
+    updates_by: Literal["files", "tensors", "group"] = field(default="files", metadata=SPEED)
     environment: str = ""
     deterministic: bool = True
     server_args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True})

@@ -14,8 +14,8 @@ What it promises beyond the interface:
   SGLang's other pause leaves a batch under way, whose tokens would be named by the next version.
 - What a request finds in the prefix cache is salted with the number of updates. A request that has no token yet when an
   update ends begins anew.
-- What would end the server is refused before it is sent: tokens outside the vocabulary, prompts beyond the context, tensors of
-  another shape. After an update that failed while the server loaded, the engine serves no more; see `updates`.
+- What would end the server is refused before it is sent: tokens outside the vocabulary, prompts beyond the context. New weights are
+  brought by others (`weight_updates`); after an update that failed while the server loaded, the engine serves no more.
 - `sleep` and `wake` release nothing.
 - On GPUs the server is SGLang's own, started by SGLang's own launcher on the devices that this process sees; that was never run.
 """
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat_rollout.checks import check_request, eos_token_ids
 from offbeat_rollout.clock import RequestClock
 from offbeat_rollout.config import require_config
-from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError
+from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.sglang.arguments import check_arguments, check_model, experts_of, model_settings
 from offbeat_rollout.sglang.client import Client
@@ -63,7 +63,7 @@ class SglangEngine(RolloutEngine):
         self._server: Server | None = None
         self._open_client: Client | None = None
         self._asleep: set[str] = set()
-        self._updates = SglangUpdates(self.config, self._client, self._memory, self._resting)
+        self._updates = SglangUpdates(self.config, self._running, self._resting)
         self._requests = Requests(self._client, self._body)
         self._version = 0
         self._num_flips = 0
@@ -119,7 +119,7 @@ class SglangEngine(RolloutEngine):
         return self._version
 
     async def start(self) -> None:
-        """Start the server, wait until it answers, and hold its weights against the model folder."""
+        """Start the server and wait until it answers."""
         if self._server is not None:
             raise EngineStateError("the engine is running already; `stop` it before another `start`")
         self.check(self.config)
@@ -136,7 +136,6 @@ class SglangEngine(RolloutEngine):
         try:
             async with asyncio.timeout(timeout_s):
                 await server.ready(client)
-                await self._updates.prove_folder()
         except BaseException as error:  # also cancelled: nobody would end what has begun
             await self.stop()
             if isinstance(error, TimeoutError):
@@ -227,7 +226,7 @@ class SglangEngine(RolloutEngine):
             await self.resume()
 
     def weight_updates(self) -> SglangUpdates:
-        """Return the way tensors take into the server."""
+        """Return what whoever brings weights must know of the server."""
         return self._updates
 
     async def health(self) -> Health:
@@ -270,10 +269,10 @@ class SglangEngine(RolloutEngine):
             raise EngineStateError(f"{why}. `stop` the engine and start another")
         return self._open_client
 
-    def _memory(self) -> Path:
+    def _running(self) -> Server:
         self._client()
         assert self._server is not None
-        return self._server.memory
+        return self._server
 
     def _check(self, request: GenerateRequest) -> None:
         check_request(request, self.config, self._vocab_size)
@@ -322,9 +321,13 @@ class SglangEngine(RolloutEngine):
         try:
             if recompute_kv or not requests.server_rests:
                 await self._rest(client, recompute_kv)
-        except BaseException:
+        except BaseException as error:
             if was_open:
                 await self.resume()  # nothing was loaded
+            if isinstance(error, EngineStateError):
+                raise UpdateRefused(
+                    f"the server did not come to rest for version {version}: {error}"
+                ) from error
             raise
         try:
             yield

@@ -35,7 +35,7 @@ class Server:
 
     def __init__(self, config: SglangConfig) -> None:
         """Start the processes, which take their time to come up."""
-        self.port = _free_port()
+        self._port = held_port()
         # Unix sockets lie in the one, whose paths must be short; new weights wait in the other.
         self._folders = [HeldFolder(Path(tempfile.gettempdir())), HeldFolder(_MEMORY)]
         self.key = secrets.token_hex(32)
@@ -53,6 +53,11 @@ class Server:
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
+
+    @property
+    def port(self) -> int:
+        """Where it listens once it has come up."""
+        return int(self._port.getsockname()[1])
 
     @property
     def memory(self) -> Path:
@@ -93,11 +98,18 @@ class Server:
         except subprocess.TimeoutExpired:
             self._keeper.kill()  # the server's first process goes with it
             self._keeper.wait(_KILLED_S)
+        self._port.close()
         for folder in self._folders:
             folder.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def held_port() -> socket.socket:
+    """Return a socket that keeps its free port from others, who bind it later, but for a server that wants to listen on it.
+
+    The server binds it half a minute after it was chosen. As every server does it allows `SO_REUSEADDR`, and nobody listens here; the
+    system gives the port to nobody who asks for any.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held

@@ -11,21 +11,21 @@ from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import specs_of
 from offbeat_ckptsync.seams import WeightSink
+from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Seat
-from offbeat_rollout import RolloutFeature
-from offbeat_rollout.interface import TensorUpdates, WorkerUpdates
+from offbeat_rollout import RolloutFeature, ServerUpdates, TensorUpdates, UpdateRefused, WorkerUpdates
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.weights.canary import EngineCanary
 from offbeat_trainer.weights.gates import EngineGate, SharedGate, TokenCount
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
 
     from offbeat_ckptsync import Manifest, SyncConfig
     from offbeat_ckptsync.control.ranks import Control
-    from offbeat_rollout import RolloutEngine
+    from offbeat_rollout import RolloutConfig, RolloutEngine
 
 
 async def make_member(
@@ -38,12 +38,13 @@ async def make_member(
 ) -> ReplicaMember:
     """Return the receiving end for a started `engine`: driven by its own update calls, or loaded in this process.
 
-    An engine of `TensorUpdates` takes tensors here; one of `WorkerUpdates` runs the receiver in its workers.
+    An engine of `TensorUpdates` takes tensors here; one of `WorkerUpdates` runs the receiver in its workers; the server of one of
+    `ServerUpdates` is brought them by ckptsync's adapter, which first looks whether it holds its model folder.
     With `recompute_kv`, what is under way at a flip goes on from keys and values of the new weights. With `shared`, the
     gate of an engine on the trainer's devices, the engine rests for the whole sync.
 
     Raises:
-        PlanRefused: the engine cannot compute keys and values again.
+        PlanRefused: the engine cannot compute keys and values again, or what its server holds cannot be proven.
     """
     if recompute_kv and RolloutFeature.RECOMPUTE_KV not in engine.capabilities().features:
         raise PlanRefused(
@@ -52,8 +53,12 @@ async def make_member(
         )
     canary = EngineCanary(engine) if sync.canary else None
     match engine.weight_updates():
-        case TensorUpdates() as updates:
-            receiver = await _receiver(name, updates, sync, recompute_kv=recompute_kv)
+        case TensorUpdates() | ServerUpdates() as updates:
+            if isinstance(updates, TensorUpdates):
+                sink = await _engine_sink(updates, sync, recompute_kv=recompute_kv)
+            else:
+                sink = await _server_sink(updates, engine, sync, recompute_kv=recompute_kv)
+            receiver = Receiver(Seat(member=name), sink, allow_cast=sync.allow_cast)
             return local_member(
                 receiver, sync, gate=TokenCount(engine) if shared is None else shared, canary=canary
             )
@@ -63,16 +68,78 @@ async def make_member(
             return ControlMember(name, control, mailbox=Mailbox(), config=sync, gate=gate, canary=canary)
 
 
-async def _receiver(name: str, updates: TensorUpdates, sync: SyncConfig, *, recompute_kv: bool) -> Receiver:
-    sink = EngineSink(
+async def _engine_sink(updates: TensorUpdates, sync: SyncConfig, *, recompute_kv: bool) -> WeightSink:
+    return EngineSink(
         updates,
         specs_of(await updates.specs()),
         asyncio.get_running_loop(),
         timeout_s=sync.flip_timeout_s,
-        prepare_timeout_s=sync.transfer_timeout_s,
         recompute_kv=recompute_kv,
     )
-    return Receiver(Seat(member=name), sink, allow_cast=sync.allow_cast)
+
+
+async def _server_sink(
+    updates: ServerUpdates, engine: RolloutEngine, sync: SyncConfig, *, recompute_kv: bool
+) -> WeightSink:
+    from offbeat_ckptsync.adapters.sglang import Loading, PauseMode, ServerSink, SglangServer, Way
+
+    loop, way = asyncio.get_running_loop(), Way(updates.way)
+
+    def rest(version: int, load: Callable[[], None]) -> None:
+        resting = updates.load(
+            lambda: in_thread(load, name=f"version {version}"), version, recompute_kv=recompute_kv
+        )
+        loading = asyncio.run_coroutine_threadsafe(resting, loop)
+        try:
+            loading.result(sync.flip_timeout_s)
+        except UpdateRefused as error:
+            raise TransferError(str(error)) from error
+        except TimeoutError:
+            loading.cancel()  # the engine is torn then, and says so
+            raise
+
+    device, gpus = _ends(way, engine.config)
+    loading = Loading(
+        folder=updates.folder,
+        pause_mode=PauseMode.RETRACT if recompute_kv else PauseMode.IN_PLACE,
+        expected=specs_of(await updates.specs()),
+        by=way,
+        device=device,
+        gpus=gpus,
+    )
+    sink = ServerSink(SglangServer(updates.url, api_key=updates.key), sync, loading, rest)
+    is_new = engine.version == 0  # else its model folder is not what it serves
+    try:
+        await in_thread(
+            lambda: sink.prove_start(sync.transfer_timeout_s) if is_new else sink.expected(),
+            name="prove the server",
+        )
+    except TransferError as error:
+        raise PlanRefused(
+            f"weights for {updates.url} could not be proven: {error}. Use rollout=vllm"
+        ) from error
+    return sink
+
+
+def _ends(way: str, config: RolloutConfig) -> tuple[str, tuple[str, ...]]:
+    """Return the device that tensors leave from, and the server's GPUs, which are this process's first; never run on any.
+
+    By `tensors` that is the server's first; by `group` the first that it does not have, as NCCL wants.
+    """
+    if way == "files" or config.device == "cpu":
+        return "cpu", ()
+    import torch
+
+    from offbeat_ckptsync.transports.topology import gpu_uuid
+
+    num_ranks = config.tensor_parallel_size
+    sender, num_here = num_ranks if way == "group" else 0, torch.cuda.device_count()
+    if sender >= num_here:
+        raise PlanRefused(
+            f"`updates_by` is {str(way)!r}, which sends from a GPU beside the server's {num_ranks}, and this process sees {num_here}; "
+            "use `tensors` or `files`"
+        )
+    return f"cuda:{sender}", tuple(gpu_uuid(index) for index in range(num_ranks))
 
 
 def _control(updates: WorkerUpdates, *, recompute_kv: bool) -> Control:
@@ -102,11 +169,9 @@ class EngineSink(WeightSink):
         loop: asyncio.AbstractEventLoop,
         *,
         timeout_s: float,
-        prepare_timeout_s: float,
         recompute_kv: bool = False,
     ) -> None:
         """Load by `updates`, whose coroutines run in `loop`, within `timeout_s`; see `make_member` for the rest."""
-        self._prepare_timeout_s = prepare_timeout_s
         self._recompute_kv = recompute_kv
         self._updates = updates
         self._manifest = manifest
@@ -116,18 +181,6 @@ class EngineSink(WeightSink):
     def expected(self) -> Manifest:
         """Return what the engine holds."""
         return self._manifest
-
-    def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Let the engine hash them, say: what grows with the model is no part of the flip."""
-        limit_s = self._prepare_timeout_s
-        prepared = asyncio.run_coroutine_threadsafe(self._updates.prepare(tensors, version), self._loop)
-        try:
-            prepared.result(limit_s)
-        except TimeoutError as error:
-            prepared.cancel()
-            raise TransferError(
-                f"preparing version {version} took longer than {limit_s:g} s; raise `sync.transfer_timeout_s`"
-            ) from error
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Hand the tensors to the engine, from a thread that is not its event loop's."""

@@ -1,13 +1,15 @@
 """A member that drives an SGLang server by SGLang's own update calls, from a process on the server's machine.
 
+Its sink, `ServerSink`, serves runs as well, whose generation adapter has the server rest.
+
 Run with SGLang 0.5.23 on CPU, and, for what a real server does not do when it is told to, against a server that speaks
 the same protocol. For servers on GPUs it is written after SGLang's source; it was never run on one.
 
     begin     GET /model_info: it still serves the version that was committed to it; the offer is checked as everywhere
-    transfer  the bytes are staged in this process, by any transport; the server goes on generating
+    transfer  the bytes are staged in this process, by any transport, and hashed; by files they are written to a folder, read back
+              and compared with what was staged. The server goes on generating
     verify    digests, as everywhere
-    flip      by files: the tensors are written to a folder, read back and compared with what was staged; then
-              POST /pause_generation, POST /update_weights_from_disk with `weight_version`.
+    flip      by files: POST /pause_generation, POST /update_weights_from_disk with `weight_version`.
               By tensors or a group (0.5.21 and later): POST /pause_generation, then SGLang's session:
               /begin_weight_update, /update_weights_from_tensor or /update_weights_from_distributed, /end_weight_update. The
               group, of this process and the server's ranks, over gloo or NCCL, is made before the pause. Then, in all ways,
@@ -35,7 +37,7 @@ What cannot hold here:
 
 from __future__ import annotations
 
-from offbeat_ckptsync.adapters.sglang.member import Loading, PauseMode, SglangMember, Way
+from offbeat_ckptsync.adapters.sglang.member import Loading, PauseMode, ServerSink, SglangMember, Way
 from offbeat_ckptsync.adapters.sglang.server import SglangServer
 
-__all__ = ["Loading", "PauseMode", "SglangMember", "SglangServer", "Way"]
+__all__ = ["Loading", "PauseMode", "ServerSink", "SglangMember", "SglangServer", "Way"]

@@ -39,8 +39,8 @@ def write_verified(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) ->
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def keep_only(folder: Path, parent: Path) -> None:
-    """Remove the weights of every other version in `parent`; a model that lies there is not ours."""
+def keep_only(folder: Path | None, parent: Path) -> None:
+    """Remove the weights of every version in `parent` but those in `folder`; a model that lies there is not ours."""
     for other in parent.glob("version-*"):
         if other != folder and (other / _FILE).is_file():
             shutil.rmtree(other, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The member: a receiver in this process, and a sink behind it that lets the server load."""
+"""A sink that lets the server load, and a member: a receiver in this process with such a sink behind it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from offbeat_ckptsync.adapters.sglang.tensors import in_parts
 from offbeat_ckptsync.control.members import AskCanary, LocalMember
 from offbeat_ckptsync.errors import TransferError, VersionError
 from offbeat_ckptsync.member.receiver import Receiver
-from offbeat_ckptsync.plan.manifest import make_manifest
+from offbeat_ckptsync.plan.manifest import dtype_of, make_manifest
 from offbeat_ckptsync.seams import NO_TRAFFIC, Transport, WeightSink
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports.topology import gpu_uuid
-from offbeat_ckptsync.transports.weight_files import folder_specs
+from offbeat_ckptsync.transports.weight_files import folder_specs, folder_tensor
 from offbeat_ckptsync.values import Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync.adapters.sglang.server import SglangServer, Started
     from offbeat_ckptsync.config import SyncConfig
+
+    Rest = Callable[[int, Callable[[], None]], None]
 
 
 class PauseMode(StrEnum):
@@ -68,9 +70,10 @@ class Way(StrEnum):
 class Loading:
     """How the server gets its weights: through files in `folder`, the same path here and there, this member's own.
 
-    Two versions lie there at a time; a folder in memory (/dev/shm) is best. By `TENSORS` and `GROUP` nothing is written, and the
-    bytes travel in the pause, by `TENSORS` on a CPU a third more of them. Without `expected`, tensors are checked against the model folder that the server
-    names, if it can be read here. With `prove` what the server holds after a load is compared with what was sent; see `proof`.
+    Two versions lie there at a time, with `expected` one, and that only until it is loaded; a folder in memory (/dev/shm) is best.
+    By `TENSORS` and `GROUP` nothing is written, and the bytes travel in the pause, by `TENSORS` on a CPU a third more of them.
+    Without `expected`, tensors are checked against the model folder that the server names, if it can be read here. With `prove` what
+    the server holds after a load is compared with what was sent; see `proof`.
 
     With a server on GPUs, `TENSORS` and `GROUP` send from `device`, a GPU of this process ("cuda:0"), and `gpus` are the UUIDs of the
     server's own, rank by rank ("GPU-..", as nvidia-smi -L says them): CUDA IPC wants one that both sides see, NCCL one of its own.
@@ -101,7 +104,7 @@ class SglangMember(LocalMember):
         """Drive `server`, which serves what it was started with; bytes come by `transport`."""
         self._server = server
         self._config = config
-        self._sink = _ServerSink(server, config, loading)
+        self._sink = ServerSink(server, config, loading)
         receiver = Receiver(Seat(member=name), self._sink, allow_cast=config.allow_cast)
         super().__init__(receiver, transport, gate=NO_TRAFFIC, canary=canary)  # `flip` pauses the server
         self._served = ""  # the weight version that the server has said back; "" before the first flip
@@ -112,7 +115,7 @@ class SglangMember(LocalMember):
         await super().begin(offer)
 
     async def flip(self, sync_id: str, sent: Sent) -> Flip:
-        """Write and compare the folder, pause, load, hear the version back, go on; after a torn load it stays paused."""
+        """Pause, load, hear the version back, go on; after a torn load it stays paused."""
         flip = await super().flip(sync_id, sent)
         self._served = str(sent.version)
         sink = self._sink
@@ -148,17 +151,28 @@ class SglangMember(LocalMember):
             )
 
 
-class _ServerSink(WeightSink):
+class ServerSink(WeightSink):
     """Lets the server load. A `SyncError` means that it was not asked to; anything else, that its weights may be torn."""
 
-    def __init__(self, server: SglangServer, config: SyncConfig, loading: Loading) -> None:
+    def __init__(
+        self, server: SglangServer, config: SyncConfig, loading: Loading, rest: Rest | None = None
+    ) -> None:
+        """Let `server` load in the way of `loading`, within the deadlines of `config`.
+
+        `rest(version, load)` has the server rest, calls `load`, and has it go on; it raises a `SyncError` only where it did not call
+        `load`. Without it the server is paused by `loading.pause_mode`, and stays paused when `load` raises.
+        """
         self._server = server
         self._config = config
         self._loading = loading
+        self._rest = self._paused if rest is None else rest
         self._expected = loading.expected
         self._looked = False
         self._proof: Proof | None = None
         self._num_ranks = 1
+        # Which tensors of which version are hashed and, by files, written; and what each rank must hold of them.
+        self._prepared: tuple[object, list[dict[str, str]] | None] | None = None
+        self._loaded: Path | None = None  # what the server names as its model folder
         self.pause_s = self.load_s = self.drain_s = 0.0
 
     def expected(self) -> Manifest | None:
@@ -184,44 +198,86 @@ class _ServerSink(WeightSink):
 
     def _make_proof(self, started: Started) -> Proof:
         assert self._expected is not None
+        model = model_settings(Path(started.folder))
         layout = Layout(
             on_gpu=started.kind == "cuda",
             num_ranks=started.num_ranks,
-            num_kv_heads=kv_heads_of(Path(started.folder)),
+            num_kv_heads=int(model.get("num_key_value_heads") or model.get("num_attention_heads") or 0),
         )
         answer = self._server.checksums(self._config.begin_timeout_s)
+        tied = bool(model.get("tie_word_embeddings", not model))
         try:
             held = held_by_ranks(answer, started.num_ranks)
-            return Proof(held[0], [spec.name for spec in self._expected.specs], layout)
+            return Proof(held[0], [spec.name for spec in self._expected.specs], layout, tied=tied)
         except NotProvableError as error:
             raise TransferError(f"{_NOT_PROVABLE}: {error}") from error
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def prove_start(self, timeout_s: float) -> None:
+        """Hold what the server loaded when it was started against that model folder, and so the rules of the proof.
+
+        Raises:
+            TransferError: what it holds cannot be proven, or is not what is in the folder.
+        """
+        manifest = self.expected()
+        assert manifest is not None
+        dtypes = {spec.name: dtype_of(spec.dtype) for spec in manifest.specs}
+        folder = Path(self._server.started(timeout_s).folder)
+
+        def tensor(name: str) -> torch.Tensor:
+            return folder_tensor(folder, name).to(self._loading.device, dtypes[name])
+
+        if self._proof is not None:
+            self._require(self._proof.expected(tensor), timeout_s)
+
+    def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Hash the tensors and, by files, write them and compare what is there: what grows with the model is no part of a flip."""
         whole = dict(tensors)
+        self._prepared = None
         device = self._loading.device  # hashes are computed where they are sent from
         expected = None if self._proof is None else self._proof.expected(lambda name: whole[name].to(device))
-        with self._ready(whole, str(version)) as load:
-            self._rest_and(load, expected, str(version))
+        if self._loading.by is Way.FILES:
+            keep_only(self._loaded, self._loading.folder)
+            shutil.rmtree(self._folder(version), ignore_errors=True)
+            write_verified(self._folder(version), whole.items())
+        self._prepared = _which(whole, version), expected
 
-    def _rest_and(
-        self, load: Callable[[], None], expected: list[dict[str, str]] | None, version: str
-    ) -> None:
-        mark = time.perf_counter()
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Let the server load while it rests, and look at what it holds then."""
+        whole = dict(tensors)
+        if self._prepared is None or self._prepared[0] != _which(whole, version):
+            self.prepare(whole.items(), version)
+        assert self._prepared is not None
+        _, expected = self._prepared
+        with self._ready(whole, str(version)) as load:
+            mark = time.perf_counter()
+
+            def load_and_look() -> None:
+                mark_load = time.perf_counter()
+                self.drain_s = mark_load - mark
+                with _torn():
+                    load()
+                    self.load_s = time.perf_counter() - mark_load
+                    self._look(expected, str(version))
+
+            self._rest(version, load_and_look)
+            self.pause_s = time.perf_counter() - mark
+        self._prepared = None
+        if self._loading.by is Way.FILES:
+            self._loaded = self._folder(version) if self._loading.expected is None else None
+            keep_only(self._loaded, self._loading.folder)
+
+    def _paused(self, version: int, load: Callable[[], None]) -> None:
         try:
             self._server.pause(self._loading.pause_mode, self._config.flip_timeout_s)
         except TransferError:
             self._resume_quietly()  # it may have paused; nothing was loaded
             raise
-        self.drain_s = time.perf_counter() - mark
-        try:
-            mark_load = time.perf_counter()
-            load()
-            self.load_s = time.perf_counter() - mark_load
-            self._look(expected, version)
+        load()
+        with _torn():
             self._server.resume(self._config.flip_timeout_s)
-        except TransferError as error:
-            raise RuntimeError(f"after the server was asked to load: {error}") from error
-        self.pause_s = time.perf_counter() - mark
+
+    def _folder(self, version: int | str) -> Path:
+        return self._loading.folder / f"version-{version}"
 
     @contextmanager
     def _ready(self, whole: dict[str, torch.Tensor], version: str) -> Generator[Callable[[], None]]:
@@ -231,11 +287,8 @@ class _ServerSink(WeightSink):
         flush = self._loading.pause_mode is not PauseMode.IN_PLACE
         match self._loading.by:
             case Way.FILES:
-                folder = self._loading.folder / f"version-{version}"
-                shutil.rmtree(folder, ignore_errors=True)
-                write_verified(folder, whole.items())
-                yield lambda: self._server.load(str(folder), version, flush_cache=flush, timeout_s=limit_s)
-                keep_only(folder, self._loading.folder)
+                folder = str(self._folder(version))
+                yield lambda: self._server.load(folder, version, flush_cache=flush, timeout_s=limit_s)
             case Way.TENSORS:
                 yield lambda: self._server.take(
                     in_parts(whole, self._loading.device, self._num_ranks),
@@ -255,15 +308,18 @@ class _ServerSink(WeightSink):
         if there != version:
             raise TransferError(f"it was given weight version {version!r} and says {there!r}")
         if expected is not None:
-            try:
-                held = held_by_ranks(self._server.checksums(limit_s), self._num_ranks)
-            except NotProvableError as error:
-                raise TransferError(str(error)) from error
-            wrong = differing(expected, held)
-            if wrong:
-                raise TransferError(
-                    f"it does not hold what it was given: {len(wrong)} parameters, among them {wrong[:5]}"
-                )
+            self._require(expected, limit_s)
+
+    def _require(self, expected: list[dict[str, str]], limit_s: float) -> None:
+        try:
+            held = held_by_ranks(self._server.checksums(limit_s), self._num_ranks)
+        except NotProvableError as error:
+            raise TransferError(str(error)) from error
+        wrong = differing(expected, held)
+        if wrong:
+            raise TransferError(
+                f"it does not hold what it was given: {len(wrong)} parameters, among them {wrong[:5]}"
+            )
 
     def _resume_quietly(self) -> None:
         try:
@@ -305,12 +361,24 @@ def require_way(loading: Loading, kind: str, num_ranks: int, uuid_of: Callable[[
         )
 
 
-def kv_heads_of(folder: Path) -> int:
-    """Return how many heads of keys config.json in `folder` names; 0 where there is none."""
+@contextmanager
+def _torn() -> Generator[None]:
+    """Let what fails in here be no `SyncError`: the server's weights may be torn by then."""
+    try:
+        yield
+    except TransferError as error:
+        raise RuntimeError(f"after the server was asked to load: {error}") from error
+
+
+def _which(whole: dict[str, torch.Tensor], version: int) -> object:
+    return version, {name: tensor.data_ptr() for name, tensor in whole.items()}
+
+
+def model_settings(folder: Path) -> dict[str, Any]:
+    """Return what config.json in `folder` says of the language model; nothing where there is none."""
     path = folder / "config.json"
     said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    said = said.get("text_config", said)
-    return int(said.get("num_key_value_heads") or said.get("num_attention_heads") or 0)
+    return {**said, **said.get("text_config", {})}
 
 
 _NOT_PROVABLE = "what the server holds cannot be proven; `Loading(prove=False)` goes on without: then the version it says is all there is"

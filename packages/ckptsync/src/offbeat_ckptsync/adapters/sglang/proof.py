@@ -4,8 +4,6 @@ A server answers an update with success whatever names were in it. Its checker (
 where it lies, on every rank: on a CPU SHA-256 of the bytes, the first eight of them; on a GPU `gpu_hash`. A parameter is a tensor
 of the checkpoint or several of them one after the other (`_FUSED`, and `_STACKED`, expert after expert); of ranks that share the model
 each holds its part, as Megatron-LM cuts (arXiv 1909.08053); embeddings are filled up with rows of zeros. A server of which that cannot be told is refused.
-
-This file stands twice, in offbeat-rollout and in offbeat-ckptsync, to the byte: neither needs the other. A test holds them to it.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""What SGLang must hold after an update, told from the tensors that were sent; test_engine.py holds it against SGLang."""
+"""What SGLang must hold after an update, told from the tensors that were sent; the trainer's tests hold it against SGLang."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from offbeat_rollout.sglang import SglangConfig
-from offbeat_rollout.sglang import proof as proof_module
-from offbeat_rollout.sglang.arguments import environment_of
-from offbeat_rollout.sglang.proof import (
+from offbeat_ckptsync.adapters.sglang import proof as proof_module
+from offbeat_ckptsync.adapters.sglang.proof import (
     Layout,
     NotProvableError,
     Proof,
@@ -226,7 +225,8 @@ def test_the_hash_of_gpus_is_that_of_sglang_s_kernel():
     """Its kernel is Triton's, whose interpreter runs it on a CPU; tails of bytes and of tiles, one tile and several."""
     script = Path(__file__).with_name("hash_by_kernel.py")
     sizes = [0, 1, 6, 4 * 8192, 4 * 8192 + 2, 12 * 8192 + 5]
-    python = environment_of(SglangConfig(model_path="")) / "bin" / "python"
+    own = Path(sys.prefix)
+    python = own.with_name(f"{own.name}-sglang") / "bin" / "python"  # as tools/setup makes it
     said = subprocess.run(
         [str(python), str(script), *map(str, sizes)], stdout=subprocess.PIPE, check=True, timeout=500
     ).stdout
