@@ -1,6 +1,6 @@
 """The training state of this rank as pieces that any layout of ranks, and any engine, reads; see `toolkit.state.training_state`.
 
-A rank's share of master weights and moments is a run of numbers of a flattened weight, which any cut comes to as boxes (`runs`).
+A rank's share of master weights and moments is a run of numbers of a flattened weight, which any cut comes to as boxes (`blocks`).
 So each rank writes and reads its own, and nothing is gathered. A frozen weight has no master: it is there in what the engine
 computes in.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine.errors import CheckpointError
-from offbeat_engine.megatron.runs import parts_of
+from offbeat_engine.megatron.blocks import parts_of
 from offbeat_engine.toolkit.state import random_state, training_state
 from offbeat_engine.toolkit.state.slices import Region, check_fit
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT, Saved

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.megatron import families, transformer_engine
+from offbeat_engine.megatron import families, library_args, transformer_engine
 from offbeat_engine.megatron.blocks import Among, vocab_rows
 from offbeat_engine.megatron.loading import check_files, hf_config
 from offbeat_engine.toolkit.hf import rotary
@@ -62,6 +62,7 @@ def refusals(config: MegatronConfig, num_ranks: int) -> list[Refusal]:
         *_asked_for(config),
         *schedules.refusals(config.optimizer),
         *transformer_engine.refusals(config),
+        *library_args.refusals(config),
         *_model(config),
     ]
 

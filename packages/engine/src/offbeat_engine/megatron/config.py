@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time. No torch either: settings
 # are read long before anything is trained.
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from offbeat_engine.config import SPEED, EngineConfig, bounded
 
@@ -25,6 +25,9 @@ class MegatronConfig(EngineConfig):
     `transformer_engine` takes its matrices and its attention over packed rows, for bfloat16 on CUDA: where all ranks have it
     (`auto`), or else refused (true). `e4m3` and `hybrid` are true with products in eight bits, whose tensors have a scale
     each: forward in e4m3, and backward in that, too, or in e5m2. It is off by default, since it was never run.
+
+    `megatron_args` are settings of megatron-core's own, by its names: fusions, grouped experts, `overlap_grad_reduce`, with which a
+    step takes one training call. `library_args` lists them; all others are refused.
     """
 
     packing: bool = field(default=True, metadata=SPEED)
@@ -38,6 +41,7 @@ class MegatronConfig(EngineConfig):
     distributed_optimizer: bool = field(default=True, metadata=SPEED)
     recompute: Literal["layers", "attention"] = field(default="layers", metadata=SPEED)
     transformer_engine: Literal["auto", "e4m3", "hybrid", True, False] = False
+    megatron_args: dict[str, Any] = field(default_factory=dict[str, Any], metadata={"free": True, **SPEED})
 
     @property
     def model_parallel_size(self) -> int:

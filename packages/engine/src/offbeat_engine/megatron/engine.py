@@ -122,7 +122,7 @@ class MegatronEngine(EngineBase[Parts]):
     def _check_mode(self, forward_only: bool) -> None:
         super()._check_mode(forward_only)
         if not forward_only:
-            self._updates().check_open()
+            self._updates().begin_call()
 
     def _set_training(self, training: bool) -> None:
         for chunk in self._ready().chunks:

@@ -21,14 +21,16 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One weight: Megatron's name, those in the files, in the order in which they lie in it, and the cut.
+    """One weight: Megatron's name, those in the files, in the order in which they lie in it, the cut, and `sizes` in the files.
 
-    Names are of a layer where both speak of one, `{expert}` is one of a mixture.
+    Names are of a layer where both speak of one, `{expert}` is one of a mixture. Sizes are numbers, or fields of `Shape`; where
+    queries, keys and values make one weight they are those of the queries.
     """
 
     ours: str
     theirs: tuple[str, ...]
     cut: Cut
+    sizes: tuple[str | int, ...] = ("hidden",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +47,8 @@ class Family:
 
 def _mlp(ours: str, gate: str, up: str, down: str) -> tuple[Entry, Entry]:
     return (
-        Entry(f"{ours}.linear_fc1.weight", (gate, up), Cut.GLU),
-        Entry(f"{ours}.linear_fc2.weight", (down,), Cut.ROW),
+        Entry(f"{ours}.linear_fc1.weight", (gate, up), Cut.GLU, ("ffn", "hidden")),
+        Entry(f"{ours}.linear_fc2.weight", (down,), Cut.ROW, ("hidden", "ffn")),
     )
 
 
@@ -54,22 +56,29 @@ _EXPERT = "mlp.experts.local_experts.{expert}"
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _BLOCK = (
     Entry("input_layernorm.weight", ("input_layernorm.weight",), Cut.COPY),
-    Entry("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in _QKV), Cut.QKV),
-    Entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Cut.ROW),
+    Entry(
+        "self_attention.linear_qkv.weight",
+        tuple(f"{name}.weight" for name in _QKV),
+        Cut.QKV,
+        ("queries", "hidden"),
+    ),
+    Entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Cut.ROW, ("hidden", "queries")),
     Entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Cut.COPY),
 )
-_QKV_BIAS = (Entry("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), Cut.QKV),)
+_QKV_BIAS = (
+    Entry("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in _QKV), Cut.QKV, ("queries",)),
+)
 _QK_NORM = (
-    Entry("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Cut.COPY),
-    Entry("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Cut.COPY),
+    Entry("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), Cut.COPY, ("head_dim",)),
+    Entry("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), Cut.COPY, ("head_dim",)),
 )
 _DENSE = _mlp("mlp", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
 _QWEN_EXPERTS = (
-    Entry("mlp.router.weight", ("mlp.gate.weight",), Cut.COPY),
+    Entry("mlp.router.weight", ("mlp.gate.weight",), Cut.COPY, ("num_experts", "hidden")),
     *_mlp(_EXPERT, *(f"mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up", "down"))),
 )
 _MIXTRAL_EXPERTS = (
-    Entry("mlp.router.weight", ("block_sparse_moe.gate.weight",), Cut.COPY),
+    Entry("mlp.router.weight", ("block_sparse_moe.gate.weight",), Cut.COPY, ("num_experts", "hidden")),
     *_mlp(_EXPERT, *(f"block_sparse_moe.experts.{{expert}}.{part}.weight" for part in ("w1", "w3", "w2"))),
 )
 _SILU = {"hidden_act": "silu"}
@@ -91,13 +100,15 @@ FAMILIES: dict[str, Family] = {
 }
 """By `model_type` of a config."""
 
-EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Cut.VOCAB)
+EMBEDDING = Entry(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Cut.VOCAB, ("vocab", "hidden")
+)
 FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), Cut.COPY)
-HEAD = Entry("output_layer.weight", ("lm_head.weight",), Cut.VOCAB)
-TIED_HEAD = Entry("output_layer.weight", EMBEDDING.theirs, Cut.VOCAB)
+HEAD = Entry("output_layer.weight", ("lm_head.weight",), Cut.VOCAB, ("vocab", "hidden"))
+TIED_HEAD = Entry("output_layer.weight", EMBEDDING.theirs, Cut.VOCAB, EMBEDDING.sizes)
 VALUE_HEAD = (
-    Entry("score.weight", ("score.weight",), Cut.COPY),
-    Entry("score.bias", ("score.bias",), Cut.COPY),
+    Entry("score.weight", ("score.weight",), Cut.COPY, (1, "hidden")),
+    Entry("score.bias", ("score.bias",), Cut.COPY, (1,)),
 )
 OURS_LAYER, THEIRS_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -123,6 +134,16 @@ class Shape:
     tied: bool
     norm_eps: float
     windows: tuple[int | None, ...]
+
+    @property
+    def queries(self) -> int:
+        """Rows of all heads' queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Rows of all groups' keys, and of their values."""
+        return self.num_groups * self.head_dim
 
 
 def shape_of(config: Any, head: str) -> Shape:  # noqa: ANN401 transformers' configs are untyped
@@ -207,27 +228,7 @@ def names(entry: Entry, layer: int | None, expert: int | None) -> tuple[str, ...
 
 def whole_shapes(entry: Entry, shape: Shape) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of `names(entry)` in the files, in their order."""
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_groups * shape.head_dim
-    columns = () if entry.ours.endswith("bias") else (shape.hidden,)
-    match entry.cut:
-        case Cut.VOCAB:
-            return ((shape.vocab, shape.hidden),)
-        case Cut.QKV:
-            return ((queries, *columns), (keys, *columns), (keys, *columns))
-        case Cut.GLU:
-            return ((shape.ffn, shape.hidden),) * 2
-        case Cut.ROW:
-            return ((shape.hidden, shape.ffn if "linear_fc2" in entry.ours else queries),)
-        case Cut.COPY:
-            return (_copied(entry, shape),)
-
-
-def _copied(entry: Entry, shape: Shape) -> tuple[int, ...]:
-    sizes: dict[str, tuple[int, ...]] = {
-        "mlp.router.weight": (shape.num_experts, shape.hidden),
-        "score.weight": (1, shape.hidden),
-        "score.bias": (1,),
-        "self_attention.q_layernorm.weight": (shape.head_dim,),
-        "self_attention.k_layernorm.weight": (shape.head_dim,),
-    }
-    return sizes.get(entry.ours, (shape.hidden,))
+    whole = tuple(size if isinstance(size, int) else int(getattr(shape, size)) for size in entry.sizes)
+    if entry.cut is Cut.QKV:
+        return (whole, *((shape.keys, *whole[1:]),) * 2)
+    return (whole,) * len(entry.theirs)

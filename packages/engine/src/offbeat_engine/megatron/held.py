@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from offbeat_engine.megatron.model import Chunk
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
-_EXPERT = re.compile(r"^(mlp\.experts\.local_experts\.)(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(?P<number>\d+)\.(?P<of>.+)$")
+_GROUPED = re.compile(r"^mlp\.experts\.(?P<of>linear_fc[12]\.weight)(?P<number>\d+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +63,12 @@ def held_by(chunks: Sequence[Chunk], shape: Shape, groups: Groups, head: str) ->
 
 def _of_expert(name: str, shape: Shape, groups: Groups) -> tuple[str, int | None]:
     """Return the name as the tables have it, and the number of the expert among all."""
-    match = _EXPERT.match(name)
+    match = _EXPERT.match(name) or _GROUPED.match(name)
     if match is None:
         return name, None
     share = shape.num_experts // groups.expert.size
-    return f"{match[1]}{{expert}}.{match[3]}", groups.expert.rank * share + int(match[2])
+    expert = groups.expert.rank * share + int(match["number"])
+    return f"mlp.experts.local_experts.{{expert}}.{match['of']}", expert
 
 
 def _held(

@@ -16,7 +16,7 @@ import torch
 
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.megatron import families
-from offbeat_engine.megatron.runs import parts_of
+from offbeat_engine.megatron.blocks import parts_of
 from offbeat_engine.toolkit.hf.weight_files import WeightFiles
 
 if TYPE_CHECKING:

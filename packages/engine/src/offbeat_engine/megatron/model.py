@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from offbeat_engine.config import Dtype
-from offbeat_engine.megatron import replay, transformer_engine
+from offbeat_engine.megatron import library_args, replay, transformer_engine
 from offbeat_engine.megatron.blocks import padded_vocab, vocab_rows
 from offbeat_engine.megatron.context import SharedAttention
 from offbeat_engine.megatron.modules import Attention, RmsNorm, Rotary
@@ -73,6 +73,7 @@ def transformer_config(config: MegatronConfig, shape: Shape) -> Any:  # noqa: AN
         **_recomputing(config),
         **transformer_engine.settings(config),
         **(_mixture(config, shape) if shape.num_experts else {}),
+        **library_args.passed(config, library_args.OF_LAYERS),
     )
     made.offbeat_windows = shape.windows
     return made
@@ -88,9 +89,6 @@ _EVERY_MODEL: dict[str, Any] = {
     "perform_initialization": False,  # values come from files
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
 }
 
 
@@ -119,8 +117,6 @@ def _mixture(config: MegatronConfig, shape: Shape) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": config.dispatcher,
-        "moe_permute_fusion": False,
-        "moe_grouped_gemm": False,
     }
 
 
@@ -203,7 +199,7 @@ def _layer(config: MegatronConfig, shape: Shape, with_te: bool) -> Any:  # noqa:
     if shape.family.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     if with_te:
-        transformer_engine.put_linears(spec)
+        transformer_engine.put_linears(spec, grouped=bool(config.megatron_args.get("moe_grouped_gemm")))
     return spec
 
 

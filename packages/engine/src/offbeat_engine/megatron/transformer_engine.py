@@ -141,12 +141,20 @@ def linears() -> tuple[Any, Any]:
     return transformer_engine.TEColumnParallelLinear, transformer_engine.TERowParallelLinear
 
 
-def put_linears(spec: Any) -> None:  # noqa: ANN401
-    """Let a layer of megatron-core's local spec have `linears` for its own matrices; those of a mixture's router stay."""
+def put_linears(spec: Any, *, grouped: bool = False) -> None:  # noqa: ANN401
+    """Let a layer of megatron-core's local spec have `linears` for its own matrices; those of a mixture's router stay.
+
+    `grouped`: a rank's experts are one product, of matrices that keep their shapes.
+    """
     column, row = linears()
     attention = spec.submodules.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = column, row
     mlp = spec.submodules.mlp.submodules
+    if hasattr(mlp, "experts") and grouped:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        mlp.experts.module, mlp.experts.submodules = TESpecProvider().grouped_mlp_modules(True, False)
+        return
     mlp = mlp.experts.submodules if hasattr(mlp, "experts") else mlp
     mlp.linear_fc1, mlp.linear_fc2 = column, row
 

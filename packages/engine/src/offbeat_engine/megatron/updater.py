@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.errors import StateError
+from offbeat_engine.megatron import library_args
 from offbeat_engine.megatron.model import Chunk, compute_dtype
 from offbeat_engine.toolkit.step.schedules import learning_rate
 
@@ -31,9 +32,9 @@ def wrapped(config: MegatronConfig, models: Sequence[Any]) -> list[Chunk]:
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=False,
+        **library_args.passed(config, library_args.OF_COPIES),
     )
-    return [
+    chunks = [
         Chunk(
             model=model,
             wrapped=DistributedDataParallel(
@@ -42,6 +43,10 @@ def wrapped(config: MegatronConfig, models: Sequence[Any]) -> list[Chunk]:
         )
         for number, model in enumerate(models)
     ]
+    if settings.overlap_grad_reduce:  # gradients leave in the last micro-batch's backward pass alone
+        waiting = [chunk.wrapped.no_sync for chunk in chunks]
+        models[0].config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
+    return chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,8 @@ class Updater:
         self._config = chosen
         self._chunks = [chunk.wrapped for chunk in chunks]
         self._together = False
+        # Gradients leave during backward; None: they do not.
+        self._under_way = False if config.megatron_args.get("overlap_grad_reduce") else None
         self._shares_out = config.distributed_optimizer
         self.num_steps = 0
         settings = OptimizerConfig(
@@ -133,19 +140,31 @@ class Updater:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._together = False
+        self._under_way = None if self._under_way is None else False
 
-    def check_open(self) -> None:
+    def begin_call(self) -> None:
         """Raise `StateError` where gradients were brought together already: more would be counted several times."""
         if self._together:
             raise StateError(
                 "gradients were brought together over the ranks (by `named_gradients` or `optimizer_step`); "
                 "call `optimizer_zero_grad` before the next training call"
             )
+        if self._under_way:
+            raise StateError(
+                "with `megatron_args.overlap_grad_reduce` gradients leave the ranks during a training call: one belongs to each step; "
+                "call `optimizer_zero_grad` before the next one, or leave the setting out"
+            )
+        self._under_way = None if self._under_way is None else True
 
     def bring_together(self, everywhere: bool = False) -> None:
         """Add gradients up over copies, and over ranks that hold parts of one; once. `everywhere`: not for the owner alone."""
         if self._together:
             return
+        if everywhere and self._under_way is not None and self._shares_out:
+            raise StateError(
+                "with `megatron_args.overlap_grad_reduce` and `distributed_optimizer` each rank keeps the gradients that it steps with; "
+                "leave one of them out to see all"
+            )
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads(self._chunks, force_all_reduce=everywhere)
