@@ -263,6 +263,8 @@ def main() -> None:
     )
     parser.add_argument("paths", nargs="*", help="packages by short name, or paths; all by default")
     options = parser.parse_args()
+    # A shell ignores Ctrl-C for what it starts in the background, and children inherit that: some tests press it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     paths = paths_of(options.paths)
     tier = TIERS[options.tier]
     started = time.monotonic()

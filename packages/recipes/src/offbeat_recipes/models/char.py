@@ -32,8 +32,8 @@ class CharModelShape:
     num_layers: int
     num_heads: int
     intermediate_size: int
-    initializer_range: float
-    rope_theta: float
+    initializer_range: float = 0.1
+    rope_theta: float = 100.0
     max_positions: int = 512
 
 

@@ -47,8 +47,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
     "-1": ("evaluation.step",),
 }
 _MORE_THAN_ZERO = (
-    *["sync.bucket_mib", "reward.timeout_s", "cluster.object_store_mib"],
-    *["task.initializer_range", "task.rope_theta", "engine.lora.alpha"],
+    *["sync.bucket_mib", "reward.timeout_s", "cluster.object_store_mib", "engine.lora.alpha"],
 )  # and everything that ends in `_timeout_s`
 _AT_MOST_ONE = (
     *["task.forget_carry", "task.carry_share", "task.held_out_fraction"],

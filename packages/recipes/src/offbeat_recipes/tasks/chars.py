@@ -67,8 +67,6 @@ class CharTask:
             num_layers=config.num_layers,
             num_heads=config.num_heads,
             intermediate_size=config.intermediate_size,
-            initializer_range=config.initializer_range,
-            rope_theta=config.rope_theta,
         )
 
     def model_folder(self, cache_dir: Path, seed: int) -> Path:

@@ -26,8 +26,6 @@ class CharTaskConfig:
     num_layers: int = 2
     num_heads: int = 0
     intermediate_size: int = 256
-    initializer_range: float = 0.1
-    rope_theta: float = 100.0
 
     def shaped(self, *sharing: int) -> Self:
         """Return the same with a number of heads, which each of `sharing` ranks divide if there is such a number, and their size."""
