@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offbeat_recipes.cli._hydra import compose_run
+from offbeat_recipes.errors import SettingError
 from offbeat_recipes.plan.facts import Facts, gather_facts
 from offbeat_recipes.plan.plan import plan_run
 from offbeat_recipes.tasks.base import make_task
@@ -140,7 +141,6 @@ def test_what_the_parts_refuse(setting: str, refused: str):
         (8, ["engine.sequence_parallel=true"], "engine.sequence_parallel", "only the ranks of a tensor"),
         (8, ["engine.context_parallel_size=3"], "engine.num_ranks", "8 ranks are no multiple of the 3"),
         (8, ["engine.context_parallel_size=2", "engine.expert_parallel_size=3"], "engine.expert_parallel_size", "and there are 8"),
-        (8, ["engine.lora.rank=4"], "engine.lora", "not written for this engine"),
         (8, ["engine.optimizer.name=adafactor"], "engine.optimizer.name", "no Adafactor"),
     ],
 )  # fmt: skip
@@ -149,6 +149,13 @@ def test_layouts_of_megatron_that_cannot_be(num_ranks: int, layout: list[str], r
     settings = ["engine=megatron", f"engine.num_ranks={num_ranks}", *layout]
     found = gather_facts(compose_run(settings)).refusals
     assert any(item.setting == refused and says in item.reason for item in found), found
+
+
+def test_an_engine_without_adapters_has_no_settings_of_theirs():
+    with pytest.raises(
+        SettingError, match=r"`engine.lora.rank` belongs to engine=fsdp2; this run has engine=megatron"
+    ):
+        compose_run(["engine=megatron", "engine.lora.rank=4"])
 
 
 def test_the_engine_of_a_role_is_asked_whether_it_can(tmp_path: Path):

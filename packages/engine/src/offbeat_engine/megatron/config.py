@@ -5,7 +5,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from offbeat_engine.config import SPEED, EngineConfig, bounded
+from offbeat_engine.config import SPEED, EngineConfig, LoraConfig, bounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,10 @@ class MegatronConfig(EngineConfig):
     step takes one training call. `library_args` lists them; all others are refused.
     """
 
+    lora: LoraConfig = field(
+        default_factory=LoraConfig,
+        metadata={"derived": "`engine` (megatron-core trains no adapters, fsdp2 does)"},
+    )
     packing: bool = field(default=True, metadata=SPEED)
     tensor_parallel_size: int = bounded(1, at_least=1, speed=True)
     pipeline_parallel_size: int = bounded(1, at_least=1, speed=True)
