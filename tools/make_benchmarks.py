@@ -21,7 +21,7 @@ HEAD = """# Benchmarks
 
 Written by `tools/make_benchmarks.py` from [figures/](figures/), the answers of `tools/bench/all.py`; do not edit this page.
 
-    uv run tools/bench/all.py --json > docs/figures/NAME.json    # under 40 minutes on a quiet machine
+    uv run tools/bench/all.py --json > docs/figures/NAME.json    # about 40 minutes on a quiet machine
     python tools/make_benchmarks.py
 
 A value is the median of its repeats; the noise is their range. An aim in bold was missed. Compare figures of one table only: machines

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every figure of docs/benchmarks.md, by one command, in under 40 minutes of a quiet machine.
+"""Every figure of docs/benchmarks.md, by one command, in about 40 minutes of a quiet machine.
 
     uv run tools/bench/all.py --json > docs/figures/NAME.json     # then tools/make_benchmarks.py writes the page
     uv run tools/bench/all.py --only engine,sync --compare docs/figures/NAME.json

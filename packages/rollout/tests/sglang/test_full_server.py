@@ -120,16 +120,20 @@ def test_the_key_is_in_no_list_of_processes(engine):
 
 
 async def test_every_token_is_of_the_version_that_names_it_though_scheduling_overlaps(engine, paths, load):
-    tasks = start(engine, [f"overlap{number}" for number in range(8)], 60)
-    await wait_for_tokens(engine, 60)
-    version = engine.version
-    await engine.pause(PauseMode.KEEP)
-    await load(engine, paths, version + 1)
-    await engine.resume()
-    found = await asyncio.gather(*tasks)
-    assert {done.finish for done in found} == {Finish.LENGTH}
-    assert any(len(done.spans) == 2 for done in found)
-    assert max(gap(paths, done) for done in found) <= 1e-4
+    """Where the machine is busy all requests may be done before the server rests: then it is tried again."""
+    for turn in range(20):
+        tasks = start(engine, [f"overlap{turn}-{number}" for number in range(8)], 60)
+        await wait_for_tokens(engine, 60)
+        version = engine.version
+        await engine.pause(PauseMode.KEEP)
+        await load(engine, paths, version + 1)
+        await engine.resume()
+        found = await asyncio.gather(*tasks)
+        assert {done.finish for done in found} == {Finish.LENGTH}
+        assert max(gap(paths, done) for done in found) <= 1e-4
+        if any(len(done.spans) == 2 for done in found):
+            return
+    pytest.fail("no request was under way when the server rested, in 20 turns")
 
 
 async def test_aborts_and_updates_at_once_lose_neither_a_replica_nor_a_version(engine, paths, load):
