@@ -46,7 +46,7 @@ def page(answers: list[dict[str, Any]]) -> str:
     for part in PARTS:
         tables = [table for answer in answers if (table := _table(part, answer))]
         if tables:
-            lines += ["", f"## {part.title}", "", part.about, "", f"`{_command(part)}`"]
+            lines += ["", f"## {part.title}", "", part.about, "", _command(part)]
             lines += [line for table in tables for line in ("", *table)]
     if len(lines) == 1:
         lines += ["", "No figures have been committed yet."]
@@ -56,7 +56,7 @@ def page(answers: list[dict[str, Any]]) -> str:
 def _command(part: Part) -> str:
     name, *arguments = part.command
     times = f", {part.repeats} times" if part.repeats > 1 else ""
-    return f"uv run tools/bench/{name}.py {' '.join(arguments)}`{times}`".removesuffix("`")
+    return f"`uv run tools/bench/{name}.py {' '.join(arguments)}`{times}"
 
 
 def _table(part: Part, answer: dict[str, Any]) -> list[str]:
