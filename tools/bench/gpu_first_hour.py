@@ -119,6 +119,7 @@ STEPS = (
         minutes=7,
         claims=(
             f"{_ENGINE}/src/offbeat_engine/megatron/config.py",
+            f"{_ENGINE}/src/offbeat_engine/megatron/library_args.py",
             f"{_ENGINE}/src/offbeat_engine/megatron/transformer_engine.py",
             f"{_ENGINE}/README.md",
         ),
@@ -157,7 +158,10 @@ STEPS = (
         proves="a source sends to an SGLang server over NCCL, of one rank and of two",
         minutes=4,
         gpus=3,
-        claims=(f"{_SYNC}/src/offbeat_ckptsync/adapters/sglang/group.py",),
+        claims=(
+            f"{_SYNC}/src/offbeat_ckptsync/adapters/sglang/group.py",
+            f"{_TRAINER}/src/offbeat_trainer/weights/member.py",
+        ),
     ),
     Step(
         command=_tests(f"{_SYNC}/tests/faults/test_matrix.py", only="nccl"),

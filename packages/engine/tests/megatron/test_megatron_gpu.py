@@ -74,6 +74,22 @@ def test_bfloat16_strays_as_a_plain_model_does_and_as_fsdp2(runner, with_te, fam
         assert mine == pytest.approx(one, rel=1e-2)
 
 
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(
+    ("family", "te", "arguments"),
+    [
+        ("qwen2", False, {"bias_activation_fusion": True, "bias_dropout_fusion": True}),
+        ("qwen2", True, {"apply_rope_fusion": True}),
+        ("qwen3_moe", True, {"moe_permute_fusion": True, "moe_grouped_gemm": True}),
+    ],
+    ids=str,
+)
+def test_with_fused_kernels_bfloat16_strays_as_a_plain_model_does(runner, family, te, arguments):
+    if te:
+        pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+    trained(runner, 1, family, transformer_engine=te, megatron_args=arguments)
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("family", "changes"),
