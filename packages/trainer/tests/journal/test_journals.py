@@ -23,7 +23,7 @@ from offbeat_trainer.stream.journal.events import (
     recover,
 )
 from offbeat_trainer.stream.journal.segments import SegmentJournal
-from offbeat_trainer.stream.journal.sqlite import _FORGET, SqliteJournal
+from offbeat_trainer.stream.journal.sqlite import _FORGET, _NEWLY_OVER, SqliteJournal
 from offbeat_trainer.stream.schedule import Schedule
 
 
@@ -286,9 +286,10 @@ def test_a_file_of_the_format_before_is_gone_on_with(tmp_path):
         assert database.execute("PRAGMA user_version").fetchone() == (2,)
 
 
-def test_to_forget_a_group_is_no_walk_over_the_whole_run(tmp_path):
+@pytest.mark.parametrize(("index", "query"), [("bodies", _FORGET), ("over", _NEWLY_OVER)])
+def test_to_forget_a_group_is_no_walk_over_the_whole_run(tmp_path, index, query):
     with closing(SqliteJournal(tmp_path / "journal.sqlite")):
         pass
     with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as database:
-        plan = database.execute(f"EXPLAIN QUERY PLAN {_FORGET}", (1,)).fetchall()
-    assert ["USING INDEX bodies" in step[3] for step in plan] == [True]
+        plan = database.execute(f"EXPLAIN QUERY PLAN {query}", (1,)).fetchall()
+    assert [f"INDEX {index}" in step[3] for step in plan] == [True], plan
