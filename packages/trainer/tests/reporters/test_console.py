@@ -131,6 +131,14 @@ def test_on_a_terminal_startup_phases_leave_their_time_and_steps_show_below():
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1  # the cursor is given back
 
 
+def test_the_speed_of_a_step_counts_the_validation_during_which_it_was_generated():
+    screen = Screen(terminal=False, steps=3)
+    screen.reporter.metrics(1, step_metrics(1000, **{"time/validate_s": 4.0}))
+    screen.reporter.metrics(2, step_metrics(1000, **{"time/generate_s": 0.0, "time/train_s": 1.0}))
+    screen.reporter.metrics(3, step_metrics(1000))
+    assert [line.split()[4] for line in screen.lines[-3:]] == ["1.0k", "200", "1.0k"]
+
+
 def test_samples_come_below_the_row_of_their_step():
     screen = Screen(terminal=False)
     screen.phase("validate")

@@ -43,6 +43,7 @@ def test_percent_and_seconds():
 def test_speed_counts_the_whole_step():
     values = {"tokens/generated": 300.0, "time/generate_s": 1.0, "time/train_s": 2.0, "time/validate_s": 9.0}
     assert with_speed(values)["tokens/per_s"] == 100
+    assert with_speed(values, 3.0)["tokens/per_s"] == 50
     assert "tokens/per_s" not in with_speed({"tokens/generated": 300.0})
 
 

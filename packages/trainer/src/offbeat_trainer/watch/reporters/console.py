@@ -88,6 +88,7 @@ class ConsoleReporter:
         self._steps_started = 0.0
         self._step = 0
         self._rows = 0
+        self._validate_s = 0.0  # after the newest step
         self._said = self._opened
         self._held: list[RenderableType] = []
         self._ended = False
@@ -117,7 +118,8 @@ class ConsoleReporter:
     def metrics(self, step: int, metrics: Sequence[Metric]) -> None:
         """Print a finished step as a row."""
         self._open()
-        values = with_speed(reduce_metrics(metrics))
+        values = with_speed(reduce_metrics(metrics), self._validate_s)
+        self._validate_s = values.get("time/validate_s", 0.0)
         width = max(4, len(str(self._steps)))
         if self._rows % HEADER_EVERY == 0:
             self._line(Text())

@@ -79,9 +79,12 @@ COLUMNS = (
 STEP_TIMES = ("time/generate_s", "time/reward_s", "time/train_s", "time/sync_s")
 
 
-def with_speed(values: Mapping[str, float]) -> dict[str, float]:
-    """Return `values` with `tokens/per_s`: tokens generated over the whole step, not over generation alone."""
-    step_s = sum(values.get(key, 0.0) for key in STEP_TIMES)
+def with_speed(values: Mapping[str, float], before_s: float = 0.0) -> dict[str, float]:
+    """Return `values` with `tokens/per_s`: tokens generated over the whole step, not over generation alone.
+
+    `before_s` was spent between the step before and this one: its tokens are generated meanwhile.
+    """
+    step_s = before_s + sum(values.get(key, 0.0) for key in STEP_TIMES)
     tokens = values.get("tokens/generated")
     return dict(values) if not step_s or tokens is None else {**values, "tokens/per_s": tokens / step_s}
 
