@@ -153,6 +153,24 @@ def test_settings_that_change_nothing_may_differ(tmp_path):
     assert open_and_close(tmp_path, other, resume=True).resumed
 
 
+def test_a_run_of_a_version_with_other_settings_goes_on_where_they_are_at_their_defaults(tmp_path):
+    settings = to_dict(parse({"engine": {"name": "megatron"}}))
+    older = {
+        **settings,
+        "engine": {**settings["engine"], "lora": {"rank": 0}},
+        "sampling": {"max_tokens": 32},
+    }
+    older["task"] = {**settings["task"], "rope_theta": 100.0}
+    open_and_close(tmp_path, older, resume=False)
+    with pytest.raises(RunFolderError, match=r"sampling\.temperature: was 1\.0, is 0\.5"):
+        open_run_folder(
+            tmp_path,
+            to_dict(parse({"engine": {"name": "megatron"}, "sampling": {"temperature": 0.5}})),
+            resume=True,
+        )
+    assert open_and_close(tmp_path, settings, resume=True).resumed
+
+
 FASTER = {
     "engine": {
         "num_ranks": 2, "micro_batch_tokens": 2048, "activation_checkpointing": True, "offload_optimizer": True,

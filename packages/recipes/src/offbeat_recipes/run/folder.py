@@ -13,7 +13,7 @@ import yaml
 
 from offbeat_engine.capabilities import Refusal
 from offbeat_recipes.errors import RunFolderError
-from offbeat_recipes.settings.reading import to_dict
+from offbeat_recipes.settings.reading import other_version, to_dict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -215,8 +215,10 @@ def _check_same(path: Path, settings: Mapping[str, object], may_change: frozense
             f"{path / CONFIG} should hold the settings of a run and holds {written!r}\nstart a new run with resume=never"
         )
     before = _flatten(cast("dict[str, object]", written))
-    now = _flatten(cast("dict[str, object]", yaml.safe_load(yaml.safe_dump(dict(settings)))))
+    now = _flatten(_plain(settings))
     allowed = may_change | _gone_with_the_engine(before, now)
+    added, gone = other_version(cast("dict[str, object]", written), settings)
+    before = {**_plain(added), **{name: value for name, value in before.items() if name not in gone}}
     changed = [
         f"{name}: was {before.get(name)!r}, is {now.get(name)!r}"
         for name in sorted({*before, *now})
@@ -240,6 +242,11 @@ def _check_same(path: Path, settings: Mapping[str, object], may_change: frozense
             + "\n  ".join(changed)
             + "\nset them back, or start a new run with resume=never"
         )
+
+
+def _plain(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return `settings` as they are read back from a file."""
+    return cast("dict[str, object]", yaml.safe_load(yaml.safe_dump(dict(settings))))
 
 
 def _gone_with_the_engine(before: Mapping[str, object], now: Mapping[str, object]) -> frozenset[str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import json
 import operator
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -146,6 +147,33 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
         return kept
 
     return keep(asdict(config), "")
+
+
+def other_version(
+    written: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Compare the settings that another version wrote with those of `now` by their names alone.
+
+    Returns the defaults of those that it did not have, by path, and the paths of those that are no settings any more.
+    """
+    chosen = _choose(deepcopy(dict(now)))
+    paths, named, settable = set(_leaves(written)), set(_leaves(now)), known_paths(chosen).values()
+    gone = frozenset(path for path in paths - named if not any(_covers(item, path) for item in settable))
+
+    def shared(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        return {
+            key: shared(cast("dict[str, Any]", value), f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else value
+            for key, value in values.items()
+            if isinstance(value, dict) or f"{prefix}{key}" in paths
+        }
+
+    try:
+        defaults = dict(_flatten(to_dict(parse(shared(now))), ""))
+    except SettingError:  # one of them has no default
+        return {}, gone
+    return {path: value for path, value in defaults.items() if path in named - paths}, gone
 
 
 def unknown_setting(path: str, chosen: Mapping[str, str] | None = None) -> str:
