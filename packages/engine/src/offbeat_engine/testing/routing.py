@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 # T = tokens, L = layers, K = experts of a token, E = all experts.
 
 
-def with_drawn_experts(batch: TrainBatch, num_layers: int, num_experts: int, top_k: int) -> TrainBatch:
-    """Return `batch` with different experts for each token of it, drawn from its own ids; none for every third sequence."""
+def with_drawn_experts(
+    batch: TrainBatch, num_layers: int, num_experts: int, top_k: int, *, for_all: bool = False
+) -> TrainBatch:
+    """Return `batch` with different experts for each token of it, drawn from its own ids.
+
+    Every third sequence has none, and keeps its own choice, unless they are drawn `for_all`.
+    """
     shape = (*batch["input_ids"].shape, num_layers, num_experts)
     draw = torch.rand(shape, generator=torch.Generator().manual_seed(int(batch["input_ids"].sum())))
     experts_BTK = draw.argsort(-1)[..., :top_k].flatten(2).to(torch.int16)
-    experts_BTK[::3] = -1
+    if not for_all:
+        experts_BTK[::3] = -1
     batch = batch.copy()
     batch["routed_experts"] = experts_BTK
     return batch
