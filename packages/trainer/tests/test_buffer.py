@@ -13,7 +13,7 @@ from offbeat_trainer.data.types import Group, Prompt
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
-from offbeat_trainer.stream.journal.events import MemoryJournal, recover
+from offbeat_trainer.stream.journal.events import MemoryJournal, Recovered, recover
 from offbeat_trainer.stream.schedule import Schedule
 from scripted import run_virtual
 
@@ -56,6 +56,25 @@ def test_a_replayed_step_leaves_none_of_its_groups_behind(order):
         return [index for index, group in enumerate(groups) if group() is not None]
 
     assert run_virtual(replay()) == []
+
+
+def test_in_order_a_step_waits_for_what_an_earlier_process_left_unfinished():
+    """Whole groups that are taken back must not be trained before those of lower index, which are still to be begun again."""
+
+    async def go_on():
+        gate = StalenessGate.from_config(AsyncConfig(), groups_per_step=2, num_steps=STEPS)
+        recovered = Recovered(start=0, next_index=4, holes=[0, 2])
+        buffer = GroupBuffer(gate, Order.FIRST_IN, MemoryJournal(), recovered=recovered)
+        for index in (1, 3):
+            buffer.restore(index, 1, make_group(index))
+        taken = asyncio.ensure_future(buffer.take(0))
+        for index in (0, 2):
+            await asyncio.sleep(0)
+            buffer.issue(index, str(index), 1)
+            buffer.finish(index, make_group(index))
+        return [entry.index for entry in await taken]
+
+    assert run_virtual(go_on()) == [0, 1]
 
 
 class Account(RuleBasedStateMachine):

@@ -75,6 +75,7 @@ class GroupBuffer:
         self._journal = journal
         self._on_drop = on_drop
         self._entries: dict[int, Entry] = {}
+        self._holes = set(recovered.holes)  # begun by an earlier process, not yet by this one
         self._outstanding: Counter[int] = Counter()  # by last step
         self._finished: Counter[int] = Counter()
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -219,7 +220,11 @@ class GroupBuffer:
             return all(self._group(index) is not None for index in self.script[step])
         if self._order is Order.FIRST_IN:
             first = self._first()
-            return len(first) == self.gate.groups_per_step and all(entry.group is not None for entry in first)
+            return (
+                len(first) == self.gate.groups_per_step
+                and all(entry.group is not None for entry in first)
+                and not any(index < first[-1].index for index in self._holes)
+            )
         return self.gate.ready(step, self._outstanding, self._finished)
 
     def _chosen(self, step: int) -> list[Entry]:
@@ -275,6 +280,7 @@ class GroupBuffer:
         self._entries[index] = Entry(index=index, version=version, last_step=last_step)
         self._outstanding[last_step] += 1
         self.issued += 1
+        self._holes.discard(index)
         head = self._head
         if head is None or len(head) < self.gate.groups_per_step or index < head[-1].index:
             self._head = None
