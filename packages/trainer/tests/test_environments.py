@@ -87,6 +87,12 @@ async def processes(tmp_path, path):
         await one.close()
 
 
+@pytest.fixture
+def slow_import(path):
+    with open(path, "a") as file:
+        file.write("\nimport time\ntime.sleep(4)\n")
+
+
 def prompt(uid, how=""):
     return Prompt(uid=uid, text="", token_ids=(1,), data={"how": how})
 
@@ -187,6 +193,20 @@ async def test_one_that_fails_is_said_and_the_others_go_on(processes, how, count
     else:
         assert (await other.step(action(0, "a"))).observation == "other,a"
     assert (await talk(pool.make(), "next"))[1].observation == "next,a,b"
+
+
+@pytest.mark.spawns
+@pytest.mark.usefixtures("slow_import")  # slower than a call may be
+@pytest.mark.parametrize("how", ["exits", "hangs"])
+async def test_a_process_that_is_started_again_takes_its_time_from_nobody(processes, how):
+    pool = processes("Plain", timeout_s=3.0, concurrency=1)
+    bad, other = pool.make(), pool.make()
+    await bad.reset(prompt("bad", how), 1)
+    step = asyncio.create_task(bad.step(action(0, "a")))
+    await asyncio.sleep(0)
+    assert (await talk(other, "other"))[1].observation == "other,a,b"
+    with pytest.raises(EnvironmentFailed):
+        await step
 
 
 @pytest.mark.spawns

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from offbeat_trainer.errors import EnvironmentFailed
@@ -110,7 +111,6 @@ class EnvironmentProcesses:
             EnvironmentFailed: it raised, took too long, or took its process down, as another of that process may have.
         """
         arguments = {"instance": instance, "given": given}
-        await self._look(home)
         # A call that nobody waits for any more goes on over there: until it is over, the next one must not begin.
         answer = await asyncio.shield(self._spawn(self._in_turn(home, method, arguments)))
         if answer.failure:
@@ -122,7 +122,8 @@ class EnvironmentProcesses:
 
     def forget(self, home: _Home, instance: int) -> None:
         """Close an environment when its home has time for that; nobody waits for it."""
-        self._spawn(self._in_turn(home, "close", {"instance": instance}))
+        if home.process.runs:
+            self._spawn(self._in_turn(home, "close", {"instance": instance}))
 
     def _spawn(self, work: Coroutine[object, object, Answer]) -> asyncio.Task[Answer]:
         task = asyncio.create_task(work, name="a call of an environment")
@@ -131,10 +132,13 @@ class EnvironmentProcesses:
         return task
 
     async def _in_turn(self, home: _Home, method: str, arguments: dict[str, Any]) -> Answer:
-        if home.turn is None:
-            return await home.process.call(method, arguments)
-        async with home.turn:
-            return await self._within_limit(home, method, arguments)
+        async with home.turn or nullcontext():
+            try:
+                await self._look(home)
+            except EnvironmentFailed as error:
+                return Answer(number=-1, failure=RAISED, detail=str(error))
+            call = home.process.call if home.turn is None else partial(self._within_limit, home)
+            return await call(method, arguments)
 
     async def _within_limit(self, home: _Home, method: str, arguments: dict[str, Any]) -> Answer:
         timeout_s = self._config.timeout_s
@@ -155,7 +159,7 @@ class EnvironmentProcesses:
     async def _look(self, home: _Home) -> object:
         """Let a process that has begun import the environment, which no call's limit counts; return what it says."""
         async with home.looked:
-            if home.ready == home.process.life:
+            if home.process.runs and home.ready == home.process.life:
                 return None
             answer = await home.process.call("look", {})
             if answer.failure:

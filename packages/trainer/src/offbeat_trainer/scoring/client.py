@@ -55,6 +55,11 @@ class CallProcess:
         self._reader: asyncio.Task[None] | None = None
         self._heard_s = 0.0
 
+    @property
+    def runs(self) -> bool:
+        """Whether the process is there; the next call starts one that is not."""
+        return self._process is not None
+
     async def call(self, path: str, arguments: dict[str, Any]) -> Answer:
         """Call the function at `path`; its failure is an answer, the end of the process over there is one, too."""
         await self._running()
