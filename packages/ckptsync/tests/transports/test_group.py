@@ -127,6 +127,24 @@ def test_leaving_ends_a_wait_that_nobody_answers_long_before_its_deadline(ends):
     assert said == ["the group was left"]
 
 
+@pytest.mark.parametrize("nums", [(4, 2), (2, 4)], ids=["the source is ahead", "the member is ahead"])
+def test_a_group_that_all_have_left_is_gone_long_before_its_deadline(ends, nums):
+    """Works that were done held one side's connections, for which the other side's works waited until their deadline."""
+    payloads = [torch.zeros(1 << 20, dtype=torch.uint8, device=each) for each in ends.devices]
+    waits = [
+        [end.start(payload, LONG_S) for _ in range(num)]
+        for end, payload, num in zip(ends.ends, payloads, nums, strict=True)
+    ]
+    while not all(each[0].is_completed() for each in ends.ends[nums.index(2)]._flying if each):
+        time.sleep(0.01)  # done, and nobody has asked for it yet
+    ends.leave()
+    for thread in groups._leaving[-2:]:
+        thread.join(600)
+        assert not thread.is_alive()
+    with pytest.raises(TransferError, match="the group was left"):
+        waits[nums.index(4)][-1]()
+
+
 def test_a_wait_ends_at_its_deadline_and_says_so(ends):
     payload = torch.zeros(1 << 20, dtype=torch.uint8, device=ends.devices[1])
     with pytest.raises((RuntimeError, TransferError), match=r"in time|[Tt]imed out"):

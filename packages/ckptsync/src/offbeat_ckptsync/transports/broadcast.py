@@ -148,7 +148,7 @@ class Group:
         for failure in failures:
             raise failure
 
-    def _hold(self, made: Any) -> None:  # noqa: ANN401 -- as `_begun`
+    def _hold(self, made: Any) -> None:  # noqa: ANN401 -- torch's process groups have no type in common
         self._held = [made]
         if self._left.is_set():  # meanwhile
             self.leave()
@@ -172,8 +172,7 @@ class Group:
             while len(self._flying) >= IN_FLIGHT:
                 self._finish(self._flying[0], deadline)
                 self._flying.popleft()
-            own.append([self._begun(lambda made, part=chunk: made.broadcast([part], options)), chunk])
-            self._flying.append(own[-1])
+            own.append(self._begun(chunk, options))
 
         def finish() -> None:
             for works in own:
@@ -188,18 +187,19 @@ class Group:
         """
         self._left.set()
         held, self._held = self._held, []
-        ended = held, self._calls, self._flying.copy()
+        ended = held, self._calls, self._flying
         thread = threading.Thread(target=_end, args=ended, name="leave group", daemon=True)
         thread.start()
         _leaving[:] = [*filter(threading.Thread.is_alive, _leaving), thread]
 
-    def _begun(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 -- torch's process groups have no type in common
-        """Call into the group, and hold on to it no longer: whoever lets go of it last waits for what it has in flight."""
+    def _begun(self, chunk: torch.Tensor, options: BroadcastOptions) -> list[Any]:
+        """Begin to broadcast, and hold on to the group no longer: whoever lets go of it last waits for what it has in flight."""
         with self._calls:
             held = self._held
             if not held:
                 raise TransferError("the group was left")
-            return call(held[0])
+            self._flying.append([held[0].broadcast([chunk], options), chunk])
+            return self._flying[-1]
 
     def _chunks(self, payload: torch.Tensor) -> Iterator[torch.Tensor]:
         for first in range(0, payload.numel(), self._chunk_bytes):
@@ -263,14 +263,24 @@ def _let_them_leave() -> None:
 def _end(held: list[Any], calls: threading.Lock, flying: deque[list[Any]]) -> None:
     """Abort a process group: NCCL's kernels end with it; gloo's sockets close with the last reference, which frees the peers.
 
-    Gloo first waits for what this rank has in flight, up to its deadline.
+    Gloo cannot abort. It waits for what this rank has in flight, until a peer closes or the deadline is over. A work refers to
+    its group, also when it is done: so all works are let go of here, whoever still holds on to a wait.
     """
     for group in held:
         group.abort()
-    flying.clear()
-    with calls:
-        pass  # who calls into the group just now does not let go of it last
+    with calls:  # who calls into the group just now does not let go of it last
+        for each in flying.copy():
+            each[:] = [_Left(), None] if each else []
     held.clear()
+
+
+class _Left:
+    """In the place of a work in a group that was left."""
+
+    def is_completed(self) -> bool:
+        raise TransferError("the group was left")
+
+    wait = is_completed
 
 
 def _gloo(store: PrefixStore, rank: int, world: int, host: str, timeout_s: float) -> Any:  # noqa: ANN401 -- as above
