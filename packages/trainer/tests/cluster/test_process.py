@@ -1,13 +1,16 @@
-"""A rank hands freed memory back while it loads, and keeps it once it trains: seen from outside, in a process as a rank is."""
+"""A rank hands freed memory back while it loads, and keeps it once it trains; and whether its work moves can be seen from outside."""
 
 import json
 import os
 import subprocess
 import sys
+import threading
+from itertools import repeat
+from types import FunctionType
 
 import pytest
 
-from offbeat_trainer.cluster.process import LOADING_ENVIRONMENT
+from offbeat_trainer.cluster.process import LOADING_ENVIRONMENT, moves
 
 CODE = """
 import json, sys
@@ -45,3 +48,34 @@ def test_memory_is_given_back_while_loading_and_kept_afterwards():
     loading, training = json.loads(done.stdout)
     assert loading < 30
     assert training > 100
+
+
+def as_ours(work, *arguments):
+    """Run `work` in a thread, as code of a package of ours."""
+    ours = FunctionType(work.__code__, {"__name__": "offbeat_engine.work"})
+    thread = threading.Thread(target=ours, args=arguments)
+    thread.start()
+    return thread
+
+
+def test_a_single_call_that_writes_moves_and_one_that_waits_does_not():
+    def write(file, chunks):
+        try:
+            file.writelines(chunks)
+        except ValueError:
+            file.close()
+
+    def wait(lock):
+        lock.acquire()
+
+    lock = threading.Lock()
+    lock.acquire()
+    waiting = as_ours(wait, lock)
+    assert not moves(num_looks=10)
+    file = open("/dev/null", "wb", buffering=0)  # noqa: SIM115 - to be closed is what ends the thread
+    writing = as_ours(write, file, repeat(bytes(1 << 20)))
+    assert moves(num_looks=10_000)
+    file.close()
+    lock.release()
+    writing.join(600)
+    waiting.join(600)

@@ -29,17 +29,29 @@ def keep_freed_memory() -> None:
 
 
 def moves(num_looks: int = 50, pause_s: float = 0.02) -> bool:
-    """Say whether code of this process moves: from micro-batch to micro-batch, or from tensor to tensor of a file.
+    """Say whether code of this process moves: from micro-batch to micro-batch, or within a file that it reads or writes.
 
     Threads are looked at up to `num_looks` times. One that stands in a single call, say a collective that another rank does not
-    join, stands in the same place each time.
+    join, stands in the same place each time. A call that writes a large tensor does so, too, but its bytes are counted.
     """
-    first = _places()
+    first, first_bytes = _places(), _bytes_moved()
     for _ in range(num_looks):
         time.sleep(pause_s)
-        if _places() != first:
+        if _places() != first or _bytes_moved() - first_bytes >= _MOVED_BYTES:
             return True
     return False
+
+
+_MOVED_BYTES = 1 << 20  # far more than what is logged meanwhile
+
+
+def _bytes_moved() -> int:
+    """Return how much this process has read and written so far, by files; 0 where the kernel does not say."""
+    try:
+        told = Path("/proc/self/io").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in told.splitlines())  # calls are counted, too: they are few
 
 
 def _places() -> list[list[tuple[int, int]]]:
