@@ -227,7 +227,7 @@ class SyncReport:
     members: dict[str, Flip] = field(default_factory=dict[str, Flip])
     fenced: dict[str, str] = field(default_factory=dict[str, str])  # member: why it is no longer one
     left: dict[str, str] = field(default_factory=dict[str, str])  # who went meanwhile: what failed then
-    failures: tuple[str, ...] = ()  # of tries before this one, where who syncs tries again
+    failures: tuple[str, ...] = ()  # of tries before this one
     content_digest: str = ""  # of the label under which this version was committed
     wire_bytes: int = 0  # as in `Sent`; `num_bytes` is the content
     worst_gap_s: float | None = (

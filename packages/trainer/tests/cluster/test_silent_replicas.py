@@ -30,8 +30,9 @@ async def test_a_replica_that_is_stopped_holds_up_nobody_and_comes_back_or_is_re
         handle = rollout.handles["replica 1"]
         pid = await pid_of(handle)
         os.kill(pid, signal.SIGSTOP)
-        for _ in range(2):  # the second without any wait: it is no member any more
+        for counted in (1, 0):  # the second without any wait: it is no member any more
             assert await asyncio.wait_for(site.publish(), TIMEOUT_S) == ["replica 0"]
+            assert (len(site.report.failures), len(site.report.fenced)) == (counted, counted)
         assert rollout.serving == {"replica 0": site.version}
         assert rollout.lost["replica 1"].startswith("begin: took longer than 3 s")
         os.kill(pid, signal.SIGCONT)
@@ -42,9 +43,19 @@ async def test_a_replica_that_is_stopped_holds_up_nobody_and_comes_back_or_is_re
         assert await site.held() == {"replica 0": good, "replica 1": good}
 
         os.kill(pid, signal.SIGSTOP)
-        assert await asyncio.wait_for(site.publish(), TIMEOUT_S) == ["replica 0"]
+        copied = []  # training may have gone on by then: it is the run that tries again
+        assert await asyncio.wait_for(site.publish(lambda: copied.append(1)), TIMEOUT_S) == ["replica 0"]
+        assert ["begin: replica 1 took longer than 3 s" in why for why in site.report.failures] == [True]
+        assert site.report.fenced.keys() == {"replica 1"}
         os.kill(pid, signal.SIGKILL)
         both = {"replica 0": site.version, "replica 1": site.version}
         await until(lambda: rollout.serving == both, "a new process to be started in its place")
         assert rollout.handles["replica 1"] is not handle
         assert sorted(await site.publish()) == ["replica 0", "replica 1"]
+
+        for handle in list(rollout.handles.values()):
+            os.kill(await pid_of(handle), signal.SIGKILL)
+        assert await asyncio.wait_for(site.publish(), TIMEOUT_S), "one that was started in their place"
+        assert site.report.failures, "the try that met nobody alive"
+        names = [why.split(": ")[0] for why in site.cluster.timeline.lost]
+        assert sorted(names) == ["replica 0", "replica 1", "replica 1", "replica 1"]

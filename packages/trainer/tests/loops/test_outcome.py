@@ -57,6 +57,7 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "unscored_prompts": 3.0,
         "sync_failures": 1.0,
         "fenced_members": 2.0,
+        "lost_replicas": [],
         "max_abs_logprob_diff": 1e-3,
         "warmup_s": 0.0,
         "where_time_went": None,

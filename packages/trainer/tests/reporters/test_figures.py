@@ -90,6 +90,7 @@ def test_the_panel_says_what_went_wrong_beside_the_steps_and_what_validation_and
     text = panel_text(
         {
             "unscored_prompts": 3.0, "sync_failures": 1.0, "fenced_members": 2.0, "beside_s": {"save": 1200.0, "validate": 0.1},
+            "lost_replicas": ["replica 0: begin: took longer than 3 s", "replica 1: no answer within 60 s"],
         }
     )  # fmt: skip
     rows = {
@@ -100,8 +101,10 @@ def test_the_panel_says_what_went_wrong_beside_the_steps_and_what_validation_and
     assert {label: said.strip() for label, said in rows.items()} == {
         "not scored": "3 held-out prompts",
         "in syncs": "1 failed and tried again, 2 without a replica",
+        "lost replicas": "2; the newest:",
         "beside steps": "save 20:00",
     }
+    assert "replica 1: no answer within 60 s" in text
     assert "in syncs" not in panel_text(
         {"sync_failures": 0.0, "fenced_members": 0.0, "unscored_prompts": 0.0}
     )

@@ -155,6 +155,7 @@ class CheckpointEngineManager:
                     f"version {version} after {self._label.version} was committed; versions must rise"
                 )
             left: dict[str, str] = {}
+            failures: list[str] = []
             target = Target(version=version, check=self._book.check, gathered=gathered)
             fenced: dict[str, str] = {}
             while True:
@@ -164,13 +165,15 @@ class CheckpointEngineManager:
                 try:
                     report = await self._run(self._source, members, target)
                 except SyncFailed as failed:
+                    failures.append(str(failed))
                     gone = await self._without(members, failed)
                     if not gone or not self._members or gathered is not None:
                         raise
                     fenced |= {name: self._fenced[name] for name in gone if name in self._untold}
                     left |= {name: str(failed) for name in gone if name not in self._untold}
                 else:
-                    return dataclasses.replace(report, left=left, fenced=fenced | report.fenced)
+                    fenced |= report.fenced
+                    return dataclasses.replace(report, left=left, fenced=fenced, failures=tuple(failures))
 
     async def _without(self, members: dict[str, Member], failed: SyncFailed) -> list[str]:
         """Take out who is to blame for a failed sync, and return which of `members` are members no more."""

@@ -36,7 +36,7 @@ from sync_faults.hurt import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator
+    from collections.abc import AsyncGenerator, Callable, Generator
     from pathlib import Path
 
     from offbeat_ckptsync.config import SyncConfig
@@ -196,13 +196,14 @@ class Site:
         """The training rank."""
         return self.cluster.train._workers[0]
 
-    async def publish(self) -> list[str]:
-        """Publish new weights; return who serves them now, or nobody where it failed."""
+    async def publish(self, gathered: Callable[[], None] | None = None) -> list[str]:
+        """Publish new weights; return who serves them now (`report` says more), or nobody where it failed."""
         self.version += 1
         await self.rank.take.remote(self.version)
         self.cluster.train.updates += 1  # as an update does
         try:
-            return [*(await self.publisher.publish(self.version)).members]
+            self.report = await self.publisher.publish(self.version, gathered)
+            return [*self.report.members]
         except SyncFailed:
             self.version -= 1
             self.cluster.train.updates -= 1

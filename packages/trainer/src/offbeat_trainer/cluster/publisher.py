@@ -68,15 +68,20 @@ class ClusterPublisher:
             NoReplica: all were lost, and no replacement came in time.
         """
         failures: list[str] = []
+        fenced: dict[str, str] = {}
+        num_unexplained = 0
         for again in chain([False], repeat(True)):
             num_lost = self._num_lost
             try:
                 if (report := await self._publish(version, gathered, again=again)) is not None:
-                    return replace(report, failures=tuple(failures))
+                    failures += report.failures
+                    return replace(report, failures=tuple(failures), fenced=fenced | report.fenced)
             except SyncFailed as failed:
-                if self._num_lost == num_lost:
-                    failures.append(str(failed))
-                    if len(failures) == MAX_SYNCS:
+                failures.append(str(failed))
+                fenced |= failed.silent
+                if self._num_lost == num_lost and self._manager.members:
+                    num_unexplained += 1
+                    if num_unexplained == MAX_SYNCS:
                         raise
                     log.warning("the sync of version %d is tried again in %g s: %s", version, PAUSE_S, failed)
                     await asyncio.sleep(PAUSE_S)
@@ -104,8 +109,7 @@ class ClusterPublisher:
 
             # A replica that waits to join needs these weights, too.
             early = None if gathered is None or self._waiting else copied
-            if not await self._sync(version, early):
-                return None
+            await self._sync(version, early)
             if early is None:
                 await self._take_in()
             return self._report
@@ -163,7 +167,11 @@ class ClusterPublisher:
                     else:
                         self._refuse(name, why)
         elif not self._rollout.serving and self._members_left():
-            await self._sync(self._report.version + ahead)
+            try:
+                await self._sync(self._report.version + ahead)
+            except SyncFailed:
+                if self._manager.members:
+                    raise
 
     async def _catch_up(self, member: Member, *, peers_only: bool = False) -> str:
         """Bring a replacement to the committed version and give it traffic; return why that failed, or ""."""
@@ -177,23 +185,13 @@ class ClusterPublisher:
         self._admit(member.name, self._manager.version)
         return ""
 
-    async def _sync(self, version: int, gathered: Callable[[], None] | None = None) -> bool:
-        """Bring the members to `version`, without those who are lost meanwhile; False if all were.
-
-        Raises:
-            SyncFailed: it failed, and there are members left.
-        """
+    async def _sync(self, version: int, gathered: Callable[[], None] | None = None) -> None:
+        """Bring the members to `version`, without those who are lost meanwhile. Raises `SyncFailed`, also if all were."""
         updates = self._train.updates
-        try:
-            report = await self._manager.sync(version, gathered=gathered)
-        except SyncFailed:
-            if self._manager.members:
-                raise
-            return False
+        report = await self._manager.sync(version, gathered=gathered)
         self._report, self._updates = report, updates
         for name in report.members:
             self._admit(name, version)
-        return True
 
     async def _lose_unwell(self, names: list[str], failed: SyncFailed) -> None:
         """Ask the members of a sync that failed for their health, and forget those that are not well."""

@@ -257,6 +257,7 @@ class RolloutGroup:
             return
         then = "it is waited for" if name in self._silent else "a new one is started in its place"
         log.warning("%s is lost (%s); %s", name, reason, then)
+        self._timeline.lost.append(f"{name}: {reason}")
         self._timeline.mark(name, f"lost: {reason}")
         self.lost[name] = reason
         self.replacing.add(name)

@@ -67,6 +67,7 @@ class Outcome:
     unscored_prompts: float = 0  # held-out ones, of all validations of this process
     sync_failures: float = 0  # tries that failed before one that did not
     fenced_members: float = 0  # replicas that syncs went on without, counted each time
+    lost_replicas: list[str] = field(default_factory=list[str])  # each loss with its reason
     syncs: int = 0
     sync_gb_per_s: float = 0.0  # the sum over `syncs`
     where_time_went: str | None = None  # the largest cause of idle time, in a sentence
@@ -144,6 +145,7 @@ class Outcome:
             "unscored_prompts": self.unscored_prompts,
             "sync_failures": self.sync_failures,
             "fenced_members": self.fenced_members,
+            "lost_replicas": self.lost_replicas,
             "max_abs_logprob_diff": self.max_abs_logprob_diff,
             "warmup_s": self.warmup_s,
             "where_time_went": self.where_time_went,
@@ -157,6 +159,7 @@ async def open_run(parts: Parts, outcome: Outcome, start: int) -> None:
     """
     clock = parts.clock()
     outcome.steps = start
+    outcome.lost_replicas = parts.timeline.lost  # the list that grows: a run may end in the middle of a step
     with clock.phase("sync", "first weights to every replica"):
         report = await parts.publisher.publish(version_of(start))
     outcome.take_mishaps(reduce_metrics(sync_metrics(report)))

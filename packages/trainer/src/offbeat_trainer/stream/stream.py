@@ -216,6 +216,7 @@ class GroupStream:
                 Metric(f"buffer/dropped_{reason.replace(' ', '_')}_groups", Last(count))
                 for reason, count in buffer.dropped.items()
             ),
+            Metric("generation/lost_replicas", Last(len(self._parts.timeline.lost))),
             *self._parts.timeline.metrics(),
         ]
 

@@ -89,6 +89,7 @@ class Timeline:
         self._scoring = 0
         self._idle: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._tail_s = 0.0
+        self.lost: list[str] = []  # replicas that were lost, each time with the reason
         self.rewards_s = 0.0  # in which the loop waited for groups that were all generated and not all scored
         self._first_s: float | None = None
         self._last_s = 0.0

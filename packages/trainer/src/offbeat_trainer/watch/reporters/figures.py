@@ -186,6 +186,7 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
                 values, {"sync_failures": "failed and tried again", "fenced_members": "without a replica"}
             ),
         ),
+        ("lost replicas", _lost_replicas(values)),
         (
             "max |Δ log-prob|",
             _one(values, "max_abs_logprob_diff", lambda value: f"{value:.1e} sampler, trainer"),
@@ -221,6 +222,13 @@ def _dropped(values: Mapping[str, object]) -> Text | None:
     return Text(
         f"{total:.0f} groups for {values.get('trained_groups', 0)} trained: {reasons}", style="yellow"
     )
+
+
+def _lost_replicas(values: Mapping[str, object]) -> Text | None:
+    """Say how many replicas were lost, and of the newest why."""
+    lost = cast("Sequence[str]", values.get("lost_replicas") or [])
+    newest = "\n".join(visible(one) for one in lost[-MAX_SAMPLES:])
+    return Text(f"{len(lost)}; the newest:\n{newest}", style="yellow") if lost else None
 
 
 def _mishap(values: Mapping[str, object], words: Mapping[str, str]) -> Text | None:
