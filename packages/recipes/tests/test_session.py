@@ -2,6 +2,7 @@
 
 import json
 import resource
+import runpy
 import shlex
 import shutil
 import sqlite3
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from offbeat_recipes.run.failures import in_words
-from offbeat_recipes.run.session import Session, _command, drive
+from offbeat_recipes.run.session import Session, _command, _unforeseen, drive
 from offbeat_recipes.settings.reading import parse
 from offbeat_trainer import ResumeError
 
@@ -26,6 +27,15 @@ def test_commands_name_the_program_of_this_environment_and_survive_a_shell():
     assert program == str(Path(sys.executable).parent / "python")
     assert words == ["--config", "runs/my run/config.yaml", "run_dir=runs/my run"]
     assert _command("offbeat-nothing", "x") == "offbeat-nothing x"
+
+
+def test_a_mistake_in_a_file_of_ones_own_is_named_by_its_line_and_is_no_defect(tmp_path: Path):
+    own = tmp_path / "mine.py"
+    own.write_text("def learn():\n    return {}['none']\n")
+    with pytest.raises(KeyError) as caught:
+        runpy.run_path(str(own))["learn"]()
+    assert _unforeseen(caught.value) == f"KeyError: 'none' (at {own}:2); the log has the traceback"
+    assert _unforeseen(KeyError("none")).endswith("(a defect; the log has the traceback)")
 
 
 def host_memory() -> Exception:
