@@ -308,6 +308,10 @@ def test_sft_makes_a_model_that_eval_can_judge(tmp_path: Path, shared_ray: str):
     run(folder, "rollout=hf", shared_ray, *drawn, name="evaluate")
     result = json.loads((folder / "evaluations" / "step_0.json").read_text())
     assert (result["prompts"], result["samples_per_prompt"]) == (8, 2)
+    (folder / "model").rename(tmp_path / "model")  # as where Ctrl-C came before the end
+    run(folder, "rollout=hf", shared_ray, name="evaluate")
+    result = json.loads((folder / "evaluations" / "step_4.json").read_text())
+    assert result["accuracy"] == summary["accuracy_after"]
 
 
 @pytest.mark.ray

@@ -3,7 +3,6 @@
 import json
 import resource
 import runpy
-import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -20,13 +19,15 @@ from offbeat_recipes.settings.reading import parse
 from offbeat_trainer import ResumeError
 
 
-def test_commands_name_the_program_of_this_environment_and_survive_a_shell():
-    program, *words = shlex.split(
-        _command("python", "--config", "runs/my run/config.yaml", "run_dir=runs/my run")
-    )
-    assert program == str(Path(sys.executable).parent / "python")
-    assert words == ["--config", "runs/my run/config.yaml", "run_dir=runs/my run"]
-    assert _command("offbeat-nothing", "x") == "offbeat-nothing x"
+def test_commands_name_the_program_of_this_environment_and_run_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my run").mkdir()
+    Path("my run/said.py").write_text("import os, sys; print(os.getcwd(), *sys.argv[1:])")
+    command = _command("python", "my run/said.py", "run_dir=my run")
+    assert f" {Path(sys.executable).parent / 'python'} " in command
+    said = subprocess.run(["sh", "-c", command], cwd="/", capture_output=True, text=True, check=True).stdout
+    assert said == f"{tmp_path} run_dir=my run\n"
+    assert _command("offbeat-nothing", "x").endswith(" && offbeat-nothing x")
 
 
 def test_a_mistake_in_a_file_of_ones_own_is_named_by_its_line_and_is_no_defect(tmp_path: Path):

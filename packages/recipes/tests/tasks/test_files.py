@@ -208,6 +208,29 @@ def test_overlong_prompts_are_refused_or_left_out(tmp_path: Path, plain_model: s
         _file_task(tmp_path, rows, plain_model, reward, max_prompt_tokens=2, overlong="filter")
 
 
+def test_rows_are_tokenized_in_batches_each_text_once_and_kept_in_four_bytes_a_token(
+    tmp_path: Path, plain_model: str, reward: str, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[int] = []
+    make = type(AutoTokenizer.from_pretrained(plain_model)).__call__
+
+    def counted(self: Any, texts: list[str], **more: Any) -> Any:
+        calls.append(len(texts))
+        return make(self, texts, **more)
+
+    monkeypatch.setattr(type(AutoTokenizer.from_pretrained(plain_model)), "__call__", counted)
+    rows = [{"prompt": f"say {index}", "answer": f"{index}!" * 5} for index in range(1500)]
+    task = _file_task(tmp_path, rows, plain_model, reward)
+    assert calls == [1000, 500] * 2, "of each file"
+    assert task.longest_row("examples", 0) == (len("say 1499") + 5 * len("1499!") + 1, "rows.jsonl:1500")
+    assert sum(calls[4:]) == 1500
+    assert task.examples(0, 3)[0].completion_ids[-1] == task.stop_token_ids()[0]
+    assert sum(calls[4:]) == 1500, "answers are known"
+    kept = [row.token_ids for row in task._train]
+    assert {ids.itemsize for ids in kept} == {4}
+    assert [tuple(ids) for ids in kept] == [prompt.token_ids for prompt in task.validation_prompts(1500)]
+
+
 def test_more_prompts_than_rows(tmp_path: Path, plain_model: str, reward: str):
     task = _file_task(tmp_path, [{"prompt": "a"}], plain_model, reward)
     with pytest.raises(TaskError, match="takes 2 different prompts"):

@@ -33,7 +33,11 @@ async def evaluate_run(session: Session) -> None:
         serves_alone = True
     elif config.evaluation.step < 0 and (exported := _exported_since(session)) is not None:
         serves_alone, start, step = True, session.folder.final, exported
+    checkpoints = session.folder.checkpoints
+    if not (checkpoints / "policy").exists() and (checkpoints / "sft").exists() and not serves_alone:
+        start, checkpoints = session.base_model, checkpoints / "sft"  # of `offbeat-sft`, which began there
     spec = cluster_spec(config, session.folder, str(start.absolute()))
+    spec = replace(spec, train=replace(spec.train, checkpoint_dir=str(checkpoints.absolute())))
     if serves_alone:  # nobody is there to share devices with
         spec = replace(spec, cluster=replace(spec.cluster, placement=Placement.SEPARATE))
     cluster = Cluster(spec)

@@ -300,6 +300,10 @@ def _again(session: Session) -> str:
 
 
 def _command(program: str, *words: str) -> str:
-    """Return what a shell takes wherever it stands, whether the environment is active, of uv, or neither."""
+    """Return what a shell takes in any folder, whether the environment is active, of uv, or neither.
+
+    It goes to the folder of now first: settings may hold paths relative to that.
+    """
     beside = Path(sys.executable).parent / program
-    return shlex.join([str(beside) if beside.exists() else program, *words])
+    line = shlex.join([str(beside) if beside.exists() else program, *words])
+    return f"cd {shlex.quote(str(Path.cwd()))} && {line}"

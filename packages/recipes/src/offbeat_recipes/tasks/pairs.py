@@ -70,22 +70,17 @@ class PairsTask(TextTask):
         """
         raise TaskError("task: pairs say which of two completions is better, and nothing of others")
 
-    def _row_tokens(self, rows: Sequence[Prompt], reads: str) -> list[int]:
+    def _learned(self, prompt: Prompt, reads: str) -> list[str]:
         if reads != "pairs":
-            return super()._row_tokens(rows, reads)
-        return [
-            len(one.prompt_ids) + max(len(one.chosen_ids), len(one.rejected_ids)) for one in self._made(rows)
-        ]
+            return super()._learned(prompt, reads)
+        config = self._pairs_config
+        return [_text(prompt.data[key]) for key in (config.chosen_key, config.rejected_key)]
 
     def _made(self, prompts: Sequence[Prompt]) -> list[Pair]:
-        config, encode = self._pairs_config, self.maker.encode_answer
+        made = [(prompt, self.maker.encode(self._learned(prompt, "pairs"))) for prompt in prompts]
         return [
-            Pair(
-                prompt_ids=prompt.token_ids,
-                chosen_ids=encode(_text(prompt.data[config.chosen_key])),
-                rejected_ids=encode(_text(prompt.data[config.rejected_key])),
-            )
-            for prompt in prompts
+            Pair(prompt_ids=prompt.token_ids, chosen_ids=tuple(chosen), rejected_ids=tuple(rejected))
+            for prompt, (chosen, rejected) in made
         ]
 
 

@@ -100,7 +100,7 @@ def _read_jsonl(path: str) -> list[Row]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            if any("\udc80" <= character <= "\udcff" for character in line):
+            if not is_text(line):  # a byte that is not UTF-8 was read as half a character
                 raise DataError(f"{path}, row {number}: not UTF-8; convert the file")
             try:
                 values = json.loads(line)

@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import json
+from array import array
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +29,22 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, str]]
 _NAMED = 3  # overlong rows that a refusal names
+_AT_ONCE = (
+    1000  # texts: tokenizers make a batch in parallel, and keep some 100 bytes a token until it is made
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """A prompt as it waits for its step, its tokens in four bytes each: a tuple of Python's numbers takes up to nine times that."""
+
+    waiting: Prompt
+    token_ids: array[int]
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt as it is handed out."""
+        return replace(self.waiting, token_ids=tuple(self.token_ids))
 
 
 class PromptMaker:
@@ -35,6 +55,7 @@ class PromptMaker:
         self._model_path = model_path
         self._chat_template = chat_template
         self._trust_remote_code = trust_remote_code
+        self._encoded: dict[str, array[int]] = {}
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -68,22 +89,38 @@ class PromptMaker:
         """Whether the tokenizer has a chat template."""
         return bool(self.tokenizer.chat_template)
 
-    def make(self, row: Row, asked: str | Messages) -> Prompt:
-        """Return the prompt of `row`, its text templated where that is due.
+    def load(self, asked: Sequence[tuple[Row, str | Messages]]) -> list[_Loaded]:
+        """Return the prompts of rows with what each asks, text templated where that is due.
 
         Raises:
             DataError: messages for a tokenizer without a template, or templates ruled out by the settings.
         """
-        templated = not isinstance(asked, str) or self._templates(asked)
-        text = self._apply(row, asked) if templated else str(asked)
-        # A template writes its special tokens itself.
-        ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"]
-        return Prompt(
-            uid=f"{Path(row.path).name}:{row.number}",
-            text=text,
-            token_ids=tuple(cast("list[int]", ids)),
-            data=row.values,
-        )
+        texts = [
+            (self._apply(row, one), False)
+            if not isinstance(one, str) or self._templates(one)
+            else (one, True)
+            for row, one in asked
+        ]
+        # A template writes its special tokens itself: rows that follow each other without one are a batch, and those with one.
+        made = [
+            ids
+            for special, rows in groupby(texts, key=itemgetter(1))
+            for ids in self._tokens([text for text, _ in rows], special=special)
+        ]
+        return [
+            _Loaded(
+                waiting=Prompt(
+                    uid=f"{Path(row.path).name}:{row.number}", text=text, token_ids=(), data=row.values
+                ),
+                token_ids=ids,
+            )
+            for (row, _), (text, _), ids in zip(asked, texts, made, strict=True)
+        ]
+
+    def _tokens(self, texts: Sequence[str], *, special: bool) -> list[array[int]]:
+        batches = [list(texts[first : first + _AT_ONCE]) for first in range(0, len(texts), _AT_ONCE)]
+        made = (self.tokenizer(batch, add_special_tokens=special)["input_ids"] for batch in batches)
+        return [array("i", ids) for batch in made for ids in batch]
 
     def _templates(self, text: str) -> bool:
         """Say whether plain `text` becomes a message of the user."""
@@ -108,10 +145,13 @@ class PromptMaker:
             "task.chat_template=always applies it",
         )
 
-    def encode_answer(self, answer: str) -> tuple[int, ...]:
-        """Return the tokens of a supervised completion, its end token included."""
-        ids = cast("list[int]", self.tokenizer(answer, add_special_tokens=False)["input_ids"])
-        return (*ids, *self.stop_token_ids()[:1])
+    def encode(self, answers: Sequence[str]) -> list[array[int]]:
+        """Return the tokens of supervised completions, end token included; the same text is tokenized once in a run."""
+        new = list({text: None for text in answers if text not in self._encoded})
+        end = array("i", self.stop_token_ids()[:1]) if new else array("i")
+        made = [ids + end for ids in self._tokens(new, special=False)]
+        self._encoded.update(zip(new, made, strict=True))
+        return [self._encoded[text] for text in answers]
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Return the tokenizer's end token and those that the model's generation config adds."""
@@ -171,7 +211,7 @@ class TextTask:
     @property
     def columns(self) -> dict[str, object]:
         """The first row of the training data, by column."""
-        return dict(self._train[0].data)
+        return dict(self._train[0].waiting.data)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -192,7 +232,7 @@ class TextTask:
 
     def validation_prompts(self, num_prompts: int) -> list[Prompt]:
         """Return the first `num_prompts` prompts of the validation file."""
-        return self._validation[:num_prompts]
+        return [row.prompt for row in self._validation[:num_prompts]]
 
     def examples(self, step: int, num_examples: int) -> list[Example]:
         """Return supervised pairs of training rows; a pure function of seed and step."""
@@ -204,7 +244,7 @@ class TextTask:
         Raises:
             DataError: one of them has no answer.
         """
-        return self._worked(self._validation[:num_examples])
+        return self._worked(self.validation_prompts(num_examples))
 
     def longest_row(self, reads: str, num_held_out: int) -> tuple[int, str]:
         """Return the tokens of the longest row that is learned from, or of the first held-out ones, and which row that is.
@@ -212,16 +252,23 @@ class TextTask:
         `reads` is what of a row is learned from: its "examples", or what else the task has.
         """
         rows = [*self._train, *self._validation[:num_held_out]]
-        return max(zip(self._row_tokens(rows, reads), (row.uid for row in rows), strict=True))
+        texts = [self._learned(row.waiting, reads) for row in rows]
+        self.maker.encode([one for of_row in texts for one in of_row])  # all at once, which takes less
+        longest = (max(map(len, self.maker.encode(of_row))) for of_row in texts)
+        return max(
+            (len(row.token_ids) + more, row.waiting.uid) for row, more in zip(rows, longest, strict=True)
+        )
 
-    def _row_tokens(self, rows: Sequence[Prompt], reads: str) -> list[int]:
+    def _learned(self, prompt: Prompt, reads: str) -> list[str]:
+        """Return the completions that the row of `prompt` has of what is learned from."""
         assert reads == "examples", f"a row of text has no {reads}"
-        return [len(one.prompt_ids) + len(one.completion_ids) for one in self._worked(rows)]
+        return [self.answer(prompt)]
 
     def _worked(self, prompts: Sequence[Prompt]) -> list[Example]:
+        made = self.maker.encode([self.answer(prompt) for prompt in prompts])
         return [
-            Example(prompt_ids=prompt.token_ids, completion_ids=self.maker.encode_answer(self.answer(prompt)))
-            for prompt in prompts
+            Example(prompt_ids=prompt.token_ids, completion_ids=tuple(ids))
+            for prompt, ids in zip(prompts, made, strict=True)
         ]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -242,25 +289,29 @@ class TextTask:
             raise TaskError(
                 f"a step takes {count} different prompts, and {self._config.train_path} has {len(self._train)}"
             )
-        return [self._train[row] for row in epoch_indices(len(self._train), step, count, self._seed, purpose)]
+        return [
+            self._train[row].prompt
+            for row in epoch_indices(len(self._train), step, count, self._seed, purpose)
+        ]
 
-    def _load(self, setting: str, path: str) -> list[Prompt]:
+    def _load(self, setting: str, path: str) -> list[_Loaded]:
         if not path:
             raise TaskError(f"task.{setting}: needed, a JSONL or parquet file")
         asked = [(row, self.asked(row)) for row in read_rows(path)]
         if setting == "train_path":
             self.notes += self.maker.notes_on([one for _, one in asked])
-        made = [(row, self.maker.make(row, one)) for row, one in asked]
-        for row, prompt in made:
-            if not prompt.token_ids:
+        made = self.maker.load(asked)
+        limit, overlong = self.max_prompt_tokens, list[int]()
+        for (row, _), one in zip(asked, made, strict=True):
+            if not one.token_ids:
                 raise TaskError(
-                    f"{path}, row {row.number}: the tokenizer makes no token of {prompt.text!r}; leave it out"
+                    f"{path}, row {row.number}: the tokenizer makes no token of {one.waiting.text!r}; leave it out"
                 )
-        limit = self.max_prompt_tokens
-        overlong = [row for row, prompt in made if len(prompt.token_ids) > limit]
+            if len(one.token_ids) > limit:
+                overlong.append(row.number)
         if overlong:
-            self._refuse_or_note(path, [row.number for row in overlong], len(made))
-        kept = [prompt for _, prompt in made if len(prompt.token_ids) <= limit]
+            self._refuse_or_note(path, overlong, len(made))
+        kept = [one for one in made if len(one.token_ids) <= limit]
         if not kept:
             raise DataError(f"{path}: every prompt is longer than task.max_prompt_tokens {limit}")
         return kept
