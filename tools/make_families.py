@@ -211,8 +211,10 @@ def attempt(family: str, folder: Path) -> Row:
         path = _tiny(name, extra, folder)
         reference = load_reference(path)
         expected = reference_logprobs(reference, batch())["logprobs"].detach()
+    except NoTinyModel as error:
+        return Row(family=family, untried=_plain(str(error)))
     except Exception as error:  # noqa: BLE001 whatever a family wants that it does not get here
-        return Row(family=family, untried=_plain(f"{type(error).__name__}: {error}"))
+        return Row(family=family, untried=_plain(f"transformers makes no model of these sizes: {error}"))
     packed = judge(Fsdp2Config(model=ModelConfig(path=path)), expected)
     padded = judge(Fsdp2Config(model=ModelConfig(path=path), packing=False), expected)
     if padded.gap is None and "attention: eager" in padded.refusal:
