@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from offbeat_ckptsync.config import SyncConfig
-from offbeat_ckptsync.control.ranks import EngineRanks, Mailbox
+from offbeat_ckptsync.control.ranks import _IS_OPEN, EngineRanks, Mailbox
 
 
 class Executor:
@@ -69,3 +72,12 @@ async def test_another_refusal_is_noted_once():
     await ranks._start()
     assert asked == ["start"]
     assert "no such engine" in ranks._start_note
+
+
+def test_a_session_that_is_open_is_known_by_what_this_vllm_says():
+    """Its calls carry text alone, so a new wording would break the take-over."""
+    found = find_spec("vllm")
+    if found is None:
+        pytest.skip("vLLM is not installed")
+    worker = Path(found.submodule_search_locations[0]) / "v1" / "worker" / "gpu_worker.py"
+    assert _IS_OPEN in re.sub(r'"\s+f?"', "", worker.read_text())

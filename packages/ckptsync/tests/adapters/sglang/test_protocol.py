@@ -464,7 +464,7 @@ def test_a_group_with_a_server_that_is_gone_is_given_up_for_what_it_said():
 
 def test_over_nccl_the_server_s_ranks_are_asked_to_meet_where_this_process_waits_for_them(local, monkeypatch):
     """The group itself takes GPUs; what is around it does not."""
-    seen = []
+    seen, listening = [], []
 
     def made(store, rank, world, device, timeout_s):
         store.set("0", b"the id of the communicator")
@@ -472,6 +472,9 @@ def test_over_nccl_the_server_s_ranks_are_asked_to_meet_where_this_process_waits
         deadline = time.monotonic() + 300
         while not local.ask("/record")["record"]:  # it is asked at the same time
             assert time.monotonic() < deadline
+        for table in ("tcp", "tcp6"):
+            rows = Path(f"/proc/net/{table}").read_text().splitlines()
+            listening.extend(row.split()[1:4:2] for row in rows)
         raise RuntimeError("there is no GPU here")
 
     monkeypatch.setattr(group_module, "nccl_group", made)
@@ -491,4 +494,5 @@ def test_over_nccl_the_server_s_ranks_are_asked_to_meet_where_this_process_waits
         "group_name": "version 7",
         "backend": "nccl",
     }
-    assert port > 0
+    own = [address for address, state in listening if state == "0A" and address.endswith(f":{port:04X}")]
+    assert own == [f"0100007F:{port:04X}"], "the store asks nobody: it is for this machine alone"

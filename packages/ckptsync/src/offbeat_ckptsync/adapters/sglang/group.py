@@ -11,6 +11,7 @@ the server's side by torch alone: gloo's sockets close at once, NCCL's watchdog 
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -108,8 +109,16 @@ def met(server: SglangServer, ends: Ends, name: str, timeout_s: float) -> Genera
 
     limit = timedelta(seconds=timeout_s)
     try:
-        store = TCPStore(_HOST, 0, 1 + ends.num_ranks, is_master=True, timeout=limit, wait_for_workers=False)
-        address = (_HOST, store.port)
+        listener = socket.create_server((_HOST, 0))  # by itself the store listens on every interface
+        address = (_HOST, int(listener.getsockname()[1]))
+        store = TCPStore(
+            *address,
+            1 + ends.num_ranks,
+            is_master=True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         told = _begun(partial(server.join, name, address, ends.num_ranks, ends.backend, timeout_s))
         # It waits for the other ranks as long as the limit allows, also for one that says no or has ended.
         forming = _begun(partial(_form, store, name, ends, timeout_s))
