@@ -102,7 +102,6 @@ from .rollouts.single import SingleTurn as SingleTurn
 from .stream.buffer import GroupBuffer as GroupBuffer
 from .stream.gate import StalenessGate as StalenessGate
 from .stream.journal.events import Journal as Journal, MemoryJournal as MemoryJournal
-from .stream.journal.segments import SegmentJournal as SegmentJournal
 from .stream.journal.sqlite import SqliteJournal as SqliteJournal
 from .stream.schedule import Schedule as Schedule
 from .watch.reporters.console import ConsoleReporter as ConsoleReporter

@@ -15,14 +15,9 @@ from typing import Any
 import torch
 
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
-from offbeat_trainer.stream.journal.segments import SegmentJournal
 from offbeat_trainer.stream.journal.sqlite import SqliteJournal
 from scripted import ScriptedPool, ScriptedRun
 
-JOURNALS = {
-    "sqlite": lambda folder: SqliteJournal(folder / "journal.sqlite"),
-    "segments": lambda folder: SegmentJournal(folder / "journal", segment_bytes=4000),
-}
 KINDS = {"order": Order, "partial": Partial, "too_old": TooOld}
 
 
@@ -38,7 +33,7 @@ def run(job):
         mode=job["mode"],
         loop=LoopConfig(**job["loop"]),
         asynchrony=AsyncConfig(**asynchrony),
-        journal=JOURNALS[job["journal"]](Path(job["folder"])),
+        journal=SqliteJournal(Path(job["folder"]) / "journal.sqlite"),
         pool=ScriptedPool(pace=lambda request: draws.uniform(0.001, 0.4)),
         train_s=lambda step: draws.uniform(0.0, 3.0),
         max_tokens=8,

@@ -11,15 +11,10 @@ import pytest
 
 from offbeat_trainer.stream import stream
 from offbeat_trainer.stream.journal.events import MemoryJournal, Taken, recover
-from offbeat_trainer.stream.journal.segments import SegmentJournal
 from offbeat_trainer.stream.journal.sqlite import SqliteJournal
 
 pytestmark = pytest.mark.spawns
 
-JOURNALS = {
-    "sqlite": lambda folder: SqliteJournal(folder / "journal.sqlite"),
-    "segments": lambda folder: SegmentJournal(folder / "journal"),
-}
 LOOP = {
     "steps": 8, "prompts_per_step": 3, "group_size": 2, "validate_every": 0, "validation_prompts": 1, "save_every": 2,
     "sample_every": 0,
@@ -40,7 +35,7 @@ class Killer:
         """One life; return its result, or None if it was killed."""
         folder.mkdir(parents=True, exist_ok=True)
         result = folder / "result.json"
-        job = {"mode": "fully_async", "loop": LOOP, "journal": "sqlite", **job}
+        job = {"mode": "fully_async", "loop": LOOP, **job}
         job |= {"folder": str(folder), "life": life, "kill_at": kill_at, "result": str(result)}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
@@ -107,26 +102,26 @@ def test_a_deterministic_run_trains_the_same_stream_however_often_it_is_killed(
 
 
 @pytest.mark.parametrize(
-    ("asynchrony", "store"),
+    "asynchrony",
     [
-        ({"max_staleness": 0}, "sqlite"),
-        ({"max_staleness": 2, "partial": "keep", "order": "longest_waiting"}, "segments"),
-        ({"max_staleness": 3, "partial": "abort", "order": "oldest_version", "sync_every": 2}, "segments"),
-        ({"max_staleness": 2, "partial": "abort", "order": "first_in"}, "sqlite"),
-        ({"max_staleness": 2, "over_sampling": 0.5, "order": "longest_waiting"}, "sqlite"),
-        ({"max_staleness": 1, "too_old": "discard", "order": "longest_waiting"}, "segments"),
+        {"max_staleness": 0},
+        {"max_staleness": 2, "partial": "keep", "order": "longest_waiting"},
+        {"max_staleness": 3, "partial": "abort", "order": "oldest_version", "sync_every": 2},
+        {"max_staleness": 2, "partial": "abort", "order": "first_in"},
+        {"max_staleness": 2, "over_sampling": 0.5, "order": "longest_waiting"},
+        {"max_staleness": 1, "too_old": "discard", "order": "longest_waiting"},
     ],
     ids=str,
 )
 def test_any_run_goes_on_without_losing_a_prompt_or_training_one_twice(
-    killer, num_kills, tmp_path, asynchrony, store
+    killer, num_kills, tmp_path, asynchrony
 ):
-    _, killed = kill_often(killer, tmp_path, 5, num_kills=num_kills, asynchrony=asynchrony, journal=store)
+    _, killed = kill_often(killer, tmp_path, 5, num_kills=num_kills, asynchrony=asynchrony)
     steps, per_step, group_size = LOOP["steps"], LOOP["prompts_per_step"], LOOP["group_size"]
     trained = Counter(number for numbers in killed["prompts"] for number in numbers)
     assert set(trained.values()) == {group_size}, "each once, whole"
     assert len(trained) == steps * per_step
-    journal = JOURNALS[store](tmp_path / "killed")
+    journal = SqliteJournal(tmp_path / "killed" / "journal.sqlite")
     left = recover(journal.events(), steps, per_step)
     journal.close()
     accounted = {*trained, *left.finished, *left.holes, *left.dropped}

@@ -12,7 +12,7 @@ from offbeat_rollout import EngineStateError, NoReplica, RequestError
 from offbeat_trainer.config import AsyncConfig, LoopConfig, Order, Partial, TooOld
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.stream.gate import StalenessGate
-from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued
+from offbeat_trainer.stream.journal.events import Dropped, Finished, Issued, Taken
 from offbeat_trainer.stream.stream import GroupStream
 from scripted import ScriptedPool, ScriptedRun
 
@@ -75,9 +75,13 @@ def check_bound(run):
 def check_account(run):
     """Every prompt that was begun is trained once, pending, or dropped with a reason; a step is made of whole groups."""
     events = run.journal.events()
-    issued = [event.index for event in events if isinstance(event, Issued)]
+    forgotten = [
+        index for event in events if isinstance(event, Taken) and event.begun for index in event.indices
+    ]
     dropped = [event.index for event in events if isinstance(event, Dropped)]
     trained = [number for numbers in run.policy.prompts for number in numbers]
+    there = [event.index for event in events if isinstance(event, Issued)]
+    issued = [*forgotten, *there, *(set(dropped) - set(there))]
     assert sorted(issued) == list(range(len(issued))), (
         "the data is begun in order, nothing twice and nothing skipped"
     )

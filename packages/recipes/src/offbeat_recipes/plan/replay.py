@@ -28,9 +28,7 @@ def recorded_schedule(config: RunConfig) -> Schedule | None:
         return None
     journal = existing_journal(Path(config.replay))
     if journal is None:
-        raise ResumeError(
-            f"{config.replay} holds no journal, neither checkpoints/journal.sqlite nor checkpoints/journal"
-        )
+        raise ResumeError(f"{config.replay} holds no journal: no checkpoints/journal.sqlite")
     with closing(journal) as recorded:
         return Schedule.of(recorded.events())
 

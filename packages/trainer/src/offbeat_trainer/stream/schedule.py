@@ -46,6 +46,8 @@ class Schedule:
                     found.spans[event.index] = event.spans
                 case Taken():
                     found.taken[event.step] = event.indices
+                    found.begun.update(zip(event.indices, event.begun, strict=False))
+                    found.spans.update(zip(event.indices, event.spans, strict=False))
                 case Flipped():
                     found.flips[event.steps] = event.version
                 case Restarted():

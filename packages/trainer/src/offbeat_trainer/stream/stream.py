@@ -63,7 +63,7 @@ class GroupStream:
         gate = StalenessGate.from_config(
             mode, groups_per_step=parts.loop.prompts_per_step, num_steps=parts.loop.steps
         )
-        recovered = recover(parts.journal.events(), start, parts.loop.prompts_per_step)
+        recovered = recover(parts.journal.events(start), start, parts.loop.prompts_per_step)
         if recovered.anew:
             parts.journal.write(Restarted(step=start))
         self.buffer = GroupBuffer(

@@ -34,10 +34,7 @@ class Half:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A group is whole and scored. `trajectories` is empty where they were forgotten (see `Journal.forget`).
-
-    `spans` stay: per trajectory, runs of (version, number of tokens).
-    """
+    """A group is whole and scored. `spans`: per trajectory, runs of (version, number of tokens)."""
 
     index: int
     version: int
@@ -48,10 +45,15 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A step took these groups, in this order."""
+    """A step took these groups, in this order.
+
+    Where their other events are forgotten, it says of each group what a schedule needs: the version it was begun under, and `spans`.
+    """
 
     step: int
     indices: tuple[int, ...]
+    begun: tuple[int, ...] = ()
+    spans: tuple[tuple[Spans, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +93,12 @@ class Journal(Protocol):
         """Return once everything written outlives a killed process. Called from any thread, as `forget` is."""
         ...
 
-    def events(self) -> Iterable[Event]:
-        """Return everything written, in order."""
+    def events(self, start: int = 0) -> Iterable[Event]:
+        """Return everything that is kept, in order. The schedule of forgotten steps before `start` may be left out: see `recover`."""
         ...
 
     def forget(self, before_step: int) -> None:
-        """Drop the trajectories of groups that steps before `before_step` took, and of those dropped; the schedule stays."""
+        """Delete what is known of groups that steps before `before_step` took, and of those dropped, but for `Taken` and `Dropped`."""
         ...
 
     def close(self) -> None:
@@ -118,21 +120,30 @@ class MemoryJournal:
     def flush(self) -> None:
         """See `Journal.flush`; nothing outlives this process."""
 
-    def events(self) -> Iterable[Event]:
+    def events(self, start: int = 0) -> Iterable[Event]:
         """See `Journal.events`."""
+        del start
         return tuple(self._events)
 
     def forget(self, before_step: int) -> None:
         """See `Journal.forget`."""
-        old = {
-            index
-            for event in self._events
-            if isinstance(event, Dropped) or (isinstance(event, Taken) and event.step < before_step)
-            for index in ((event.index,) if isinstance(event, Dropped) else event.indices)
-        }
-        for place, event in enumerate(self._events):  # one by one: others are written meanwhile
-            if isinstance(event, (Half, Finished)) and event.index in old:
-                self._events[place] = replace(event, trajectories=())
+        events = tuple(self._events)
+        begun = {event.index: event.version for event in events if isinstance(event, Issued)}
+        spans = {event.index: event.spans for event in events if isinstance(event, Finished)}
+        over, void = newly_over(enumerate(events), before_step)
+        gone = {index for one in over.values() for index in one.indices}
+        gone |= {event.index for event in events if isinstance(event, Dropped)}
+        self._events[: len(events)] = [  # others are written meanwhile
+            replace(
+                event,
+                begun=tuple(begun[index] for index in event.indices),
+                spans=tuple(spans[index] for index in event.indices),
+            )
+            if isinstance(event, Taken) and place in over
+            else event
+            for place, event in enumerate(events)
+            if place not in void and not (isinstance(event, (Issued, Half, Finished)) and event.index in gone)
+        ]
 
     def close(self) -> None:
         """See `Journal.close`."""
@@ -160,6 +171,20 @@ class Recovered:
     anew: bool = False
 
 
+def newly_over(events: Iterable[tuple[int, Event]], before_step: int) -> tuple[dict[int, Taken], set[int]]:
+    """Return by its place each `Taken` that is to be forgotten, and the places of those that a later event made void."""
+    valid: dict[int, tuple[int, Taken]] = {}
+    void: set[int] = set()
+    for place, event in events:
+        if isinstance(event, Restarted):
+            void |= {valid.pop(step)[0] for step in list(valid) if step >= event.step}
+        elif isinstance(event, Taken) and not event.begun:
+            if event.step in valid:  # its weights were lost, and it was repeated
+                void.add(valid[event.step][0])
+            valid[event.step] = place, event
+    return {place: event for place, event in valid.values() if event.step < before_step}, void
+
+
 def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recovered:
     """Return what `events` come to for a run that goes on with step `start`.
 
@@ -167,31 +192,36 @@ def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recove
     """
     found = Recovered(start=start, next_index=start * groups_per_step, consumed=start * groups_per_step)
     taken: dict[int, tuple[int, ...]] = {}
+    begun: set[int] = set()
     for event in events:
-        if isinstance(event, Taken) and event.step < start:
-            taken[event.step] = event.indices
+        if isinstance(event, Taken):
+            begun.update(event.indices)
+            (taken if event.step < start else found.script)[event.step] = event.indices
+            found.anew |= event.step >= start and bool(event.begun)
         elif isinstance(event, Restarted):
             taken = {step: indices for step, indices in taken.items() if step < event.step}
             _forget(found)
         else:
             _note(found, event)
-    trained = {index for indices in taken.values() for index in indices}
-    found.next_index = max(found.next_index, max(found.uids, default=-1) + 1)
-    for index in (*trained, *found.dropped):
+    begun.update(found.uids, found.dropped)
+    found.next_index = max(found.next_index, max(begun, default=-1) + 1)
+    over = {index for indices in taken.values() for index in indices} | found.dropped.keys()
+    for index in over:
         found.finished.pop(index, None)
         found.uids.pop(index, None)
-    if any(group.spans and not group.trajectories for group in found.finished.values()):
+    # `Finished` without its tokens is what format 2 of the SQLite file left of such a group.
+    if found.anew or any(group.spans and not group.trajectories for group in found.finished.values()):
         # Forgotten, and the weights that they made are lost: what came later stands on those, so all of it begins again.
         _forget(found)
         found.anew = True
-    for index in (*trained, *found.dropped, *found.finished):
+    for index in (*over, *found.finished):
         found.halves.pop(index, None)
-    found.holes = sorted(index for index in found.uids if index not in found.finished)
+    found.holes = sorted(begun - over - found.finished.keys())
     return found
 
 
 def _forget(found: Recovered) -> None:
-    found.finished, found.halves, found.script = {}, {}, {}
+    found.finished, found.halves, found.script, found.anew = {}, {}, {}, False
 
 
 def _note(found: Recovered, event: Event) -> None:
@@ -202,9 +232,7 @@ def _note(found: Recovered, event: Event) -> None:
             found.halves[event.index] = event.trajectories
         case Finished():
             found.finished[event.index] = event
-        case Taken():
-            found.script[event.step] = event.indices
         case Dropped():
             found.dropped[event.index] = event.reason
-        case Flipped() | Restarted():
-            pass  # for those who read the schedule; `recover` looks at the other itself
+        case Flipped() | Taken() | Restarted():
+            pass  # for those who read the schedule; `recover` looks at the others itself

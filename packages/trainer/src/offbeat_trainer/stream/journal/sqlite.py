@@ -2,7 +2,11 @@
 
 A commit appends to the log beside the database with an ordinary write: it outlives a killed process at once. What
 survives a power cut is everything up to the last `forget`, which is called with every checkpoint and flushes to disk;
-later events belong to steps whose weights such a cut loses, too.
+later events belong to steps whose weights such a cut loses, too. One process has the file open at a time, which spares SQLite
+the memory that all who open it would share: so it works on file systems that hosts share.
+
+`forget` deletes the rows of groups that are trained or dropped. The row of the step that took them has as its body a line of JSON:
+`begun` and `spans`, see `Taken`. Rows of dropped groups become one a reason, with the indices as its body.
 
 Trajectories are bytes: exact, small, readable without us. A line of JSON comes first, then plain arrays. The line holds
 `format`, 2, and, for all completions in order: `count`, their numbers of tokens, their request ids, how they ended, and `spans`:
@@ -22,7 +26,8 @@ import json
 import sqlite3
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
+from dataclasses import replace
 from itertools import accumulate, groupby, islice, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, assert_never
 
@@ -40,6 +45,7 @@ from offbeat_trainer.stream.journal.events import (
     Issued,
     Restarted,
     Taken,
+    newly_over,
 )
 
 if TYPE_CHECKING:
@@ -48,11 +54,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from offbeat_trainer.data.types import Ending
+    from offbeat_trainer.data.types import Ending, Spans
 
-FORMAT = 2
-WITH_EXPERTS = 3  # of completions alone: a file may hold both
-_READ = (0, 1, FORMAT)  # 0 is a new file; 1 is the same without turns
+FORMAT = 3
+_READ = (0, 1, 2, FORMAT)  # 0 is a new file; 1 has no turns, and 1 and 2 keep a row of every group
+WITH_TURNS = 2  # of completions: a file may hold all
+WITH_EXPERTS = 3
 BUSY_TIMEOUT_S = 10.0
 LOG_PAGES = 1 << 15  # of 4 KiB
 MAX_WAITING = 256
@@ -72,16 +79,17 @@ CREATE TABLE IF NOT EXISTS events (
 )
 """
 # Those that `forget` looks for: without it each of thousands of groups would be a walk over the whole run.
-_BODIES = "CREATE INDEX IF NOT EXISTS bodies ON events (number) WHERE body IS NOT NULL"
+_GROUPS = "CREATE INDEX IF NOT EXISTS groups ON events (number) WHERE kind IN ('issued', 'half', 'finished')"
+_OF_GROUP = "FROM events WHERE number = ? AND kind IN ('issued', 'half', 'finished')"
 # And what it has not looked at yet.
-_OVER = "CREATE INDEX IF NOT EXISTS over ON events (kind, number) WHERE version IS NULL AND kind IN ('dropped', 'taken')"
-_FORGET = (
-    "UPDATE events SET body = NULL WHERE number = ? AND kind IN ('finished', 'half') AND body IS NOT NULL"
+_OPEN = "CREATE INDEX IF NOT EXISTS open ON events (seq) WHERE body IS NULL AND kind IN ('dropped', 'taken', 'restarted')"
+_NOT_OVER = (
+    "SELECT seq, kind, number, version, detail, body FROM events "
+    "WHERE body IS NULL AND kind IN ('dropped', 'taken', 'restarted') ORDER BY seq"
 )
-# It names what the index is about: SQLite takes an index in part only for a query that says no less.
-_NEWLY_OVER = (
-    "SELECT seq, CASE kind WHEN 'taken' THEN detail ELSE '[' || number || ']' END FROM events "
-    "WHERE version IS NULL AND kind IN ('dropped', 'taken') AND (kind = 'dropped' OR number < ?)"
+_EVENTS = (
+    "SELECT kind, number, version, detail, CASE WHEN kind = 'taken' AND number < ? THEN NULL ELSE body END "
+    "FROM events ORDER BY seq"
 )
 _INSERT = "INSERT INTO events (kind, number, version, detail, body) VALUES (?, ?, ?, ?, ?)"
 # As json.dumps writes it; what is written here is no cycle, and to look for one costs as much as a third of the writing.
@@ -105,8 +113,8 @@ class SqliteJournal:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._open = True
-        self._rows: deque[Row] = deque()  # to be written, in this order
-        self._has_rows = threading.Event()
+        self._events: deque[Event] = deque()  # to be written, in this order
+        self._has_events = threading.Event()
         self._lock = threading.Lock()  # of the connection
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -115,6 +123,7 @@ class SqliteJournal:
             path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         try:
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             # The log is moved into the database, and flushed, by `forget`; by itself only when it has grown large.
@@ -123,8 +132,10 @@ class SqliteJournal:
             if version not in _READ:
                 raise ResumeError(f"{path} has format {version}, this version reads {FORMAT}")
             self._db.execute(_TABLE)
-            self._db.execute(_BODIES)
-            self._db.execute(_OVER)
+            self._db.execute(_GROUPS)
+            self._db.execute(_OPEN)
+            self._db.execute("DROP INDEX IF EXISTS bodies")  # of formats before
+            self._db.execute("DROP INDEX IF EXISTS over")
             self._db.execute(f"PRAGMA user_version={FORMAT}")
         except sqlite3.DatabaseError as error:
             self.close()
@@ -134,59 +145,91 @@ class SqliteJournal:
         """See `Journal.write`; raises what an earlier event failed of."""
         if self._error is not None:
             raise self._error
-        self._rows.append(to_row(event))
+        self._events.append(event)
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_on, name="journal", daemon=True)
             self._thread.start()
-        self._has_rows.set()
-        if len(self._rows) > MAX_WAITING:
+        self._has_events.set()
+        if len(self._events) > MAX_WAITING:
             self.flush()
 
     def flush(self) -> None:
         """See `Journal.flush`."""
         with self._lock:
-            rows = [self._rows.popleft() for _ in range(len(self._rows))]
-            if not rows:
+            events = [self._events.popleft() for _ in range(len(self._events))]
+            if not events:
                 return
             try:
                 with self._db:  # a commit, or a rollback
                     self._db.execute("BEGIN")
-                    self._db.executemany(_INSERT, rows)
-            except sqlite3.Error:
-                self._rows.extendleft(reversed(rows))
+                    self._db.executemany(_INSERT, map(to_row, events))
+            except BaseException:
+                self._events.extendleft(reversed(events))
                 raise
 
     def _write_on(self) -> None:
         while self._open:
-            self._has_rows.wait()
+            self._has_events.wait()
             time.sleep(_TOGETHER_S)
-            self._has_rows.clear()
+            self._has_events.clear()
             try:
                 self.flush()
-            except sqlite3.Error as error:
+            except Exception as error:  # noqa: BLE001 - raised by the next `write`
                 self._error = error
                 return
 
-    def events(self) -> Iterator[Event]:
+    def events(self, start: int = 0) -> Iterator[Event]:
         """See `Journal.events`."""
         self.flush()
-        for row in self._db.execute("SELECT kind, number, version, detail, body FROM events ORDER BY seq"):
-            yield from_row(row)
+        for row in self._db.execute(_EVENTS, (start,)):
+            kind, _, _, detail, body = row
+            if kind == "dropped" and body is not None:
+                yield from (Dropped(index=index, reason=detail) for index in json.loads(body))
+            else:
+                yield from_row(row)
 
     def forget(self, before_step: int) -> None:
         """See `Journal.forget`; then everything is flushed to disk."""
         self.flush()
         with self._lock:
-            self._forget(before_step)
+            with self._db:
+                self._db.execute("BEGIN")
+                self._forget(before_step)
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _forget(self, before_step: int) -> None:
-        over = self._db.execute(_NEWLY_OVER, (before_step,)).fetchall()
-        self._db.execute("BEGIN")
-        self._db.executemany(_FORGET, [(index,) for _, indices in over for index in json.loads(indices)])
-        # The mark keeps the next call from going over the same ones again.
-        self._db.executemany("UPDATE events SET version = 1 WHERE seq = ?", [(seq,) for seq, _ in over])
-        self._db.execute("COMMIT")
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        rows = [(row[0], from_row(row[1:])) for row in self._db.execute(_NOT_OVER)]
+        over, void = newly_over(rows, before_step)
+        for seq, step in over.items():
+            groups = [self._forget_group(index) for index in step.indices]
+            begun, spans = zip(*groups, strict=True) if groups else ((), ())
+            body = to_row(replace(step, begun=begun, spans=spans))[-1]
+            self._db.execute("UPDATE events SET body = ? WHERE seq = ?", (body, seq))
+        dropped: defaultdict[str, list[int]] = defaultdict(list)
+        for seq, event in rows:
+            if isinstance(event, Dropped):
+                self._forget_group(event.index)
+                dropped[event.reason].append(event.index)
+                void.add(seq)
+        self._db.executemany("DELETE FROM events WHERE seq = ?", [(seq,) for seq in void])
+        merged = [
+            ("dropped", indices[0], None, reason, ENCODE(indices).encode())
+            for reason, indices in dropped.items()
+        ]
+        self._db.executemany(_INSERT, merged)
+
+    def _forget_group(self, index: int) -> tuple[int, Sequence[Spans]]:
+        """Delete what is known of a group; return what a schedule needs, see `Taken`."""
+        version, spans = 0, ()
+        for kind, begun, detail in self._db.execute(
+            f"SELECT kind, version, detail {_OF_GROUP} ORDER BY seq", (index,)
+        ):
+            if kind == "issued":
+                version = begun
+            elif kind == "finished":
+                spans = json.loads(detail)["spans"]
+        self._db.execute(f"DELETE {_OF_GROUP}", (index,))
+        return version, spans
 
     def close(self) -> None:
         """See `Journal.close`."""
@@ -194,7 +237,7 @@ class SqliteJournal:
             self._open = False
             try:
                 if self._thread is not None:
-                    self._has_rows.set()
+                    self._has_events.set()
                     self._thread.join()
                 if self._error is None:
                     self.flush()
@@ -214,7 +257,8 @@ def to_row(event: Event) -> Row:
             detail = ENCODE({"scores": scores, "spans": event.spans})
             return "finished", event.index, event.version, detail, pack(event.trajectories)
         case Taken():
-            return "taken", event.step, None, json.dumps(event.indices), None
+            known = ENCODE({"begun": event.begun, "spans": event.spans}).encode() if event.begun else None
+            return "taken", event.step, None, ENCODE(event.indices), known
         case Dropped():
             return "dropped", event.index, None, event.reason, None
         case Flipped():
@@ -240,7 +284,7 @@ def from_row(row: Row) -> Event:
         case "finished":
             return _finished(number, version or 0, json.loads(detail or "{}"), body)
         case "taken":
-            return Taken(step=number, indices=tuple(json.loads(detail or "[]")))
+            return _taken(number, json.loads(detail or "[]"), json.loads(body or b"{}"))
         case "dropped":
             return Dropped(index=number, reason=str(detail))
         case "flipped":
@@ -262,8 +306,21 @@ def _finished(index: int, version: int, detail: dict[str, Any], body: bytes | No
             Score(reward=reward, correct=bool(correct), parts=parts[0] if parts else {})
             for reward, correct, *parts in detail["scores"]
         ),
-        spans=tuple(tuple((made_by, count) for made_by, count in one) for one in detail["spans"]),
+        spans=_spans(detail["spans"]),
     )
+
+
+def _taken(step: int, indices: list[int], known: dict[str, Any]) -> Taken:
+    return Taken(
+        step=step,
+        indices=tuple(indices),
+        begun=tuple(known.get("begun", ())),
+        spans=tuple(map(_spans, known.get("spans", ()))),
+    )
+
+
+def _spans(rows: Sequence[Sequence[Sequence[int]]]) -> tuple[Spans, ...]:
+    return tuple(tuple((made_by, count) for made_by, count in one) for one in rows)
 
 
 def pack(trajectories: Sequence[Trajectory]) -> bytes:
@@ -271,7 +328,7 @@ def pack(trajectories: Sequence[Trajectory]) -> bytes:
     turns = [turn for one in trajectories for turn in one.turns]
     completions = [turn.completion for turn in turns]
     head: dict[str, object] = {
-        "format": FORMAT,
+        "format": WITH_TURNS,
         "count": [one.num_tokens for one in completions],
         "request_id": [one.request_id for one in completions],
         "finish": [one.finish.value for one in completions],
