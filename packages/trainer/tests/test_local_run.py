@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -214,14 +215,17 @@ async def test_running_ahead_learns_too(tmp_path, model):
 
 async def test_a_deterministic_run_goes_on_where_its_journal_stands(tmp_path, model):
     def journal(name):
-        return SqliteJournal(tmp_path / name / "journal.sqlite")
+        return closing(SqliteJournal(tmp_path / name / "journal.sqlite"))
 
     settings = {"mode": run_one_step_off}
-    await run(tmp_path / "whole", model, journal=journal("whole"), **settings)
+    with journal("whole") as kept:
+        await run(tmp_path / "whole", model, journal=kept, **settings)
     stop = StopRequest()
     stop.requested = True
-    await run(tmp_path / "parts", model, stop=stop, journal=journal("parts"), **settings)
-    await run(tmp_path / "parts", model, resume=True, journal=journal("parts"), **settings)
+    with journal("parts") as kept:
+        await run(tmp_path / "parts", model, stop=stop, journal=kept, **settings)
+    with journal("parts") as kept:
+        await run(tmp_path / "parts", model, resume=True, journal=kept, **settings)
     assert history(tmp_path / "parts") == history(tmp_path / "whole")
 
 

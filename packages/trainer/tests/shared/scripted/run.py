@@ -133,8 +133,8 @@ class ScriptedRun:
         )
 
     def history(self) -> dict[int, dict[str, float]]:
-        """Return the metrics of each step without those of clocks, queues and memory."""
-        skipped = ("time/", "buffer/", "idle/", "sync/", "memory/")
+        """Return the metrics of each step without those of clocks, queues, replicas and memory."""
+        skipped = ("time/", "buffer/", "idle/", "sync/", "memory/", "generation/lost")
         return {
             step: {key: value for key, value in values.items() if not key.startswith(skipped)}
             for step, values in self.reporter.steps.items()
