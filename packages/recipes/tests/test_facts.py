@@ -120,6 +120,10 @@ def test_a_plan_looks_up_a_task_of_others():
         ("model.path=nowhere", "model.path"),
         ("engine.optimizer.beta1=1.5", "engine.optimizer.beta1"),
         ("task.level=12", "task.level"),
+        ("engine.lora.rank=4 engine.lora.targets=[nope_proj]", "engine.lora.targets"),
+        ("run_dir=/dev/null", "run_dir"),
+        ("run_dir=/dev/null/x/y", "run_dir"),
+        ("run_dir=/proc/x", "run_dir"),
         pytest.param(
             "task.num_heads=4 task.hidden_size=96", "rollout", marks=pytest.mark.vllm
         ),  # 24 dimensions each

@@ -101,6 +101,7 @@ def test_placement_names_every_process():
         (["trainer.prompts_per_step=3", "trainer.group_size=3", "engine.num_ranks=2"], []),
         (["warmup.batch_size=1", "engine.num_ranks=2"], ["warmup.batch_size"]),
         (["warmup.batch_size=1", "warmup.steps=0", "engine.num_ranks=2"], []),
+        (["trainer.steps=0"], ["trainer.steps"]),
         (["rollout.max_model_len=29"], ["rollout.max_model_len"]),
         (["rollout.max_model_len=30"], []),
         (["rollout.max_model_len=257"], ["rollout.max_model_len"]),
@@ -336,6 +337,40 @@ def test_interleaved_stages_keep_more_activations(interleaved, more):
     settings = ["engine=megatron", "engine.pipeline_parallel_size=2", "engine.micro_batch_tokens=80"]
     config = compose_run([*settings, f"engine.virtual_pipeline_size={interleaved}"])
     assert rank_memory(config, CPU, 40, 400).items[-2][1] == 80 * 64 * 34 * 2 * 2 * more
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens", "layer"),
+    [
+        (["tensor_parallel_size=4"], 80, 10 + 24 // 4),
+        (
+            ["tensor_parallel_size=4", "sequence_parallel=true"],
+            80,
+            34,
+        ),  # a rank has as much again of more tokens
+        (["pipeline_parallel_size=2"], 80, 34),  # half of the layers for two micro-batches
+        (["context_parallel_size=2"], 80, 34),
+    ],
+)
+def test_activations_by_layouts_of_megatron(layout: list[str], tokens: int, layer: int):
+    settings = ["engine=megatron", *(f"engine.{one}" for one in layout)]
+    config = compose_run([*settings, "engine.micro_batch_tokens=80"])
+    said = f"activations of {tokens} tokens, at most"
+    assert rank_memory(config, CPU, 40, 400).items[-2] == (said, tokens * 64 * layer * 2 * 2)
+
+
+@pytest.mark.parametrize(
+    "sharing", ["context_parallel_size=4", "tensor_parallel_size=4 sequence_parallel=true"]
+)
+def test_ranks_share_out_a_sequence_that_is_longer_than_their_budget(sharing: str):
+    settings = [
+        "engine=megatron",
+        *(f"engine.{one}" for one in sharing.split()),
+        "engine.micro_batch_tokens=4",
+    ]
+    assert (
+        rank_memory(compose_run(settings), CPU, 40, 400).items[-2][0] == "activations of 10 tokens, at most"
+    )
 
 
 def test_memory_of_a_replica_by_hand():

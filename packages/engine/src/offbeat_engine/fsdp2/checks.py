@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,7 @@ from offbeat_engine.fsdp2 import families
 from offbeat_engine.fsdp2.attention.kernels import missing_here, refusal
 from offbeat_engine.fsdp2.memory.eight_bits import has_torchao
 from offbeat_engine.fsdp2.model.compilation import compiler_missing
+from offbeat_engine.fsdp2.model.trainable import targets_of
 from offbeat_engine.fsdp2.weights.loading import check_files, empty_model
 from offbeat_engine.fsdp2.weights.lora import has_peft
 from offbeat_engine.toolkit.collectives import first_failure
@@ -80,10 +81,21 @@ def _family(config: Fsdp2Config, *, files: bool) -> Iterator[Refusal]:
     try:
         hf = empty_model(model)
         yield from families.refusals(hf, config)
+        if files:
+            yield from _lora_targets(hf, config)
         if files and not model.random_init:
             check_files(hf, model)
     except ConfigError as error:
         yield Refusal(setting="model.path", reason=str(error), remedy=remedy)
+
+
+def _lora_targets(hf: Any, config: Fsdp2Config) -> Iterator[Refusal]:
+    try:
+        if config.lora.rank > 0:
+            targets_of(hf, config.lora.targets)
+    except ConfigError as error:
+        reason = str(error).removeprefix("`lora.targets`: ")
+        yield Refusal("lora.targets", reason, "name linear layers of the model, or leave it empty for all")
 
 
 def _numbers(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
 
 
-_NOT_NEEDED = {"sft": ("task.reward",), "sft_by_loss": ("task.reward",)}
+_NOT_NEEDED = {
+    "sft": ("task.reward", "trainer.steps"),
+    "sft_by_loss": ("task.reward", "trainer.steps"),
+    "evaluate": ("trainer.steps",),
+}
 """What a command can do without, though others refuse to run so."""
 
 

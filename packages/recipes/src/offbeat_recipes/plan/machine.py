@@ -15,6 +15,7 @@ from offbeat_engine.capabilities import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from offbeat_recipes.settings.tree import RunConfig
 
@@ -30,12 +31,13 @@ _OF_A_SOCKET = 32
 
 
 def machine_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse what cannot be started here. Opens and closes sockets of this machine; asks nobody else."""
+    """Refuse what cannot be started here. Opens and closes sockets of this machine, and makes and removes an empty folder; asks nobody else."""
     yield from tracker_refusals(config.report.trackers)
     yield from _loopback()
     if not config.cluster.ray_address:
         yield from _rendezvous(config.cluster.rendezvous_host)
     yield from _temporary_folder()
+    yield from _run_folder(config.folder)
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if allowed != resource.RLIM_INFINITY and allowed < OPEN_FILES:
         yield Refusal(
@@ -91,6 +93,18 @@ def _rendezvous(host: str) -> Iterator[Refusal]:
             "cluster.rendezvous_host",
             f"{host} is no address of this machine, where all processes are without cluster.ray_address ({error})",
             "leave it empty, or name an address of this machine",
+        )
+
+
+def _run_folder(folder: Path) -> Iterator[Refusal]:
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        yield Refusal(
+            "run_dir",
+            f"{folder} cannot be written: no folder can be made in {there} ({error.strerror})",
+            "name a folder that you may write to",
         )
 
 

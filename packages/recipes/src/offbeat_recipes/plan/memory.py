@@ -27,6 +27,9 @@ _SYNC_BUCKETS = 5  # being filled (two), digested, and on the wire (two), on a r
 # Stored activations of one transformer layer, in bytes per token and hidden unit at two bytes a number; attention
 # scores are recomputed by the fused kernels (Korthikanti et al. 2022, arXiv 2205.05198, equations 1 and 2).
 _LAYER_BYTES = 34
+_UNSHARED_LAYER_BYTES = (
+    10  # of these, what ranks of a tensor hold each in full without `sequence_parallel` (ibid., section 4.1)
+)
 _CHECKPOINTED_LAYER_BYTES = 2
 
 
@@ -70,7 +73,7 @@ def rank_memory(config: RunConfig, facts: Facts, longest_tokens: int, sequences:
     loading = []
     if facts.loads_whole and config.device == "cpu":
         loading = [("the whole model while it is loaded, float32, besides", params * _FP32 - shard * _FP32)]
-    tokens = max(longest_tokens, min(config.engine.micro_batch_tokens, sequences * longest_tokens))
+    tokens = _tokens_of_a_rank(engine, longest_tokens, sequences)
     return Memory(
         process="training rank",
         num=ranks,
@@ -261,14 +264,33 @@ def bytes_of(dtype: Dtype) -> int:
     return 2 if dtype is Dtype.BFLOAT16 else 4
 
 
+def _of_settings(engine: EngineConfig, *names: str) -> list[int]:
+    """Return sizes that not every engine has: 1 where it has none."""
+    return [int(getattr(engine, f"{name}_size", 1)) for name in names]
+
+
+def _tokens_of_a_rank(engine: EngineConfig, longest_tokens: int, sequences: int) -> int:
+    """Return how many tokens a rank has of a micro-batch, at most: its budget, or its part of a longer sequence."""
+    context, sequence, tensor = _of_settings(
+        engine, "context_parallel", "sequence_parallel", "tensor_parallel"
+    )
+    share = context * sequence * (tensor if getattr(engine, "sequence_parallel", False) else 1)
+    return max(
+        -(-longest_tokens // share), min(engine.micro_batch_tokens, -(-sequences * longest_tokens // share))
+    )
+
+
 def _activations(config: RunConfig, model: ModelFacts, tokens: int) -> int:
-    per_layer = tokens * model.hidden_size * bytes_of(config.model.dtype) // 2
     engine, again = config.engine, 0
+    per_layer = tokens * model.hidden_size * bytes_of(config.model.dtype) // 2
     # Settings that not every engine has; with "products" a layer keeps most of what it would.
     if engine.activation_checkpointing and getattr(engine, "checkpoint_keeps", "inputs") == "inputs":
         again = model.num_layers
     whole = model.num_layers - again + (again > 0)  # of those computed again, one at a time
-    stages, runs = (getattr(engine, f"{name}_size", 1) for name in ("pipeline_parallel", "virtual_pipeline"))
+    # A pipeline divides nothing: its first stage holds as many micro-batches as there are stages (ibid., section 4.2.3).
+    stages, runs, tensor = _of_settings(engine, "pipeline_parallel", "virtual_pipeline", "tensor_parallel")
     if runs > 1:  # the first stage begins so many runs of layers before the first of them comes back
         per_layer = per_layer * (stages * runs + stages - 1) // (stages * runs)
-    return per_layer * (_CHECKPOINTED_LAYER_BYTES * again + _LAYER_BYTES * whole)
+    full = _LAYER_BYTES if getattr(engine, "sequence_parallel", False) else _UNSHARED_LAYER_BYTES
+    layer = full + -(-(_LAYER_BYTES - full) // tensor)
+    return per_layer * (_CHECKPOINTED_LAYER_BYTES * again + layer * whole)

@@ -140,6 +140,8 @@ def plan_batch(config: RunConfig, facts: Facts) -> BatchPlan:
 def _batch(config: RunConfig, batch: BatchPlan) -> Iterator[Refusal]:
     loop = config.trainer
     ranks = config.engine.num_ranks // config.engine.model_parallel_size  # those share their rows
+    if loop.steps < 1:
+        yield Refusal("trainer.steps", "0: nothing would be trained", "set it to 1 or more")
     if not config.generates and loop.prompts_per_step % loop.updates_per_step:
         yield Refusal(
             "trainer.updates_per_step",

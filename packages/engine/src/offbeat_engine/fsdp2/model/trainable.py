@@ -66,7 +66,7 @@ def attach(hf: Any, config: Fsdp2Config) -> None:
     from peft import inject_adapter_in_model
 
     settings, value = config.lora, config.model.head == "value"
-    targets = _targets(hf, settings.targets)
+    targets = targets_of(hf, settings.targets)
     description = PeftConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType] annotated int, but a factor like any
@@ -133,8 +133,12 @@ class _Targets(NamedTuple):
     names: list[str]
 
 
-def _targets(hf: Any, endings: tuple[str, ...]) -> _Targets:
-    """Return the targets; by last parts of names where these mean the same."""
+def targets_of(hf: Any, endings: tuple[str, ...]) -> _Targets:
+    """Return the targets; by last parts of names where these mean the same.
+
+    Raises:
+        ConfigError: an ending is that of no linear layer of the base model.
+    """
     modules = dict(hf.named_modules())
     inside = {id(module) for module in hf.base_model.modules()}
     linear = {
