@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+_TEXTS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")
+
+
+async def of_text(work: Callable[[], _Result]) -> _Result:
+    """Return what `work`, which tokenizes or decodes, gives in a thread.
+
+    It waits among its like: thousands of them do not keep from a thread what a step waits for.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_TEXTS, work)
 
 
 async def together(work: Mapping[str, Coroutine[object, object, _Result]]) -> list[_Result]:

@@ -1,6 +1,7 @@
 """How long the process over there may say nothing, on a clock that jumps: its pipe is real, what answers is this file."""
 
 import asyncio
+import os
 import pickle
 from types import SimpleNamespace
 
@@ -22,6 +23,9 @@ class Answering(CallProcess):
         self.numbers = iter(range(len(after_s)))
         self.frames = 0
 
+    def value(self, number):
+        return number
+
     async def _start(self):
         self.life += 1
         stream = asyncio.StreamReader()
@@ -33,7 +37,7 @@ class Answering(CallProcess):
                 number = next(self.numbers)
                 assert call.number == number
                 if self.after_s[number] is not None:
-                    answer = frame([Answer(number=number, value=number)])
+                    answer = frame([Answer(number=number, value=self.value(number))])
                     asyncio.get_running_loop().call_later(self.after_s[number], stream.feed_data, answer)
 
         return SimpleNamespace(stdin=SimpleNamespace(write=write), stdout=stream, pid=NOBODY)
@@ -52,6 +56,27 @@ def test_calls_of_one_turn_go_in_one_frame_without_those_that_nobody_waits_for()
     frames, values, cancelled = run_virtual(go())
     assert (frames, values) == (2, [1, 2])
     assert isinstance(cancelled, asyncio.CancelledError)
+
+
+class Attack:
+    """What runs code where it is read: `os.mkdir(path)`."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_an_answer_that_would_run_code_here_is_none(tmp_path):
+    class Attacking(Answering):
+        def value(self, number):
+            return Attack(str(tmp_path / "there"))
+
+    answer = run_virtual(Attacking(0.0).call(READY, {}))
+    assert answer.failure == DIED
+    assert "it sent what is no answer: an answer may not hold posix.mkdir" in answer.detail
+    assert not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize("idle_s", [0, 1, 120, 200, 239, 10_000])

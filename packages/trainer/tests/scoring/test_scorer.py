@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -330,6 +331,35 @@ async def test_a_task_s_own_score_fails_alike():
         with pytest.raises(RewardFailed, match=says) as failed:
             await TaskScorer(Task().score, RewardConfig(timeout_s=0.2)).score(group(how))
         assert failed.value.reason == reason
+
+
+async def test_a_task_s_own_score_is_tried_again_as_often_as_a_function():
+    calls = Counter()
+
+    def score(prompt, completion):
+        calls[prompt.uid] += 1
+        if calls[prompt.uid] < 3:
+            raise ConnectionError("the judge is busy")
+        return Score(reward=1.0, correct=True)
+
+    one = group(texts=("a",))
+    assert rewards_of(await TaskScorer(score, RewardConfig(max_attempts=3)).score(one)) == [1.0]
+    calls.clear()
+    with pytest.raises(RewardFailed, match="the judge is busy"):
+        await TaskScorer(score, RewardConfig(max_attempts=2)).score(one)
+    assert calls.total() == 2
+
+
+async def test_texts_that_wait_to_be_decoded_keep_no_thread_from_others(scorer):
+    decoded = threading.Event()
+    reward = scorer("one")
+    reward._decode = lambda ids: str(decoded.wait())
+    scored = [asyncio.create_task(reward.score(group())) for _ in range(64)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(60):  # what makes a batch, and what flushes a journal
+        assert await asyncio.to_thread(lambda: "made") == "made"
+    decoded.set()
+    assert len(await asyncio.gather(*scored)) == 64
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from offbeat_rollout import Finish, GenerateRequest
-from offbeat_trainer.concurrency import together
+from offbeat_trainer.concurrency import of_text, together
 from offbeat_trainer.config import EnvironmentConfig, OnFailure, RewardFrom
 from offbeat_trainer.data.types import Group, Limit, Score, Trajectory, Turn
 from offbeat_trainer.errors import EnvironmentFailed, TrainerError
@@ -201,16 +201,15 @@ class MultiTurn:
         seed = 0 if base is None else derive_seed(base, talk.prompt.uid, talk.place, "environment")
         said: Observation = await asked("reset", environment.reset, talk.prompt, seed)
         while True:
-            observed = self._observed(said, talk)
+            observed = await self._observed(said, talk)
             room = self._config.max_tokens - talk.num_tokens - len(observed)
             if room < 1:
                 return talk.ended(Finish.LENGTH)
             completion = await self._turn(talk, observed, room)
             if completion is None:
                 return talk.ended(Limit.SECONDS)
-            feedback = checked(
-                await asked("step", environment.step, self._action(len(talk.turns), completion))
-            )
+            action = await self._action(len(talk.turns), completion)
+            feedback = checked(await asked("step", environment.step, action))
             self._watchdog.progress(GENERATION, f"turn {len(talk.turns)} of {talk.session}")
             turn = Turn(completion=completion, observed=observed, reward=feedback.reward)
             talk.turns.append(turn.without_past() if talk.turns else turn)
@@ -220,10 +219,10 @@ class MultiTurn:
                 return talk.ended(ending)
             said = feedback.observation
 
-    def _observed(self, said: Observation, talk: _Talk) -> np.ndarray:
+    async def _observed(self, said: Observation, talk: _Talk) -> np.ndarray:
         last = int(talk.turns[-1].completion.token_ids[-1]) if talk.turns else None
         try:
-            return np.array(self._scene.encode(said, last), np.int32)
+            return np.array(await of_text(lambda: self._scene.encode(said, last)), np.int32)
         except Exception as error:
             what = f"what it said, {said!r:.200}, cannot be made into tokens: {type(error).__name__}: {error}"
             raise EnvironmentFailed(RAISED, what) from error
@@ -258,9 +257,10 @@ class MultiTurn:
                 raise
             return None
 
-    def _action(self, turn: int, completion: Completion) -> Action:
+    async def _action(self, turn: int, completion: Completion) -> Action:
         ids = tuple(completion.token_ids.tolist())
-        return Action(turn=turn, text=self._scene.decode(ids), token_ids=ids, finish=completion.finish.value)
+        text = await of_text(lambda: self._scene.decode(ids))
+        return Action(turn=turn, text=text, token_ids=ids, finish=completion.finish.value)
 
     def _ending(self, talk: _Talk, completion: Completion, feedback: Feedback) -> Finish | Limit | None:
         """Return why there is no other turn, or None if there is one."""

@@ -15,8 +15,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from offbeat_trainer.loading import load_object
-from offbeat_trainer.rollouts.environment import check_instance, is_coroutine
-from offbeat_trainer.scoring.frames import LOST, RAISED, TIMED_OUT, Answer, over_there, read_frame
+from offbeat_trainer.rollouts.environment import Feedback, check_instance, is_coroutine
+from offbeat_trainer.scoring.frames import LOST, RAISED, TIMED_OUT, Answer, over_there, plain, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ class Instances:
                 value = self._value(call.path, **call.arguments)
                 if inspect.isawaitable(value):
                     value = await value
-            return Answer(number=call.number, value=value)
+            return Answer(number=call.number, value=plain(value, Feedback))
         except KeyError as error:
             gone = error.args == (call.arguments.get("instance"),)
             return self._failed(call, error, LOST if gone else RAISED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -151,6 +152,8 @@ class CallProcess:
             why = f"it gave no answer for {self._silence_s:g} s"
         except asyncio.IncompleteReadError:
             pass
+        except pickle.UnpicklingError as error:
+            why = f"it sent what is no answer: {error}"
         finally:
             _kill(process)
             if self._process is process:  # the next call starts another

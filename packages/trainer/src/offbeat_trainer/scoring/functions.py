@@ -45,12 +45,13 @@ class Reward:
 
     def calls(self, group: Group, texts: Sequence[str]) -> list[dict[str, Any]]:
         """Return the arguments of each call that scores `group`, whose completions read `texts`."""
-        ones = [
+        asks_ids = self.wants is None or "completion_ids" in self.wants
+        ones: list[dict[str, Any]] = [
             {
                 **group.prompt.data,
                 "prompt": group.prompt.text,
                 "completion": text,
-                "completion_ids": completion.token_ids.tolist(),
+                "completion_ids": completion.token_ids.tolist() if asks_ids else [],
                 "finish": completion.finish.value,
                 "row": dict(group.prompt.data),
             }

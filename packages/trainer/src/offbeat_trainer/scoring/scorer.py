@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from offbeat_trainer.concurrency import together
+from offbeat_trainer.concurrency import of_text, together
 from offbeat_trainer.config import OnFailure, RewardConfig
 from offbeat_trainer.data.types import Score
 from offbeat_trainer.errors import RewardFailed, TrainerError
@@ -78,9 +78,7 @@ class FunctionScorer:
 
     async def score(self, group: Group) -> Group:
         """See `Scorer.score`."""
-        texts = await asyncio.to_thread(
-            lambda: [self._decode(one.token_ids.tolist()) for one in group.trajectories]
-        )
+        texts = await of_text(lambda: [self._decode(one.token_ids.tolist()) for one in group.trajectories])
         work = {reward.path: self._values(reward, group, texts) for reward in self._rewards}
         try:
             values = await together(work)
@@ -145,16 +143,14 @@ class FunctionScorer:
             log.warning("%s (attempt %d of %d)", said, attempt, self._config.max_attempts)
             if attempt >= self._config.max_attempts:
                 raise RewardFailed(answer.failure, said)
-            await asyncio.sleep(
-                RETRY_PAUSE_S * 2 ** (attempt - 1)
-            )  # a judge that is busy is busy for a while
+            await _pause(attempt)
 
 
 class TaskScorer:
     """Satisfies `Scorer` with the `score` of a task: a function that is quick and ours, called in a thread.
 
-    What waits is scored in one go: to change threads costs more than to score. A thread cannot be ended: a call that hangs
-    goes on beside the run, whose group is given up.
+    What waits is scored in one go: to change threads costs more than to score. What raises is tried again, as often as a function.
+    A thread cannot be ended: a call that hangs goes on beside the run, whose group is given up at once.
     """
 
     def __init__(self, score: Callable[[Prompt, Trajectory], Score], config: RewardConfig) -> None:
@@ -166,6 +162,18 @@ class TaskScorer:
 
     async def score(self, group: Group) -> Group:
         """See `Scorer.score`."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return await self._once(group)
+            except RewardFailed as error:
+                log.warning("%s (attempt %d of %d)", error, attempt, self._config.max_attempts)
+                if error.reason == TIMED_OUT or attempt >= self._config.max_attempts:
+                    raise _as_asked(error, self._config) from error
+            await _pause(attempt)
+
+    async def _once(self, group: Group) -> Group:
         answer: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
         self._waiting.append((group, answer))
         if self._scoring is None:
@@ -213,7 +221,7 @@ class TaskScorer:
         if answer.done():  # nobody waits any more
             return
         if isinstance(found, RewardFailed):
-            answer.set_exception(_as_asked(found, self._config))
+            answer.set_exception(found)
         else:
             answer.set_result(replace(group, scores=found))
 
@@ -259,6 +267,11 @@ def _as_asked(error: RewardFailed, config: RewardConfig) -> TrainerError:
     if config.on_failure is OnFailure.STOP:
         return TrainerError(f"{error}; reward.on_failure=drop would leave the group out and go on")
     return error
+
+
+async def _pause(attempt: int) -> None:
+    """Wait before the next attempt: a judge that is busy is busy for a while."""
+    await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
 
 
 def _where(reward: Reward, group: Group) -> str:

@@ -18,12 +18,21 @@ import sys
 import threading
 import time
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from offbeat_trainer.loading import load_object
-from offbeat_trainer.scoring.frames import DIED, RAISED, READY, TIMED_OUT, Answer, over_there, read_frame
+from offbeat_trainer.scoring.frames import (
+    DIED,
+    RAISED,
+    READY,
+    TIMED_OUT,
+    Answer,
+    over_there,
+    plain,
+    read_frame,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -65,20 +74,6 @@ def call_here(path: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - wh
 
 async def _awaited(value: Awaitable[Any]) -> Any:  # noqa: ANN401 - whatever it gives
     return await value
-
-
-def plain(value: Any) -> Any:  # noqa: ANN401 - as it came
-    """Return `value` with its numbers as Python's: what goes back must not need the function's libraries."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if hasattr(value, "tolist"):  # arrays and tensors, of one element and of many
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [plain(one) for one in cast("Sequence[object]", value)]
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return repr(value)  # said in the refusal
 
 
 class Server:
