@@ -181,7 +181,6 @@ def test_what_is_computed_again_changes_nothing_on_two_ranks(model, two_ranks):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"checkpoint_every": 2}, "checkpoint_every: all layers are computed again, or none; leave it at 1"),
         ({"checkpoint_keeps": "products"}, "checkpoint_keeps: nothing is computed again"),
         (
             {"activation_checkpointing": True, "checkpoint_keeps": "products", "compile": True},

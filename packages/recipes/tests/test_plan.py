@@ -234,6 +234,24 @@ def test_moments_of_eight_bits_take_two_bytes_and_their_scales():
 
 
 MIXTURE = replace(MODEL, num_params=1_000_000, num_expert_params=800_000)
+
+
+def test_what_runs_elsewhere_is_held_against_the_memory_that_a_gpu_has_there():
+    there = [
+        "device=cuda",
+        "cluster.ray_address=ray://head:10001",
+        "cluster.num_devices=16",
+        "engine.num_ranks=8",
+    ]
+    huge = replace(CPU, model=replace(MODEL, num_params=40_000_000_000))
+    unknown = _plan(*there, facts=huge)
+    assert not unknown.refusals
+    assert any("cluster.device_memory_gib=80 does" in one for one in unknown.warnings)
+    known = _plan(*there, facts=replace(huge, gpu_gib=24))
+    assert "engine.num_ranks" in _refused(known)
+    assert not any("device_memory_gib" in one for one in known.warnings)
+
+
 EIGHT = replace(CPU, num_gpus=8, gpu_gib=80)
 
 
@@ -430,7 +448,7 @@ def test_weights_that_every_rank_loads_whole_are_counted_in_host_memory():
     (refusal,) = _plan(*settings, facts=replace(facts, loads_whole=True)).refusals
     assert refusal.setting == "model.path"
     assert (
-        "each of 2 ranks loads the whole model into host memory, 14.9 GiB together; the machine has 12.0"
+        "each of 2 ranks loads the whole model into host memory, 14.9 GiB together; this machine has 12.0"
         in refusal.reason
     )
     whole = rank_memory(compose_run([]), replace(CPU, loads_whole=True), 40, 4)

@@ -231,9 +231,8 @@ def test_every_number_has_some_bound_or_a_reason():
 
     bounded = {path for groups in settings._AT_LEAST.values() for path in " ".join(groups).split()}
     bounded |= set(settings._MORE_THAN_ZERO) | set(settings._AT_MOST_ONE)
-    # Any number may stand here: AdamW's constants, thresholds where <= 0 means off, a reward's scale; and what engines refuse.
+    # Any number may stand here: AdamW's constants, thresholds where <= 0 means off, a reward's scale.
     anything = {"beta1", "beta2", "eps", "max_grad_norm", "min_lr_ratio", "entropy_coef", "correct_at"}
-    anything.add("checkpoint_every")
     loose = {
         item.path
         for item in all_settings()

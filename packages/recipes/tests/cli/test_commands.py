@@ -26,7 +26,7 @@ def test_plan_prints_tables(capsys: pytest.CaptureFixture[str]):
     assert plan.main(["engine.num_ranks=2", "rollout.num_replicas=2", "cluster.num_devices=2"]) == 0
     out = capsys.readouterr().out
     assert "16 prompts x 16 = 256" in out
-    assert "training rank 1 (fsdp2)" in out
+    assert "training rank 0 to 1 (fsdp2)" in out
     assert "This can run. Nothing was started." in out
 
 

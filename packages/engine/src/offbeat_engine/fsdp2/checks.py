@@ -140,12 +140,6 @@ def _layout_of_ranks(config: Fsdp2Config, num_ranks: int) -> Iterator[Refusal]:
 
 
 def _recomputing(config: Fsdp2Config) -> Iterator[Refusal]:
-    if config.checkpoint_every != 1:
-        yield Refusal(
-            setting="checkpoint_every",
-            reason="all layers are computed again, or none",
-            remedy="leave it at 1; to compute less again, set `checkpoint_keeps=products`",
-        )
     if config.checkpoint_keeps != "inputs" and not config.activation_checkpointing:
         yield Refusal(
             setting="checkpoint_keeps",

@@ -25,7 +25,7 @@ class Fsdp2Config(EngineConfig):
     or `shard_size` would else reduce once.
 
     With `activation_checkpointing`, `checkpoint_keeps` "products" keeps the results of matrix products and attention, so that
-    backward computes the cheap rest again. `checkpoint_every` took every n-th layer; anything but 1 is refused.
+    backward computes the cheap rest again.
     """
 
     packing: bool = field(default=True, metadata=SPEED)
@@ -36,7 +36,6 @@ class Fsdp2Config(EngineConfig):
     compile: bool = field(default=False, metadata=SPEED)
     reshard: Literal["auto", "always", "never"] = field(default="auto", metadata=SPEED)
     reduce_dtype: Dtype = Dtype.FLOAT32
-    checkpoint_every: int = field(default=1, metadata=SPEED)
     checkpoint_keeps: Literal["inputs", "products"] = field(default="inputs", metadata=SPEED)
     attention: Literal["auto", "eager", "sdpa", "varlen"] = field(default="auto", metadata=SPEED)
 

@@ -72,7 +72,8 @@ class ModelFacts:
 class Facts:
     """What was found. `refusals` are those of the parts themselves: engine, adapter, files, model folder.
 
-    `num_gpus` and `gpu_gib` are 0 where there are none, and where processes run on the machines of a cluster.
+    `num_gpus` and `gpu_gib` are 0 where there are none, and where processes run on the machines of a cluster; a setting may say what
+    a GPU there has.
     `num_train_prompts` and `longest_answer_tokens` are 0 where they are not known without reading the data.
     `role_models` are those of the algorithm's roles that have a folder of their own. `loads_whole`: the folder has no safetensors, by
     which each rank would read no more than its part.
@@ -132,7 +133,8 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
     return Facts(
         num_cores=len(os.sched_getaffinity(0)),
         num_gpus=torch.cuda.device_count() if on_cuda else 0,
-        gpu_gib=torch.cuda.get_device_properties(0).total_memory / GIB if on_cuda else 0.0,
+        gpu_gib=config.cluster.device_memory_gib
+        or (torch.cuda.get_device_properties(0).total_memory / GIB if on_cuda else 0.0),
         ram_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         model=model,
         role_models=role_models,

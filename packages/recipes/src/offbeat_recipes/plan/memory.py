@@ -169,7 +169,8 @@ def replica_memory(config: RunConfig, model: ModelFacts, gpu_gib: float) -> Memo
     if config.device == "cuda":
         # vLLM takes its fraction whole: weights, activations, and keys and values in what is left. SGLang's activations come on top.
         cache = max(0, int(config.rollout.gpu_memory_fraction * gpu_gib * GIB) - weights)
-        cache_item = ("keys, values and activations, what is left of gpu_memory_fraction", cache)
+        unknown = "" if gpu_gib else " (not known here)"
+        cache_item = (f"keys, values and activations, what is left of gpu_memory_fraction{unknown}", cache)
     else:
         cache = int(config.rollout.kv_cache_gib * GIB)
         cache_item = ("keys and values", cache)

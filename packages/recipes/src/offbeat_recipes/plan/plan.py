@@ -236,7 +236,8 @@ def _memory(config: RunConfig, facts: Facts, batch: BatchPlan) -> tuple[Memory, 
 
 def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> Iterator[Refusal]:
     """Refuse what is certain not to fit; what may not fit is a warning."""
-    if facts.model is None or not memory or config.cluster.ray_address:
+    elsewhere = bool(config.cluster.ray_address)
+    if facts.model is None or not memory or (elsewhere and config.device == "cpu"):
         return
     if config.device == "cuda":
         rank, replica = memory[0], memory[1]
@@ -260,11 +261,11 @@ def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> I
             )
         yield from shared_memory_refusals(config, facts, rank, replica)
         loading = host_memory(config, facts)
-        if loading is not None and loading.certain * loading.num > facts.ram_gib * GIB:
+        if loading is not None and not elsewhere and loading.certain * loading.num > facts.ram_gib * GIB:
             yield Refusal(
                 "model.path",
                 f"without safetensors each of {loading.num} ranks loads the whole model into host memory, "
-                f"{loading.certain * loading.num / GIB:.1f} GiB together; the machine has {facts.ram_gib:.1f}",
+                f"{loading.certain * loading.num / GIB:.1f} GiB together; this machine has {facts.ram_gib:.1f}",
                 "save it as safetensors (save_pretrained), of which a rank reads its part alone",
             )
         return
@@ -272,7 +273,7 @@ def _too_large(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> I
     if certain > facts.ram_gib * GIB:
         yield Refusal(
             "rollout.kv_cache_gib",
-            f"all processes take {certain / GIB:.1f} GiB, the machine has {facts.ram_gib:.1f}",
+            f"all processes take {certain / GIB:.1f} GiB, this machine has {facts.ram_gib:.1f}",
             "lower rollout.kv_cache_gib or rollout.num_replicas, or use a smaller model",
         )
     one = config.rollout.max_model_len * kv_bytes_per_token(config, facts.model)
@@ -322,7 +323,9 @@ def _warnings(config: RunConfig, facts: Facts, memory: tuple[Memory, ...]) -> It
             if config.generates
             else memory[0].total
         )
-    if limit and worst > limit and not config.cluster.ray_address:
+    if memory and not limit:
+        yield "memory of a GPU is not known here, so nothing says whether this fits; cluster.device_memory_gib=80 does"
+    if limit and worst > limit and not (shared and config.cluster.ray_address):
         yield f"memory may reach {worst / GIB:.1f} GiB of {limit / GIB:.1f}; lower engine.micro_batch_tokens"
     wanted = config.rollout.num_replicas * config.replica_threads(facts.num_cores)
     if shared and wanted > facts.num_cores and not config.cluster.ray_address:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,9 +15,13 @@ from rich.text import Text
 from offbeat_recipes.plan.memory import GIB, MIB
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from typing import IO
 
+    from offbeat_recipes.plan.placement import Placed
     from offbeat_recipes.plan.plan import BatchPlan, Plan
+
+_NUMBER = re.compile(r" \d+")
 
 
 def plan_json(plan: Plan) -> str:
@@ -26,7 +32,7 @@ def plan_json(plan: Plan) -> str:
 def print_plan(plan: Plan, out: IO[str]) -> None:
     """Print `plan` to `out`: placement, batch, memory, notes, and what is refused with its remedy."""
     console = Console(file=out, highlight=False, soft_wrap=True)
-    console.print(_pairs("Placement", [(item.process, item.where) for item in plan.placement]))
+    console.print(_pairs("Placement", list(_ranges(plan.placement))))
     console.print(_pairs("Batch", _batch_lines(plan.batch)))
     if plan.memory:
         console.print(_memory_table(plan))
@@ -36,6 +42,15 @@ def print_plan(plan: Plan, out: IO[str]) -> None:
         console.print(Text.assemble(("refused ", "bold red"), str(refusal)))
     if not plan.refusals:
         console.print(Text("This can run. Nothing was started.", "green"))
+
+
+def _ranges(placement: Sequence[Placed]) -> Iterator[tuple[str, str]]:
+    """Yield a line of all that follow one another in the same kind of place: "training rank 0 to 7 (fsdp2)"."""
+    for _, group in groupby(placement, key=lambda one: (_NUMBER.sub("", one.process), one.where)):
+        first, *_, last = [*group] * 2
+        last_number = _NUMBER.search(last.process)
+        through = f"\\g<0> to {last_number[0].strip()}" if last_number and first is not last else "\\g<0>"
+        yield _NUMBER.sub(through, first.process, count=1), first.where
 
 
 def _pairs(title: str, lines: list[tuple[str, str]]) -> Table:

@@ -40,7 +40,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
     "0": (
         "trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
         "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
-        "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices evaluation.temperature",
+        "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices cluster.device_memory_gib evaluation.temperature",
         "task.hidden_size task.num_heads task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
         "engine.lora.rank engine.lora.dropout mode.max_staleness mode.over_sampling",
         "rollout.cpu_threads",

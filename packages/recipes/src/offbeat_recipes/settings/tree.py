@@ -136,8 +136,12 @@ class SyncSection(SyncConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection(ClusterConfig):
-    """Machines and processes. In `health_timeout_s` they are asked for their health twelve times."""
+    """Machines and processes. In `health_timeout_s` they are asked for their health twelve times.
 
+    `device_memory_gib` is what one GPU has there, for a plan that is made where there is none; 0: what this machine's GPUs have.
+    """
+
+    device_memory_gib: float = 0.0
     health_period_s: float = field(default=5.0, metadata={"derived": "cluster.health_timeout_s"})
 
 
