@@ -8,7 +8,14 @@ import dataclasses
 import pytest
 import torch
 
-from offbeat_ckptsync import CheckpointEngineManager, LocalSource, ModuleSource, Sender, SyncConfig
+from offbeat_ckptsync import (
+    CheckpointEngineManager,
+    LocalSource,
+    ModuleSource,
+    Sender,
+    SyncConfig,
+    SyncFailed,
+)
 from offbeat_rollout import (
     EngineStateError,
     GenerateRequest,
@@ -16,6 +23,7 @@ from offbeat_rollout import (
     RolloutConfig,
     RolloutFeature,
     SamplingParams,
+    UpdateRefused,
 )
 from offbeat_rollout.hf import HfEngine
 from offbeat_rollout.interface import WorkerUpdates
@@ -103,6 +111,47 @@ async def test_a_transformers_replica_serves_shared_memory_from_where_it_lies(re
             done = await engine.generate(GenerateRequest(request_id=f"{version}", **request))
             assert list(done.policy_versions) == [version] * len(done.policy_versions)
     sender.close()
+
+
+class Refusing(HfEngine):
+    """A Transformers engine that refuses its first update, whether it is to adopt or to load it."""
+
+    refused = False
+
+    def refuse(self):
+        if not self.refused:
+            self.refused = True
+            raise UpdateRefused("planted")
+
+    async def adopt(self, *update, **more):
+        self.refuse()
+        return await super().adopt(*update, **more)
+
+    async def load(self, *update, **more):
+        self.refuse()
+        await super().load(*update, **more)
+
+
+@pytest.mark.parametrize("transport", ["shm", "loopback"])
+async def test_an_update_that_the_engine_refuses_leaves_it_a_member_with_its_old_weights(tmp_path, transport):
+    import transformers
+
+    path = make_tiny_model(tmp_path / "tiny", vocab_size=VOCAB)
+    engine = Refusing(RolloutConfig(model_path=str(path), max_model_len=64))
+    await engine.start()
+    try:
+        config = SyncConfig(transport=transport)
+        sender = Sender(ModuleSource(transformers.AutoModelForCausalLM.from_pretrained(path)), config)
+        manager = CheckpointEngineManager(LocalSource(sender), config)
+        manager.add(await make_member("replica 0", engine, config))
+        with pytest.raises(SyncFailed, match="planted"):
+            await manager.sync(1)
+        assert (engine.version, list(manager.members), manager.fenced) == (0, ["replica 0"], {})
+        assert list((await manager.sync(1)).members) == ["replica 0"]
+        assert engine.version == 1
+        sender.close()
+    finally:
+        await engine.stop()
 
 
 class Sleeper(HfEngine):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.control.members import ControlMember, ReplicaMember, local_member
 from offbeat_ckptsync.control.ranks import Mailbox
-from offbeat_ckptsync.errors import TransferError
+from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import specs_of
 from offbeat_ckptsync.seams import WeightSink
@@ -19,7 +19,7 @@ from offbeat_trainer.weights.canary import EngineCanary
 from offbeat_trainer.weights.gates import EngineGate, SharedGate, TokenCount
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
 
     import torch
 
@@ -184,12 +184,16 @@ class EngineSink(WeightSink):
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Hand the tensors to the engine, from a thread that is not its event loop's."""
-        load = self._updates.load(tensors, version, recompute_kv=self._recompute_kv)
-        asyncio.run_coroutine_threadsafe(load, self._loop).result(self._timeout_s)
+        self._wait(self._updates.load(tensors, version, recompute_kv=self._recompute_kv))
 
     adopts_private = False  # else no copy would stay for joiners
 
     def adopt(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> bool:
         """Let the engine serve shared memory where it can; from a thread that is not its event loop's."""
-        adopt = self._updates.adopt(tensors, version, recompute_kv=self._recompute_kv)
-        return asyncio.run_coroutine_threadsafe(adopt, self._loop).result(self._timeout_s)
+        return self._wait(self._updates.adopt(tensors, version, recompute_kv=self._recompute_kv))
+
+    def _wait(self, update: Coroutine[object, object, bool | None]) -> bool:
+        try:
+            return bool(asyncio.run_coroutine_threadsafe(update, self._loop).result(self._timeout_s))
+        except UpdateRefused as error:  # nothing was written: the old weights are whole
+            raise ManifestError(error.why) from error
