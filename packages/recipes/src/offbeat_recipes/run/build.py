@@ -31,6 +31,7 @@ def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> Clust
         **asdict(config.cluster),
         "health_period_s": config.cluster.health_timeout_s / 12,
     }
+    del cluster["device_memory_gib"]  # the plan's
     rollout = config.rollout_config(base_model, len(os.sched_getaffinity(0)))
     return ClusterSpec(
         cluster=ClusterConfig(**cluster),
