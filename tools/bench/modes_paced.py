@@ -189,9 +189,9 @@ class TimedJournal:
         """Return once it outlives the process."""
         self.inner.flush()
 
-    def events(self) -> Iterable[Event]:
+    def events(self, start: int = 0) -> Iterable[Event]:
         """Return what is kept."""
-        return self.inner.events()
+        return self.inner.events(start)
 
     def forget(self, before_step: int) -> None:
         """Drop what is not needed any more."""
