@@ -199,7 +199,7 @@ def test_a_second_process_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("offbeat_trainer.stream.journal.sqlite.BUSY_TIMEOUT_S", 0.01)
     with (
         closing(JOURNALS["sqlite"](tmp_path)),
-        pytest.raises(ResumeError, match="journal: database is locked"),
+        pytest.raises(ResumeError, match="journal: database is locked; a run is at work in it"),
     ):
         JOURNALS["sqlite"](tmp_path)
 

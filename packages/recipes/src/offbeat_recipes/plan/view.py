@@ -47,10 +47,10 @@ def print_plan(plan: Plan, out: IO[str]) -> None:
 def _ranges(placement: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     """Yield a line of all that follow one another in the same kind of place: "training rank 0 to 7 (fsdp2)"."""
     for _, group in groupby(placement, key=lambda one: (_NUMBER.sub("", one.process), one.where)):
-        first, *_, last = [*group] * 2
-        last_number = _NUMBER.search(last.process)
-        through = f"\\g<0> to {last_number[0].strip()}" if last_number and first is not last else "\\g<0>"
-        yield _NUMBER.sub(through, first.process, count=1), first.where
+        same = list(group)
+        last = _NUMBER.search(same[-1].process)
+        to = f" to{last[0]}" if last and len(same) > 1 else ""
+        yield _NUMBER.sub(rf"\g<0>{to}", same[0].process, count=1), same[0].where
 
 
 def _pairs(title: str, lines: list[tuple[str, str]]) -> Table:

@@ -139,7 +139,8 @@ class SqliteJournal:
             self._db.execute(f"PRAGMA user_version={FORMAT}")
         except sqlite3.DatabaseError as error:
             self.close()
-            raise ResumeError(f"{path} cannot be used as a journal: {error}") from error
+            at_work = "; a run is at work in it: wait until it has ended" if "locked" in str(error) else ""
+            raise ResumeError(f"{path} cannot be used as a journal: {error}{at_work}") from error
 
     def write(self, event: Event) -> None:
         """See `Journal.write`; raises what an earlier event failed of."""
