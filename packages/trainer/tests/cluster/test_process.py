@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from itertools import repeat
+from functools import partial
 from types import FunctionType
 
 import pytest
@@ -60,10 +60,7 @@ def as_ours(work, *arguments):
 
 def test_a_single_call_that_writes_moves_and_one_that_waits_does_not():
     def write(file, chunks):
-        try:
-            file.writelines(chunks)
-        except ValueError:
-            file.close()
+        file.writelines(chunks)
 
     def wait(lock):
         lock.acquire()
@@ -72,10 +69,12 @@ def test_a_single_call_that_writes_moves_and_one_that_waits_does_not():
     lock.acquire()
     waiting = as_ours(wait, lock)
     assert not moves(num_looks=10)
-    file = open("/dev/null", "wb", buffering=0)  # noqa: SIM115 - to be closed is what ends the thread
-    writing = as_ours(write, file, repeat(bytes(1 << 20)))
-    assert moves(num_looks=10_000)
-    file.close()
+    chunk = [bytes(1 << 20)]
+    with open("/dev/null", "wb", buffering=0) as file:
+        # One call, which takes the same chunk until there is none; no line of Python runs meanwhile.
+        writing = as_ours(write, file, iter(partial(chunk.__getitem__, 0), None))
+        assert moves(num_looks=10_000)
+        chunk[0] = None
+        writing.join(600)
     lock.release()
-    writing.join(600)
     waiting.join(600)
