@@ -3,6 +3,7 @@
 import json
 import resource
 import runpy
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -24,7 +25,7 @@ def test_commands_name_the_program_of_this_environment_and_run_from_any_folder(t
     Path("my run").mkdir()
     Path("my run/said.py").write_text("import os, sys; print(os.getcwd(), *sys.argv[1:])")
     command = _command("python", "my run/said.py", "run_dir=my run")
-    assert f" {Path(sys.executable).parent / 'python'} " in command
+    assert f" {shlex.quote(str(Path(sys.executable).parent / 'python'))} " in command
     said = subprocess.run(["sh", "-c", command], cwd="/", capture_output=True, text=True, check=True).stdout
     assert said == f"{tmp_path} run_dir=my run\n"
     assert _command("offbeat-nothing", "x").endswith(" && offbeat-nothing x")
