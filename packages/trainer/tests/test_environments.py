@@ -181,7 +181,8 @@ async def test_instances_keep_their_state_and_share_processes(processes, tmp_pat
     ],
 )
 async def test_one_that_fails_is_said_and_the_others_go_on(processes, how, counted, words):
-    pool = processes("Plain", concurrency=1, **({"timeout_s": LIMIT_S} if how == "hangs" else {}))
+    limit = {"timeout_s": LIMIT_S} if how == "hangs" else {}
+    pool = processes("Plain", concurrency=1, **limit)
     other, bad = pool.make(), pool.make()
     await other.reset(prompt("other"), 1)
     await bad.reset(prompt("bad", how), 1)

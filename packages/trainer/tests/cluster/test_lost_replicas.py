@@ -102,8 +102,9 @@ async def test_a_run_survives_the_death_of_a_replica(tmp_path, num_replicas, liv
         os.kill(await pid_of(doomed), signal.SIGKILL)
         await asyncio.wait_for(run, TIMEOUT_S)
         assert sorted(recorder.steps) == list(range(1, STEPS + 1))
-        lost = [recorder.steps[step]["generation/lost_replicas"] for step in (1, STEPS)]
-        assert lost == [0, 1] or num_replicas > 1, "the only one cannot be lost unnoticed"
+        assert recorder.steps[1]["generation/lost_replicas"] == 0
+        if num_replicas == 1:  # with another one, the run may be over before the loss is seen
+            assert recorder.steps[STEPS]["generation/lost_replicas"] == 1
         check_account(journal)
         await until(lambda: len(cluster.rollout.serving) == num_replicas, "the replacement to serve")
         assert cluster.rollout.handles["replica 0"] is not doomed

@@ -161,15 +161,9 @@ async def manager(pipe: Connection, store: tuple[str, int], config: SyncConfig, 
     async def state() -> dict[str, object]:
         return {"version": boss.version, "members": boss.members, "refused": membership.refused}
 
-    asked: Handlers = {
-        "arm": arm,
-        "armed": armed,
-        "strike": strike_other,
-        "wait": wait,
-        "sync": sync,
-        "state": state,
-    }
-    await obey(pipe, asked)
+    await obey(
+        pipe, {"arm": arm, "armed": armed, "strike": strike_other, "wait": wait, "sync": sync, "state": state}
+    )
 
 
 _PHASE_OF = {"offer": "begin", "send": "transfer"}
