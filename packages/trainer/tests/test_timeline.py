@@ -57,7 +57,7 @@ def test_idle_time_by_hand():
     )  # fmt: skip
     assert timeline.total_s == 12
     assert timeline.rewards_s == 4
-    assert timeline.sentence() == "trainer waited 33% of the run for rewards"
+    assert timeline.sentence() == "trainer waited 33% of the steps' time for rewards"
     values = {metric.key: metric.reduction.value() for metric in timeline.metrics()}
     assert values == pytest.approx({"idle/trainer_fraction": 9 / 12, "idle/generation_fraction": 7 / 12})
 

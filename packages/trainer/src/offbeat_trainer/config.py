@@ -193,7 +193,7 @@ class EnvironmentConfig:
     `path` names a class, "package.module:Name" or "folder/file.py:Name". A trajectory ends after `max_turns`, when no room is left
     of `max_tokens` (sampled and observed, the prompt not counted), or after `max_seconds` (0 = never). One call of an environment may
     take `timeout_s`; those that are no coroutines run in `concurrency` processes. One whose environment fails is begun anew,
-    `max_attempts` times in all, before `on_failure` decides. From a reward of `correct_at` on a trajectory is right.
+    `max_attempts` times in all, before `on_failure` decides.
     """
 
     path: str = ""
@@ -205,7 +205,6 @@ class EnvironmentConfig:
     max_attempts: int = bounded(2, at_least=1)
     on_failure: OnFailure = OnFailure.DROP
     reward_from: RewardFrom = RewardFrom.ENVIRONMENT
-    correct_at: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +213,7 @@ class LoopConfig:
 
     One step trains on `prompts_per_step` * `group_size` completions in `updates_per_step` equal mini-batches.
     `validate_every`, `save_every` and `sample_every` count steps; 0 = only at the ends (validation), only when the run is
-    asked to stop (saving), never (samples). What is saved at intervals is saved at the end, too. `step_timeout_s` bounds each wait of the driver in which nothing moves.
+    asked to stop (saving), never (samples). With `validation_prompts` 0 there is no validation. What is saved at intervals is saved at the end, too. `step_timeout_s` bounds each wait of the driver in which nothing moves.
     """
 
     steps: int = 100

@@ -24,6 +24,8 @@ class RunState:
     step: int
     accuracy_before: float | None = None
     accuracy_after: float | None = None
+    validation_before: float | None = None
+    validation_after: float | None = None
     reward_first: float | None = None
     reward_last: float | None = None
     loss_before: float | None = None

@@ -28,6 +28,7 @@ def length_refusals(
     if not isinstance(task, TextTask):
         return
     held_out = config.trainer.validation_prompts
+    task.validation_prompts(min(held_out, 1))  # raises where no file holds any
     looked = []
     if config.warmup.steps:
         looked.append(task.longest_row("examples", held_out if supervised_alone else 0))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_recipes.run.session import Session
-    from offbeat_trainer.data.types import Group
+    from offbeat_trainer.data.types import Group, Score
 
 
 async def evaluate_run(session: Session) -> None:
@@ -99,7 +99,9 @@ async def _sample(session: Session, cluster: Cluster) -> list[Group]:
     config, task = session.config, session.task
     prompts = task.validation_prompts(config.trainer.validation_prompts)
     if not prompts:
-        raise TaskError("the task holds no prompts out: there is nothing to evaluate on; give it some")
+        raise TaskError(
+            "no prompts are held out (trainer.validation_prompts=0, or the task has none): nothing can be evaluated"
+        )
     session.reporter.phase("validate", f"{len(prompts)} held-out prompts")
     sampling = SamplingParams(
         max_tokens=config.sampling.max_tokens,
@@ -115,6 +117,17 @@ async def _sample(session: Session, cluster: Cluster) -> list[Group]:
         await rollout.close()
 
 
+def _accuracy(groups: list[Group], scores: list[Score]) -> dict[str, float]:
+    """Return what is known of right and wrong: nothing where a reward is neither."""
+    if any(score.correct is None for score in scores):
+        return {}
+    solved = sum(any(score.correct for score in group.scores) for group in groups)
+    return {
+        "accuracy": sum(bool(score.correct) for score in scores) / len(scores),
+        "solved_at_least_once": solved / len(groups),
+    }
+
+
 def _report(session: Session, step: int, groups: list[Group]) -> None:
     scores = [score for group in groups for score in group.scores]
     result = {
@@ -122,8 +135,7 @@ def _report(session: Session, step: int, groups: list[Group]) -> None:
         "prompts": len(groups),
         "samples_per_prompt": len(groups[0].scores),
         "temperature": session.config.evaluation.temperature,
-        "accuracy": sum(score.correct for score in scores) / len(scores),
-        "solved_at_least_once": sum(any(s.correct for s in group.scores) for group in groups) / len(groups),
+        **_accuracy(groups, scores),
         "reward": sum(score.reward for score in scores) / len(scores),
     }
     folder = session.folder.path / "evaluations"

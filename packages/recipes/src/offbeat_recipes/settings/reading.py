@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # (`offbeat_engine.bounded`), may be any number. The plan checks what depends on more than one setting.
 _AT_LEAST: dict[str, tuple[str, ...]] = {
     "1": (
-        "trainer.prompts_per_step trainer.group_size trainer.updates_per_step trainer.validation_prompts",
+        "trainer.prompts_per_step trainer.group_size trainer.updates_per_step",
         "warmup.batch_size sampling.max_tokens engine.num_ranks engine.micro_batch_tokens rollout.num_replicas",
         "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size task.level",
         "task.num_layers task.intermediate_size task.max_prompt_tokens",
@@ -38,7 +38,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "mode.max_attempts reward.concurrency reward.max_attempts",
     ),
     "0": (
-        "trainer.steps trainer.validate_every trainer.save_every trainer.sample_every warmup.steps warmup.lr",
+        "trainer.steps trainer.validate_every trainer.save_every trainer.sample_every trainer.validation_prompts warmup.steps warmup.lr",
         "sampling.temperature engine.threads_per_rank engine.optimizer.lr engine.optimizer.weight_decay",
         "engine.optimizer.warmup_steps engine.optimizer.total_steps cluster.num_devices cluster.device_memory_gib evaluation.temperature",
         "task.hidden_size task.num_heads task.forget_carry task.carry_share task.held_out_fraction rollout.kv_cache_gib rollout.gpu_memory_fraction",
@@ -314,6 +314,7 @@ _EXPECTED = {
     "bool_type": "true or false",
     "dataclass_type": "a section with keys of its own",
     "dict_type": "a section with keys of its own",
+    "tuple_type": "a list, such as '[a,b]'",
 }
 
 
@@ -322,6 +323,8 @@ def _sentence(error: ErrorDetails) -> str:
     loc = [str(part) for part in error["loc"]]
     if len(loc) > 1 and loc[0] in _UNIONS:
         del loc[1]  # pydantic puts the variant's name there
+    if loc[-1] == "str" or "[" in loc[-1]:
+        del loc[-1]  # pydantic names which of several types it tried
     path, came, kind = ".".join(loc), error.get("input"), error["type"]
     context = error.get("ctx", {})
     if kind == "union_tag_invalid":

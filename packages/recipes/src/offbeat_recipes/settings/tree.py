@@ -108,7 +108,6 @@ class EnvironmentSection(EnvironmentConfig):
     timeout_s: float = field(default=60.0, metadata={"derived": "reward.timeout_s"})
     max_attempts: int = field(default=2, metadata={"derived": "reward.max_attempts"})
     on_failure: OnFailure = field(default=OnFailure.DROP, metadata={"derived": "reward.on_failure"})
-    correct_at: float = field(default=1.0, metadata={"derived": "the environment (`Feedback.correct`)"})
 
 
 EnvironmentChoice: TypeAlias = Annotated[NoEnvironment | EnvironmentSection, Field(discriminator="name")]

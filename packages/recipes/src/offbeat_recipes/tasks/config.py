@@ -96,7 +96,8 @@ class FileConfig(RowsConfig):
     """Any prompts with any reward.
 
     `reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md); it is
-    their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct.
+    their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct;
+    without that, one of 1 is right, one of 0 is wrong, and where a reward is neither no accuracy is measured.
     `answer_key` names the column that supervised training learns from.
     """
 
@@ -105,7 +106,7 @@ class FileConfig(RowsConfig):
     answer_key: str = "answer"
     reward: str | tuple[str, ...] = ""
     reward_weights: tuple[float, ...] = ()
-    correct_at: float = 1.0
+    correct_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ class Row:
         """
         value = self.values.get(key)
         if value is None:
+            if key in self.values:
+                raise DataError(f"{self.place}: {key!r} is null; give it a value, or leave the row out")
             raise DataError(f"{self.place}: no {key!r}; it has {', '.join(sorted(self.values)) or 'nothing'}")
         return value
 

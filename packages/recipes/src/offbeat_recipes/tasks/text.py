@@ -201,7 +201,8 @@ class TextTask:
         self._config = config
         self._seed = seed
         self._train = self._load("train_path", config.train_path)
-        self._validation = self._load("validation_path", config.validation_path)
+        held_out = config.validation_path
+        self._validation = self._load("validation_path", held_out) if held_out else []
 
     @property
     def num_train_prompts(self) -> int:
@@ -231,7 +232,15 @@ class TextTask:
         return self._take(step, num_prompts, Stream.PROMPTS)
 
     def validation_prompts(self, num_prompts: int) -> list[Prompt]:
-        """Return the first `num_prompts` prompts of the validation file."""
+        """Return the first `num_prompts` prompts of the validation file.
+
+        Raises:
+            TaskError: there is no such file, and some are wanted.
+        """
+        if num_prompts and not self._config.validation_path:
+            raise TaskError(
+                "task.validation_path: needed, a JSONL or parquet file; trainer.validation_prompts=0 validates nothing"
+            )
         return [row.prompt for row in self._validation[:num_prompts]]
 
     def examples(self, step: int, num_examples: int) -> list[Example]:

@@ -193,7 +193,7 @@ def group_metrics(groups: Sequence[Group]) -> list[Metric]:
             Metric(f"reward/{name}_mean", Mean(math.fsum(given), len(given)))
             for name, given in _parts(scores)
         ),
-        Metric("accuracy/train", Mean(sum(score.correct for score in scores), len(scores))),
+        *accuracy("accuracy/train", scores),
         Metric("completion/length_mean", Mean(sum(lengths), num_trajectories)),
         Metric("completion/length_max", Max(max(lengths, default=0))),
         Metric("completion/truncated_fraction", ended(Finish.LENGTH)),
@@ -202,6 +202,12 @@ def group_metrics(groups: Sequence[Group]) -> list[Metric]:
         Metric("tokens/generated", Sum(sum(lengths))),
         *_turn_metrics(trajectories, ended),
     ]
+
+
+def accuracy(name: str, scores: Sequence[Score]) -> list[Metric]:
+    """Return the share of right trajectories; nothing where one of them is neither right nor wrong."""
+    told = [score.correct for score in scores if score.correct is not None]
+    return [Metric(name, Mean(sum(told), len(told)))] if told and len(told) == len(scores) else []
 
 
 def _turn_metrics(trajectories: Sequence[Trajectory], ended: Callable[[Ending], Mean]) -> list[Metric]:

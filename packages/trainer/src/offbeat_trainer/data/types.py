@@ -222,18 +222,25 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one trajectory is worth. `correct` feeds accuracy; it never enters a loss.
+    """What one trajectory is worth. `correct` feeds accuracy and never enters a loss; None: nothing says what is right.
 
     `parts` are the rewards that it is the weighted sum of, by name, where there are several. Numbers of numpy, which sums over `token_ids` give, become Python's: files of JSON hold no others.
     """
 
     reward: float
-    correct: bool
+    correct: bool | None = None
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", float(self.reward))
-        object.__setattr__(self, "correct", bool(self.correct))
+        object.__setattr__(self, "correct", None if self.correct is None else bool(self.correct))
+
+
+def is_correct(reward: float, correct_at: float | None) -> bool | None:
+    """Return whether a trajectory of `reward` is right: from `correct_at` on; where that is None, 1 is right, 0 is wrong, all else neither."""
+    if correct_at is None:
+        return bool(reward) if reward in (0.0, 1.0) else None
+    return reward >= correct_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from offbeat_trainer.data.assemble import group_metrics, staleness_metrics
+from offbeat_trainer.data.assemble import accuracy, group_metrics, staleness_metrics
 from offbeat_trainer.errors import GroupFailed
 from offbeat_trainer.metrics import Max, Mean, Metric, Sum, reduce_metrics
 from offbeat_trainer.run_store import RunState
@@ -29,8 +30,10 @@ log = logging.getLogger(__name__)
 
 STEP_PHASES = ("generate", "reward", "train", "sync")
 ACCURACY = "accuracy/validation"
+VALIDATION = "reward/validation"
 DROPPED = "buffer/dropped_"  # metrics that count, by reason; see `GroupStream.metrics`
 NUM_SHOWN = 4
+FEW_STEPS = 5
 _APART_NATS = 0.3  # a token in the mean; rounding in bfloat16 comes to 0.01, by flipped experts to 0.05
 _KEPT = [item.name for item in fields(RunState) if item.name != "step"]
 FORGET_EVERY = 20
@@ -50,10 +53,13 @@ class Outcome:
     interrupted: bool = False
     accuracy_before: float | None = None
     accuracy_after: float | None = None  # the newest validation
+    validation_before: float | None = None  # the mean reward of held-out prompts
+    validation_after: float | None = None
     loss_before: float | None = None  # of held-out rows, where a run learns from written ones
     loss_after: float | None = None
-    reward_first: float | None = None
-    reward_last: float | None = None
+    reward_first: float | None = None  # the mean of the run's first steps, `FEW_STEPS` at most
+    reward_last: float | None = None  # that of the last ones of this process
+    last_rewards: deque[float] = field(default_factory=lambda: deque[float](maxlen=FEW_STEPS))
     max_abs_logprob_diff: float | None = None
     is_told: bool = False  # that the two do not run the same model
     warmup_s: float = 0.0
@@ -81,8 +87,10 @@ class Outcome:
         """Take in one finished step: its reduced metrics and the seconds of its phases."""
         self.steps = step + 1
         self.steps_here += 1
-        self.reward_last = values["reward/mean"]
-        if self.reward_first is None:
+        reward = values["reward/mean"]
+        self.last_rewards.append(reward)
+        self.reward_last = math.fsum(self.last_rewards) / len(self.last_rewards)
+        if self.reward_first is None or self.steps <= FEW_STEPS:
             self.reward_first = self.reward_last
         self.tokens += values["tokens/generated"]
         self.take_seconds(seconds)
@@ -132,11 +140,13 @@ class Outcome:
             "interrupted": self.interrupted,
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
+            "validation_before": self.validation_before,
+            "validation_after": self.validation_after,
             "loss_before": self.loss_before,
             "loss_after": self.loss_after,
             "reward_first": self.reward_first,
             "reward_last": self.reward_last,
-            "tokens_per_s": self.tokens / self.step_s if self.step_s else None,
+            "tokens_per_s": self.tokens / self.step_s if self.tokens else None,
             "phase_s": {name: self.phase_s.get(name, 0.0) / steps for name in STEP_PHASES},
             "beside_s": {name: value for name, value in self.phase_s.items() if name not in STEP_PHASES},
             "sync_gb_per_s": self.sync_gb_per_s / self.syncs if self.syncs else None,
@@ -163,9 +173,9 @@ async def open_run(parts: Parts, outcome: Outcome, start: int) -> None:
     with clock.phase("sync", "first weights to every replica"):
         report = await parts.publisher.publish(version_of(start))
     outcome.take_mishaps(reduce_metrics(sync_metrics(report)))
-    if outcome.accuracy_before is None:
+    if outcome.validation_before is None:
         before = reduce_metrics(await validate(parts, clock, start, "before"))
-        outcome.accuracy_before = before.get(ACCURACY)
+        outcome.accuracy_before, outcome.validation_before = before.get(ACCURACY), before.get(VALIDATION)
         outcome.take_mishaps(before)
         _take_beside(outcome, clock)
     parts.stop.listening = True
@@ -199,8 +209,9 @@ async def close_step(
     last = done == parts.loop.steps
     if last or due(done, parts.loop.validate_every):
         validated = await validate(parts, clock, done, "after" if last else "")
-        outcome.accuracy_after = reduce_metrics(validated).get(ACCURACY)
-        outcome.take_mishaps(reduce_metrics(validated))
+        values = reduce_metrics(validated)
+        outcome.accuracy_after, outcome.validation_after = values.get(ACCURACY), values.get(VALIDATION)
+        outcome.take_mishaps(values)
         metrics += validated
     if due(done, parts.loop.sample_every):
         show(parts, done, "sampled", groups)
@@ -243,7 +254,7 @@ async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") 
     """Return accuracy and mean reward of greedy completions of held-out prompts under the weights now served; `title` shows some.
 
     Prompts without a score are left out of both, and counted. Where no prompt gets one nothing is measured, and the run goes on:
-    a judge that is down for a minute ends no training. Empty where the task holds no prompts out.
+    a judge that is down for a minute ends no training. Empty where no prompts are held out.
     """
     prompts = parts.task.validation_prompts(parts.loop.validation_prompts)
     if not prompts:
@@ -271,8 +282,8 @@ async def validate(parts: Parts, clock: PhaseClock, step: int, title: str = "") 
         show(parts, step, title, groups)
     scores = [group.scores[0] for group in groups]
     return [
-        Metric(ACCURACY, Mean(sum(score.correct for score in scores), len(scores))),
-        Metric("reward/validation", Mean(math.fsum(score.reward for score in scores), len(scores))),
+        *accuracy(ACCURACY, scores),
+        Metric(VALIDATION, Mean(math.fsum(score.reward for score in scores), len(scores))),
         *metrics,
     ]
 

@@ -46,8 +46,8 @@ class Feedback:
     """What the environment makes of an action. After one that is `done` nothing is sampled, and `observation` is not read.
 
     `reward` is for this turn; those of a trajectory add up. `parts` are rewards to be looked at by name, they add up as well.
-    `correct` feeds accuracy: the last that was said counts; where none was, a trajectory is right whose rewards come to
-    1 (`EnvironmentConfig.correct_at`).
+    `correct` feeds accuracy: the last that was said counts; where none was, a trajectory
+    whose rewards come to 1 is right, one of 0 is wrong, and any other is neither.
     """
 
     observation: Observation = ""

@@ -25,7 +25,7 @@ import numpy as np
 from offbeat_rollout import Finish, GenerateRequest
 from offbeat_trainer.concurrency import of_text, together
 from offbeat_trainer.config import EnvironmentConfig, OnFailure, RewardFrom
-from offbeat_trainer.data.types import Group, Limit, Score, Trajectory, Turn
+from offbeat_trainer.data.types import Group, Limit, Score, Trajectory, Turn, is_correct
 from offbeat_trainer.errors import EnvironmentFailed, TrainerError
 from offbeat_trainer.rollouts.environment import Action, asked, checked
 from offbeat_trainer.rollouts.single import derive_seed, those_that_came
@@ -279,9 +279,7 @@ class MultiTurn:
             for name, value in one.parts.items():
                 parts[name] = parts.get(name, 0.0) + value
         said = [one.correct for one in talk.feedbacks if one.correct is not None]
-        return Score(
-            reward=reward, correct=said[-1] if said else reward >= self._config.correct_at, parts=parts
-        )
+        return Score(reward=reward, correct=said[-1] if said else is_correct(reward, None), parts=parts)
 
 
 def _sum(own: Score, of_task: Score) -> Score:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from offbeat_trainer.concurrency import of_text, together
 from offbeat_trainer.config import OnFailure, RewardConfig
-from offbeat_trainer.data.types import Score
+from offbeat_trainer.data.types import Score, is_correct
 from offbeat_trainer.errors import RewardFailed, TrainerError
 from offbeat_trainer.scoring.client import CallProcess
 from offbeat_trainer.scoring.frames import NO_NUMBER, NONE_APPLIES, RAISED, READY, TIMED_OUT, Setup
@@ -48,10 +48,10 @@ class FunctionScorer:
         config: RewardConfig,
         *,
         decode: Callable[[Sequence[int]], str],
-        correct_at: float,
+        correct_at: float | None,
         log: Path | None = None,
     ) -> None:
-        """Score with `rewards`; a completion with a reward of at least `correct_at` is correct. See `CallProcess`."""
+        """Score with `rewards`; `is_correct` says what `correct_at` means. See `CallProcess`."""
         self._rewards = list(rewards)
         names = [reward.name for reward in rewards]  # functions of two files may have one
         self._names = {one.path: one.name if names.count(one.name) == 1 else one.path for one in rewards}
@@ -115,7 +115,7 @@ class FunctionScorer:
             )
         total = math.fsum(reward.weight * value for reward, value in given)
         parts = {self._names[reward.path]: value for reward, value in given} if len(self._rewards) > 1 else {}
-        return Score(reward=total, correct=total >= self._correct_at, parts=parts)
+        return Score(reward=total, correct=is_correct(total, self._correct_at), parts=parts)
 
     async def _values(self, reward: Reward, group: Group, texts: Sequence[str]) -> list[float | None]:
         """Return what `reward` says of each completion of `group`."""

@@ -203,7 +203,7 @@ class Timeline:
             return "neither training nor generation had to wait"
         first = causes[0]
         waits = _TRAINER_WAITS if first.who == TRAINER else _GENERATION_WAITS
-        said = f"{first.who} waited {first.share:.0%} of the run {waits.get(first.cause, 'between steps')}"
+        said = f"{first.who} waited {first.share:.0%} of the steps' time {waits.get(first.cause, 'between steps')}"
         if first.who == TRAINER and first.cause == "generate" and self._tail_s >= 0.005 * self.total_s:
             said += (
                 f", {self._tail_s / self.total_s:.0%} for the longest {TAIL_SHARE:.0%} of generations alone"

@@ -304,7 +304,7 @@ def _finished(index: int, version: int, detail: dict[str, Any], body: bytes | No
         version=version,
         trajectories=() if body is None else unpack(body),
         scores=tuple(
-            Score(reward=reward, correct=bool(correct), parts=parts[0] if parts else {})
+            Score(reward=reward, correct=correct, parts=parts[0] if parts else {})
             for reward, correct, *parts in detail["scores"]
         ),
         spans=_spans(detail["spans"]),

@@ -16,7 +16,9 @@ from rich.text import Text
 
 from offbeat_trainer.metrics import reduce_metrics
 from offbeat_trainer.watch.reporters.figures import (
+    COLUMNS,
     clock,
+    columns,
     header,
     row,
     sample_table,
@@ -88,6 +90,7 @@ class ConsoleReporter:
         self._steps_started = 0.0
         self._step = 0
         self._rows = 0
+        self._columns = COLUMNS
         self._validate_s = 0.0  # after the newest step
         self._said = self._opened
         self._held: list[RenderableType] = []
@@ -123,10 +126,11 @@ class ConsoleReporter:
         width = max(4, len(str(self._steps)))
         if self._rows % HEADER_EVERY == 0:
             self._line(Text())
+            self._columns = columns(values)
             self._line(header(values, width))
         self._rows += 1
         self._step = step
-        self._line(row(step, values, width))
+        self._line(row(step, values, width, self._columns))
         self._show_held()
 
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
@@ -142,7 +146,7 @@ class ConsoleReporter:
     def summary(self, values: Mapping[str, object]) -> None:
         """Print what the run came to.
 
-        Shown: accuracy_before/_after, reward_first/_last, steps, wall_s, startup_s, warmup_s, tokens_per_s,
+        Shown: accuracy_before/_after, or validation_before/_after where there is none, reward_first/_last, steps, wall_s, startup_s, warmup_s, tokens_per_s,
         phase_s, sync_gb_per_s, max_abs_logprob_diff; `interrupted` with `resume_command`; and `paths`, a mapping
         from label to where to look next. Other values are for `summary.json`.
         """

@@ -56,25 +56,31 @@ def seconds(value: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column of the table of steps; `keys` are tried in order."""
+    """One column of the table of steps; `keys` are tried in order. `always`: it comes in later steps, too."""
 
     title: str
     width: int
     keys: tuple[str, ...]
-    form: Callable[[float], str]
     style: str = ""
+    always: bool = False
 
 
 COLUMNS = (
-    Column(title="reward", width=7, keys=("reward/mean", "train/loss"), form=number, style="bold"),
-    Column(title="acc", width=6, keys=("accuracy/train",), form=percent),
-    Column(title="valid", width=6, keys=("accuracy/validation",), form=percent, style="green"),
-    Column(title="tok/s", width=6, keys=("tokens/per_s",), form=number, style="cyan"),
-    Column(title="gen s", width=5, keys=("time/generate_s",), form=seconds, style="dim"),
-    Column(title="train s", width=7, keys=("time/train_s",), form=seconds, style="dim"),
-    Column(title="sync s", width=6, keys=("time/sync_s",), form=seconds, style="dim"),
-    Column(title="", width=7, keys=("policy/ref_kl_nats", "policy/entropy_nats"), form=number),
-    Column(title="grad", width=6, keys=("train/grad_norm",), form=number),
+    Column(title="reward", width=7, keys=("reward/mean", "train/loss"), style="bold"),
+    Column(title="acc", width=6, keys=("accuracy/train",)),
+    Column(
+        title="valid",
+        width=6,
+        keys=("accuracy/validation", "reward/validation", "validation/loss"),
+        style="green",
+        always=True,
+    ),
+    Column(title="tok/s", width=6, keys=("tokens/per_s",), style="cyan"),
+    Column(title="gen s", width=5, keys=("time/generate_s",), style="dim"),
+    Column(title="train s", width=7, keys=("time/train_s",), style="dim"),
+    Column(title="sync s", width=6, keys=("time/sync_s",), style="dim"),
+    Column(title="", width=7, keys=("policy/ref_kl_nats", "policy/entropy_nats")),
+    Column(title="grad", width=6, keys=("train/grad_norm",)),
 )
 STEP_TIMES = ("time/generate_s", "time/reward_s", "time/train_s", "time/sync_s")
 
@@ -89,23 +95,37 @@ def with_speed(values: Mapping[str, float], before_s: float = 0.0) -> dict[str, 
     return dict(values) if not step_s or tokens is None else {**values, "tokens/per_s": tokens / step_s}
 
 
+def columns(values: Mapping[str, float]) -> tuple[Column, ...]:
+    """Return the columns of a run whose steps have `values`: none that would stay empty."""
+    generates = "tokens/generated" in values
+    return tuple(
+        column
+        for column in COLUMNS
+        if column.always or (generates and column.title != "acc") or any(key in values for key in column.keys)
+    )
+
+
 def header(values: Mapping[str, float], step_width: int) -> Text:
     """Return the line above the steps; the columns of reward or loss, and of KL or entropy, are named by what `values` has."""
     regular = "ref KL" if "policy/ref_kl_nats" in values else "entropy"
     names = {"": regular, "reward": "reward" if "reward/mean" in values else "loss"}
-    titles = [f"{names.get(column.title, column.title):>{column.width}}" for column in COLUMNS]
+    titles = [f"{names.get(column.title, column.title):>{column.width}}" for column in columns(values)]
     return Text("  ".join([f"{'step':>{step_width}}", *titles]), style="dim")
 
 
-def row(step: int, values: Mapping[str, float], step_width: int) -> Text:
+def row(step: int, values: Mapping[str, float], step_width: int, shown: Sequence[Column] = COLUMNS) -> Text:
     """Return one step as a line."""
     line = Text(f"{step:>{step_width}}")
-    for column in COLUMNS:
-        value = next((values[key] for key in column.keys if key in values), None)
-        text = MISSING if value is None else column.form(value)
+    for column in shown:
+        key = next((key for key in column.keys if key in values), "")
+        text = _form(key)(values[key]) if key else MISSING
         line.append("  ")
-        line.append(f"{text:>{column.width}}", style="dim" if value is None else column.style)
+        line.append(f"{text:>{column.width}}", style=column.style if key else "dim")
     return line
+
+
+def _form(key: str) -> Callable[[float], str]:
+    return {"accuracy": percent, "time": seconds}.get(key.partition("/")[0], number)
 
 
 def visible(text: str) -> str:
@@ -139,8 +159,8 @@ def _add_sample(table: Table, group: Group, index: int, text: str, room: int) ->
     mark = Text(MISSING, style="dim")
     if group.scores:
         score = group.scores[index]
-        mark = Text(f"{number(score.reward)} {'✓' if score.correct else '✗'}")
-        mark.stylize("green" if score.correct else "red")
+        sign, style = {True: (" ✓", "green"), False: (" ✗", "red"), None: ("", "")}[score.correct]
+        mark = Text(f"{number(score.reward)}{sign}", style=style)
     # Text, not str: a completion that looks like markup is not markup.
     table.add_row(Text(prompt, style="dim"), Text(completion), mark)
 
@@ -167,9 +187,12 @@ def summary_panel(values: Mapping[str, object]) -> Panel:
 
 
 def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
+    accuracy = _change(values, "accuracy_before", "accuracy_after", percent)
+    held_out = None if accuracy else _change(values, "validation_before", "validation_after", number)
     lines = [
         ("failed", _said(values, "error")),
-        ("accuracy", _change(values, "accuracy_before", "accuracy_after", percent)),
+        ("accuracy", accuracy),
+        ("held-out reward", held_out),
         ("reward", _change(values, "reward_first", "reward_last", number)),
         ("held-out loss", _change(values, "loss_before", "loss_after", number)),
         ("steps", _one(values, "steps", lambda value: f"{value:.0f}")),
