@@ -44,7 +44,9 @@ def _pools():
 
 def _fresh(pools, num_ranks):
     stack, by_size = pools
-    if num_ranks not in by_size or by_size[num_ranks].failed:
+    if num_ranks in by_size and by_size[num_ranks].is_spent:
+        by_size.pop(num_ranks).stop()
+    if num_ranks not in by_size:
         by_size[num_ranks] = stack.enter_context(RankPool(num_ranks))
     return by_size[num_ranks]
 

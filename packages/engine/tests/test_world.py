@@ -71,6 +71,8 @@ def halves_and_pairs(world):
         tensor = torch.tensor(10**world.rank)
         dist.all_reduce(tensor, group=mine.group)
         sums.append((mine.rank, int(tensor)))
+        assert world.split(2, 600.0, stride=stride) is mine, "engines share it"
+        assert world.split(2, 500.0, stride=stride) is not mine
     with pytest.raises(StateError, match="4 ranks cannot be split into groups of 3, 1 apart"):
         world.split(3, 600.0)
     return sums

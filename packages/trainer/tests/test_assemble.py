@@ -14,8 +14,8 @@ from offbeat_engine import check_batch
 from offbeat_rollout import Completion, Finish, version_spans
 from offbeat_trainer.algorithms.grpo import compute_advantages, group_advantages
 from offbeat_trainer.config import Advantage
-from offbeat_trainer.data.assemble import assemble, assemble_examples, assembled, group_metrics
-from offbeat_trainer.data.types import NO_VERSION, Example, Group, Prompt, Score, Trajectory
+from offbeat_trainer.data.assemble import accuracy, assemble, assemble_examples, assembled, group_metrics
+from offbeat_trainer.data.types import NO_VERSION, Example, Group, Prompt, Score, Trajectory, is_correct
 from offbeat_trainer.errors import TrainerError
 from offbeat_trainer.metrics import reduce_metrics
 
@@ -312,3 +312,11 @@ async def test_the_event_loop_goes_on_while_the_batch_is_made():
     asyncio.get_running_loop().call_later(0.01, went_on.set)
     batch = await assembled(groups, targets_of, 1.0)
     assert batch["input_ids"].tolist() == [[1, 5, 6]]
+
+
+def test_rewards_that_are_neither_right_nor_wrong_have_no_accuracy():
+    assert [is_correct(reward, None) for reward in (0.0, 1.0, 0.5, -1.0)] == [False, True, None, None]
+    assert [is_correct(reward, 0.5) for reward in (0.4, 0.5, 3.0)] == [False, True, True]
+    scores = [Score(reward=1.0, correct=True), Score(reward=0.0, correct=False)]
+    assert reduce_metrics(accuracy("a", scores)) == {"a": 0.5}
+    assert accuracy("a", [*scores, Score(reward=0.4)]) == accuracy("a", []) == []

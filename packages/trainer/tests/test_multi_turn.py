@@ -99,7 +99,7 @@ def test_turns_are_added_to_each_other_token_by_token():
     ]
     assert (one.finish, other.finish) == (Finish.STOP, Finish.STOP)
     assert [turn.reward for turn in one.turns] == [1.0, 2.0, 3.0]
-    assert group.scores == (Score(reward=6.0, correct=True, parts={"turns": 3.0}),) * 2
+    assert group.scores == (Score(reward=6.0, parts={"turns": 3.0}),) * 2
     mine = [request for request in replica.asked if request.session == "0/p"]
     assert [request.prompt_ids for request in mine] == [
         (1, 2, 8, 8), (1, 2, 8, 8, 7, 0, 9, 0), (1, 2, 8, 8, 7, 0, 9, 0, 7, 0, 9, 1),
@@ -238,7 +238,7 @@ class Task:
 @pytest.mark.parametrize(
     ("reward_from", "score"),
     [
-        (RewardFrom.ENVIRONMENT, Score(reward=6.0, correct=True, parts={"turns": 3.0})),
+        (RewardFrom.ENVIRONMENT, Score(reward=6.0, parts={"turns": 3.0})),
         (RewardFrom.TASK, Score(reward=3.0, correct=False)),
         (RewardFrom.BOTH, Score(reward=9.0, correct=False, parts={"turns": 3.0, "environment": 6.0})),
     ],

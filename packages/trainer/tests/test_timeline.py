@@ -111,7 +111,7 @@ def test_slow_rewards_are_not_slow_generation(tmp_path, mode, environment):
     )  # fmt: skip
     assert generate_s < LOOP.steps * 0.2  # 12 tokens take 0.12 s
     assert reward_s > LOOP.steps * 20 / 4
-    assert run.timeline.sentence().endswith("of the run for rewards")
+    assert run.timeline.sentence().endswith("of the steps' time for rewards")
 
 
 def test_the_long_tail_is_told_apart(tmp_path):

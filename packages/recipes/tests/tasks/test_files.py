@@ -98,6 +98,17 @@ def test_missing_file(tmp_path: Path):
         read_rows(str(tmp_path / "nowhere.jsonl"))
 
 
+def test_without_validation_no_file_is_needed(tmp_path: Path, plain_model: str, reward: str):
+    path = _jsonl(tmp_path / "rows.jsonl", [{"prompt": "say yes"}])
+    task = FileTask(FileConfig(train_path=path, reward=reward), plain_model, seed=0)
+    assert task.validation_prompts(0) == []
+    with pytest.raises(TaskError, match=r"task\.validation_path: needed.*trainer\.validation_prompts=0"):
+        task.validation_prompts(1)
+    holed = _jsonl(tmp_path / "holed.jsonl", [{"prompt": None}])
+    with pytest.raises(DataError, match="row 1: 'prompt' is null"):
+        FileTask(FileConfig(train_path=holed, reward=reward), plain_model, seed=0)
+
+
 def test_file_task_end_to_end(tmp_path: Path, plain_model: str, reward: str):
     rows = [{"prompt": f"say {word}", "answer": word} for word in ("yes", "no", "maybe", "never")]
     task = _file_task(tmp_path, rows, plain_model, reward)
@@ -283,7 +294,7 @@ async def test_several_rewards_score_what_completions_read(tmp_path: Path, plain
     finally:
         await scorer.close()
     assert [score.reward for score in scores] == pytest.approx([2 - 0.7, 1 - 0.3, -0.2])
-    assert [score.correct for score in scores] == [True, False, False]
+    assert [score.correct for score in scores] == [True, None, False]
     assert scores[0].parts == {"count": 2.0, "brief": -7.0}
 
 

@@ -44,10 +44,12 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "interrupted": False,
         "accuracy_before": None,
         "accuracy_after": None,
+        "validation_before": None,
+        "validation_after": None,
         "loss_before": None,
         "loss_after": None,
         "reward_first": 0.25,
-        "reward_last": 0.75,
+        "reward_last": 0.5,  # the mean of both
         "tokens_per_s": 20.0 / 4.0,
         "phase_s": {"generate": 0.5, "reward": 0.25, "train": 1.125, "sync": 0.125},
         "beside_s": {"validate": 100.0},
@@ -96,11 +98,13 @@ def test_the_first_reward_of_a_resumed_run_is_that_of_the_first_process():
     assert (outcome.reward_first, outcome.reward_last) == (-1.0, 0.5)
 
 
-def test_a_first_reward_of_zero_counts():
+def test_first_and_last_reward_are_means_of_a_few_steps():
     outcome = Outcome()
     outcome.take(0, values(0.0), {})
-    outcome.take(1, values(1.0), {})
     assert outcome.reward_first == 0.0
+    for step in range(1, 12):
+        outcome.take(step, values(float(step)), {})
+    assert (outcome.reward_first, outcome.reward_last) == (2.0, 9.0)
 
 
 def test_a_run_without_steps_has_a_summary():

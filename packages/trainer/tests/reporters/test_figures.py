@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 
 from offbeat_trainer.watch.reporters.figures import (
-    COLUMNS,
     clock,
+    columns,
     header,
     number,
     percent,
@@ -48,16 +48,40 @@ def test_speed_counts_the_whole_step():
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"reward/mean": -123.4, "policy/ref_kl_nats": 1e-9, "train/grad_norm": 1e9}]
+    "values",
+    [
+        {},
+        {"tokens/generated": 8.0},
+        {"reward/mean": -123.4, "policy/ref_kl_nats": 1e-9, "train/grad_norm": 1e9},
+    ],
 )
 def test_rows_stand_under_their_header_within_a_narrow_terminal(values):
-    titles, line = header(values, 4).plain, row(12, values, 4).plain
+    shown = columns(values)
+    titles, line = header(values, 4).plain, row(12, values, 4, shown).plain
     assert len(titles) == len(line) <= 80
     ends = [
         index for index in range(len(titles) - 1) if titles[index] != " " and titles[index + 1 :][:2] == "  "
     ]
-    assert len(ends) == len(COLUMNS)
+    assert len(ends) == len(shown)
     assert all(line[end] != " " and line[end + 1] == " " for end in ends)
+
+
+def test_no_column_stays_empty():
+    generating = {
+        "reward/mean": 0.4,
+        "reward/validation": 0.5,
+        "tokens/generated": 8.0,
+        "time/generate_s": 1.0,
+    }
+    titles, line = (
+        header(generating, 4).plain.split(),
+        row(1, generating, 4, columns(generating)).plain.split(),
+    )
+    assert titles[:4] == ["step", "reward", "valid", "tok/s"], "rewards that are neither right nor wrong"
+    assert line[2] == "0.500"
+    supervised = {"train/loss": 2.0, "validation/loss": 1.5, "time/train_s": 0.5, "train/grad_norm": 1.0}
+    assert header(supervised, 4).plain.split() == ["step", "loss", "valid", "train", "s", "grad"]
+    assert row(1, supervised, 4, columns(supervised)).plain.split()[2] == "1.500"
 
 
 def test_completions_cannot_draw_on_the_screen():

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import io
 import multiprocessing as mp
+import os
 import sys
 import time
 import traceback
@@ -35,6 +36,8 @@ PRELOADED = [
     "accelerate",
     "peft",
 ]
+
+MAX_THREADS = 100
 
 
 class RanksError(EngineError, RuntimeError):
@@ -96,6 +99,14 @@ class RankPool:
             raise RanksError("\n".join(failures))
         return [result for _, result in answers]
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether the processes are out of step, or hold so many gloo groups that these take the machine's time.
+
+        A group has three threads, one of which wakes every ten milliseconds; Megatron makes some twenty groups a layout.
+        """
+        return self.failed or any(_num_threads(process.pid) > MAX_THREADS for process in self._processes)
+
     def _answer(self, rank: int, deadline: float) -> tuple[str | None, Any]:
         try:
             if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
@@ -129,6 +140,13 @@ class RankPool:
             if process.is_alive():
                 process.kill()
                 process.join(5.0)
+
+
+def _num_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # it has ended, or this is no Linux
+        return 0
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: object, timeout_s: float = 600.0) -> list[Any]:

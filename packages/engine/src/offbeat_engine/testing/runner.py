@@ -81,7 +81,7 @@ class Case:
 
 
 class Ranks:
-    """Pools of ranks by their number, started when first asked for and anew after one was left out of step."""
+    """Pools of ranks by their number, started when first asked for and anew after one is spent: see `RankPool.is_spent`."""
 
     def __init__(self, device: str = "cpu", timeout_s: float = 600.0) -> None:
         """Start nothing yet."""
@@ -90,9 +90,9 @@ class Ranks:
         self._pools: dict[int, RankPool] = {}
 
     def pool(self, num_ranks: int) -> RankPool:
-        """Return a pool of `num_ranks` that is in step."""
+        """Return a pool of `num_ranks` that is not spent."""
         pool = self._pools.get(num_ranks)
-        if pool is None or pool.failed:
+        if pool is None or pool.is_spent:
             # One that failed may hang in a collective that will never end: it is stopped before the next starts.
             if pool is not None:
                 pool.stop()

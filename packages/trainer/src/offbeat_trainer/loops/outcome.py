@@ -90,7 +90,7 @@ class Outcome:
         reward = values["reward/mean"]
         self.last_rewards.append(reward)
         self.reward_last = math.fsum(self.last_rewards) / len(self.last_rewards)
-        if self.reward_first is None or self.steps <= FEW_STEPS:
+        if self.reward_first is None or self.steps_here == self.steps <= FEW_STEPS:
             self.reward_first = self.reward_last
         self.tokens += values["tokens/generated"]
         self.take_seconds(seconds)
@@ -146,7 +146,7 @@ class Outcome:
             "loss_after": self.loss_after,
             "reward_first": self.reward_first,
             "reward_last": self.reward_last,
-            "tokens_per_s": self.tokens / self.step_s if self.tokens else None,
+            "tokens_per_s": self.tokens / self.step_s if self.tokens and self.step_s else None,
             "phase_s": {name: self.phase_s.get(name, 0.0) / steps for name in STEP_PHASES},
             "beside_s": {name: value for name, value in self.phase_s.items() if name not in STEP_PHASES},
             "sync_gb_per_s": self.sync_gb_per_s / self.syncs if self.syncs else None,
