@@ -282,7 +282,12 @@ async def test_several_rewards_score_what_completions_read(tmp_path: Path, plain
     brief.write_text("def brief(completions, answer, **rest): return [-len(one) for one in completions]\n")
     both = (reward, f"{brief}:brief")
     task = _file_task(
-        tmp_path, [{"prompt": "say yes", "answer": "yes"}], plain_model, both, reward_weights=(1.0, 0.1)
+        tmp_path,
+        [{"prompt": "say yes", "answer": "yes"}],
+        plain_model,
+        both,
+        reward_weights=(1.0, 0.1),
+        correct_at=1.0,
     )
     scorer = make_scorer(task, RewardConfig(concurrency=1), tmp_path / "rewards.log")
     asked = Group(
@@ -294,7 +299,7 @@ async def test_several_rewards_score_what_completions_read(tmp_path: Path, plain
     finally:
         await scorer.close()
     assert [score.reward for score in scores] == pytest.approx([2 - 0.7, 1 - 0.3, -0.2])
-    assert [score.correct for score in scores] == [True, None, False]
+    assert [score.correct for score in scores] == [True, False, False]
     assert scores[0].parts == {"count": 2.0, "brief": -7.0}
 
 
