@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from offbeat_trainer.errors import ResumeError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -28,6 +29,7 @@ class RunState:
     validation_after: float | None = None
     reward_first: float | None = None
     reward_last: float | None = None
+    last_rewards: Sequence[float] = ()
     loss_before: float | None = None
     loss_after: float | None = None
     warmup_s: float = 0.0

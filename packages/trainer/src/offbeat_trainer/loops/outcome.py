@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -58,8 +57,8 @@ class Outcome:
     loss_before: float | None = None  # of held-out rows, where a run learns from written ones
     loss_after: float | None = None
     reward_first: float | None = None  # the mean of the run's first steps, `FEW_STEPS` at most
-    reward_last: float | None = None  # that of the last ones of this process
-    last_rewards: deque[float] = field(default_factory=lambda: deque[float](maxlen=FEW_STEPS))
+    reward_last: float | None = None  # that of the last ones
+    last_rewards: Sequence[float] = ()
     max_abs_logprob_diff: float | None = None
     is_told: bool = False  # that the two do not run the same model
     warmup_s: float = 0.0
@@ -88,9 +87,9 @@ class Outcome:
         self.steps = step + 1
         self.steps_here += 1
         reward = values["reward/mean"]
-        self.last_rewards.append(reward)
+        self.last_rewards = (*self.last_rewards, reward)[-FEW_STEPS:]
         self.reward_last = math.fsum(self.last_rewards) / len(self.last_rewards)
-        if self.reward_first is None or self.steps_here == self.steps <= FEW_STEPS:
+        if self.reward_first is None or self.steps == len(self.last_rewards):
             self.reward_first = self.reward_last
         self.tokens += values["tokens/generated"]
         self.take_seconds(seconds)
