@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from offbeat_trainer.errors import ResumeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -29,7 +28,7 @@ class RunState:
     validation_after: float | None = None
     reward_first: float | None = None
     reward_last: float | None = None
-    last_rewards: Sequence[float] = ()
+    last_rewards: list[float] = field(default_factory=list[float])
     loss_before: float | None = None
     loss_after: float | None = None
     warmup_s: float = 0.0

@@ -58,7 +58,7 @@ class Outcome:
     loss_after: float | None = None
     reward_first: float | None = None  # the mean of the run's first steps, `FEW_STEPS` at most
     reward_last: float | None = None  # that of the last ones
-    last_rewards: Sequence[float] = ()
+    last_rewards: list[float] = field(default_factory=list[float])
     max_abs_logprob_diff: float | None = None
     is_told: bool = False  # that the two do not run the same model
     warmup_s: float = 0.0
@@ -87,7 +87,7 @@ class Outcome:
         self.steps = step + 1
         self.steps_here += 1
         reward = values["reward/mean"]
-        self.last_rewards = (*self.last_rewards, reward)[-FEW_STEPS:]
+        self.last_rewards = [*self.last_rewards, reward][-FEW_STEPS:]
         self.reward_last = math.fsum(self.last_rewards) / len(self.last_rewards)
         if self.reward_first is None or self.steps == len(self.last_rewards):
             self.reward_first = self.reward_last
