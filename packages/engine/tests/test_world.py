@@ -1,5 +1,6 @@
 import multiprocessing as mp
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from offbeat_engine import StateError, World
 from offbeat_engine.testing import RankPool
+from offbeat_engine.testing.runner import Ranks
 from offbeat_engine.toolkit.collectives import gather_ints
 
 
@@ -103,3 +105,18 @@ def test_a_group_waits_no_longer_than_it_was_told():
 def test_several_ranks_must_join_first():
     with pytest.raises(StateError, match=r"World\.join"):
         World(rank=1, size=2).ensure_group()
+
+
+def many_groups(world):
+    for timeout_s in range(600, 650):
+        world.split(2, timeout_s)
+    return True
+
+
+def test_ranks_with_so_many_groups_that_their_threads_take_the_machine_are_started_anew():
+    with closing(Ranks()) as ranks:
+        pool = ranks.pool(2)
+        assert ranks.pool(2) is pool
+        pool.run(many_groups)
+        assert pool.is_spent
+        assert ranks.pool(2) is not pool

@@ -57,7 +57,7 @@ def test_speed_counts_the_whole_step():
 )
 def test_rows_stand_under_their_header_within_a_narrow_terminal(values):
     shown = columns(values)
-    titles, line = header(values, 4).plain, row(12, values, 4, shown).plain
+    titles, line = header(values, 4, shown).plain, row(12, values, 4, shown).plain
     assert len(titles) == len(line) <= 80
     ends = [
         index for index in range(len(titles) - 1) if titles[index] != " " and titles[index + 1 :][:2] == "  "
@@ -67,21 +67,25 @@ def test_rows_stand_under_their_header_within_a_narrow_terminal(values):
 
 
 def test_no_column_stays_empty():
-    generating = {
-        "reward/mean": 0.4,
-        "reward/validation": 0.5,
-        "tokens/generated": 8.0,
-        "time/generate_s": 1.0,
-    }
-    titles, line = (
-        header(generating, 4).plain.split(),
-        row(1, generating, 4, columns(generating)).plain.split(),
-    )
-    assert titles[:4] == ["step", "reward", "valid", "tok/s"], "rewards that are neither right nor wrong"
-    assert line[2] == "0.500"
     supervised = {"train/loss": 2.0, "validation/loss": 1.5, "time/train_s": 0.5, "train/grad_norm": 1.0}
-    assert header(supervised, 4).plain.split() == ["step", "loss", "valid", "train", "s", "grad"]
-    assert row(1, supervised, 4, columns(supervised)).plain.split()[2] == "1.500"
+    shown = columns(supervised)
+    assert header(supervised, 4, shown).plain.split() == ["step", "loss", "valid", "train", "s", "grad"]
+    assert row(1, supervised, 4, shown).plain.split()[2] == "1.500"
+    partial = {"reward/mean": 0.4, "reward/validation": 0.5}
+    shown = columns(partial)
+    assert header(partial, 4, shown).plain.split() == ["step", "reward", "valid"], "neither right nor wrong"
+    assert row(1, partial, 4, shown).plain.split() == ["1", "0.400", "0.500"]
+    later = columns({"reward/mean": 0.4, "time/sync_s": 1.0}, shown)
+    assert [column.title for column in later] == ["reward", "valid", "sync s"], "of a sync every other step"
+
+
+def test_accuracy_at_one_end_alone_gives_way_to_the_reward():
+    values = {"accuracy_before": 0.0, "validation_before": 0.0, "validation_after": 0.4}
+    assert "accuracy" not in panel_text(values)
+    assert "held-out reward" in panel_text(values)
+    right = {**values, "accuracy_after": 0.4}
+    assert "accuracy" in panel_text(right)
+    assert "held-out reward" not in panel_text(right)
 
 
 def test_completions_cannot_draw_on_the_screen():

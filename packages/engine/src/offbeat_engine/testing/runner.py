@@ -81,7 +81,7 @@ class Case:
 
 
 class Ranks:
-    """Pools of ranks by their number, started when first asked for and anew after one is spent: see `RankPool.is_spent`."""
+    """Pools of ranks by their number, started when first asked for, and anew after one `is_spent`."""
 
     def __init__(self, device: str = "cpu", timeout_s: float = 600.0) -> None:
         """Start nothing yet."""

@@ -79,6 +79,7 @@ async def _learn_from_rows(session: Session) -> None:
     config, folder, algorithm = session.config, session.folder, algorithm_of(session.config)
     assert isinstance(algorithm, OfflineAlgorithm), "the registry lets no other have `written_rows`"
     rows, held_out = rows_of(session.task, algorithm)
+    measured = held_out(config.trainer.validation_prompts)
     store = RunStore(folder.checkpoints / "state", keep=config.trainer.keep_checkpoints)
     cluster = Cluster(cluster_spec(config.alone, folder, str(session.base_model)))
     try:
@@ -90,7 +91,7 @@ async def _learn_from_rows(session: Session) -> None:
             cluster,
             store,
             batch=lambda step: algorithm.batch(rows(step, config.trainer.prompts_per_step)),
-            held_out=algorithm.batch(held_out(config.trainer.validation_prompts)),
+            held_out=algorithm.batch(measured) if measured else None,
         )
         await learn(session, cluster, parts, start)
         if not session.outcome.interrupted:

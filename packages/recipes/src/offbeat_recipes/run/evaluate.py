@@ -13,7 +13,9 @@ from offbeat_recipes.run.modes import make_rollout
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.config import Placement
+from offbeat_trainer.data.assemble import accuracy
 from offbeat_trainer.errors import ResumeError
+from offbeat_trainer.metrics import reduce_metrics
 from offbeat_trainer.roles.role import POLICY
 from offbeat_trainer.rollouts.single import derive_seed
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_recipes.run.session import Session
-    from offbeat_trainer.data.types import Group, Score
+    from offbeat_trainer.data.types import Group
 
 
 async def evaluate_run(session: Session) -> None:
@@ -117,17 +119,6 @@ async def _sample(session: Session, cluster: Cluster) -> list[Group]:
         await rollout.close()
 
 
-def _accuracy(groups: list[Group], scores: list[Score]) -> dict[str, float]:
-    """Return what is known of right and wrong: nothing where a reward is neither."""
-    if any(score.correct is None for score in scores):
-        return {}
-    solved = sum(any(score.correct for score in group.scores) for group in groups)
-    return {
-        "accuracy": sum(bool(score.correct) for score in scores) / len(scores),
-        "solved_at_least_once": solved / len(groups),
-    }
-
-
 def _report(session: Session, step: int, groups: list[Group]) -> None:
     scores = [score for group in groups for score in group.scores]
     result = {
@@ -135,9 +126,12 @@ def _report(session: Session, step: int, groups: list[Group]) -> None:
         "prompts": len(groups),
         "samples_per_prompt": len(groups[0].scores),
         "temperature": session.config.evaluation.temperature,
-        **_accuracy(groups, scores),
+        **reduce_metrics(accuracy("accuracy", scores)),
         "reward": sum(score.reward for score in scores) / len(scores),
     }
+    if "accuracy" in result:
+        solved = sum(any(score.correct for score in group.scores) for group in groups)
+        result["solved_at_least_once"] = solved / len(groups)
     folder = session.folder.path / "evaluations"
     folder.mkdir(exist_ok=True)
     (folder / f"step_{step}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -146,4 +140,5 @@ def _report(session: Session, step: int, groups: list[Group]) -> None:
     ]
     session.reporter.samples(step, "evaluated", groups[:4], texts)
     lines = {name.replace("_", " "): f"{value:.4g}" for name, value in result.items()}
-    session.reporter.summary({"paths": {**lines, "written to": str(folder / f"step_{step}.json")}})
+    written = {"written to": str(folder / f"step_{step}.json")}
+    session.reporter.summary({"results": lines, "paths": written})

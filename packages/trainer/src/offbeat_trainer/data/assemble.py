@@ -206,8 +206,10 @@ def group_metrics(groups: Sequence[Group]) -> list[Metric]:
 
 def accuracy(name: str, scores: Sequence[Score]) -> list[Metric]:
     """Return the share of right trajectories; nothing where one of them is neither right nor wrong."""
-    told = [score.correct for score in scores if score.correct is not None]
-    return [Metric(name, Mean(sum(told), len(told)))] if told and len(told) == len(scores) else []
+    verdicts = [score.correct for score in scores if score.correct is not None]
+    if not verdicts or len(verdicts) < len(scores):
+        return []
+    return [Metric(name, Mean(sum(verdicts), len(verdicts)))]
 
 
 def _turn_metrics(trajectories: Sequence[Trajectory], ended: Callable[[Ending], Mean]) -> list[Metric]:

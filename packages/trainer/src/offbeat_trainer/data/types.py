@@ -237,7 +237,10 @@ class Score:
 
 
 def is_correct(reward: float, correct_at: float | None) -> bool | None:
-    """Return whether a trajectory of `reward` is right: from `correct_at` on; where that is None, 1 is right, 0 is wrong, all else neither."""
+    """Return whether a trajectory of `reward` is right: from `correct_at` on.
+
+    Where that is None, a reward of 1 is right, one of 0 is wrong, and any other is neither.
+    """
     if correct_at is None:
         return bool(reward) if reward in (0.0, 1.0) else None
     return reward >= correct_at

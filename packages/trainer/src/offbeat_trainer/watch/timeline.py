@@ -203,12 +203,12 @@ class Timeline:
             return "neither training nor generation had to wait"
         first = causes[0]
         waits = _TRAINER_WAITS if first.who == TRAINER else _GENERATION_WAITS
-        said = f"{first.who} waited {first.share:.0%} of the steps' time {waits.get(first.cause, 'between steps')}"
+        sentence = f"{first.who} waited {first.share:.0%} of the steps' time {waits.get(first.cause, 'between steps')}"
         if first.who == TRAINER and first.cause == "generate" and self._tail_s >= 0.005 * self.total_s:
-            said += (
+            sentence += (
                 f", {self._tail_s / self.total_s:.0%} for the longest {TAIL_SHARE:.0%} of generations alone"
             )
-        return said
+        return sentence
 
     def close(self) -> None:
         """End the file, after which nothing is drawn; safe to call twice."""

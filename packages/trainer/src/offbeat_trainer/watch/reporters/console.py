@@ -16,13 +16,13 @@ from rich.text import Text
 
 from offbeat_trainer.metrics import reduce_metrics
 from offbeat_trainer.watch.reporters.figures import (
-    COLUMNS,
     clock,
     columns,
     header,
     row,
     sample_table,
     summary_panel,
+    where_next,
     with_speed,
 )
 from offbeat_trainer.watch.reporters.screen import Screen
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.metrics import Metric
+    from offbeat_trainer.watch.reporters.figures import Column
 
 FIRST_OF_STEP = ("generate", "train")
 NEWS = ("stopping", "fenced", "failing", "dropped")
@@ -90,7 +91,7 @@ class ConsoleReporter:
         self._steps_started = 0.0
         self._step = 0
         self._rows = 0
-        self._columns = COLUMNS
+        self._columns: tuple[Column, ...] = ()
         self._validate_s = 0.0  # after the newest step
         self._said = self._opened
         self._held: list[RenderableType] = []
@@ -124,10 +125,11 @@ class ConsoleReporter:
         values = with_speed(reduce_metrics(metrics), self._validate_s)
         self._validate_s = values.get("time/validate_s", 0.0)
         width = max(4, len(str(self._steps)))
-        if self._rows % HEADER_EVERY == 0:
+        shown = columns(values, self._columns)
+        if self._rows % HEADER_EVERY == 0 or shown != self._columns:
+            self._columns = shown
             self._line(Text())
-            self._columns = columns(values)
-            self._line(header(values, width))
+            self._line(header(values, width, shown))
         self._rows += 1
         self._step = step
         self._line(row(step, values, width, self._columns))
@@ -146,15 +148,17 @@ class ConsoleReporter:
     def summary(self, values: Mapping[str, object]) -> None:
         """Print what the run came to.
 
-        Shown: accuracy_before/_after, or validation_before/_after where there is none, reward_first/_last, steps, wall_s, startup_s, warmup_s, tokens_per_s,
-        phase_s, sync_gb_per_s, max_abs_logprob_diff; `interrupted` with `resume_command`; and `paths`, a mapping
-        from label to where to look next. Other values are for `summary.json`.
+        Shown: accuracy_before/_after, or validation_before/_after where there is none, reward_first/_last, steps,
+        wall_s, startup_s, warmup_s, tokens_per_s, phase_s, sync_gb_per_s, max_abs_logprob_diff; `interrupted` with `resume_command`; `results`, more figures in words
+        by label; and `paths`, a mapping from label to where to look next. Other values are for `summary.json`.
         """
         self._ended = True
         self._stop_live()
         self._show_held()
         self._console.print(Text())
         self._console.print(summary_panel(values))
+        for line in where_next(values):
+            self._line(line)
 
     def close(self) -> None:
         """Give the screen back; without a summary, say in which phase the run ended."""

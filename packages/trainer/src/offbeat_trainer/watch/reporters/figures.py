@@ -56,7 +56,7 @@ def seconds(value: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column of the table of steps; `keys` are tried in order. `always`: it comes in later steps, too."""
+    """One column of the table of steps; `keys` are tried in order. `always`: it is there before it has a value."""
 
     title: str
     width: int
@@ -95,25 +95,24 @@ def with_speed(values: Mapping[str, float], before_s: float = 0.0) -> dict[str, 
     return dict(values) if not step_s or tokens is None else {**values, "tokens/per_s": tokens / step_s}
 
 
-def columns(values: Mapping[str, float]) -> tuple[Column, ...]:
-    """Return the columns of a run whose steps have `values`: none that would stay empty."""
-    generates = "tokens/generated" in values
+def columns(values: Mapping[str, float], before: Sequence[Column] = ()) -> tuple[Column, ...]:
+    """Return the columns of a run after a step with `values`; `before` it, it had those. None of them stays empty."""
     return tuple(
         column
         for column in COLUMNS
-        if column.always or (generates and column.title != "acc") or any(key in values for key in column.keys)
+        if column.always or column in before or any(key in values for key in column.keys)
     )
 
 
-def header(values: Mapping[str, float], step_width: int) -> Text:
+def header(values: Mapping[str, float], step_width: int, shown: Sequence[Column]) -> Text:
     """Return the line above the steps; the columns of reward or loss, and of KL or entropy, are named by what `values` has."""
     regular = "ref KL" if "policy/ref_kl_nats" in values else "entropy"
     names = {"": regular, "reward": "reward" if "reward/mean" in values else "loss"}
-    titles = [f"{names.get(column.title, column.title):>{column.width}}" for column in columns(values)]
+    titles = [f"{names.get(column.title, column.title):>{column.width}}" for column in shown]
     return Text("  ".join([f"{'step':>{step_width}}", *titles]), style="dim")
 
 
-def row(step: int, values: Mapping[str, float], step_width: int, shown: Sequence[Column] = COLUMNS) -> Text:
+def row(step: int, values: Mapping[str, float], step_width: int, shown: Sequence[Column]) -> Text:
     """Return one step as a line."""
     line = Text(f"{step:>{step_width}}")
     for column in shown:
@@ -166,29 +165,45 @@ def _add_sample(table: Table, group: Group, index: int, text: str, room: int) ->
 
 
 def summary_panel(values: Mapping[str, object]) -> Panel:
-    """Return the closing panel: what was reached, what it cost, where to look; absent values are left out."""
+    """Return the closing panel: what was reached and what it cost; absent values are left out."""
     grid = Table.grid(padding=(0, 3))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in _lines(values):
         grid.add_row(label, text)
+    for label, result in cast("Mapping[str, str]", values.get("results") or {}).items():
+        grid.add_row(label, Text(result))
     ended, style = "done", "green"
     if values.get("error"):
         ended, style = "failed", "red"
     elif values.get("interrupted"):
         ended, style = "stopped", "yellow"
     title = Text(f" {ended} ", style=f"bold {style}")
-    paths = values.get("paths")
-    if paths:
-        grid.add_row("", "")
-        for label, path in cast("Mapping[str, object]", paths).items():
-            grid.add_row(label, Text(str(path), style="cyan"))
     return Panel(grid, title=title, title_align="left", border_style=style, padding=(1, 2), expand=False)
+
+
+def where_next(values: Mapping[str, object]) -> list[Text]:
+    """Return the lines below the panel: where to look next, and commands, which must be copied whole."""
+    lines = {
+        label: str(path) for label, path in cast("Mapping[str, object]", values.get("paths") or {}).items()
+    }
+    command = values.get("resume_command")
+    if command and values.get("interrupted"):
+        lines["to go on"] = str(command)
+    width = max(map(len, lines), default=0)
+    return [Text.assemble((f"{label:<{width}}  ", "dim"), (line, "cyan")) for label, line in lines.items()]
 
 
 def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
     accuracy = _change(values, "accuracy_before", "accuracy_after", percent)
-    held_out = None if accuracy else _change(values, "validation_before", "validation_after", number)
+    held_out = _change(values, "validation_before", "validation_after", number)
+    ends = ("before", "after")  # rewards may all be 0 or 1 at one end alone, by chance
+    if any(
+        values.get(f"accuracy_{end}") is None for end in ends if values.get(f"validation_{end}") is not None
+    ):
+        accuracy = None
+    else:
+        held_out = None
     lines = [
         ("failed", _said(values, "error")),
         ("accuracy", accuracy),
@@ -216,7 +231,6 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
         ),
         ("waiting", _said(values, "where_time_went")),
         ("not written", _lost(values)),
-        ("to go on", _resume(values)),
     ]
     return [(label, text) for label, text in lines if text is not None]
 
@@ -295,8 +309,3 @@ def _lost(values: Mapping[str, object]) -> Text | None:
     return (
         Text(", ".join(f"{name}: {count}" for name, count in lost.items()), style="yellow") if lost else None
     )
-
-
-def _resume(values: Mapping[str, object]) -> Text | None:
-    command = values.get("resume_command")
-    return Text(str(command), style="bold") if command and values.get("interrupted") else None
