@@ -9,6 +9,7 @@ import asyncio
 import json
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -35,19 +36,26 @@ SMALL = Size(
 LARGE = replace(SMALL, hidden=3584, layers=28, intermediate=18_944, heads=28, vocab=152_064)
 
 
-def train_small(size: Size = SMALL) -> dict[str, Any]:
-    """Train everything of about 1.5 B parameters with AdamW, float32 master weights, beside a plain loop."""
-    lengths = [SEQUENCE_TOKENS] * (MICRO_BATCHES * size.micro_batch_tokens // SEQUENCE_TOKENS)
+def train_small(
+    size: Size = SMALL,
+    micro_batches: int = MICRO_BATCHES,
+    **settings: Any,  # noqa: ANN401
+) -> dict[str, Any]:
+    """Train everything of about 1.5 B parameters with AdamW, float32 master weights, beside a plain loop; `settings` are the engine's."""
+    lengths = [SEQUENCE_TOKENS] * (micro_batches * size.micro_batch_tokens // SEQUENCE_TOKENS)
     batch = batch_of(size, lengths)
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(Path(folder) / "model", size)
-        engine, ours_gib = _with_peak(lambda: engine_on(World(device=size.device), model, size), batch)
+        engine, ours_gib = _with_peak(
+            lambda: engine_on(World(device=size.device), model, size, **settings), batch
+        )
         plain, theirs_gib = _with_peak(lambda: Plain(model, size), batch)
     turns = take_turns(engine, plain, batch, size.rounds)
     flops = flops_per_token(ModelCost.of(plain.model))
     peak = peak_flops(torch.device(size.device), torch.bfloat16)
     return {
         "trained": "all weights, AdamW, float32 master weights and moments",
+        "micro_batch_tokens": size.micro_batch_tokens,
         "parameters": sum(each.numel() for each in plain.model.parameters()),
         "mfu": None if peak is None else turns.ours * flops / peak,
         "mfu_plain": None if peak is None else turns.theirs * flops / peak,
@@ -211,6 +219,8 @@ def grpo(size: Size | None = None, steps: int = 3) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "train_1_5b": train_small,
+    "train_1_5b_compiled": partial(train_small, compile=True),
+    "train_1_5b_8k": partial(train_small, replace(SMALL, micro_batch_tokens=8192)),
     "train_7b": train_large,
     "train_megatron": train_megatron,
     "cuda_ipc": sync_cuda_ipc,

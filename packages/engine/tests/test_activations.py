@@ -1,5 +1,6 @@
 """Activations in host memory: the same gradients bit for bit, and nothing left on the device that could go."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -22,13 +23,13 @@ def config_of(path, **changes):
     return replace(base, **changes)
 
 
-def run(world, config, all_wrapped=False):
+def run(world, config, all_wrapped=False, batches=BATCHES):
     engine = Fsdp2Engine(replace(config, reshard="always" if all_wrapped else "auto"), world)
     engine.init_model()
     engine.set_loss_fn(SftLoss())
     seen = []
     with engine.train_mode():
-        for batch in BATCHES:
+        for batch in batches:
             engine.optimizer_zero_grad()
             predictions, loss, _ = engine.forward_backward_step(engine.shard_data(batch))
             seen += [predictions["logprobs"], *(tensor.clone() for _, tensor in engine.named_gradients())]
@@ -221,10 +222,16 @@ def test_strides_come_back_too():
 @pytest.mark.gpu(1)
 def test_offloaded_activations_free_the_gpu(tmp_path):
     path = make_tiny_model(tmp_path, hidden=512, layers=8)
+    # Gigabytes that backward needs; so many tokens are added up in another order each time.
+    large = [random_batch(8, max_tokens=1024, min_tokens=1024)]
     world, peaks, results = World(device="cuda"), [], []
     for offload in (False, True):
+        config = config_of(path, device="cuda", activation_offload=offload, micro_batch_tokens=8192)
+        results.append([tensor.cpu() for tensor in run(world, config)])
+        gc.collect()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        results.append(run(world, config_of(path, device="cuda", activation_offload=offload)))
-        peaks.append(torch.cuda.max_memory_allocated())
+        run(world, config, batches=large)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
     assert same(results[1], results[0])
     assert peaks[1] < peaks[0]

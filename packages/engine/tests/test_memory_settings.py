@@ -81,8 +81,13 @@ def same(got, expected):
 
 @pytest.mark.parametrize(
     ("changes", "most"),
-    [({"reshard": "always"}, 0), ({"reshard": "never"}, 4), ({"reshard": "never", "shard_size": 1}, 4)],
-    ids=["always", "never", "never, copies"],
+    [
+        ({"reshard": "always"}, 0),
+        ({"reshard": "never"}, 4),
+        ({"reshard": "always", "shard_size": 1}, 0),
+        ({"reshard": "never", "shard_size": 1}, 4),
+    ],
+    ids=["always", "never", "always, copies", "never, copies"],
 )
 def test_when_weights_are_let_go_of_changes_nothing(model, two_ranks, changes, most):
     plain = {key: value for key, value in changes.items() if key != "reshard"}
@@ -90,7 +95,8 @@ def test_when_weights_are_let_go_of_changes_nothing(model, two_ranks, changes, m
     got, held = two_ranks.run(run, model, changes)[0]
     same(got, expected)
     assert held == most
-    assert usual == 1  # the group outside the layers, which backward needs at once
+    # Otherwise the group outside the layers, which backward needs at once; all where each rank holds them all.
+    assert usual == (4 if "shard_size" in changes else 1)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "mixtral"])

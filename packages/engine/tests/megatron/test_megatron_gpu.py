@@ -59,8 +59,9 @@ def trained(runner, num_ranks, family, **changes):
     return job, records[0]
 
 
+# Of a mixture the suite's case `routed_experts_bfloat16` says it: left alone, a token may choose other experts, and no bound holds.
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
 def test_bfloat16_strays_as_a_plain_model_does_and_as_fsdp2(runner, with_te, family):
     job, record = trained(runner, 1, family, transformer_engine=with_te)
     config = Fsdp2Config(

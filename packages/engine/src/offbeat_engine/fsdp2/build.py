@@ -55,7 +55,7 @@ def build_state(config: Fsdp2Config, world: World) -> EngineState:
         ConfigError: the folder holds no model that fits the config.
     """
     scorer = _built_by_all(config, world)
-    gather_once = sharding.gathers_once(scorer, config)
+    gather_once = sharding.gathers_once(scorer, config) or sharding.holds_all(scorer, config, world)
     cost = ModelCost.of(scorer.hf)
     own_memory(scorer)
     sharded = sharding.shard(scorer, config, world)

@@ -20,7 +20,7 @@ class Fsdp2Config(EngineConfig):
 
     `reshard` says when a rank lets go of the weights that it gathered: "always" after each layer, forward and backward;
     "never" before the mini-batch ends (faster, at the memory of the whole model in the compute dtype); "auto" is "always", but a model of at most
-    256 MiB is gathered once. `reduce_dtype` is the precision in which gradients are added up over ranks; micro-batches are
+    256 MiB, and one that each rank holds and trains as a whole, is gathered once. `reduce_dtype` is the precision in which gradients are added up over ranks; micro-batches are
     added up in float32. In bfloat16 every micro-batch is reduced by itself, which sends half the bytes, but more often where `reshard`
     or `shard_size` would else reduce once.
 

@@ -110,17 +110,14 @@ _kept: list[Any] = []
 
 
 def _mend() -> None:
-    """Mend megatron-core itself: random states are of CUDA alone, and a name is missing without Transformer Engine."""
+    """Mend megatron-core itself: random states are of CUDA alone."""
     global _mended
     if _mended:
         return
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils
 
     tracker: Any = random.CudaRNGStatesTracker
     tracker.fork = lambda *_, **__: nullcontext()
     random._get_all_rng_states = lambda: (torch.get_rng_state(), None, None)  # noqa: SLF001
     random._set_all_rng_states = lambda cpu, *_: torch.set_rng_state(cpu)  # noqa: SLF001
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
     _mended = True

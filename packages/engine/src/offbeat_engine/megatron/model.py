@@ -139,11 +139,14 @@ def build(
 
     `with_te`: of Transformer Engine's layers.
     """
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
 
+    if not hasattr(moe_utils, "te_general_gemm"):  # routers ask for it, and only Transformer Engine brings it
+        moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
     ours, rotary = transformer_config(config, shape), Rotary(hf_config)
     ours.offbeat_rotary_scaling = rotary.scaling
     if with_te:

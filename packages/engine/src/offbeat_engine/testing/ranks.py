@@ -184,6 +184,8 @@ def _serve(world: World, port: int, timeout_s: float, pipe: Connection) -> None:
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timeout)
     if world.device == "cuda":
+        # `deterministic` asks for it before the first product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # noqa: TID251
         torch.cuda.set_device(world.local_rank)
     backend = "nccl" if world.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from traceback import walk_stack
 
+# `deterministic` asks for it before a rank's first product on a GPU; it is as large as torch's own choice.
+CUDA_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # A rank on a CPU hands what it frees back to the kernel while it loads, so that its peak is of what it holds.
 # (glibc takes a block of this size or more straight from the kernel.)
 LOADING_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_ARENA_MAX": "1"}

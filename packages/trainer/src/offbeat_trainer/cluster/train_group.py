@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 import ray
 
 from offbeat_trainer.cluster.nodes import cores_of_machines, even_shares, meeting_host, this_node
-from offbeat_trainer.cluster.process import LOADING_ENVIRONMENT
+from offbeat_trainer.cluster.process import CUDA_ENVIRONMENT, LOADING_ENVIRONMENT
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.cluster.waits import answer, answers, guarded
@@ -73,7 +73,7 @@ class TrainGroup(CarriedPolicy):
     async def start(self) -> None:
         """Reserve devices, start the ranks and let them meet."""
         spec = self._spec
-        environment = {} if spec.train.device == "cuda" else LOADING_ENVIRONMENT
+        environment = CUDA_ENVIRONMENT if spec.train.device == "cuda" else LOADING_ENVIRONMENT
         await self._rooms.reserve("train")
         seats = [self._rooms.rank(rank) for rank in range(spec.train.num_ranks)]
         # Threads of their own: what is copied out leaves, a sync can be given up, and a rank says that it is there, while it computes.

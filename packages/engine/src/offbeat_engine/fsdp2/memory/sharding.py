@@ -42,8 +42,9 @@ def shard(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
 
     once, shard_group = gathers_once(scorer, config), _sharder(scorer, config, world)
     if not once:
+        keep = config.reshard == "never" or holds_all(scorer, config, world)
         for layer in families.layers_of(scorer.hf):
-            shard_group(layer, reshard_after_forward=config.reshard != "never")
+            shard_group(layer, reshard_after_forward=not keep)
         if (table := _own_table(scorer)) is not None:
             # By itself, so that a gather never holds two copies of both ends of the model at once.
             shard_group(table, reshard_after_forward=config.reshard == "always")
@@ -168,3 +169,12 @@ def gathers_once(scorer: Scorer, config: Fsdp2Config) -> bool:
     """Return whether the model is one group: gathered once, with gradients scattered once, in a mini-batch."""
     num_bytes = sum(param.numel() for param in scorer.parameters()) * 4
     return config.reshard == "auto" and num_bytes <= SMALL_MODEL_BYTES
+
+
+def holds_all(scorer: Scorer, config: Fsdp2Config, world: World) -> bool:
+    """Return whether gathered weights stay for the mini-batch because each rank holds all weights, and trains them.
+
+    They add an eighth to the 16 bytes of a parameter with its gradient and moments. Frozen weights would take twice their memory.
+    """
+    trained = all(param.requires_grad for param in scorer.parameters())
+    return config.reshard == "auto" and config.shard_ranks(world.size) == 1 and trained
