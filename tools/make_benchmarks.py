@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md from docs/figures/*.json, the answers of `tools/bench/all.py`.
+"""Write docs/benchmarks.md from docs/figures/*.json, the answers of `tools/bench/all.py`, and figures/gpu/*.json, of `gpu.py`.
 
 Of each kind of machine (CPU and cores) the newest file counts. A figure that no file has is not on the page. Run without
 arguments to write the page; with --check to fail where the committed one is not what would be written.
@@ -26,9 +26,36 @@ Written by `tools/make_benchmarks.py` from [figures/](figures/), the answers of 
 
 A value is the median of its repeats; the noise is their range. An aim in bold was missed. Compare figures of one table only: machines
 differ, and virtual ones change their speed by the hour. Ratios of two sides that take turns are the steadiest.
-Nothing has been measured on a GPU yet: `tools/bench/gpu.py` does that where there is one. [The benches' own page](../tools/bench/README.md)
-says how each measures, and names two more that take longer and whose result is a count: `chaos.py` and `soak.py`.
+What a GPU did, `tools/bench/gpu.py` measured ([figures/gpu/](figures/gpu/)). [The benches' own page](../tools/bench/README.md) says how each measures, and names two more that take longer and whose result is a count: `chaos.py` and `soak.py`.
 """
+
+GPU_HEAD = """## One GPU
+
+`python tools/bench/gpu.py`: training beside a plain PyTorch loop on the same batch in turns, and a weight sync between two processes. MFU counts
+forward and backward of the model alone, of the bfloat16 peak. A commit stands with each part; what no file has was never measured: two GPUs
+(NCCL), vLLM and SGLang on a GPU, Transformer Engine, FlashAttention 3.
+"""
+# Parts of `gpu.py`, what each is, and the figures of it that are shown, with their units.
+GPU_PARTS = {
+    "train_1_5b": "FSDP2, 1.8 B parameters, micro-batches of 4,096 tokens",
+    "train_1_5b_8k": "the same, 8,192 tokens",
+    "train_1_5b_compiled": "the same, 4,096 tokens, `compile: true`",
+    "train_7b": "FSDP2, adapters of rank 16 on about 7 B frozen parameters, activation checkpointing",
+    "train_megatron": "Megatron without Transformer Engine, 1.1 B parameters, 4,096 tokens",
+    "cuda_ipc": "CUDA IPC, 2 GiB from one process to another, every element compared",
+}
+GPU_FIGURES = {
+    "mfu": "MFU",
+    "mfu_plain": "MFU of the plain loop",
+    "ratio": "of its tokens/s",
+    "tokens_per_s": "tokens/s",
+    "peak_gib": "GiB at most",
+    "plain_peak_gib": "GiB of the plain loop",
+    "max_logprob_difference": "largest difference of a log-prob from FSDP2's, both bfloat16",
+    "loss_difference_relative": "relative difference of the loss",
+    "seconds": "s a sync",
+    "gb_per_s": "GB/s",
+}
 
 
 def newest(folder: Path) -> list[dict[str, Any]]:
@@ -40,7 +67,7 @@ def newest(folder: Path) -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
-def page(answers: list[dict[str, Any]]) -> str:
+def page(answers: list[dict[str, Any]], gpu_answers: list[dict[str, Any]]) -> str:
     """Return the text of docs/benchmarks.md."""
     lines = [HEAD.rstrip()]
     for part in PARTS:
@@ -48,6 +75,8 @@ def page(answers: list[dict[str, Any]]) -> str:
         if tables:
             lines += ["", f"## {part.title}", "", part.about, "", _command(part)]
             lines += [line for table in tables for line in ("", *table)]
+    for answer in gpu_answers:
+        lines += ["", *_gpu_table(answer)]
     if len(lines) == 1:
         lines += ["", "No figures have been committed yet."]
     return "\n".join(lines) + "\n"
@@ -76,6 +105,37 @@ def _table(part: Part, answer: dict[str, Any]) -> list[str]:
     ]
 
 
+def newest_gpu(folder: Path) -> list[dict[str, Any]]:
+    """Return the newest answer of each kind of GPU."""
+    found = sorted(
+        (json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda each: each["date"]
+    )
+    return list({answer["device"]: answer for answer in found}.values())
+
+
+def _gpu_table(answer: dict[str, Any]) -> list[str]:
+    versions = answer["versions"]
+    rows: list[str] = []
+    for name, about in GPU_PARTS.items():
+        part = answer["parts"].get(name, {})
+        shown = [f"{_number(part[key])} {unit}" for key, unit in GPU_FIGURES.items() if key in part]
+        if shown:
+            commit = part.get("commit", answer["commit"])
+            rows.append(f"| `{name}` | {about} | {'; '.join(shown)} | {commit} |")
+    return [
+        GPU_HEAD,
+        f"{answer['date']}, one {answer['device']}, torch {versions['torch']}, transformers {versions['transformers']}:",
+        "",
+        "| part | what it is | figures | commit |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def _row(figure: Figure, row: dict[str, Any]) -> str:
     unit = f" {figure.unit}" if figure.unit else ""
     noise = "" if row["noise"] is None else f"{row['noise']:g}"
@@ -96,7 +156,7 @@ def main() -> None:
         "--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="the file to write or check"
     )
     options = parser.parse_args()
-    text = page(newest(options.figures))
+    text = page(newest(options.figures), newest_gpu(options.figures / "gpu"))
     if not options.check:
         options.page.write_text(text)
         print(f"wrote {options.page}")

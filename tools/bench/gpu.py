@@ -24,6 +24,7 @@ import time
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,6 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     parts = [part for part in PARTS if part.name in options.only.split(",")]
     answer: dict[str, Any] = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
         "device": device(),
         "versions": versions(),
         "parts": {},
@@ -217,6 +220,15 @@ def device() -> str | None:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def commit() -> str | None:
+    """Return the commit of this checkout, None where git does not know it."""
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def versions() -> dict[str, str | None]:

@@ -120,3 +120,26 @@ def test_the_newest_file_of_each_machine_counts_and_what_none_has_is_not_there(m
     assert "| 0.15 us | 0.2 | 3 | at most 0.3 us |" in text
     assert "## The driver alone" in text
     assert "## Rewards" not in text
+
+
+def test_of_each_gpu_the_newest_file_counts_and_each_part_says_its_commit(make_page, tmp_path):
+    (tmp_path / "gpu").mkdir()
+    for date, mfu in (("2026-01-02", 0.25), ("2026-01-01", 0.5)):
+        parts = {
+            "train_1_5b": {"mfu": mfu, "tokens_per_s": 12345.6},
+            "cuda_ipc": {"gb_per_s": 37.0, "commit": "older"},
+        }
+        found = {
+            "date": date,
+            "commit": "newer",
+            "device": "H200",
+            "versions": {"torch": "2.11.0", "transformers": "5"},
+            "parts": parts,
+        }
+        (tmp_path / "gpu" / f"{date}.json").write_text(json.dumps(found))
+    page = tmp_path / "page.md"
+    make_page("--figures", tmp_path, "--page", page)
+    text = page.read_text()
+    assert "0.25 MFU; 12,346 tokens/s | newer |" in text
+    assert "37 GB/s | older |" in text
+    assert "0.5 MFU" not in text
