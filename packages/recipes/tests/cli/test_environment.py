@@ -1,13 +1,15 @@
 """What the libraries find in the environment: seen in fresh processes, because it is read when they are imported."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
-from offbeat_recipes.cli._environment import _WANTED
+from offbeat_recipes.cli._environment import _WANTED, without_collector
 
 RAYS = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"}
 OURS = {*_WANTED, *RAYS, "TORCHINDUCTOR_CACHE_DIR"}
@@ -260,3 +262,13 @@ def test_the_libraries_that_planning_imports_find_it_set():
         "from huggingface_hub import constants\n"
         "print(json.dumps([code, constants.HF_HUB_OFFLINE, 'ray' in sys.modules]))"
     ) == [2, True, False]
+
+
+def test_what_is_loaded_before_a_run_is_left_to_no_collection():
+    gc.unfreeze()
+    with suppress(KeyError), without_collector():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()

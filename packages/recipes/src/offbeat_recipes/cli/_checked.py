@@ -10,7 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.cli import STARTED_S
-from offbeat_recipes.cli._environment import open_token, prepare_environment, private_ray
+from offbeat_recipes.cli._environment import (
+    open_token,
+    prepare_environment,
+    private_ray,
+    without_collector,
+)
 from offbeat_recipes.cli._hydra import USAGE, complain
 from offbeat_recipes.errors import RecipeError
 from offbeat_recipes.plan.facts import gather_facts
@@ -42,7 +47,7 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
             f"chmod 600 {readable}\n"
         )
     try:
-        with _ctrl_c() as raise_if_pressed:
+        with without_collector(), _ctrl_c() as raise_if_pressed:
             if sys.stderr.isatty():
                 sys.stderr.write(f"{prog}: checking settings, data and model ...\n")  # imports take seconds
             plan = plan_run(config, gather_facts(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from offbeat_recipes.cli._environment import without_collector
 from offbeat_recipes.cli._hydra import parser, read_command_line
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(read, int):
         return read
     config, _ = read
-    from offbeat_recipes.cli._checked import checked  # torch from here on
+    with without_collector():
+        from offbeat_recipes.cli._checked import checked  # torch from here on
 
     return checked(made.prog, config, "evaluate")
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from offbeat_recipes.cli._environment import prepare_environment, without_collector
 from offbeat_recipes.cli._hydra import USAGE, complain, parser, read_command_line
 from offbeat_recipes.errors import RecipeError
 
@@ -23,16 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(read, int):
         return read
     config, options = read
-    from offbeat_recipes.cli._environment import prepare_environment
-
     prepare_environment()
-    from offbeat_recipes.plan.facts import gather_facts  # torch from here on
-    from offbeat_recipes.plan.plan import plan_run
-    from offbeat_recipes.plan.view import plan_json, print_plan
-    from offbeat_recipes.run.folder import resume_refusals
-
     try:
-        plan = plan_run(config, gather_facts(config, opens_data=True))
+        with without_collector():
+            from offbeat_recipes.plan.facts import gather_facts  # torch from here on
+            from offbeat_recipes.plan.plan import plan_run
+            from offbeat_recipes.plan.view import plan_json, print_plan
+            from offbeat_recipes.run.folder import resume_refusals
+
+            plan = plan_run(config, gather_facts(config, opens_data=True))
         plan = replace(plan, refusals=(*plan.refusals, *resume_refusals(config)))
     except RecipeError as error:
         complain(made.prog, error)

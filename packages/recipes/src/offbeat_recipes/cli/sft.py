@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from offbeat_recipes.cli._environment import without_collector
 from offbeat_recipes.cli._hydra import USAGE, parser, read_command_line
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.warmup.steps < 1:
         sys.stderr.write(f"{made.prog}: refused: warmup.steps: 0; supervised training needs it, set it\n")
         return USAGE
-    from offbeat_recipes.cli._checked import checked  # torch from here on
+    with without_collector():
+        from offbeat_recipes.cli._checked import checked  # torch from here on
 
     return checked(made.prog, config, "sft_by_loss" if options.loss_only else "sft")
 
