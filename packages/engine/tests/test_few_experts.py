@@ -25,7 +25,11 @@ FAMILIES = {
     "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
 # Over four ranks, and over two replicas of two: 2 and 3 experts, of which the latter divide by neither.
-LAYOUTS = [("mixtral", {}), ("qwen3_moe", {}), ("qwen3_moe", {"shard_size": 2})]
+LAYOUTS = [
+    ("mixtral", {}),
+    pytest.param("qwen3_moe", {}, marks=pytest.mark.deep),
+    ("qwen3_moe", {"shard_size": 2}),
+]
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,15 @@ def loaded(world, path, settings, folder):
     return {name: weight.clone() for name, weight in engine.named_weights()}
 
 
-@pytest.mark.parametrize("settings", [{}, {"shard_size": 2}, {"sequence_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.deep),
+        {"shard_size": 2},
+        pytest.param({"sequence_parallel_size": 2}, marks=pytest.mark.deep),
+    ],
+    ids=str,
+)
 def test_gradients_norm_and_step_are_those_of_one_rank(ernie, four_ranks, tmp_path, settings):
     norm, grads, weights, dtypes = trained(World(), ernie, {}, str(tmp_path / "one"))
     found = four_ranks.run(layered, ernie, trained, settings, str(tmp_path / "four"))

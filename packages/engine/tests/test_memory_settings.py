@@ -131,7 +131,12 @@ def gradients_of_many(world, path, changes, layered):
 
 @pytest.mark.parametrize(
     ("changes", "layered"),
-    [({}, True), ({}, False), ({"shard_size": 1}, True), ({"shard_size": 1}, False)],
+    [
+        ({}, True),
+        pytest.param({}, False, marks=pytest.mark.deep),
+        pytest.param({"shard_size": 1}, True, marks=pytest.mark.deep),
+        ({"shard_size": 1}, False),
+    ],
     ids=["layers", "one group", "copies", "copies, one group"],
 )
 def test_micro_batches_are_added_up_in_float32(model, two_ranks, changes, layered):

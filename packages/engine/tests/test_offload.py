@@ -111,9 +111,9 @@ def test_offloading_changes_nothing_on_one_rank(tiny, tmp_path, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.deep),
         {"sequence_parallel_size": 2, "shard_size": 1},
-        {"micro_batch_tokens": 20, "activation_checkpointing": True},
+        pytest.param({"micro_batch_tokens": 20, "activation_checkpointing": True}, marks=pytest.mark.deep),
     ],
     ids=["plain", "arranged", "micro-batches"],
 )

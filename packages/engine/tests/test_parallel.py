@@ -136,7 +136,11 @@ def test_two_ranks_that_share_sequences_are_the_reference(tiny, two_ranks, chang
     check_same_on_all(results)
 
 
-@pytest.mark.parametrize(("degree", "tokens"), [(4, 16384), (2, 20), (4, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("degree", "tokens"),
+    [pytest.param(4, 16384, marks=pytest.mark.deep), (2, 20), pytest.param(4, 1, marks=pytest.mark.deep)],
+    ids=str,
+)
 def test_four_ranks_in_groups_are_the_reference(tiny, four_ranks, degree, tokens):
     """Two key-value heads: at degree 4 each is held by two ranks."""
     config = config_of(tiny, sequence_parallel_size=degree, micro_batch_tokens=tokens)
@@ -168,7 +172,15 @@ def short(num_sequences, num_tokens, loss=True):
     return batch
 
 
-@pytest.mark.parametrize("batch", [short(1, 2), short(1, 6), short(3, 2)], ids=["one", "five", "three"])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        short(1, 2),
+        pytest.param(short(1, 6), marks=pytest.mark.deep),
+        pytest.param(short(3, 2), marks=pytest.mark.deep),
+    ],
+    ids=["one", "five", "three"],
+)
 def test_fewer_tokens_than_ranks(tiny, four_ranks, batch):
     """One token is fed on four ranks, or one rank's slice is all padding; all answers lie on few ranks."""
     config = config_of(tiny, sequence_parallel_size=4)

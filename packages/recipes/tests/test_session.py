@@ -127,7 +127,11 @@ for room in rooms:
 @pytest.mark.spawns
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "rooms"), [("files", [2, 4, 7, 10, 13, 16, 20]), ("bytes", [4, 12, 24, 72, 300, 2000])]
+    ("kind", "rooms"),
+    [
+        pytest.param("files", [2, 4, 7, 10, 13, 16, 20], marks=pytest.mark.deep),
+        ("bytes", [4, 12, 24, 72, 300, 2000]),
+    ],
 )
 def test_a_disk_that_is_full_at_any_moment_of_the_start_is_told_and_the_next_start_finds_it_usable(
     tmp_path: Path, kind: str, rooms: Sequence[int]

@@ -111,7 +111,7 @@ def peak_bytes(run):
     return peak
 
 
-@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("entropy_gradient", [pytest.param(False, marks=pytest.mark.deep), True])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_large_vocabulary_never_stands_in_memory_whole(entropy_gradient, frozen):
     num_tokens, vocab = 2048, 32_000
