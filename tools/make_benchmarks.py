@@ -31,8 +31,8 @@ What a GPU did, `tools/bench/gpu.py` measured ([figures/gpu/](figures/gpu/)). [T
 
 GPU_HEAD = """## One GPU
 
-`python tools/bench/gpu.py`: training beside a plain PyTorch loop on the same batch in turns, and a weight sync between two processes. MFU counts
-forward and backward of the model alone, of the bfloat16 peak. A commit stands with each part; what no file has was never measured: two GPUs
+`python tools/bench/gpu.py > docs/figures/gpu/NAME.json`: training beside a plain PyTorch loop on the same batch in turns, and a weight sync between two processes. MFU counts
+forward and backward of the model alone, of the bfloat16 peak. A commit stands with each part: parts of an older one were not measured since. What no file has was never measured: two GPUs
 (NCCL), vLLM and SGLang on a GPU, Transformer Engine, FlashAttention 3.
 """
 # Parts of `gpu.py`, what each is, and the figures of it that are shown, with their units.
