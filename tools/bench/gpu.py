@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from gpu_first_hour import printed
-from runner import guarded, say
+from runner import git, guarded, say
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     parts = [part for part in PARTS if part.name in options.only.split(",")]
     answer: dict[str, Any] = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": git("rev-parse", "--short=12", "HEAD") or None,
         "device": device(),
         "versions": versions(),
         "parts": {},
@@ -220,15 +220,6 @@ def device() -> str | None:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def commit() -> str | None:
-    """Return the commit of this checkout, None where git does not know it."""
-    asked = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def versions() -> dict[str, str | None]:

@@ -133,6 +133,17 @@ def run_within(
             ) from error
 
 
+def git(*arguments: str) -> str:
+    """Return what git says of this checkout, "" where it is none or git is not there."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        folder = Path(__file__).resolve().parent
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=60
+        )
+        return done.stdout.strip()
+    return ""
+
+
 def tail(path: Path, lines: int = 15) -> str:
     """Return the last lines of the log at `path`, with its address."""
     last = path.read_text(errors="replace").splitlines()[-lines:]
