@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
-# `sync_faults` and `ray_forks`, which tests of several packages share and none ships; processes that they start find them
+# `sync_faults` and `scripted`, which tests of several packages share and none ships; processes that they start find them
 # by this variable.
 SHARED = [
     str(Path(__file__).parent / "packages" / name / "tests" / "shared") for name in ("ckptsync", "trainer")

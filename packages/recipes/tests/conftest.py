@@ -12,15 +12,14 @@ import sys
 from offbeat_recipes.cli._environment import prepare_environment
 prepare_environment()  # Ray's workers have it from the Ray that starts them
 import ray
-from ray_forks import forked_workers
-with forked_workers() as sys.executable:
-    ray.init(
-        address="local", num_cpus=2, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False,
-        logging_level="ERROR",
-    )
+from offbeat_trainer.cluster.fork_server import fork_server
+from offbeat_trainer.cluster.session import start_ray, stop_ray
+from offbeat_trainer.config import ClusterConfig
+with fork_server(["offbeat_engine.fsdp2.engine", "offbeat_rollout.hf.engine", "offbeat_trainer.learner"]):
+    start_ray(ClusterConfig(object_store_mib=256), num_gpus=0)
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
-    ray.shutdown()
+    stop_ray()
 """
 STOP_TIMEOUT_S = 300.0
 

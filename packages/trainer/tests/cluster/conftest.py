@@ -17,9 +17,9 @@ from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig
 from offbeat_engine.testing import make_tiny_model
 from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
 from offbeat_trainer import Grpo, GrpoConfig, StepShape
+from offbeat_trainer.cluster.fork_server import fork_server
 from offbeat_trainer.config import ClusterConfig
 from offbeat_trainer.roles.role import POLICY
-from ray_forks import forked_workers
 
 ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -122,17 +122,19 @@ def train_spec(folder, num_ranks, max_tokens, sync, own_cores):
 
 
 @pytest.fixture(scope="session")
-def python():
-    """What must be `sys.executable` where a Ray is started; see `ray_forks`."""
+def forks():
+    """Let the workers of each Ray here be forks; the server is there as long as the tests are."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        with forked_workers() as python:
-            yield python
+        with fork_server(
+            ["offbeat_engine.fsdp2.engine", "offbeat_rollout.hf.engine", "offbeat_trainer.learner"]
+        ):
+            yield
 
 
 @pytest.fixture(scope="session")
-def started(python):
+def started(forks):
     @asynccontextmanager
     async def started(
         folder,
@@ -168,9 +170,7 @@ def started(python):
         )
         cluster = Cluster(spec, timeline)
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("sys.executable", python)
-                await build(cluster, model)
+            await build(cluster, model)
             yield cluster
         finally:
             await cluster.stop()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from offbeat_trainer.cluster.fork_server import ENVIRONMENT_VARIABLE
 from offbeat_trainer.config import ClusterConfig
 from offbeat_trainer.errors import TrainerError
 
@@ -65,6 +66,7 @@ import subprocess
 import sys
 import ray
 from offbeat_trainer.cluster.session import start_ray, stop_ray
+from offbeat_trainer.cluster.fork_server import ENVIRONMENT_VARIABLE
 from offbeat_trainer.config import ClusterConfig
 
 wait = subprocess.Popen.wait
@@ -132,18 +134,19 @@ def test_ctrl_z_stops_the_driver_and_not_ray():
 
 
 ASKER = """
-import contextlib
 import sys
+from contextlib import nullcontext
 import ray
+from offbeat_trainer.cluster.fork_server import fork_server
 from offbeat_trainer.cluster.session import start_ray, stop_ray
+from offbeat_trainer.cluster.fork_server import ENVIRONMENT_VARIABLE
 from offbeat_trainer.config import ClusterConfig
-from ray_forks import forked_workers
 
-with WORKERS as sys.executable:
+with SERVER:
     start_ray(ClusterConfig(object_store_mib=100), num_gpus=0)
-    interpreter = ray.remote(lambda: sys.executable)
-    print(ray.get(interpreter.remote(), timeout=300))
-    print(ray.get(interpreter.options(runtime_env={"env_vars": {"ANY": "a b"}}).remote(), timeout=300))
+    look = ray.remote(lambda: (sys.executable, "colorsys" in sys.modules))
+    print(*ray.get(look.remote(), timeout=300))
+    print(*ray.get(look.options(runtime_env={"env_vars": {"ANY": "a b"}}).remote(), timeout=300))
     stop_ray()
 """
 
@@ -151,11 +154,14 @@ with WORKERS as sys.executable:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.spawns
-@pytest.mark.parametrize("workers", ["contextlib.nullcontext(sys.executable)", "forked_workers()"])
-def test_workers_start_whatever_the_path_of_the_environment_holds(tmp_path, workers):
+@pytest.mark.parametrize(
+    ("server", "forked"), [("nullcontext()", False), ("fork_server(['colorsys'])", True)]
+)
+def test_workers_start_whatever_the_path_of_the_environment_holds(tmp_path, server, forked):
     environment = tmp_path / "a folder, für $HOME & more"
     environment.symlink_to(sys.prefix)
     python = str(environment / "bin" / "python")
-    code = ASKER.replace("WORKERS", workers)
-    ran = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout) == (0, f"{python}\n{python}\n"), ran.stderr
+    alone = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
+    code = ASKER.replace("SERVER", server)
+    ran = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, env=alone)
+    assert (ran.returncode, ran.stdout) == (0, f"{python} {forked}\n{python} False\n"), ran.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from offbeat_recipes.cli._hydra import USAGE, complain
 from offbeat_recipes.errors import RecipeError
 from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
+from offbeat_trainer.cluster.fork_server import fork_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -47,17 +48,23 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
             f"chmod 600 {readable}\n"
         )
     try:
-        with without_collector(), _ctrl_c() as raise_if_pressed:
-            if sys.stderr.isatty():
-                sys.stderr.write(f"{prog}: checking settings, data and model ...\n")  # imports take seconds
-            plan = plan_run(config, gather_facts(config))
-            raise_if_pressed()
-            if _refused(prog, plan, what):
-                return USAGE
-            # Composition brings Ray and the engines: not before everything is known to fit.
-            command = getattr(import_module("offbeat_recipes.run.commands"), what)
-            raise_if_pressed()
-        with nullcontext() if address else private_ray():
+        with ExitStack() as held:
+            with without_collector(), _ctrl_c() as raise_if_pressed:
+                if not address and config.device == "cpu":
+                    held.enter_context(fork_server(_needed_by_workers(config)))
+                if sys.stderr.isatty():
+                    sys.stderr.write(
+                        f"{prog}: checking settings, data and model ...\n"
+                    )  # imports take seconds
+                plan = plan_run(config, gather_facts(config))
+                raise_if_pressed()
+                if _refused(prog, plan, what):
+                    return USAGE
+                # Composition brings Ray and the engines: not before everything is known to fit.
+                command = getattr(import_module("offbeat_recipes.run.commands"), what)
+                raise_if_pressed()
+            if not address:
+                held.enter_context(private_ray())
             return int(command(config, STARTED_S))
     except RecipeError as error:
         complain(prog, error)
@@ -65,6 +72,20 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
     except KeyboardInterrupt:  # a run that has begun takes Ctrl-C itself
         sys.stderr.write(f"{prog}: stopped before anything was started\n")
         return 130
+
+
+def _needed_by_workers(config: RunConfig) -> list[str]:
+    """Return what ranks and replicas import, as far as it can be imported before their environment is known."""
+    modules = [
+        "transformers.models.auto.modeling_auto",
+        "offbeat_trainer.learner",
+        "offbeat_trainer.weights.member",
+    ]
+    if config.engine.name in ("fsdp2", "megatron"):
+        modules.append(f"offbeat_engine.{config.engine.name}.engine")
+    if config.rollout.name == "hf":
+        modules.append("offbeat_rollout.hf.engine")
+    return modules
 
 
 def _refused(prog: str, plan: Plan, what: str) -> bool:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import signal
 import socket
-import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
+from ray._private import ray_constants
 from ray._private.node import Node
 
 from offbeat_trainer.errors import TrainerError
@@ -75,34 +75,34 @@ def _connect(config: ClusterConfig, num_gpus: int) -> None:
     if config.ray_address:
         ray.init(address=config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         return
-    # Ray starts a worker with a line for bash, in which it leaves the interpreter's path unquoted.
-    python = shlex.quote(sys.executable)
-    with _without_helpers():
+    with _lean():
         ray.init(
             address="local",
             num_cpus=LOGICAL_CPUS,
             num_gpus=num_gpus,
             include_dashboard=False,
             object_store_memory=config.object_store_mib << 20,
-            runtime_env=None if python == sys.executable else {"py_executable": python},
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
 
 
 @contextmanager
-def _without_helpers() -> Generator[None]:
-    """Start no process of Ray that a private Ray has no use for: each takes a second of a core, and `ray.init` waits for one.
+def _lean() -> Generator[None]:
+    """Start no process of Ray that a private Ray has no use for, each a second of a core, and workers by `start_worker.py`.
 
     These are the autoscaler, which also opens a port to everybody, usage statistics (`start_api_server`, also without a dashboard),
-    and the copying of logs to the driver. Ray 2.60 has no setting for any of them.
+    and the copying of logs to the driver. Ray 2.60 has no setting for any of this.
     """
     usual = {name: getattr(Node, name) for name in _HELPERS}
+    setup_worker = ray_constants.SETUP_WORKER_FILENAME
     for name in usual:
         setattr(Node, name, _start_nothing)
+    ray_constants.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("start_worker.py"))
     try:
         yield
     finally:
+        ray_constants.SETUP_WORKER_FILENAME = setup_worker
         for name, method in usual.items():
             setattr(Node, name, method)
 
