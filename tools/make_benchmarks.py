@@ -33,7 +33,7 @@ GPU_HEAD = """## One GPU
 
 `python tools/bench/gpu.py > docs/figures/gpu/NAME.json`: training beside a plain PyTorch loop on the same batch in turns, and a weight sync between two processes. MFU counts
 forward and backward of the model alone, of the bfloat16 peak. A commit stands with each part: parts of an older one were not measured since. What no file has was never measured: two GPUs
-(NCCL), vLLM and SGLang on a GPU, Transformer Engine, FlashAttention 3.
+(NCCL), SGLang on a GPU, Transformer Engine, FlashAttention 3.
 """
 # Parts of `gpu.py`, what each is, and the figures of it that are shown, with their units.
 GPU_PARTS = {
@@ -47,6 +47,7 @@ GPU_PARTS = {
 GPU_FIGURES = {
     "mfu": "MFU",
     "mfu_plain": "MFU of the plain loop",
+    "mfu_fsdp2": "MFU of FSDP2",
     "ratio": "of its tokens/s",
     "tokens_per_s": "tokens/s",
     "peak_gib": "GiB at most",

@@ -49,7 +49,7 @@ PACKAGES = (
     "triton",
     "flash-attn",
 )
-LIMIT_S = 520.0
+LIMIT_S = 560.0
 LEAST_S = 20.0
 """A part is not begun with less: importing torch and making a model takes that."""
 
@@ -69,7 +69,7 @@ PARTS = (
     Part(name="train_1_5b", budget_s=60),
     Part(name="train_1_5b_compiled", budget_s=100),
     Part(name="train_1_5b_8k", budget_s=60),
-    Part(name="train_7b", budget_s=70, needs=("tensordict", "transformers", "peft")),
+    Part(name="train_7b", budget_s=100, needs=("tensordict", "transformers", "peft")),
     Part(name="train_megatron", budget_s=50, needs=("tensordict", "transformers", "megatron")),
     Part(name="cuda_ipc", budget_s=40, needs=("xxhash",)),
     Part(name="grpo", budget_s=40, needs=("tensordict", "transformers", "xxhash", "rich")),
