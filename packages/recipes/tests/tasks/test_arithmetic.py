@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -172,6 +173,25 @@ def test_the_folder_is_an_ordinary_model(task: ArithmeticTask, tmp_path: Path):
     other = task.model_folder(tmp_path / "elsewhere", seed=4)
     weights = [(path / "model.safetensors").read_bytes() for path in (folder, again, other)]
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_wide_models_begin_nearly_uniform_and_in_bfloat16_nearly_the_same(tmp_path: Path):
+    """With weights as large as the usual small one's, a wide one magnifies each rounding from layer to layer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert ArithmeticTask(ArithmeticConfig(level=2), seed=0).shape.initializer_range == 0.1
+    wide = ArithmeticConfig(level=2, hidden_size=384, num_layers=8, num_heads=12, intermediate_size=768)
+    model = AutoModelForCausalLM.from_pretrained(
+        ArithmeticTask(wide, seed=0).model_folder(tmp_path, seed=0), dtype=torch.float32
+    )
+    ids_BT = torch.randint(3, 3 + len(ALPHABET), (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = model(ids_BT).logits.log_softmax(-1)
+        rounded = model.bfloat16()(ids_BT).logits.float().log_softmax(-1)
+    taken = exact[:, :-1].gather(2, ids_BT[:, 1:, None])
+    assert -float(taken.mean()) < math.log(exact.shape[-1]) + 0.75
+    assert float((exact - rounded).abs().mean()) < 0.05
 
 
 def test_a_named_model_is_used_if_it_speaks_the_same(task: ArithmeticTask, tmp_path: Path):

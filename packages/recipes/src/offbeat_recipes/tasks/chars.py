@@ -67,6 +67,8 @@ class CharTask:
             num_layers=config.num_layers,
             num_heads=config.num_heads,
             intermediate_size=config.intermediate_size,
+            # In wide models larger weights magnify each rounding from layer to layer.
+            initializer_range=min(0.1, config.hidden_size**-0.5),
         )
 
     def model_folder(self, cache_dir: Path, seed: int) -> Path:
