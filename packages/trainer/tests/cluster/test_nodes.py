@@ -52,6 +52,7 @@ def test_an_address_of_another_machine_is_refused(monkeypatch):
 
 MEET = """
 import socket, sys
+from torch import distributed as dist
 from offbeat_engine import World
 from offbeat_trainer.cluster.train_worker import TrainWorker
 
@@ -63,12 +64,16 @@ except OSError:
     print("held", address, flush=True)
 world = World.join(rank=0, size=2, store_address=address, timeout_s=600.0)
 print(world.size, flush=True)
+dist.barrier()  # who leaves first breaks off what the other has not ended
 world.leave()
 """
 JOIN = """
 import sys
+from torch import distributed as dist
 from offbeat_engine import World
-World.join(rank=1, size=2, store_address=sys.argv[1], timeout_s=600.0).leave()
+world = World.join(rank=1, size=2, store_address=sys.argv[1], timeout_s=600.0)
+dist.barrier()
+world.leave()
 """
 
 
