@@ -17,7 +17,8 @@ from strangers import AS_NOBODY, run_stranger
 TIMEOUT_S = 300.0
 SAYS = """
 import json, os, sys
-told = [sys.argv, __name__, os.environ.get("MINE"), os.getcwd(), sys.path[0], "colorsys" in sys.modules]
+alone = os.getpgrp() == os.getpid()
+told = [sys.argv, __name__, os.environ.get("MINE"), os.getcwd(), sys.path[0], alone, "colorsys" in sys.modules]
 print(json.dumps(told))
 sys.stderr.write(f"{os.getppid()} {os.getsid(0)}")
 """
@@ -53,7 +54,10 @@ def answer(script, **settings):
     return json.loads(said), *map(int, pids.split())
 
 
-def test_a_fork_has_words_folder_environment_and_files_of_its_own_and_the_modules_of_all(script, tmp_path):
+def test_a_fork_has_words_folder_environment_files_and_process_group_of_its_own_and_the_modules_of_all(
+    script, tmp_path
+):
+    """When a worker dies, Ray ends what is left of its process group: with one for all, every other worker."""
     (tmp_path / "here").mkdir()
     with fork_server(["colorsys"]):
         mine = {**os.environ, "MINE": "1"}
@@ -61,7 +65,7 @@ def test_a_fork_has_words_folder_environment_and_files_of_its_own_and_the_module
             script, env_vars={"OMP_NUM_THREADS": "3"}, cwd=tmp_path / "here", env=mine
         )
     words = [str(script), "--node=a"]
-    assert said == [words, "__main__", "1", str(tmp_path / "here"), str(tmp_path), True]
+    assert said == [words, "__main__", "1", str(tmp_path / "here"), str(tmp_path), True, True]
     assert parent == session != os.getsid(0), "Ctrl-C is for the driver"
 
 

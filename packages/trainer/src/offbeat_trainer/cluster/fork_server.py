@@ -74,6 +74,7 @@ def _serve(listener: socket.socket) -> socket.socket | None:
         _, user, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user == os.getuid() and os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setpgid(0, 0)  # when a worker dies, Ray ends its process group
             return asking
         asking.close()
     return None
