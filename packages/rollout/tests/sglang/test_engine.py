@@ -38,6 +38,8 @@ from offbeat_rollout.testing import (
 pytestmark = [pytest.mark.vllm, pytest.mark.sglang]
 
 VOCAB = 96
+CONTEXT = 1024
+LONG = 1000  # tokens of what is still under way when something happens to it
 # Each check once for all engines; what only SGLang does in its own way runs here in every tier, the rest under --deep.
 USUAL = (
     "logprobs",
@@ -56,7 +58,12 @@ CHECKS = [pytest.param(one, marks=() if one in USUAL else pytest.mark.deep) for 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     made = [
-        make_tiny_model(tmp_path_factory.mktemp("model") / str(seed), seed=seed, tie_word_embeddings=False)
+        make_tiny_model(
+            tmp_path_factory.mktemp("model") / str(seed),
+            seed=seed,
+            tie_word_embeddings=False,
+            max_position_embeddings=CONTEXT,
+        )
         for seed in (0, 1)
     ]
     write_tokenizer(made[0])
@@ -66,7 +73,7 @@ def paths(tmp_path_factory):
 def settings(path):
     return SglangConfig(
         model_path=path,
-        max_model_len=512,
+        max_model_len=CONTEXT,
         max_num_seqs=64,
         kv_cache_gib=0.25,
         stop_strings=True,
@@ -150,11 +157,11 @@ async def test_what_sglang_would_not_do_as_it_is_asked_is_refused(engine):
 
 async def test_ids_that_begin_alike_are_aborted_apart(engine):
     """SGLang ends every request whose name begins with the one it is given."""
-    one, ten = (asyncio.create_task(engine.generate(request(name, 400, seed=1))) for name in ("q1", "q10"))
+    one, ten = (asyncio.create_task(engine.generate(request(name, LONG, seed=1))) for name in ("q1", "q10"))
     await wait_for_tokens(engine, 40)
     await engine.abort(["q1"])
     assert (await one).finish is Finish.ABORT
-    assert ((await ten).finish, (await ten).num_tokens) == (Finish.LENGTH, 400)
+    assert ((await ten).finish, (await ten).num_tokens) == (Finish.LENGTH, LONG)
 
 
 @pytest.mark.deep
@@ -177,7 +184,7 @@ async def test_a_connection_that_nobody_used_for_a_while_is_there_for_the_next_r
 def gaps(path, done):
     """Return how far each log-prob is from that of the model in `path` on everything before it."""
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    expected = reference_logprobs(model, (3, 4, 5), done.token_ids.tolist(), SamplingParams(max_tokens=500))
+    expected = reference_logprobs(model, (3, 4, 5), done.token_ids.tolist(), SamplingParams(max_tokens=LONG))
     return [abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)]
 
 
@@ -190,14 +197,14 @@ def load(load_folder):
 async def test_new_weights_in_the_middle_of_a_completion(engine, paths, load, version, recompute):
     """After the first round the server holds the second model, after the second round the first again."""
     target, served = paths[version % 2], engine.version
-    long = asyncio.create_task(engine.generate(request(f"long{version}", 500, seed=1)))
+    long = asyncio.create_task(engine.generate(request(f"long{version}", LONG, seed=1)))
     await wait_for_tokens(engine, 20)
     await load(engine, target, version, recompute_kv=recompute)
     done = await long
-    assert (done.finish, done.num_tokens) == (Finish.LENGTH, 500)
+    assert (done.finish, done.num_tokens) == (Finish.LENGTH, LONG)
     flip = done.policy_versions.tolist().index(version)
-    assert list(done.policy_versions) == [served] * flip + [version] * (500 - flip)
-    assert 0 < flip < 500
+    assert list(done.policy_versions) == [served] * flip + [version] * (LONG - flip)
+    assert 0 < flip < LONG
     assert max(gaps(paths[served % 2], done)[:flip]) <= 1e-4
     # After the flip: the new weights' on the whole prefix if keys and values are computed anew, else on older ones.
     after = max(gaps(target, done)[flip:])
@@ -222,20 +229,20 @@ async def test_what_comes_in_a_pause_begins_with_the_weights_that_are_there_then
 
 
 async def test_in_a_pause_a_request_is_ended_at_once_with_what_it_has(engine):
-    task = asyncio.create_task(engine.generate(request("kept", 400, seed=4)))
+    task = asyncio.create_task(engine.generate(request("kept", LONG, seed=4)))
     await wait_for_tokens(engine, 20)
     await engine.pause(PauseMode.KEEP)
     await engine.abort(["kept"])
     done = await asyncio.wait_for(task, 600)
     assert done.finish is Finish.ABORT
-    assert 20 <= done.num_tokens < 400
+    assert 20 <= done.num_tokens < LONG
     await engine.resume()
-    again = await engine.generate(request("again", 400, seed=4))
+    again = await engine.generate(request("again", LONG, seed=4))
     assert done.token_ids.tolist() == again.token_ids[: done.num_tokens].tolist()
 
 
 async def test_a_load_that_fails_ends_the_engine_and_all_that_wait_for_it(engine, paths, load):
-    under_way = asyncio.create_task(engine.generate(request("under way", 400)))
+    under_way = asyncio.create_task(engine.generate(request("under way", LONG)))
     await wait_for_tokens(engine)
     await engine.pause(PauseMode.KEEP)
     waiting = asyncio.create_task(engine.generate(request("waiting")))
@@ -285,7 +292,7 @@ async def test_a_killed_server_is_known_at_once_and_nothing_of_it_is_left(engine
     (main,) = children(keeper)
     group = [main, *children(main)]
     assert len(group) >= 2, "the server has a scheduler"
-    task = asyncio.create_task(engine.generate(request("lost", 500)))
+    task = asyncio.create_task(engine.generate(request("lost", LONG)))
     await wait_for_tokens(engine)
     os.kill(main, signal.SIGKILL)
     with pytest.raises(EngineStateError, match="SGLang"):
