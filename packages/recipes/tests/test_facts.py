@@ -93,9 +93,9 @@ def test_a_plan_opens_data_and_rewards(tmp_path: Path):
     [
         (ROWS, ["task.reward=nowhere.py:right"], "task.reward", "nowhere.py"),
         (ROWS, ["task.reward=math:pi"], "task.reward", "is no function"),
-        (ROWS, ["task.prompt_key=asked"], "task", "rows.jsonl"),
-        ('{"prompt": 3, "answer": ":2"}\n', [], "task", "row 1"),
-        ("not json\n", [], "task", "row"),
+        (ROWS, ["task.prompt_key=asked"], "task.train_path", "rows.jsonl"),
+        ('{"prompt": 3, "answer": ":2"}\n', [], "task.train_path", "row 1"),
+        ("not json\n", [], "task.train_path", "row"),
     ],
 )
 def test_a_plan_never_says_that_what_its_data_forbids_can_run(

@@ -57,6 +57,10 @@ def test_one_group_a_call_with_lists_as_trl_passes_them(written):
     ("text", "says"),
     [
         ("def score(completion, answr): ...", r"asks for 'answr'; .* the columns answer, level"),
+        (
+            "def score(completions, trainer_state, **_): ...",
+            "asks for 'trainer_state', which only TRL has; .* prompts",
+        ),
         ("def score(prompt, completion, /): ...", "asks for 'prompt'"),
         ("score = 3", "is no function but 3"),
         ("def other(): ...", "has no 'score'"),

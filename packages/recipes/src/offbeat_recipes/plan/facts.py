@@ -127,7 +127,7 @@ def gather_facts(config: RunConfig, *, opens_data: bool = False) -> Facts:
         num_prompts, prompt_tokens, answer_tokens, too_long = _task(config, opens=opens)
         refusals += [*too_long, *([] if model is None else stop_refusals(config, model.vocab_size))]
     except (TaskError, OSError, ValueError) as error:
-        refusals.append(_refused_value(error))
+        refusals.append(_refused_value(error, config))
     # GPUs of a cluster are not this machine's: nothing is known of them.
     on_cuda = config.device == "cuda" and not config.cluster.ray_address and torch.cuda.is_available()
     return Facts(
@@ -329,12 +329,15 @@ def _loads_whole(config: RunConfig) -> bool:
     return next(Path(config.model.path).glob("*.safetensors"), None) is None
 
 
-def _refused_value(error: Exception) -> Refusal:
-    """Return what an error of the task or the model says, under the setting it names if it names one."""
+def _refused_value(error: Exception, config: RunConfig) -> Refusal:
+    """Return what an error of the task or the model says, under the setting it names if it names one, or a file of it."""
     said = str(error).splitlines()[0]
     setting, mark, reason = said.partition(": ")
     if not mark or not setting.startswith(("task.", "model.")) or " " in setting:
-        setting, reason = "task" if isinstance(error, TaskError) else "model.path", said
+        files = [name for name in ("train_path", "validation_path") if getattr(config.task, name, None)]
+        of_file = [f"task.{name}" for name in files if said.startswith(getattr(config.task, name))]
+        of_task = of_file[0] if of_file else "task"
+        setting, reason = of_task if isinstance(error, TaskError) else "model.path", said
     return Refusal(setting, reason.rstrip("."), "")
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ONE: tuple[str, ...] = ("prompt", "completion", "completion_ids", "finish", "row")
 MANY: tuple[str, ...] = ("prompts", "completions", "completion_ids", "finishes", "rows")
+_OF_TRL = frozenset({"trainer_state", "log_extra", "log_metric"})
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -89,8 +90,9 @@ def find_reward(path: str, weight: float, columns: Mapping[str, object]) -> Rewa
     for one in parameters:
         by_name = one.kind in _BY_NAME and (one.name in there or one.default is not one.empty)
         if not by_name and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+            trl = ", which only TRL has" if one.name in _OF_TRL else ""
             raise PlanRefused(
-                f"{path} asks for {one.name!r}; a reward is called by the names of its parameters, and there are "
+                f"{path} asks for {one.name!r}{trl}; a reward is called by the names of its parameters, and there are "
                 f"{', '.join(MANY if batched else ONE)} and the columns {', '.join(columns) or '(none)'}"
             )
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
