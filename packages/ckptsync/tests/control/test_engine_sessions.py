@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +13,17 @@ import pytest
 
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_ckptsync.control.ranks import _IS_OPEN, EngineRanks, Mailbox
+from offbeat_ckptsync.values import Manifest, Status, SyncOffer
+from offbeat_ckptsync.wire import encode
+
+OFFER = SyncOffer(
+    sync_id="s",
+    version=1,
+    manifest=Manifest(specs=(), digest=""),
+    bucket_bytes=64,
+    transport="shm",
+    endpoint={},
+)
 
 
 class Executor:
@@ -59,6 +72,45 @@ async def test_a_manager_goes_on_where_others_died_in_an_open_session(num_worker
             await ranks._call("finish", {"version": version})
             assert not executor.is_open
             assert executor.label == version
+
+
+class Answering(Executor):
+    """An executor each of whose ranks mails that it has done what it was asked."""
+
+    def __init__(self, num_workers, mailbox):
+        super().__init__(num_workers)
+        self.mailbox = mailbox
+
+    async def control(self, op, payload):
+        try:
+            await super().control(op, payload)
+        finally:
+            if op == "update":
+                status = Status(version=0, label=None, committed=False, state="idle")
+                said = json.dumps({"num_ranks": len(self.answers), "status": encode(status)})
+                for rank in range(len(self.answers)):
+                    self.mailbox._store.set(f"{payload['reply']}/{rank}", said)
+
+    async def pause(self):
+        """What the engine asks its workers by itself, and takes a refusal that nobody has heard for the answer to."""
+        for answers in self.answers:
+            answers.append("")
+        for answers in self.answers:
+            if refusal := answers.popleft():
+                raise RuntimeError(refusal)
+
+
+@pytest.mark.parametrize("num_workers", range(1, 6))
+async def test_no_refusal_is_left_for_a_call_of_the_engines_own(num_workers):
+    mailbox = Mailbox()
+    executor = Answering(num_workers, mailbox)
+    for version in range(1, 9):  # each death leaves the answers one more call behind
+        await executor.control("start", {})
+        ranks = EngineRanks("m", executor.control, mailbox, SyncConfig())
+        await ranks.ask("begin", replace(OFFER, version=version))
+        await executor.pause()
+        await ranks._call("finish", {"version": version})
+        assert executor.label == version
 
 
 async def test_another_refusal_is_noted_once():

@@ -204,6 +204,7 @@ class EngineRanks(Ranks):
         self._committed: Label | None = None  # stands, and the ranks are still to be told
         self._start_note = ""
         self._in_session = False
+        self._num_refusals = 0  # that came, of sessions found open; each was given by every rank
 
     async def ask(self, op: str, *values: Any) -> list[Any]:  # noqa: ANN401 -- as `Ranks.ask`
         """See `Ranks.ask`."""
@@ -231,7 +232,9 @@ class EngineRanks(Ranks):
         self._bucket_bytes = offer.bucket_bytes
         self._staged_key = f"staged-{uuid.uuid4().hex}"
         given = (offer, self._config, self._name, self._staged_key)
-        return await self._each("begin", given, self._config.begin_timeout_s)
+        agreed = await self._each("begin", given, self._config.begin_timeout_s)
+        await self._hear_refusals()
+        return agreed
 
     async def _echoes(self) -> list[Echo]:
         timeout_s = self._config.transfer_timeout_s
@@ -276,18 +279,30 @@ class EngineRanks(Ranks):
         to later calls (0.32). Such a call was done by all of them, whatever it seems to have failed of.
         """
         for _ in range(_REFUSALS):
-            try:
-                await self._control(op, payload)
-                return
-            except Exception as error:
-                if _IS_OPEN not in str(error):
-                    raise
-            if op == "update":
-                return  # it is answered by mail
+            if await self._is_taken(op, payload) or op == "update":
+                return  # an update is answered by mail
             # A refusal may be of an earlier call: the next try of `op` tells.
-            with contextlib.suppress(Exception):
-                await self._control("finish" if op == "start" else "start", {})
+            await self._is_taken("finish" if op == "start" else "start", {})
         raise TransferError(f"{self._name}: its update session cannot be brought to {op}; start it anew")
+
+    async def _is_taken(self, op: str, payload: dict[str, object]) -> bool:
+        """Do `op`; False if what came was a refusal to open a session that is open, of this call or of an earlier one."""
+        try:
+            await self._control(op, payload)
+        except Exception as error:
+            if _IS_OPEN not in str(error):
+                raise
+            self._num_refusals += 1
+            return False
+        return True
+
+    async def _hear_refusals(self) -> None:
+        """Ask on until each rank's refusal was heard: a later call of the engine's own, say a pause, would fail of it."""
+        for _ in range(_REFUSALS):
+            if self._num_refusals % self._num_ranks == 0:
+                return
+            await self._each("status", (), self._config.begin_timeout_s)
+        raise TransferError(f"{self._name}: its ranks' answers are out of step; start it anew")
 
     async def _each(self, op: str, values: tuple[object, ...], timeout_s: float) -> list[Any]:
         """Hand a request to every rank, and return what each gives."""
