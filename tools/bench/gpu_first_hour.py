@@ -103,7 +103,7 @@ STEPS = (
         proves="tensors reach an SGLang server by CUDA IPC handles",
         minutes=2,
         claims=(
-            f"{_SYNC}/src/offbeat_ckptsync/adapters/sglang/tensors.py",
+            f"{_SYNC}/src/offbeat_ckptsync/adapters/sglang/group.py",
             f"{_SYNC}/src/offbeat_ckptsync/adapters/sglang/__init__.py",
             f"{_SYNC}/README.md",
         ),

@@ -20,7 +20,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from offbeat_ckptsync.adapters.sglang import SglangMember, SglangServer, Way, tensors
+from offbeat_ckptsync.adapters.sglang import SglangMember, SglangServer, Way, group
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.network.agent import Agent
 from offbeat_ckptsync.store import Store
@@ -177,7 +177,7 @@ class Replica(over_sglang.Replica):
             client = cast("Any", self.engine)._open_client  # noqa: SLF001 for its calls to be counted
             client.call = functools.partial(_counted, self.doom, client.call)
             return await make_member(self.name, self.engine, self.config)
-        tensors.PART_BYTES = PART_BYTES  # so that there are several, as of a large model
+        group.PART_BYTES = PART_BYTES  # so that there are several, as of a large model
         transport = make_transport(self.config.transport, self.config)
         loading = self.loading(Way(self._way))
         return SglangMember(self.name, DoomedServer(url, api_key, self.doom), transport, self.config, loading)

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import SyncError
-from offbeat_ckptsync.member.memory import Memory
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import DictSink
+from offbeat_ckptsync.member.staging import Memory
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights

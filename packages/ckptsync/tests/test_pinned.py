@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offbeat_ckptsync import threads
-from offbeat_ckptsync.member.memory import Memory
+from offbeat_ckptsync.member.staging import Memory
 from offbeat_ckptsync.plan.buckets import plan_buckets
 from offbeat_ckptsync.plan.digest import digest
 from offbeat_ckptsync.plan.manifest import manifest_of

@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat_engine import Fsdp2Config, ModelConfig, OptimizerConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine, stepping
-from offbeat_engine.fsdp2.memory import activations
-from offbeat_engine.fsdp2.memory.activations import HostActivations
+from offbeat_engine.fsdp2.memory import offload
+from offbeat_engine.fsdp2.memory.offload import HostActivations
 from offbeat_engine.testing import make_tiny_model, random_batch
 
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ class Logged(HostActivations):
 @pytest.mark.parametrize("ahead", [0, 1, 2, 100])
 def test_what_backward_will_ask_for_comes_before_it_asks(monkeypatch, ahead):
     start = torch.randn(16, requires_grad=True)
-    monkeypatch.setattr(activations, "_MAX_AHEAD_BYTES", ahead * 64)
+    monkeypatch.setattr(offload, "_MAX_AHEAD_BYTES", ahead * 64)
 
     def forward():
         value = start * 1.0
@@ -225,8 +225,8 @@ def test_offloaded_activations_free_the_gpu(tmp_path):
     # Gigabytes that backward needs; so many tokens are added up in another order each time.
     large = [random_batch(8, max_tokens=1024, min_tokens=1024)]
     world, peaks, results = World(device="cuda"), [], []
-    for offload in (False, True):
-        config = config_of(path, device="cuda", activation_offload=offload, micro_batch_tokens=8192)
+    for offloads in (False, True):
+        config = config_of(path, device="cuda", activation_offload=offloads, micro_batch_tokens=8192)
         results.append([tensor.cpu() for tensor in run(world, config)])
         gc.collect()
         before = torch.cuda.memory_allocated()

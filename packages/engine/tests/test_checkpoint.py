@@ -208,7 +208,7 @@ def test_the_exported_folder_loads_as_what_was_trained(tmp_path, two_ranks, tied
 
 
 def test_a_large_export_is_cut_into_files_with_an_index(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("offbeat_engine.toolkit.hf.weight_folders.plan_files.__defaults__", (20_000,))
+    monkeypatch.setattr("offbeat_engine.toolkit.hf.weight_files.plan_files.__defaults__", (20_000,))
     weights = export(World(), tiny, str(tmp_path / "out"))
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     loaded = dict(load_reference(str(tmp_path / "out")).named_parameters())

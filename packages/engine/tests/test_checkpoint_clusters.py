@@ -14,7 +14,7 @@ from offbeat_engine import CheckpointError, Dtype, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from offbeat_engine.testing import RankPool, RanksError, random_batch
 from offbeat_engine.testing.reference import load_reference
-from offbeat_engine.toolkit.state import remote_folders, saves, training_state
+from offbeat_engine.toolkit.state import checkpoint_folders, saves, training_state
 from offbeat_engine.toolkit.state.checkpoint_folders import whole_steps
 
 WAIT_S = 600.0
@@ -136,9 +136,9 @@ def with_slow_copies(world, path, root):
     """Save and load while the training's groups have a deadline that any copy outlasts; a save meets in none of them."""
     engine = make_engine(path, world)
     of_training = (dist.group.WORLD, world.control_group())
-    slow = remote_folders.upload, remote_folders.download = (
-        Slow(remote_folders.upload),
-        Slow(remote_folders.download),
+    slow = checkpoint_folders.upload, checkpoint_folders.download = (
+        Slow(checkpoint_folders.upload),
+        Slow(checkpoint_folders.download),
     )
     step(engine)
     expected = weights_of(engine)
@@ -161,13 +161,13 @@ def test_copies_that_take_long_outlive_no_deadline(tiny, tmp_path):
 
 def in_the_background(world, path, root):
     """Train on while rank 0 copies; then find the weights of the moment of saving."""
-    engine, upload, gate = make_engine(path, world), remote_folders.upload, Path(root) / "open"
+    engine, upload, gate = make_engine(path, world), checkpoint_folders.upload, Path(root) / "open"
 
     def held_up(folder, remote):
         wait_for(gate)
         upload(folder, remote)
 
-    remote_folders.upload = held_up
+    checkpoint_folders.upload = held_up
     step(engine)
     expected = weights_of(engine)
     handle = engine.save_checkpoint(f"{root}/ck", f"file://{root}/remote", global_step=1, block=False)
@@ -179,12 +179,12 @@ def in_the_background(world, path, root):
     gate.touch()
     handle.wait()
     assert handle.done
-    steps = remote_folders.remote_steps(f"file://{root}/remote")
+    steps = checkpoint_folders.remote_steps(f"file://{root}/remote")
     engine.save_checkpoint(f"{root}/ck", global_step=2, block=False)
     found = engine.load_checkpoint(f"{root}/ck", global_step=1)  # waits for the save of step 2
     whole = whole_steps(f"{root}/ck")
     engine.close()
-    remote_folders.upload = upload
+    checkpoint_folders.upload = upload
     return steps, found, whole, same(expected, weights_of_engine(world, path, root))
 
 

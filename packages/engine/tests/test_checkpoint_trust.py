@@ -10,9 +10,8 @@ import torch
 from offbeat_engine import CheckpointError, ConfigError, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Config, Fsdp2Engine
 from offbeat_engine.testing import random_batch
-from offbeat_engine.toolkit.state import random_state, remote_folders
-from offbeat_engine.toolkit.state.checkpoint_folders import META, whole_steps
-from offbeat_engine.toolkit.state.file_entries import entry_of
+from offbeat_engine.toolkit.state import checkpoint_folders, training_state
+from offbeat_engine.toolkit.state.checkpoint_folders import META, entry_of, whole_steps
 from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
 from offbeat_engine.toolkit.state.training_state import INDEX, Loaded
 
@@ -39,10 +38,10 @@ def with_cuda(world):
     }
 
 
-@pytest.mark.parametrize("taken", [with_cuda, random_state.taken])
+@pytest.mark.parametrize("taken", [with_cuda, training_state.taken])
 def test_random_states_of_other_machines_load(tiny, tmp_path, monkeypatch, taken):
     engine = make_engine(tiny)
-    monkeypatch.setattr(random_state, "taken", taken)
+    monkeypatch.setattr(training_state, "taken", taken)
     engine.save_checkpoint(str(tmp_path), global_step=1)
     monkeypatch.undo()
     drawn = torch.rand(3)
@@ -52,8 +51,8 @@ def test_random_states_of_other_machines_load(tiny, tmp_path, monkeypatch, taken
 
 @pytest.mark.parametrize("available", [True, False])
 def test_where_cuda_is_or_was_not_the_rest_is_loaded(tmp_path, monkeypatch, available):
-    monkeypatch.setattr(random_state, "taken", with_cuda)
-    index, _ = write_slices(tmp_path, 0, random_state.pieces(World()))
+    monkeypatch.setattr(training_state, "taken", with_cuda)
+    index, _ = write_slices(tmp_path, 0, training_state.pieces(World()))
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     without = {name: described for name, described in index.items() if "cuda" not in name}
@@ -64,17 +63,17 @@ def test_where_cuda_is_or_was_not_the_rest_is_loaded(tmp_path, monkeypatch, avai
         (index, 2, set()),  # states of other ranks mean nothing here
     ):
         loaded = Loaded(reader=SliceReader(tmp_path, held), steps={}, meta={"num_ranks": num_ranks})
-        read = random_state.read(World(), loaded)
+        read = training_state.read(World(), loaded)
         assert read.keys() == expected
         assert all(torch.equal(tensor, with_cuda(World())[name]) for name, tensor in read.items())
-    random_state.restore(World(), {"random/cpu.rank_0": torch.get_rng_state()})
+    training_state.restore(World(), {"random/cpu.rank_0": torch.get_rng_state()})
 
 
 @pytest.mark.gpu(1)
 def test_cudas_state_comes_back():
-    state = random_state.taken(World(device="cuda"))
+    state = training_state.taken(World(device="cuda"))
     drawn = torch.rand(3, device="cuda")
-    random_state.restore(World(device="cuda"), state)
+    training_state.restore(World(device="cuda"), state)
     assert torch.equal(drawn, torch.rand(3, device="cuda"))
 
 
@@ -87,7 +86,7 @@ def test_what_was_just_written_is_never_pruned(tiny, tmp_path):
     assert whole_steps(here) == []
     engine.save_checkpoint(here, remote, global_step=100)
     engine.save_checkpoint(here, remote, global_step=10, max_ckpt_to_keep=1)
-    assert whole_steps(here) == remote_folders.remote_steps(remote) == [10]
+    assert whole_steps(here) == checkpoint_folders.remote_steps(remote) == [10]
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"order": null}'])
@@ -96,7 +95,7 @@ def test_a_damaged_one_keeps_no_other_from_being_written_and_goes_first(tiny, tm
     for step in (1, 2):
         engine.save_checkpoint(str(local), f"file://{remote}", global_step=step)
     (local / "step_2" / META).write_text(damage)
-    (remote / "step_2" / remote_folders.MARKER).write_text(damage)
+    (remote / "step_2" / checkpoint_folders.MARKER).write_text(damage)
     engine.save_checkpoint(str(local), f"file://{remote}", global_step=3, max_ckpt_to_keep=2)
     assert whole_steps(local) == whole_steps(remote) == [1, 3]
 
@@ -125,7 +124,7 @@ def test_a_hostile_checkpoint_runs_nothing_even_with_matching_digests(tiny, tmp_
     engine.save_checkpoint(str(tmp_path / "here"), global_step=1)
     folder = tmp_path / "here" / "step_1"
     put(folder, name, pickle.dumps(Runs(made)))
-    remote_folders.upload(folder, remote)
+    checkpoint_folders.upload(folder, remote)
     for local in ("here", "back"):
         with pytest.raises(CheckpointError, match=rf"{name} (cannot be read|is cut off or damaged)"):
             engine.load_checkpoint(str(tmp_path / local), remote)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from offbeat_engine import Fsdp2Config, ModelConfig, SftLoss, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.fsdp2.checks import refusals_here
-from offbeat_engine.fsdp2.model import compilation
+from offbeat_engine.fsdp2.model import building
 from offbeat_engine.testing import RankPool, make_tiny_model, random_batch, relative_error
 
 BATCHES = [random_batch(8 + seed, seed=seed, max_tokens=20 + 4 * seed) for seed in range(4)]
@@ -44,7 +44,7 @@ def check(got, expected):
         assert max(relative_error(gradients[name], plain[name]) for name in plain) <= 1e-4
 
 
-compiles = pytest.mark.skipif(compilation.compiler_missing("cpu") is not None, reason="no compiler here")
+compiles = pytest.mark.skipif(building.compiler_missing("cpu") is not None, reason="no compiler here")
 
 
 @compiles
@@ -94,7 +94,7 @@ def test_without_a_compiler_compiling_is_refused():
 
 def test_compiling_beside_a_torch_below_a_path_with_a_space_is_refused(monkeypatch):
     """The linker's line holds the path unquoted: the first batch would end in a page of the linker's words."""
-    monkeypatch.setattr(compilation.torch, "__file__", "/a folder/torch/__init__.py")
+    monkeypatch.setattr(building.torch, "__file__", "/a folder/torch/__init__.py")
     [refused] = Fsdp2Engine.check(Fsdp2Config(model=ModelConfig(path="nowhere"), compile=True), 1)
     assert refused.setting == "compile"
     assert "'/a folder/torch'" in refused.reason

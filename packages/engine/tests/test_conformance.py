@@ -6,7 +6,7 @@ import pytest
 
 from offbeat_engine.capabilities import Feature
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.model.compilation import compiler_missing
+from offbeat_engine.fsdp2.model.building import compiler_missing
 from offbeat_engine.testing import conformance
 from offbeat_engine.testing.models import FAMILIES
 from offbeat_engine.testing.runner import Tolerances

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from offbeat_engine import ConfigError, Dtype, Fsdp2Config, ModelConfig, SftLoss, World, train_batch
 from offbeat_engine.fsdp2 import Fsdp2Engine
-from offbeat_engine.fsdp2.weights import hf_names
+from offbeat_engine.fsdp2.weights.export import converts
 from offbeat_engine.testing import make_tiny_model, random_batch, reference_logprobs, relative_error
 from offbeat_engine.testing.reference import load_reference
 from offbeat_engine.values import LossScale
@@ -143,7 +143,7 @@ def test_a_family_that_joins_weights_as_it_saves_is_refused(tmp_path, monkeypatc
 
     path = make_tiny_model(tmp_path)
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", joined)
-    assert hf_names.converts(None)
+    assert converts(None)
     config = Fsdp2Config(model=ModelConfig(path=path, random_init=True))
     with pytest.raises(ConfigError, match="joins several weights into one"):
         Fsdp2Engine(config, World()).init_model()

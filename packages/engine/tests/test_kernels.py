@@ -7,7 +7,8 @@ import pytest
 from offbeat_engine import Dtype, ModelConfig
 from offbeat_engine.fsdp2 import Fsdp2Config
 from offbeat_engine.fsdp2.attention import packed as attention
-from offbeat_engine.fsdp2.attention.kernels import (
+from offbeat_engine.fsdp2.attention.packing import RowInputs, padded_inputs
+from offbeat_engine.fsdp2.attention.varlen import (
     KERNELS,
     implementation,
     inputs_maker,
@@ -15,7 +16,6 @@ from offbeat_engine.fsdp2.attention.kernels import (
     missing_here,
     refusal,
 )
-from offbeat_engine.fsdp2.attention.packing import RowInputs, padded_inputs
 
 CPU = Fsdp2Config(model=ModelConfig(path="nowhere"))
 GPU = replace(CPU, device="cuda", dtype=Dtype.BFLOAT16)

@@ -19,7 +19,7 @@ from offbeat_rollout import (
     RolloutConfig,
     SamplingParams,
 )
-from offbeat_rollout.gate import Gate
+from offbeat_rollout.routing import Gate
 from offbeat_rollout.testing import ScriptedRollout
 
 DEADLINE_S = 600.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from offbeat_ckptsync.adapters.vllm.expected import expected_manifest
+from offbeat_ckptsync.adapters.vllm.adapter import expected_manifest
 from offbeat_engine import Dtype, Fsdp2Config, ModelConfig, World
 from offbeat_engine.fsdp2 import Fsdp2Engine
 

@@ -14,7 +14,7 @@ from offbeat_ckptsync.config import make_transport
 from offbeat_rollout import Finish, GenerateRequest, SamplingParams
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
 from offbeat_rollout.sglang.running import Running
-from offbeat_rollout.sglang.updates import SglangUpdates
+from offbeat_rollout.sglang.server import SglangUpdates
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs, wait_for_tokens
 from offbeat_trainer.weights.member import make_member
 

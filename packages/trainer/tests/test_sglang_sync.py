@@ -26,7 +26,7 @@ from offbeat_ckptsync.testing import Fault, FaultyTransport
 from offbeat_ckptsync.transports.topology import gpu_uuid
 from offbeat_rollout import EngineStateError, GenerateRequest, SamplingParams
 from offbeat_rollout.sglang import SglangConfig, SglangEngine
-from offbeat_rollout.sglang.updates import SglangUpdates
+from offbeat_rollout.sglang.server import SglangUpdates
 from offbeat_rollout.testing import make_tiny_model, reference_logprobs
 from offbeat_trainer.weights.member import make_member
 

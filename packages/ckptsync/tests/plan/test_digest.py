@@ -8,9 +8,8 @@ import pytest
 import torch
 import xxhash
 
-from offbeat_ckptsync.plan import sum64 as module
-from offbeat_ckptsync.plan.digest import digest
-from offbeat_ckptsync.plan.sum64 import sum64, sum64_by_kernel
+from offbeat_ckptsync.plan import digest as module
+from offbeat_ckptsync.plan.digest import digest, sum64, sum64_by_kernel
 
 WORD = 1 << 64
 

@@ -13,8 +13,8 @@ from offbeat_engine.errors import StateError
 from offbeat_engine.interface import Engine
 from offbeat_engine.toolkit.state import checkpoint_folders, training_state
 from offbeat_engine.toolkit.state.saves import Destination, Saves
-from offbeat_engine.toolkit.step.accumulation import Accumulation
 from offbeat_engine.toolkit.step.micro_batches import StepRequest
+from offbeat_engine.toolkit.step.totals import Accumulation
 from offbeat_engine.values import StepContext
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 from offbeat_engine.config import EngineConfig, require_config
 from offbeat_engine.errors import StateError
-from offbeat_engine.toolkit.step.data_shards import gather_shards, take_shard
+from offbeat_engine.toolkit.step.planning import gather_shards, take_shard
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

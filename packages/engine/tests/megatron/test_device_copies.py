@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offbeat_engine.megatron import context, modules, stepping
+from offbeat_engine.megatron import context, stepping
 from offbeat_engine.testing import FakeCuda
 
 CUDA = torch.device("cuda:0")
@@ -48,12 +48,12 @@ def test_attention_over_a_row_waits_for_nothing(window):
 
     def attend():
         heads = [torch.empty(28, 1, 4, 8, device=CUDA) for _ in range(3)]
-        out = modules.Attention.forward(attention, *heads, torch.tensor(LENGTHS))
+        out = context.Attention.forward(attention, *heads, torch.tensor(LENGTHS))
         assert (out.device, out.shape) == (CUDA, (28, 1, 32))
 
-    modules._classes.cache_clear()
+    context._classes.cache_clear()
     assert waits_of(attend) == []
-    modules._classes.cache_clear()
+    context._classes.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 3])

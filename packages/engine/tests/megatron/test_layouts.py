@@ -18,8 +18,8 @@ from offbeat_engine import (
     plan_micro_batches,
 )
 from offbeat_engine.megatron import MegatronConfig, MegatronEngine, model
+from offbeat_engine.megatron.context import Attention
 from offbeat_engine.megatron.groups import make_groups
-from offbeat_engine.megatron.modules import Attention
 from offbeat_engine.testing import make_tiny_model, probes, random_batch
 from offbeat_engine.testing.cases_features import check_bfloat16
 from offbeat_engine.testing.cases_routing import check_replay

@@ -10,7 +10,7 @@ import torch
 from offbeat_engine import Dtype, ModelConfig, StateError
 from offbeat_engine.megatron import MegatronConfig, MegatronEngine, library_args
 from offbeat_engine.megatron.blocks import Among
-from offbeat_engine.megatron.held import _of_expert
+from offbeat_engine.megatron.loading import _of_expert
 from offbeat_engine.testing import make_tiny_model, probes
 from offbeat_engine.testing.runner import BATCHES, Options, Runner
 

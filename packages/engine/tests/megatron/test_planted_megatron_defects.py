@@ -8,16 +8,7 @@ import pytest
 
 from offbeat_engine import ConfigError, ModelConfig
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.megatron import (
-    MegatronConfig,
-    MegatronEngine,
-    blocks,
-    build,
-    context,
-    held,
-    leaving,
-    model,
-)
+from offbeat_engine.megatron import MegatronConfig, MegatronEngine, blocks, build, context, loading, model
 from offbeat_engine.megatron.blocks import Block
 from offbeat_engine.megatron.families import Cut
 from offbeat_engine.testing import make_tiny_model
@@ -77,7 +68,7 @@ class HalvesOnRanks(Unchecked):
             whole = (shape.ffn, shape.hidden)
             return [Block(name, whole, (0, 0), whole, (0, 0))]
 
-        with patched(held, "blocks_of", swapped), patched(leaving, "blocks_of", swapped):
+        with patched(loading, "blocks_of", swapped), patched(build, "blocks_of", swapped):
             super().init_model()
 
 

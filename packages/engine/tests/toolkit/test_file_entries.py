@@ -4,7 +4,7 @@ import pytest
 import xxhash
 
 from offbeat_engine import CheckpointError
-from offbeat_engine.toolkit.state.file_entries import check_entries, entries_of, in_threads
+from offbeat_engine.toolkit.state.checkpoint_folders import check_entries, entries_of, in_threads
 
 
 def test_a_digest_is_of_the_whole_file(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 from offbeat_engine import CheckpointError
 from offbeat_engine.toolkit.state import slice_files
-from offbeat_engine.toolkit.state.file_entries import entries_of
+from offbeat_engine.toolkit.state.checkpoint_folders import entries_of
 from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
 from offbeat_engine.toolkit.state.slices import Region, merge, said_of
 from offbeat_engine.values import WeightShard

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from offbeat_engine.toolkit.step import logprobs as head_logprobs
-from offbeat_engine.toolkit.step.vocab_shards import VocabShard
+from offbeat_engine.toolkit.step.logprobs import VocabShard
 
 NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 31
 CUTS = (0, 19, VOCAB)  # parts of two sizes, and so chunks of two sizes

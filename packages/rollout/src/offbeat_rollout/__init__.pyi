@@ -23,7 +23,7 @@ from .registry import (
     adapter_names as adapter_names,
 )
 from .seats import EngineReplica as EngineReplica, Replica as Replica
-from .top_logprobs import TopLogprobs as TopLogprobs
+from .types import TopLogprobs as TopLogprobs
 from .types import (
     Completion as Completion,
     Finish as Finish,

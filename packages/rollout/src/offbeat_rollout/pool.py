@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from offbeat_rollout.errors import NoReplica, ReplicaGone, RequestTimeout, RolloutError
-from offbeat_rollout.gate import Gate
-from offbeat_rollout.routing import Router
+from offbeat_rollout.routing import Gate, Router
 from offbeat_rollout.seats import GONE, HEALTH_TIMEOUT_S, LOOKS, Seat
 from offbeat_rollout.types import Completion, Finish
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from offbeat_rollout import routed_experts
 from offbeat_rollout.errors import CompletionError
 
 if TYPE_CHECKING:
@@ -17,7 +16,93 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from offbeat_rollout.top_logprobs import TopLogprobs
+    Experts = npt.NDArray[np.int16]
+    """[N, L, K]. Fed were the prompt's tokens and the completion's but its last: the first rows are the prompt's."""
+
+
+def close(request_id: str, experts: Experts, num_tokens: int) -> None:
+    """Take an array over: nobody writes into it any more.
+
+    Raises:
+        CompletionError: it is of another dtype or shape than a completion of `num_tokens` can have.
+    """
+    if experts.dtype != np.int16 or experts.ndim != 3 or len(experts) < num_tokens or not num_tokens:
+        raise CompletionError(
+            f"{request_id!r}: `routed_experts` must be int16 [tokens that were fed, layers, experts of a token], got "
+            f"{experts.dtype} {list(experts.shape)} for {num_tokens} tokens"
+        )
+    experts.setflags(write=False)
+
+
+def cut(experts: Experts | None, num_tokens: int, count: int) -> Experts | None:
+    """Return those of a completion of `num_tokens` that is cut to its first `count`; None where nothing is left of it."""
+    kept = min(count, num_tokens)
+    return None if experts is None or not kept else experts[: len(experts) - (num_tokens - kept)]
+
+
+def followed_by(first: tuple[Experts | None, int], more: tuple[Experts | None, int]) -> Experts | None:
+    """Return those of a completion and what followed it, each with its number of tokens: as tokens were sampled.
+
+    The prompt of `more` is what `first` speaks of and one token. A part without tokens, which says nothing, takes nothing away.
+    """
+    (begun, num_begun), (rest, num_rest) = first, more
+    if not num_begun or not num_rest:
+        return rest if num_rest else begun
+    return None if begun is None or rest is None else np.concatenate((begun, rest[len(begun) :]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopLogprobs:
+    """The K most likely tokens at each position, likeliest first, of the distribution that was drawn from.
+
+    Their log-probs are as `Completion.logprobs`: after temperature and truncation, -inf for a token that truncation leaves
+    out; of greedy requests at temperature 1. The token that was drawn need not be among them. Nobody may write into these.
+
+    Raises:
+        CompletionError: arrays of other dtypes or shapes.
+    """
+
+    token_ids: npt.NDArray[np.int32]  # [T, K]
+    logprobs: npt.NDArray[np.float32]  # [T, K]
+
+    def __post_init__(self) -> None:
+        ids, values = self.token_ids, self.logprobs
+        if ids.shape != values.shape or ids.ndim != 2 or (ids.dtype, values.dtype) != (np.int32, np.float32):
+            raise CompletionError(
+                f"expected int32 ids and float32 log-probs [T, K] of one shape, got {ids.dtype} {list(ids.shape)} and "
+                f"{values.dtype} {list(values.shape)}"
+            )
+        ids.setflags(write=False)
+        values.setflags(write=False)
+
+    def cut(self, count: int) -> TopLogprobs:
+        """Return the first `count` positions."""
+        return TopLogprobs(token_ids=self.token_ids[:count], logprobs=self.logprobs[:count])
+
+    def followed_by(self, more: TopLogprobs) -> TopLogprobs:
+        """Return these positions and those of `more`, of the same K."""
+        return TopLogprobs(
+            token_ids=np.concatenate((self.token_ids, more.token_ids)),
+            logprobs=np.concatenate((self.logprobs, more.logprobs)),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TopLogprobs):
+            return NotImplemented
+        return np.array_equal(self.token_ids, other.token_ids) and np.array_equal(
+            self.logprobs, other.logprobs
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.token_ids.tobytes(), self.logprobs.tobytes()))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _read_top_logprobs, (self.token_ids, self.logprobs)
+
+
+def _read_top_logprobs(token_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> TopLogprobs:
+    return TopLogprobs(token_ids=token_ids, logprobs=logprobs)
+
 
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
@@ -138,7 +223,7 @@ class Completion:
         _close(self.request_id, "logprobs", self.logprobs, FLOAT32)
         self._check_spans()
         if self.routed_experts is not None:
-            routed_experts.close(self.request_id, self.routed_experts, self.num_tokens)
+            close(self.request_id, self.routed_experts, self.num_tokens)
         if self.top_logprobs is not None and len(self.top_logprobs.token_ids) != self.num_tokens:
             raise CompletionError(
                 f"{self.request_id!r}: {self.num_tokens} tokens, `top_logprobs` of {len(self.top_logprobs.token_ids)}"
@@ -195,7 +280,7 @@ class Completion:
             finish=finish,
             stop_reason=self.stop_reason if finish is self.finish else None,
             top_logprobs=None if self.top_logprobs is None else self.top_logprobs.cut(count),
-            routed_experts=routed_experts.cut(self.routed_experts, self.num_tokens, count),
+            routed_experts=cut(self.routed_experts, self.num_tokens, count),
         )
 
     def followed_by(self, more: Completion) -> Completion:
@@ -208,7 +293,7 @@ class Completion:
             logprobs=np.concatenate((self.logprobs, more.logprobs)),
             spans=version_spans(runs),
             top_logprobs=None if tops is None or more_tops is None else tops.followed_by(more_tops),
-            routed_experts=routed_experts.followed_by(
+            routed_experts=followed_by(
                 (self.routed_experts, self.num_tokens), (more.routed_experts, more.num_tokens)
             ),
         )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_rollout import SamplingParams
-from offbeat_rollout.hf.sampling import sample, sampling_table, truncate, uniform_stream
+from offbeat_rollout.hf.decode import sample, sampling_table, truncate, uniform_stream
 
 CPU = torch.device("cpu")
 

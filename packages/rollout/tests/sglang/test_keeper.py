@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from offbeat_rollout.sglang import SglangEngine, keeper
-from offbeat_rollout.sglang.requests import GRACE_S
+from offbeat_rollout.sglang.client import GRACE_S
 from offbeat_rollout.sglang.server import STOP_TIMEOUT_S
 
 pytestmark = pytest.mark.spawns

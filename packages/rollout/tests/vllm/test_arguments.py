@@ -75,7 +75,7 @@ def test_heads_that_vllm_has_no_kernel_for_are_refused_where_the_model_is_there(
 def test_what_is_set_here_cannot_be_given_and_what_is_given_arrives(device, tmp_path):
     from offbeat_rollout.config import LoraConfig
     from offbeat_rollout.vllm.arguments import engine_args
-    from offbeat_rollout.vllm.lora import lora_args
+    from offbeat_rollout.vllm.updates import lora_args
 
     # A folder that is there: without a network vLLM looks for others in its cache.
     made = engine_args(config(device=device, model_path=str(tmp_path), seed=3, kv_cache_dtype="fp8"))

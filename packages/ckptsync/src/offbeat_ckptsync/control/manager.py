@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from offbeat_ckptsync.control.report import make_report, memcpy_gb_per_s
-from offbeat_ckptsync.control.sync import SOURCE, Run, Target
-from offbeat_ckptsync.control.together import all_of
+from offbeat_ckptsync.control.sync import SOURCE, Run, Target, all_of
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, SyncFailed, VersionError
 from offbeat_ckptsync.member.receiver import State
 from offbeat_ckptsync.plan.buckets import buckets_of

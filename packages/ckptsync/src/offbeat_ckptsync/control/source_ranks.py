@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.errors import DigestError
 from offbeat_ckptsync.ops import SENDER_OPS, answer_in, request_of, value_of
-from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, tensors_in
-from offbeat_ckptsync.plan.seats import key_of
+from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of, key_of, tensors_in
 from offbeat_ckptsync.seams import Source
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.wire import Json

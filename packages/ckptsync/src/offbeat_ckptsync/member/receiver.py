@@ -9,12 +9,10 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.errors import LoadError, PhaseError, SyncError, TransferError, VersionError
-from offbeat_ckptsync.member.memory import StagingPool
-from offbeat_ckptsync.member.staging import Given, Staged, give, stage
-from offbeat_ckptsync.plan.buckets import buckets_of, tensor_views
+from offbeat_ckptsync.member.staging import Given, Staged, StagingPool, give, stage
+from offbeat_ckptsync.plan.buckets import buckets_of, met_by, tensor_views
 from offbeat_ckptsync.plan.digest import check_echo, label_of, told
 from offbeat_ckptsync.plan.manifest import check_digest, require_match
-from offbeat_ckptsync.plan.seats import met_by
 from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -10,12 +11,12 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 import torch
 
-from offbeat_ckptsync.errors import PlanError
+from offbeat_ckptsync.errors import PlanError, TransferError
 from offbeat_ckptsync.plan.manifest import dtype_of, num_bytes_of
-from offbeat_ckptsync.values import Bucket, Manifest, Piece, SyncOffer, TensorSpec
+from offbeat_ckptsync.values import Bucket, Manifest, Piece, Seat, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from numpy.typing import NDArray
 
@@ -23,6 +24,40 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
+
+
+def key_of(member: str, rank: int) -> str:
+    """Return how `SyncOffer.endpoints` calls a rank."""
+    return f"{member}/{rank}"
+
+
+def missing_ranks(seats: Collection[Seat], members: Sequence[str]) -> list[str]:
+    """Return in words which ranks of `members` are not among `seats`: of a member nobody of whom is there, the first."""
+    here = {(seat.member, seat.rank) for seat in seats}
+    ranks = {seat.member: seat.num_ranks for seat in seats}
+    seats_of = (Seat(member=member, rank=rank) for member in members for rank in range(ranks.get(member, 1)))
+    return [str(seat) for seat in seats_of if (seat.member, seat.rank) not in here]
+
+
+def met_by(offer: SyncOffer, seat: Seat) -> tuple[SyncOffer, Seat]:
+    """Return the offer and the seat as the transport of a receiving rank sees them.
+
+    Where each rank meets a sender of its own, the rank is a member of its own there, called as in `endpoints`.
+
+    Raises:
+        TransferError: the others have senders of their own, and this rank has none.
+    """
+    if not offer.endpoints:
+        return offer, seat
+    name = key_of(seat.member, seat.rank)
+    if name not in offer.endpoints:
+        raise TransferError(f"{seat} has no sender: those of this sync are for {', '.join(offer.endpoints)}")
+    return met_at(offer, offer.endpoints[name]), Seat(member=name)
+
+
+def met_at(offer: SyncOffer, endpoint: dict[str, str | int | float]) -> SyncOffer:
+    """Return the offer as it is for those that meet at this one of several senders' endpoints."""
+    return dataclasses.replace(offer, endpoint=endpoint, endpoints={})
 
 
 class Pieces(Sequence[Piece]):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.errors import PhaseError
-from offbeat_ckptsync.plan.seats import met_at
+from offbeat_ckptsync.plan.buckets import met_at
 from offbeat_ckptsync.seams import Source, Transport, WeightSource
 from offbeat_ckptsync.source.buffers import Buffers
 from offbeat_ckptsync.source.pipeline import FIRST, gather_weights, walk

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from offbeat_ckptsync.errors import TransferError
-from offbeat_ckptsync.member.memory import Pages
+from offbeat_ckptsync.member.staging import Pages
 from offbeat_ckptsync.plan.buckets import bucket_starts, buckets_of
 from offbeat_ckptsync.seams import BucketReceiver, BucketSender
 from offbeat_ckptsync.threads import HostPages

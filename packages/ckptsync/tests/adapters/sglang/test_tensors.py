@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-from offbeat_ckptsync.adapters.sglang import tensors as module
-from offbeat_ckptsync.adapters.sglang.tensors import in_parts
+from offbeat_ckptsync.adapters.sglang import group as module
+from offbeat_ckptsync.adapters.sglang.group import in_parts
 
 WHOLE = {
     "odd": torch.arange(7, dtype=torch.int8),

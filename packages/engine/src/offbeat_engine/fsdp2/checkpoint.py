@@ -12,7 +12,7 @@ from offbeat_engine.fsdp2.weights import lora
 from offbeat_engine.fsdp2.weights.export import named_tensors
 from offbeat_engine.fsdp2.weights.shards import is_first_replica, local, region_of
 from offbeat_engine.fsdp2.weights.state_names import LocalPart, StateNames
-from offbeat_engine.toolkit.state import random_state, training_state
+from offbeat_engine.toolkit.state import training_state
 from offbeat_engine.toolkit.state.slices import Region, check_fit
 from offbeat_engine.toolkit.state.training_state import WEIGHT, Saved
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from offbeat_engine.fsdp2.memory.optimizers import Moments
-    from offbeat_engine.fsdp2.memory.updater import Updater
+    from offbeat_engine.fsdp2.memory.updater import Moments, Updater
     from offbeat_engine.fsdp2.model.scorer import Scorer
     from offbeat_engine.toolkit.state.saves import Destination, Saves
     from offbeat_engine.toolkit.state.saving import SaveHandle
@@ -88,7 +87,7 @@ def _pieces(target: Target, moments: Moments) -> Iterator[WeightShard]:
     for one in _parts_of_moments(target, moments):
         if is_first_replica(target.updater.params[one.name], world):
             yield from target.names.pieces(one)
-    yield from random_state.pieces(target.world)
+    yield from training_state.pieces(target.world)
 
 
 def _steps(target: Target, moments: Moments) -> dict[str, float]:
@@ -152,10 +151,10 @@ def load(saves: Saves, target: Target, folder: Path, verified: bool) -> None:
             names.fill(_part_of_weight(name, tensor), loaded.reader)
         for one in _parts_of_moments(target, moments):
             names.fill(one, loaded.reader)
-        states = random_state.read(saves.world, loaded)
+        states = training_state.read(saves.world, loaded)
         updater.set_moments(moments)
         updater.set_num_steps(loaded.meta["scheduled_steps"])
-        random_state.restore(saves.world, states)
+        training_state.restore(saves.world, states)
 
     training_state.load(saves, folder, verified, check, read)
 

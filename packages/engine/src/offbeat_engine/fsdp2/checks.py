@@ -13,9 +13,9 @@ from offbeat_engine.capabilities import Capabilities, Feature, Refusal
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
-from offbeat_engine.fsdp2.attention.kernels import missing_here, refusal
-from offbeat_engine.fsdp2.memory.eight_bits import has_torchao
-from offbeat_engine.fsdp2.model.compilation import compiler_missing
+from offbeat_engine.fsdp2.attention.varlen import missing_here, refusal
+from offbeat_engine.fsdp2.memory.updater import has_torchao
+from offbeat_engine.fsdp2.model.building import compiler_missing
 from offbeat_engine.fsdp2.model.trainable import targets_of
 from offbeat_engine.fsdp2.weights.loading import check_files, empty_model
 from offbeat_engine.fsdp2.weights.lora import has_peft

@@ -15,7 +15,7 @@ from offbeat_engine.fsdp2 import checkpoint, checks
 from offbeat_engine.fsdp2.build import EngineState, build_state
 from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.model import building as model
-from offbeat_engine.fsdp2.model.compilation import kernels
+from offbeat_engine.fsdp2.model.building import kernels
 from offbeat_engine.fsdp2.self_check import find_difference, find_non_finite
 from offbeat_engine.fsdp2.stepping import names_of, run_step, step_of
 from offbeat_engine.fsdp2.weights import export as weights

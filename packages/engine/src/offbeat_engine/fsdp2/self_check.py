@@ -18,15 +18,15 @@ from torch.nn.utils.rnn import pad_sequence
 from offbeat_engine.config import Dtype, require_config
 from offbeat_engine.errors import RankLostError
 from offbeat_engine.fsdp2 import families
-from offbeat_engine.fsdp2.attention.kernels import inputs_maker
+from offbeat_engine.fsdp2.attention.packed import gather_answers
 from offbeat_engine.fsdp2.attention.packing import lay_out, padded_inputs
-from offbeat_engine.fsdp2.attention.ulysses import gather_answers
+from offbeat_engine.fsdp2.attention.varlen import inputs_maker
 from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.fsdp2.model.replay import Choices
 from offbeat_engine.fsdp2.weights.shards import local
 from offbeat_engine.toolkit.hf import probing
+from offbeat_engine.toolkit.hf.layouts import KEY
 from offbeat_engine.toolkit.hf.probing import SHARED, Judge, probe
-from offbeat_engine.toolkit.hf.replaying import KEY
 from offbeat_engine.toolkit.hf.rotary import sequence_limit
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.batch import units_of
 from offbeat_engine.config import Dtype
-from offbeat_engine.fsdp2.attention.kernels import inputs_maker
+from offbeat_engine.fsdp2.attention.packed import gather_answers
 from offbeat_engine.fsdp2.attention.packing import RowInputs, lay_out
-from offbeat_engine.fsdp2.attention.ulysses import gather_answers
-from offbeat_engine.fsdp2.memory.activations import HostActivations
+from offbeat_engine.fsdp2.attention.varlen import inputs_maker
+from offbeat_engine.fsdp2.memory.offload import HostActivations
 from offbeat_engine.fsdp2.model.building import compute_dtype
 from offbeat_engine.toolkit.hf.layouts import fed_lengths, place
 from offbeat_engine.toolkit.hf.rotary import check_lengths

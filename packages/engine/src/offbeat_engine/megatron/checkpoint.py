@@ -16,7 +16,7 @@ import torch
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.megatron.blocks import parts_of
-from offbeat_engine.toolkit.state import random_state, training_state
+from offbeat_engine.toolkit.state import training_state
 from offbeat_engine.toolkit.state.slices import Region, check_fit
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT, Saved
 from offbeat_engine.values import WeightShard
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from offbeat_engine.megatron.build import Parts
-    from offbeat_engine.megatron.held import Held
+    from offbeat_engine.megatron.loading import Held
     from offbeat_engine.megatron.updater import Share, Updater
     from offbeat_engine.toolkit.state.saves import Destination, Saves
     from offbeat_engine.toolkit.state.saving import SaveHandle
@@ -72,7 +72,7 @@ def _pieces(saves: Saves, held: Sequence[Held], updater: Updater) -> Iterator[We
                     offsets=part.region.offsets,
                     tensor=part.of(run.detach().view(-1)),
                 )
-    yield from random_state.pieces(saves.world)
+    yield from training_state.pieces(saves.world)
 
 
 def _writes(one: Held, share: Share) -> bool:
@@ -121,9 +121,9 @@ def load(saves: Saves, parts: Parts, updater: Updater, folder: Path, verified: b
             share = updater.share(one.param)
             if share is not None:
                 _read_run(one, share, loaded, _seen(one, updater, loaded, folder))
-        states = random_state.read(saves.world, loaded)
+        states = training_state.read(saves.world, loaded)
         updater.set_num_steps(loaded.meta["scheduled_steps"])
-        random_state.restore(saves.world, states)
+        training_state.restore(saves.world, states)
 
     training_state.load(saves, folder, verified, check, read)
 

@@ -24,7 +24,7 @@ from offbeat_engine.megatron.stepping import Step, names_of, run_step
 from offbeat_engine.megatron.updater import Updater, gradient
 from offbeat_engine.toolkit.collectives import compute_device, first_failure
 from offbeat_engine.toolkit.devices import device_refusals
-from offbeat_engine.toolkit.hf.weight_folders import copy_beside, export_folder, named_files, write_files
+from offbeat_engine.toolkit.hf.weight_files import copy_beside, export_folder, named_files, write_files
 from offbeat_engine.toolkit.step.micro_batches import StepRequest
 from offbeat_engine.toolkit.step.throughput import peak_flops
 

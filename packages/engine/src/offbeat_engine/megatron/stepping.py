@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from offbeat_engine.batch import units_of
-from offbeat_engine.megatron import context, replay, transformer_engine
+from offbeat_engine.megatron import context, model, transformer_engine
 from offbeat_engine.megatron.model import Chunk, predict
 from offbeat_engine.toolkit.collectives import gather_ints
 from offbeat_engine.toolkit.hf.layouts import fed_lengths, lay_out, place
@@ -120,7 +120,7 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
     num_tokens = _row_length(step, layouts)
     fed = [_feed(step, layout, num_tokens or _of_row(step, layout)) for layout in layouts]
     for chunk in step.chunks:
-        replay.forget(chunk.model)
+        model.forget(chunk.model)
     forward_backward = get_forward_backward_func()
     numbers: list[Iterator[int]] = [iter(range(num_micro)) for _ in step.chunks]
     forward_backward(
@@ -136,7 +136,7 @@ def run_step(step: Step, batch: TrainBatch, ctx: StepContext) -> Predictions:
 
 
 def _lay_out(step: Step, micro: TrainBatch | None) -> Layout:
-    experts = micro[replay.KEY] if micro is not None and replay.KEY in micro else None
+    experts = micro[model.KEY] if micro is not None and model.KEY in micro else None
     sharing = step.groups.context
     row = _Row(step.config.packing, sharing.size, experts)
     cut = partial(context.cut, sharing=sharing) if sharing.size > 1 else None
@@ -145,7 +145,7 @@ def _lay_out(step: Step, micro: TrainBatch | None) -> Layout:
 
 def _plan(step: Step, batch: TrainBatch) -> list[list[int]]:
     check_lengths(batch, step.sequence_limit)
-    replay.check(batch, step.shape)
+    model.check(batch, step.shape)
     filled = context.filled_up(fed_lengths(batch["loss_mask"]), step.groups.context.size)
     lengths = [int(length) for length in filled.tolist()]
     return plan_micro_batches(
@@ -240,7 +240,7 @@ def _forward(
     chunk = next(chunk.model for chunk in step.chunks if chunk.wrapped is wrapped)
     chunk.rotary_pos_emb.positions_S = one.positions_S
     again = step.trains and step.config.activation_checkpointing and step.config.recompute == "layers"
-    replay.hand_over(chunk, one.experts_SLK, again)
+    model.hand_over(chunk, one.experts_SLK, again)
     run.on_device(number)
     states = wrapped(one.ids_1S, one.positions_S[None], one.lengths_N)
     return states, partial(_end, step, run, number, one.layout, chunk)

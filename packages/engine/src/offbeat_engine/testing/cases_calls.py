@@ -9,16 +9,141 @@ from typing import TYPE_CHECKING
 import torch
 
 from offbeat_engine.capabilities import Feature
-from offbeat_engine.testing import call_probes, probes
+from offbeat_engine.errors import StepError
+from offbeat_engine.testing import probes
 from offbeat_engine.testing.compare import check_gradients, check_number, check_tensors
 from offbeat_engine.testing.losses import UnitLoss
+from offbeat_engine.testing.probes import copy_of, running, weights_of
 from offbeat_engine.testing.reference import Setup, reference_run
 from offbeat_engine.testing.runner import BATCHES, Case
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from offbeat_engine.batch import TrainBatch
+    from offbeat_engine.interface import Engine
+    from offbeat_engine.testing.compare import Named
+    from offbeat_engine.testing.probes import Job
     from offbeat_engine.testing.runner import Options, Runner
+    from offbeat_engine.values import LossOutput, LossScale, Predictions, StepContext
+    from offbeat_engine.world import World
+
+
+COMPLAINT = "planted by the conformance suite"
+
+
+def unasked(world: World, job: Job, batch: TrainBatch) -> tuple[float, list[str], float]:
+    """Return the loss and the keys of a training call without predictions, and the loss of one with them."""
+    with running(world, job) as engine, engine.train_mode():
+        share = engine.shard_data(batch)
+        predictions, loss, _ = engine.forward_backward_step(share, predict=False)
+        _, same, _ = engine.forward_backward_step(share)
+        return loss, [str(key) for key in predictions.keys()], same  # noqa: SIM118 rows otherwise
+
+
+def added_keys(world: World, job: Job, batch: TrainBatch) -> tuple[Predictions, str]:
+    """Return what comes back, whole, of a call whose hook adds a key, and the device that it came back on."""
+
+    def add(predictions: Predictions, micro: TrainBatch, ctx: StepContext) -> Predictions:
+        return predictions.update({"conformance/tokens": micro["input_ids"]})
+
+    with running(world, job) as engine:
+        share = engine.shard_data(batch)
+        with engine.eval_mode():
+            predictions, _ = engine.forward_backward_step(share, forward_only=True, postprocess_fn=add)
+        device = {str(predictions[key].device) for key in predictions.keys()} or {"cpu"}  # noqa: SIM118 rows otherwise
+        return engine.unshard_data(predictions), "/".join(sorted(device))
+
+
+def last_only(batch: TrainBatch, ctx: StepContext | None = None) -> TrainBatch:
+    """Leave the last token of each sequence under the mask, if it was there."""
+    position_T = torch.arange(batch["input_ids"].shape[1], device=batch["lengths"].device)
+    last_BT = position_T[None] == batch["lengths"][:, None] - 1
+    return batch.clone().update({"loss_mask": batch["loss_mask"] & last_BT})
+
+
+def narrowed(world: World, job: Job, batch: TrainBatch) -> tuple[int, int]:
+    """Return what the scale and the statistics count where a hook narrows the mask."""
+    with running(world, job) as engine, engine.eval_mode():
+        share = engine.shard_data(batch)
+        _, ctx = engine.forward_backward_step(share, forward_only=True, preprocess_fn=last_only)
+        assert ctx.scale is not None
+        assert ctx.stats is not None
+        return ctx.scale.num_tokens, ctx.stats.num_loss_tokens
+
+
+def failing(world: World, job: Job, batch: TrainBatch) -> tuple[dict[str, str], float, float]:
+    """Return what is raised where loss and hooks fail on the last rank, then the loss after it and of a new engine."""
+    unwell = world.rank == world.size - 1
+
+    def complain(batch: TrainBatch) -> None:
+        if unwell and len(batch["lengths"]):
+            raise LookupError(COMPLAINT)
+
+    def before(batch: TrainBatch, ctx: StepContext) -> TrainBatch:
+        complain(batch)
+        return batch
+
+    def after(predictions: Predictions, batch: TrainBatch, ctx: StepContext) -> Predictions:
+        complain(batch)
+        return predictions
+
+    def loss_fn(predictions: Predictions, batch: TrainBatch, scale: LossScale) -> LossOutput:
+        complain(batch)
+        return job.loss_fn(predictions, batch, scale)
+
+    errors: dict[str, str] = {}
+    with running(world, job) as engine, engine.train_mode():
+        share = engine.shard_data(batch)
+        errors["preprocess_fn"] = _raised(lambda: engine.forward_backward_step(share, preprocess_fn=before))
+        errors["postprocess_fn"] = _raised(lambda: engine.forward_backward_step(share, postprocess_fn=after))
+        engine.set_loss_fn(loss_fn)
+        errors["loss_fn"] = _raised(lambda: engine.forward_backward_step(share))
+        engine.set_loss_fn(job.loss_fn)
+        loss = _norm(engine, share)
+    with running(world, replace(job)) as engine, engine.train_mode():
+        return errors, loss, _norm(engine, share)
+
+
+def _norm(engine: Engine, share: TrainBatch) -> float:
+    """Return loss times gradient norm of one step: what an earlier failure would leave shows in one of them."""
+    engine.optimizer_zero_grad()
+    _, loss, _ = engine.forward_backward_step(share)
+    return loss * engine.optimizer_step()
+
+
+def _raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def empty(world: World, job: Job, batch: TrainBatch) -> tuple[float, Named, Named]:
+    """Return the norm of a step without sequences after a real one, and the weights before and after it."""
+    with running(world, job) as engine, engine.train_mode():
+        _norm(engine, engine.shard_data(batch))
+        before = weights_of(engine)
+        engine.optimizer_zero_grad()
+        engine.forward_backward_step(batch[:0])
+        norm = engine.optimizer_step()
+        return norm, before, weights_of(engine)
+
+
+def weights_on(world: World, job: Job, chosen: int) -> tuple[Named, list[str], Named]:
+    """Return the weights as every rank gets them, then names and tensors where only rank `chosen` does."""
+    with running(world, job) as engine:
+        everywhere = weights_of(engine)
+        some = [
+            (name, None if tensor is None else copy_of(tensor))
+            for name, tensor in engine.named_weights_on({chosen})
+        ]
+        return (
+            everywhere,
+            [name for name, _ in some],
+            {name: tensor for name, tensor in some if tensor is not None},
+        )
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -50,7 +175,7 @@ def cases(options: Options) -> Iterator[Case]:
 def _unasked(runner: Runner, family: str, num_ranks: int) -> None:
     """A training call without predictions has none, and the same loss."""
     job = runner.job(family)
-    for loss, keys, same in runner.run(call_probes.unasked, num_ranks, job, BATCHES[0]):
+    for loss, keys, same in runner.run(unasked, num_ranks, job, BATCHES[0]):
         if keys or loss != same:
             raise AssertionError(
                 f"with `predict=False` a call should return no predictions and the same loss, {same}; got {keys}, {loss}"
@@ -60,9 +185,7 @@ def _unasked(runner: Runner, family: str, num_ranks: int) -> None:
 def _added_keys(runner: Runner, family: str, num_ranks: int) -> None:
     """A key that `postprocess_fn` adds is there on all ranks, also on those without a sequence."""
     one = BATCHES[0][:1]
-    for rank, (whole, device) in enumerate(
-        runner.run(call_probes.added_keys, num_ranks, runner.job(family), one)
-    ):
+    for rank, (whole, device) in enumerate(runner.run(added_keys, num_ranks, runner.job(family), one)):
         expected = one["input_ids"] * (
             torch.arange(one["input_ids"].shape[1])[None] < one["lengths"][:, None]
         )
@@ -76,8 +199,8 @@ def _added_keys(runner: Runner, family: str, num_ranks: int) -> None:
 
 def _narrowed(runner: Runner, family: str, num_ranks: int) -> None:
     """The scale counts what `preprocess_fn` leaves under the mask."""
-    expected = int(call_probes.last_only(BATCHES[0])["loss_mask"].sum())
-    for counted in runner.run(call_probes.narrowed, num_ranks, runner.job(family), BATCHES[0]):
+    expected = int(last_only(BATCHES[0])["loss_mask"].sum())
+    for counted in runner.run(narrowed, num_ranks, runner.job(family), BATCHES[0]):
         if counted != (expected, expected):
             raise AssertionError(
                 f"`scale` and `num_loss_tokens` should count the {expected} tokens that `preprocess_fn` left, got {counted}"
@@ -87,11 +210,11 @@ def _narrowed(runner: Runner, family: str, num_ranks: int) -> None:
 def _failing(runner: Runner, family: str, num_ranks: int) -> None:
     """What a loss or hook raises on the last rank is raised on all, and the next step is good."""
     job, last = runner.job(family), num_ranks - 1
-    for rank, (errors, loss, fresh) in enumerate(runner.run(call_probes.failing, num_ranks, job, BATCHES[0])):
+    for rank, (errors, loss, fresh) in enumerate(runner.run(failing, num_ranks, job, BATCHES[0])):
         for where, said in errors.items():
-            if call_probes.COMPLAINT not in said:
+            if COMPLAINT not in said:
                 raise AssertionError(
-                    f"`{where}` raised {call_probes.COMPLAINT!r} on rank {last}; rank {rank} should raise `StepError` with "
+                    f"`{where}` raised {COMPLAINT!r} on rank {last}; rank {rank} should raise `StepError` with "
                     f"these words, got {said or 'nothing'}"
                 )
         if loss != fresh:
@@ -102,7 +225,7 @@ def _failing(runner: Runner, family: str, num_ranks: int) -> None:
 
 def _empty(runner: Runner, family: str, num_ranks: int) -> None:
     """A mini-batch without sequences on any rank is a step that changes nothing."""
-    for norm, before, after in runner.run(call_probes.empty, num_ranks, runner.job(family), BATCHES[0]):
+    for norm, before, after in runner.run(empty, num_ranks, runner.job(family), BATCHES[0]):
         if norm != 0.0:
             raise AssertionError(f"`optimizer_step` after an empty mini-batch should return 0.0, got {norm}")
         check_tensors("weights after an empty mini-batch", after, before, 0.0)
@@ -126,7 +249,7 @@ def _units(runner: Runner, family: str, num_ranks: int) -> None:
 def _weights_on(runner: Runner, family: str, num_ranks: int) -> None:
     """`named_weights_on` gives tensors to those ranks and None to the others."""
     last = num_ranks - 1
-    answers = runner.run(call_probes.weights_on, num_ranks, runner.job(family), last)
+    answers = runner.run(weights_on, num_ranks, runner.job(family), last)
     for rank, (everywhere, names, chosen) in enumerate(answers):
         if names != list(everywhere):
             raise AssertionError(f"`named_weights_on` yields other names on rank {rank}, or another order")

@@ -1,24 +1,27 @@
 """The thread that generates. Everything it owns changes between two tokens, by commands that run in that thread."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import threading
 from collections import deque
 from concurrent.futures import Future
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from offbeat_rollout.checks import eos_token_ids
 from offbeat_rollout.clock import Work
-from offbeat_rollout.errors import EngineStateError
+from offbeat_rollout.errors import ConfigError, EngineStateError
+from offbeat_rollout.hf.cache import ATTENTION_NAME
 from offbeat_rollout.hf.decode import RunningBatch, new_row, take_ids
 from offbeat_rollout.hf.experts import Recorder
-from offbeat_rollout.hf.lora import MergedLora
-from offbeat_rollout.hf.model import WholeWeights, load_model
-from offbeat_rollout.hf.probe import require_plain
+from offbeat_rollout.hf.model import WholeWeights, check_given, dtype_name, load_model
 from offbeat_rollout.stop_strings import StopStrings, load_tokenizer
-from offbeat_rollout.types import Finish, PauseMode
+from offbeat_rollout.types import Finish, GenerateRequest, PauseMode, SamplingParams
+from offbeat_rollout.weight_files import lora_layers, lora_specs, names_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -26,14 +29,108 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from offbeat_rollout.config import RolloutConfig
+    from offbeat_rollout.config import LoraConfig, RolloutConfig
     from offbeat_rollout.hf.decode import Row
-    from offbeat_rollout.types import Completion, GenerateRequest
+    from offbeat_rollout.types import Completion
 
     Answer = tuple[Completion, asyncio.Future[Completion]]
     """A completion, and who waits for it."""
 
 T = TypeVar("T")
+
+# transformers' models are typed loosely.
+
+
+_PROMPTS, _STEPS = (19, 5), 6
+# Of the median: a router may choose otherwise once. Right paths came to 1e-5 here, in bfloat16 to 0.11, wrong ones to 0.15 and more.
+_TOLERANCE = {"float32": 1e-2, "bfloat16": 0.3}
+
+
+def require_plain(model: PreTrainedModel, config: RolloutConfig) -> None:
+    """Refuse a model that does not generate here what its plain forward says.
+
+    Raises:
+        ConfigError: it has something that this adapter's attention, cache or positions leave out.
+    """
+    name = type(model).__name__
+    try:
+        rows = _generated(model, config.max_model_len)
+        model.set_attn_implementation("eager")
+        gaps = [gap for row in rows for gap in _gaps(model, row)]
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ConfigError(f"the hf adapter cannot run {name}: {error!r}; use vllm") from error
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    apart = median(gaps)
+    if not apart <= _TOLERANCE[config.dtype]:
+        raise ConfigError(
+            f"{name} has something that the hf adapter leaves out: log-probs of a few tokens are {apart:.2g} from those of "
+            "its plain forward; use vllm"
+        )
+
+
+def _generated(model: PreTrainedModel, max_model_len: int) -> list[Row]:
+    batch = RunningBatch(model, 1)
+    rows: list[Row] = []
+    for length in _PROMPTS:
+        prompt = tuple(
+            7 * place % batch.vocab_size for place in range(max(1, min(length, max_model_len - _STEPS)))
+        )
+        sampling = SamplingParams(max_tokens=_STEPS, temperature=0.0)
+        request = GenerateRequest(request_id="probe", prompt_ids=prompt, sampling=sampling)
+        rows.append(new_row(request, (), max_model_len))
+    batch.join(rows)
+    for _ in range(min(row.limit for row in rows)):
+        batch.step(0)
+    return batch.leave(lambda _: True)
+
+
+@torch.inference_mode()
+def _gaps(model: PreTrainedModel, row: Row) -> list[float]:
+    ids = torch.tensor([row.known_ids], device=model.device)
+    logprobs = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+    first = len(row.request.prompt_ids) - 1
+    return [
+        abs(float(logprobs[first + place, token]) - row.logprobs[place])
+        for place, token in enumerate(row.token_ids)
+    ]
+
+
+class MergedLora:
+    """Updates that bring A and B alone: W = base + alpha / rank * B @ A, computed in float32.
+
+    Merged, it costs generation nothing, and in float32 the weights are those of a merged export bit for bit. The base
+    weights under it are kept in host memory; every update starts from them, so errors do not add up.
+    """
+
+    def __init__(self, model: PreTrainedModel, lora: LoraConfig) -> None:
+        """Lie over `model`, whose weights are the base.
+
+        Raises:
+            ConfigError: a target is no linear layer of the model.
+        """
+        self._layers = lora_layers(model, lora)
+        self._rank = lora.rank
+        self._scale = lora.alpha / lora.rank
+        self._base = {
+            name: layer.weight.detach().to("cpu", copy=True) for name, layer in self._layers.items()
+        }
+
+    def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Return what an update must bring: A and B of every layer, under peft's names."""
+        dtype = dtype_name(next(iter(self._base.values())))
+        return lora_specs(self._layers, self._rank, dtype)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Check all, then merge all; raises `UpdateRefused` before anything changes."""
+        given = check_given(self.specs(), tensors)
+        with torch.no_grad():
+            for name, layer in self._layers.items():
+                live = layer.weight
+                a, b = (given[each].to(live.device).float() for each in names_of(name))
+                merged = self._base[name].to(live.device).float() + self._scale * (b @ a)
+                live.copy_(merged)
+
 
 _IDLE_WAIT_S = 1.0  # an idle thread looks around this often; every command wakes it at once
 

@@ -34,12 +34,10 @@ from offbeat_rollout.config import require_config
 from offbeat_rollout.errors import ConfigError, EngineStateError, RequestError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine
 from offbeat_rollout.sglang.arguments import check_arguments, check_model, experts_of, model_settings
-from offbeat_rollout.sglang.client import Client
+from offbeat_rollout.sglang.client import Client, Requests
 from offbeat_rollout.sglang.config import SglangConfig
-from offbeat_rollout.sglang.requests import Requests
 from offbeat_rollout.sglang.running import Running, request_body, truncates
-from offbeat_rollout.sglang.server import Server
-from offbeat_rollout.sglang.updates import SglangUpdates
+from offbeat_rollout.sglang.server import Server, SglangUpdates
 from offbeat_rollout.stop_strings import StopStrings, load_tokenizer
 from offbeat_rollout.types import Health, PauseMode, RolloutCapabilities, RolloutFeature
 

@@ -10,17 +10,101 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 from offbeat_rollout.errors import EngineStateError, RequestError, RolloutError
-from offbeat_rollout.testing.contract_experts import routed_experts
-from offbeat_rollout.testing.contract_stops import stop_strings, stop_tokens
 from offbeat_rollout.testing.subject import DEADLINE_S, Subject, wait_for_tokens
-from offbeat_rollout.types import Completion, Finish, PauseMode
+from offbeat_rollout.types import Completion, Finish, PauseMode, RolloutFeature
 
 if TYPE_CHECKING:
     from offbeat_rollout.types import GenerateRequest
+
+
+async def stop_tokens(subject: Subject) -> None:
+    """A completion ends with the first of its stop tokens."""
+    free = await subject.engine.generate(subject.request(seed=3))
+    stop = int(free.token_ids[5])
+    first = free.token_ids.tolist().index(stop)
+    stopped = await subject.engine.generate(subject.request(seed=3, stop_token_ids=(stop,)))
+    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist(), (
+        "the stop token belongs to the completion, nothing after it"
+    )
+    assert stopped.finish is Finish.STOP
+
+
+async def stop_strings(subject: Subject) -> None:
+    """A completion ends with the token that completes a text; who cannot do it refuses the request."""
+    declared = RolloutFeature.STOP_STRINGS in subject.engine.capabilities().features
+    if not declared:
+        try:
+            await subject.engine.generate(subject.request(stop=("a",)))
+        except RequestError:
+            return
+        raise AssertionError("who cannot end at a text must refuse a request for it")
+    assert subject.decode is not None, "give the subject of an engine that reads a tokenizer its `decode`"
+    seeds = range(8)
+    free = await subject.engine.generate_many(
+        [subject.request(seed=seed, max_tokens=30, top_logprobs=2) for seed in seeds]
+    )
+    wanted: list[tuple[GenerateRequest, Completion, int, str]] = []
+    for seed, whole in zip(seeds, free, strict=True):
+        ids = whole.token_ids.tolist()
+        # A text that begins inside a token and ends inside another; more than one may be asked for.
+        text = "".join(one for one in subject.decode(ids[seed : 12 + seed]) if one != "\ufffd")[1:-1]
+        stop = ("never written", text[: 3 + seed % 3])
+        ends = (end for end in range(1, 31) if stop[1] in subject.decode(ids[:end]))
+        request = subject.request(seed=seed, max_tokens=30, top_logprobs=2, stop=stop)
+        wanted.append((request, whole, next(ends, 30), stop[1]))
+    assert sum(length < 30 for *_, length, _ in wanted) >= 6, "too few of these texts are ever written"
+    done = await subject.engine.generate_many([request for request, *_ in wanted])
+    for (request, whole, length, stop), made in zip(wanted, done, strict=True):
+        finish = Finish.STOP if length < 30 else Finish.LENGTH
+        expected = replace(whole.cut(length, finish), request_id=request.request_id)
+        assert made.token_ids.tolist() == expected.token_ids.tolist(), (
+            f"{stop!r} is complete with token {length}: that one is the last"
+        )
+        assert made.finish is finish
+        assert made.stop_reason == (stop if finish is Finish.STOP else None)
+        assert made.spans == expected.spans
+        tops, expected_tops = made.top_logprobs, expected.top_logprobs
+        assert tops is not None
+        assert expected_tops is not None
+        if subject.same_bits:
+            assert made.logprobs.tolist() == expected.logprobs.tolist()
+            assert tops == expected_tops
+            continue
+        for one, other in ((made, expected), (tops, expected_tops)):
+            assert one.logprobs.shape == other.logprobs.shape
+            assert float(abs(one.logprobs - other.logprobs).max()) <= subject.tolerance
+
+
+async def routed_experts(subject: Subject) -> None:
+    """Completions tell the experts of every token that was fed; nothing where nobody asked for them."""
+    engine = subject.engine
+    if not engine.config.record_experts:
+        made = await engine.generate(subject.request(max_tokens=2))
+        assert made.routed_experts is None, "nobody asked for them"
+        return
+    assert subject.experts is not None, "give the subject of an engine that records experts its `experts`"
+    prompts = [tuple(range(3, 4 + 5 * length)) for length in (0, 2, 4)]
+    prompts += [(*prompts[-1], 9), prompts[-1]]  # begun alike, and the same: caches may have them
+    requests = [subject.request(prompt, max_tokens=1 + 6 * n, seed=n) for n, prompt in enumerate(prompts)]
+    made = await engine.generate_many(requests)
+    stop = int(made[-1].token_ids[3])
+    requests.append(subject.request(prompts[-1], max_tokens=25, seed=4, stop_token_ids=(stop,)))
+    made.append(await engine.generate(requests[-1]))
+    assert made[-1].finish is Finish.STOP
+    for request, completion in zip(requests, made, strict=True):
+        fed = (*request.prompt_ids, *completion.token_ids[:-1].tolist())
+        told, expected = completion.routed_experts, subject.experts(fed)
+        assert told is not None
+        assert told.shape == expected.shape, "of all tokens but the last, which was fed to nobody"
+        assert np.array_equal(np.sort(told), np.sort(expected)), "other experts than those of a plain forward"
+
 
 Check: TypeAlias = Callable[[Subject], Awaitable[None]]
 _TRIES = 5

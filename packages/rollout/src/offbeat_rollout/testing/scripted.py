@@ -13,8 +13,15 @@ from offbeat_rollout.checks import check_request
 from offbeat_rollout.clock import RequestClock, Work
 from offbeat_rollout.errors import EngineStateError, RequestError, UpdateRefused
 from offbeat_rollout.interface import RolloutEngine, TensorUpdates
-from offbeat_rollout.top_logprobs import TopLogprobs
-from offbeat_rollout.types import Completion, Finish, Health, PauseMode, RolloutCapabilities, RolloutFeature
+from offbeat_rollout.types import (
+    Completion,
+    Finish,
+    Health,
+    PauseMode,
+    RolloutCapabilities,
+    RolloutFeature,
+    TopLogprobs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat_rollout.errors import ConfigError
-from offbeat_rollout.vllm.lora import lora_args
 from offbeat_rollout.vllm.recording import Recording
+from offbeat_rollout.vllm.updates import lora_args
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs

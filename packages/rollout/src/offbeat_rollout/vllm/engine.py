@@ -39,9 +39,8 @@ from offbeat_rollout.vllm import recording
 from offbeat_rollout.vllm.arguments import check_arguments, check_heads
 from offbeat_rollout.vllm.config import VllmConfig
 from offbeat_rollout.vllm.environment import check_environment, vllm_environment
-from offbeat_rollout.vllm.lora import serve_nothing_yet, served_lora
 from offbeat_rollout.vllm.processes import Launched, build_vllm
-from offbeat_rollout.vllm.updates import VllmUpdates, answer_of
+from offbeat_rollout.vllm.updates import VllmUpdates, answer_of, serve_nothing_yet, served_lora
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence

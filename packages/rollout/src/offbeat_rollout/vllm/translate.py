@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offbeat_rollout.errors import EngineStateError
-from offbeat_rollout.top_logprobs import TopLogprobs
-from offbeat_rollout.types import Completion, Finish, version_spans
+from offbeat_rollout.types import Completion, Finish, TopLogprobs, version_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,14 +3,22 @@
 Gloo from host memory, NCCL from a GPU of this process, which must be none of the server's; NCCL was never run. Whoever waits here
 waits in threads of others, to a deadline, and gives the group up for what the server says. A sender that is lost is found out on
 the server's side by torch alone: gloo's sockets close at once, NCCL's watchdog there ends the server after torch's ten minutes.
+
+Tensors as SGLang's session takes them: one buffer of bytes, and where in it each tensor lies (`load_format` flattened_bucket).
+
+To a server on a CPU the bytes travel: no server depends on the memory of a process that may die. One on GPUs is told where they
+lie by CUDA's IPC handles, as torch makes them, with the GPU's UUID in the place of its number, as SGLang does between
+processes that count their GPUs apart (`patch_torch.py`, 0.5.23; read, and never run).
 """
 
-# torch types its distributed bindings in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
+import base64
+import io
+import pickle
 import socket
 import threading
 import time
@@ -19,22 +27,103 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from offbeat_ckptsync.adapters.sglang.tensors import parts_of
+import torch
+
 from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.threads import use_device
 from offbeat_ckptsync.transports.broadcast import nccl_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
-    import torch
     from torch.distributed import TCPStore
 
     from offbeat_ckptsync.adapters.sglang.server import SglangServer
 
+
 T = TypeVar("T")
+
+# torch types its multiprocessing in part.
+
+
+PART_BYTES = 64 << 20
+_ALIGN = 16
+_DEVICE = 6  # the place of the device in the arguments of `rebuild_cuda_tensor`
+
+Part = list[tuple[str, torch.Tensor]]
+
+
+def parts_of(whole: Mapping[str, torch.Tensor]) -> Iterator[Part]:
+    """Yield `whole` in parts of about 64 MiB, which is what the server holds beside its weights while it loads."""
+    part: Part = []
+    num_bytes = 0
+    for name, tensor in whole.items():
+        part.append((name, tensor.detach()))
+        num_bytes += tensor.nbytes
+        if num_bytes >= PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part
+
+
+def in_parts(whole: Mapping[str, torch.Tensor], device: str, num_ranks: int) -> Iterator[list[str]]:
+    """Yield bodies of `parts_of(whole)` on `device`, one for each rank of the server; ask for the next once the answer is there.
+
+    Until then the buffer that a body tells of lives here. What of a GPU's the server holds on to longer, torch keeps for it.
+    """
+    for part in parts_of(whole):
+        content = _flattened(part, device)
+        if device == "cpu":
+            yield [_body(content)] * num_ranks
+        else:
+            torch.cuda.synchronize(device)  # other processes know nothing of this stream
+            yield [_body(content) for _ in range(num_ranks)]  # torch counts the users of each handle
+            del content
+            torch.cuda.ipc_collect()
+
+
+def _flattened(part: Part, device: str) -> dict[str, object]:
+    """Return a part as SGLang's `FlattenedTensorBucket` has it; its metadata are read by their attributes."""
+    metadata: list[SimpleNamespace] = []
+    end = 0
+    for name, tensor in part:
+        start = -(-end // _ALIGN) * _ALIGN
+        end = start + tensor.nbytes
+        about = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype}
+        metadata.append(SimpleNamespace(**about, start_idx=start, end_idx=end, numel=tensor.nbytes))
+    buffer = torch.empty(end, dtype=torch.uint8, device=device)
+    for (_, tensor), at in zip(part, metadata, strict=True):
+        buffer[at.start_idx : at.end_idx].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return {"flattened_tensor": buffer, "metadata": metadata}
+
+
+def _body(content: dict[str, object]) -> str:
+    """Only SGLang's side reads pickles, and through a list of what it allows."""
+    written = io.BytesIO()
+    _Handles(written).dump(content)
+    return base64.b64encode(written.getvalue()).decode()
+
+
+class _Handles(pickle.Pickler):
+    """Writes where the tensors of a GPU lie in place of what they hold."""
+
+    def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 -- pickle's own signature
+        if not (isinstance(obj, torch.Tensor) and obj.is_cuda):
+            return NotImplemented
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        rebuild, about = cast("tuple[object, tuple[Any, ...]]", reduce_tensor(obj))
+        gpu = str(torch.cuda.get_device_properties(about[_DEVICE]).uuid)
+        return rebuild, (*about[:_DEVICE], gpu, *about[_DEVICE + 1 :])
+
+
+# torch types its distributed bindings in part.
+
+
 _HOST = "127.0.0.1"  # the member lives on the server's machine
 _LOOK_S = 0.0005
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat_ckptsync.adapters.sglang.files import keep_only, write_verified
-from offbeat_ckptsync.adapters.sglang.group import Ends, met
+from offbeat_ckptsync.adapters.sglang.group import Ends, in_parts, met
 from offbeat_ckptsync.adapters.sglang.proof import (
     Layout,
     NotProvableError,
@@ -21,7 +21,6 @@ from offbeat_ckptsync.adapters.sglang.proof import (
     differing,
     held_by_ranks,
 )
-from offbeat_ckptsync.adapters.sglang.tensors import in_parts
 from offbeat_ckptsync.control.members import AskCanary, LocalMember
 from offbeat_ckptsync.errors import TransferError, VersionError
 from offbeat_ckptsync.member.receiver import Receiver

@@ -17,8 +17,7 @@ from vllm.distributed.weight_transfer.base import (  # noqa: TID253 -- this modu
     WeightTransferUpdateInfo,
 )
 
-from offbeat_ckptsync.adapters.vllm.adapter import AdapterSink, adapter_of
-from offbeat_ckptsync.adapters.vllm.expected import expected_manifest
+from offbeat_ckptsync.adapters.vllm.adapter import AdapterSink, adapter_of, expected_manifest
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.member.rank import Rank
 from offbeat_ckptsync.plan.manifest import manifest_of

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from offbeat_engine.errors import ConfigError
-from offbeat_engine.fsdp2.attention.ulysses import padded_length
+from offbeat_engine.fsdp2.attention.packed import padded_length
 from offbeat_engine.toolkit.hf import layouts
-from offbeat_engine.toolkit.hf.replaying import KEY
+from offbeat_engine.toolkit.hf.layouts import KEY
 
 if TYPE_CHECKING:
     from offbeat_engine.batch import TrainBatch

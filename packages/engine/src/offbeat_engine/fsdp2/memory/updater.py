@@ -1,26 +1,221 @@
-"""From accumulated gradients to new weights: norm, clipping, an update rule, learning rate."""
+"""From accumulated gradients to new weights: norm, clipping, an update rule, learning rate.
 
-# torch names its fused list operations as private; DTensor hands out its local shard as unknown.
+torchao's AdamW with moments of eight bits: a quarter of the memory (arXiv 2110.02861: codes, and a scale for each block).
+
+Blocks never cross rows here, so what a checkpoint holds is cut by rows like the weights and loads on any number of ranks
+to the last bit. Weights whose rows do not come out in whole blocks (norms, biases) keep float32 moments.
+"""
+
+# pyright: reportMissingImports=false, reportUnknownParameterType=false
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from offbeat_engine.config import OptimizerName
 from offbeat_engine.errors import StateError
-from offbeat_engine.fsdp2.memory.eight_bits import AdamW8bit
-from offbeat_engine.fsdp2.memory.optimizers import AdamW, Moments, Params, Rule, local
+from offbeat_engine.fsdp2.weights.shards import local
 from offbeat_engine.toolkit.collectives import sum_tensor
 from offbeat_engine.toolkit.step.schedules import learning_rate
 
 if TYPE_CHECKING:
     from offbeat_engine.config import OptimizerConfig
     from offbeat_engine.world import World
+
+
+Params = dict[str, torch.nn.Parameter]
+Moments = dict[str, dict[str, torch.Tensor]]
+
+
+class Rule(Protocol):
+    """One optimizer over named parameters, which may be DTensors; state goes by the parameters' names."""
+
+    def step(self, rate: float) -> None:
+        """Update every parameter that has a gradient, leaving the gradients."""
+        ...
+
+    def moments(self) -> Moments:
+        """Return the state, sharing memory; empty before the first step. All but `step` is cut as the parameters are."""
+        ...
+
+    def set_moments(self, moments: Moments) -> None:
+        """Take over what `moments` returned, keyed and shaped alike; {} forgets the state."""
+        ...
+
+    def empty_moments(self) -> Moments:
+        """Return state of the right shapes to load into."""
+        ...
+
+
+class AdamW:
+    """torch.optim.AdamW, fused.
+
+    It is element-wise, so it runs on plain tensors that share their memory with the shards: the same result as on
+    whole weights, without DTensor's dispatch on every call.
+    """
+
+    def __init__(self, config: OptimizerConfig, params: Params) -> None:
+        self._params = params
+        self._shards = {name: torch.nn.Parameter(local(param.detach())) for name, param in params.items()}
+        self._optimizer = torch.optim.AdamW(
+            [{"params": list(self._shards.values())}],  # a group may be empty, a list may not
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def step(self, rate: float) -> None:
+        """See `Rule`."""
+        for name, shard in self._shards.items():
+            grad = self._params[name].grad
+            shard.grad = None if grad is None else local(grad)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def moments(self) -> Moments:
+        """See `Rule`."""
+        states = self._optimizer.state
+        return {name: dict(states[shard]) for name, shard in self._shards.items() if states.get(shard)}
+
+    def set_moments(self, moments: Moments) -> None:
+        """See `Rule`."""
+        self._optimizer.state.clear()
+        for name, state in moments.items():
+            self._optimizer.state[self._shards[name]] = state
+
+    def empty_moments(self) -> Moments:
+        """See `Rule`."""
+        return {
+            name: {
+                "step": torch.zeros((), device=shard.device),
+                "exp_avg": torch.zeros_like(shard.detach()),
+                "exp_avg_sq": torch.zeros_like(shard.detach()),
+            }
+            for name, shard in self._shards.items()
+        }
+
+
+# torchao and torch's optimizer state are untyped.
+
+
+_BLOCK = 256
+_LEAST = 4096  # below so many numbers there is nothing to gain
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+
+
+def has_torchao() -> bool:
+    """Return whether the torchao package is installed."""
+    return find_spec("torchao") is not None
+
+
+class AdamW8bit:
+    """A `Rule`: torchao.optim.AdamW8bit on each rank's shards; compiled on GPUs, one operator at a time on a CPU."""
+
+    def __init__(self, config: OptimizerConfig, params: Params) -> None:
+        self._params = params
+        self._shards = {name: torch.nn.Parameter(local(param.detach())) for name, param in params.items()}
+        self._coarse = {name for name, param in params.items() if _in_blocks(param)}
+        self._optimizer = _optimizer(config, list(self._shards.values()))
+
+    def step(self, rate: float) -> None:
+        """See `Rule`."""
+        state: Any = self._optimizer.state
+        for name, shard in self._shards.items():
+            grad = self._params[name].grad
+            shard.grad = None if grad is None or not shard.numel() else local(grad)
+            if shard.grad is not None and not state.get(shard):
+                state[shard] = _joined(self._empty(name, shard))
+        self._optimizer.param_groups[0]["lr"].fill_(rate)
+        on_cuda = any(shard.is_cuda for shard in self._shards.values())
+        with nullcontext() if on_cuda else torch.compiler.set_stance("force_eager"):
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def moments(self) -> Moments:
+        """See `Rule`; codes and scales apart."""
+        states: Any = self._optimizer.state
+        return {
+            name: _parted(states[shard], len(shard)) if states.get(shard) else self._empty(name, shard)
+            for name, shard in self._shards.items()
+            if states and (states.get(shard) or not shard.numel())
+        }
+
+    def set_moments(self, moments: Moments) -> None:
+        """See `Rule`."""
+        self._optimizer.state.clear()
+        for name, state in moments.items():
+            if self._shards[name].numel():
+                self._optimizer.state[self._shards[name]] = _joined(state)
+
+    def empty_moments(self) -> Moments:
+        """See `Rule`."""
+        return {name: self._empty(name, shard) for name, shard in self._shards.items()}
+
+    def _empty(self, name: str, shard: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        state = {"step": torch.zeros(())}
+        for key in _SIGNED:
+            if name not in self._coarse:
+                state[key] = torch.zeros_like(shard.detach())
+                continue
+            blocks = self._params[name].shape[1:].numel() // _BLOCK
+            state[f"{key}_codes"] = torch.zeros_like(shard.detach(), dtype=torch.uint8)
+            state[f"{key}_scale"] = torch.zeros(len(shard), blocks, device=shard.device)
+        return state
+
+
+def _in_blocks(param: torch.Tensor) -> bool:
+    """Return whether moments of `param` are kept coarse: the same on any number of ranks."""
+    return param.dim() > 1 and param.numel() >= _LEAST and param.shape[1:].numel() % _BLOCK == 0
+
+
+def _joined(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what torchao keeps for `state`, as `moments` gives it, sharing memory."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    joined = {key: state[key] for key in ("step", *_SIGNED) if key in state}
+    for key in (key for key in _SIGNED if key not in state):
+        codes, scale = state[f"{key}_codes"], state[f"{key}_scale"]
+        map_256 = OptimState8bit.zeros((_BLOCK,), _SIGNED[key], _BLOCK, device=codes.device).qmap
+        joined[key] = OptimState8bit(codes, scale.view(-1), map_256, _SIGNED[key])
+    return joined
+
+
+def _parted(state: dict[str, Any], num_rows: int) -> dict[str, torch.Tensor]:
+    parted: dict[str, torch.Tensor] = {"step": state["step"]}
+    for key in _SIGNED:
+        if hasattr(state[key], "codes"):
+            parted[f"{key}_codes"] = state[key].codes
+            parted[f"{key}_scale"] = state[key].scale.view(num_rows, -1)
+        else:
+            parted[key] = state[key]
+    return parted
+
+
+def _optimizer(config: OptimizerConfig, shards: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit as Torchao
+
+    return Torchao(
+        [{"params": shards}],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        block_size=_BLOCK,
+    )
+
+
+# torch names its fused list operations as private; DTensor hands out its local shard as unknown.
 
 
 def _make_rule(config: OptimizerConfig, params: Params) -> Rule:

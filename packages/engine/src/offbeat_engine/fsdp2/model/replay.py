@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from offbeat_engine.errors import BatchError
-from offbeat_engine.toolkit.hf.replaying import KEY, check_experts
+from offbeat_engine.toolkit.hf.layouts import KEY, check_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

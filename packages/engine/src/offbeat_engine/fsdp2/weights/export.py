@@ -1,4 +1,11 @@
-"""Weights under their Hugging Face names: listed, streamed one at a time, written as a folder."""
+"""Weights under their Hugging Face names: listed, streamed one at a time, written as a folder.
+
+Weights in the names and shapes of their checkpoint, for families that transformers keeps otherwise in memory.
+
+transformers 5 fuses the experts of a mixture into one tensor and renames modules as it loads, and undoes it in
+`save_pretrained`. The same undoing runs here on one weight at a time, so that nothing needs the whole model: that
+is right exactly when no exported weight is made of several held ones, which `check` finds out on empty tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +17,64 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offbeat_engine.errors import ConfigError
 from offbeat_engine.fsdp2 import families
-from offbeat_engine.fsdp2.weights import hf_names, lora
+from offbeat_engine.fsdp2.weights import lora
 from offbeat_engine.fsdp2.weights.shards import whole, whole_on
-from offbeat_engine.toolkit.hf import weight_folders
-from offbeat_engine.toolkit.hf.weight_folders import copy_beside, named_files, write_files
+from offbeat_engine.toolkit.hf import weight_files
+from offbeat_engine.toolkit.hf.weight_files import copy_beside, named_files, write_files
 from offbeat_engine.values import WeightKind, WeightSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from offbeat_engine.world import World
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def converts(hf: Any) -> bool:
+    """Return whether transformers converts this family's weights as it loads and saves them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(hf, add_legacy=False))
+
+
+def original(hf: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what `save_pretrained` would write for `tensor` held as `name`; only where `hf` `converts`."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(hf, {name: tensor})
+
+
+def original_shapes(hf: Any, name: str, shape: tuple[int, ...]) -> Shapes:
+    """Return names and shapes of `original`, computing nothing."""
+    parts = original(hf, name, torch.empty(shape, device="meta"))
+    return {part: tuple(tensor.shape) for part, tensor in parts.items()}
+
+
+def check(hf: Any, held: Shapes) -> None:
+    """Make sure that the weights `held` in memory can be exported one at a time.
+
+    Raises:
+        ConfigError: an exported weight is joined from several held ones.
+    """
+    if not converts(hf):
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    empty = {name: torch.empty(shape, device="meta") for name, shape in held.items()}
+    together = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(hf, empty).items()}
+    singly: Shapes = {}
+    for name, shape in held.items():
+        singly |= original_shapes(hf, name, shape)
+    odd = sorted({*together.items()} ^ {*singly.items()})
+    if odd:
+        raise ConfigError(
+            f"{type(hf).__name__} joins several weights into one of its files' (such as `{odd[0][0]}`), which "
+            "`named_weights` cannot do one at a time; use another family"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +115,8 @@ def exported(hf: Any, kind: WeightKind = WeightKind.FULL) -> list[Source]:
     named = named_tensors(hf)
     if kind is WeightKind.ADAPTER:
         return [_adapter_source(name, tensor) for name, tensor in named.items() if tensor.requires_grad]
-    converts = hf_names.converts(hf)
-    return [_full_source(hf, named, name, converts=converts) for name in named if not lora.is_adapter(name)]
+    converted = converts(hf)
+    return [_full_source(hf, named, name, converts=converted) for name in named if not lora.is_adapter(name)]
 
 
 def _full_source(hf: Any, named: dict[str, torch.Tensor], name: str, *, converts: bool) -> Source:
@@ -74,8 +128,8 @@ def _full_source(hf: Any, named: dict[str, torch.Tensor], name: str, *, converts
     return Source(
         tensor=tensor,
         unrounded=unrounded,
-        parts=tuple(hf_names.original_shapes(hf, plain, shape).items()),
-        convert=partial(hf_names.original, hf, plain),
+        parts=tuple(original_shapes(hf, plain, shape).items()),
+        convert=partial(original, hf, plain),
         adapter=adapter,
     )
 
@@ -177,7 +231,7 @@ def export_folder(
     def write(folder: Path | None) -> None:
         _write_folder(folder, hf, sources, named, dtype, origin)
 
-    weight_folders.export_folder(world, final, origin, write)
+    weight_files.export_folder(world, final, origin, write)
 
 
 def _write_folder(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offbeat_engine.errors import CheckpointError
+from offbeat_engine.fsdp2.weights import export, lora
 from offbeat_engine.fsdp2.weights import export as weights
-from offbeat_engine.fsdp2.weights import hf_names, lora
 from offbeat_engine.fsdp2.weights.load_plan import Group, convert, make_plan
 from offbeat_engine.toolkit.state.training_state import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from offbeat_engine.values import WeightShard
@@ -55,7 +55,7 @@ class StateNames:
         self._hf = hf
         self._shapes: dict[str, Shape] = {}
         self._groups: dict[str, Group] = {}
-        if hf_names.converts(hf):
+        if export.converts(hf):
             self._shapes = {name: shape for source in weights.exported(hf) for name, shape in source.parts}
             for group in make_plan(hf, self._shapes).groups:
                 self._groups |= dict.fromkeys(group.targets, group)
@@ -90,7 +90,7 @@ class StateNames:
             return
         if not len(part.values):
             return
-        made = hf_names.original(self._hf, lora.plain_name(part.name), part.values.detach())
+        made = export.original(self._hf, lora.plain_name(part.name), part.values.detach())
         for names in group.sources.values():
             # Made of a part of the experts, they are numbered from the first one.
             for called, name in zip(names, names[part.rows], strict=False):

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from offbeat_engine.errors import CheckpointError
+from offbeat_engine.toolkit.state import checkpoint_folders
+from offbeat_engine.toolkit.state.saves import on_rank_zero, together
+
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable, Iterator
     from pathlib import Path
 
-    import torch
+    from offbeat_engine.values import WeightSpec
+    from offbeat_engine.world import World
+
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -125,3 +134,111 @@ def _holds_odd(read: Read, name: str, shape: tuple[int, ...], share: float) -> b
         if not part.sum(dtype=torch.float32).isfinite() and not part.isfinite().all():
             return True
     return False
+
+
+MAX_FILE_BYTES = 4 << 30
+_CONFIGS = ("config.json", "adapter_config.json")
+# Copied beside the weights when the source folder has them: a tokenizer in any form, and how to generate.
+_BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json",
+    "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+
+
+def export_folder(world: World, final: Path, origin: Path, write: Callable[[Path | None], None]) -> None:
+    """Let `write` make the folder `final`, whole or not at all; a collective, in which rank 0 alone is given a folder to write to.
+
+    An older model in its place is replaced.
+
+    Raises:
+        CheckpointError: it could not be written; or what is there is no model, or `origin`, which this one was read from. On all ranks
+            together.
+    """
+    folder = checkpoint_folders.partial_path(final) if world.rank == 0 else None
+
+    def start() -> str:
+        if final.exists() and final.samefile(origin):
+            raise CheckpointError("this folder is the one that the model was read from; export to another")
+        if final.exists() and not any((final / name).is_file() for name in _CONFIGS) and any(final.iterdir()):
+            raise CheckpointError(
+                "what is there is no model and would be lost; export to a folder of its own"
+            )
+        return str(checkpoint_folders.start_folder(final))
+
+    on_rank_zero(world, start, f"could not start {final}")
+    together(world, lambda: write(folder), f"could not write {final}")
+    on_rank_zero(world, lambda: checkpoint_folders.finish_folder(final), f"could not finish {final}")
+
+
+def plan_files(weights: tuple[WeightSpec, ...], max_bytes: int = MAX_FILE_BYTES) -> list[list[str]]:
+    """Fill safetensors files in order, each with at most `max_bytes` (or a single larger tensor)."""
+    files: list[list[str]] = []
+    used = 0
+    for spec in weights:
+        num_bytes = _num_bytes(spec)
+        if not files or used + num_bytes > max_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(spec.name)
+        used += num_bytes
+    return files
+
+
+def named_files(planned: tuple[WeightSpec, ...]) -> dict[str, list[str]]:
+    """Return what `plan_files` says by the names that transformers gives its files."""
+    files = plan_files(planned)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {
+        f"model-{number:05}-of-{len(files):05}.safetensors": names for number, names in enumerate(files, 1)
+    }
+
+
+def _num_bytes(spec: WeightSpec) -> int:
+    return torch.Size(spec.shape).numel() * spec.dtype.itemsize
+
+
+def write_files(
+    folder: Path | None,
+    files: dict[str, list[str]],
+    specs: tuple[WeightSpec, ...],
+    named: Iterator[tuple[str, torch.Tensor | None]],
+) -> None:
+    """Write `named`, described by `specs`, as `files` (file to names); a collective, in which only the rank with a `folder` writes.
+
+    It holds at most one file's tensors in memory at a time. A file that cannot be written is raised when all weights have
+    passed: until then the other ranks wait for this one.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    failed: Exception | None = None
+    for file_name, names in files.items():
+        held: dict[str, torch.Tensor] = {}
+        for _ in names:
+            name, tensor = next(named)
+            if tensor is not None and failed is None:
+                held[name] = tensor.contiguous().cpu()
+        if folder is not None and failed is None:
+            try:
+                save_file(held, folder / file_name, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                failed = error
+    if failed is not None:
+        raise failed
+    if folder is not None and len(files) > 1:
+        index = {name: file_name for file_name, names in files.items() for name in names}
+        total = sum(map(_num_bytes, specs))
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text)
+
+
+def copy_beside(folder: Path, source: Path) -> None:
+    """Copy the tokenizer, how to generate, and code of its own, where `source` has them."""
+    for name in _BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    # A model with code of its own, and its tokens.
+    for found in (*source.glob("*.py"), *source.glob("*.tiktoken")):
+        shutil.copyfile(found, folder / found.name)

@@ -13,14 +13,14 @@ import torch
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.toolkit.collectives import compute_device, first_failure, from_rank_zero, gather
-from offbeat_engine.toolkit.state import checkpoint_folders, remote_folders
+from offbeat_engine.toolkit.state import checkpoint_folders
 from offbeat_engine.toolkit.state.saving import SaveHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from offbeat_engine.toolkit.state.file_entries import Entry
+    from offbeat_engine.toolkit.state.checkpoint_folders import Entry
     from offbeat_engine.world import World
 
 # A network file system may show another host's new file this much later.
@@ -181,11 +181,11 @@ def finish(world: World, where: Destination, meta: dict[str, Any], files: dict[s
 
     def copy_and_prune() -> None:
         if where.remote_path is not None:
-            remote_folders.upload(folder, where.remote_path)
+            checkpoint_folders.upload(folder, where.remote_path)
         if where.max_ckpt_to_keep is not None:
             checkpoint_folders.prune(where.local_path, where.max_ckpt_to_keep)
             if where.remote_path is not None:
-                remote_folders.prune_remote(where.remote_path, where.max_ckpt_to_keep)
+                checkpoint_folders.prune_remote(where.remote_path, where.max_ckpt_to_keep)
 
     on_rank_zero(world, make_whole, f"could not finish {folder}")
     on_rank_zero(world, copy_and_prune, f"{folder} is whole, but could not be copied or pruned")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from offbeat_engine.toolkit.state.file_entries import Entry
+    from offbeat_engine.toolkit.state.checkpoint_folders import Entry
     from offbeat_engine.values import WeightShard
 
 MAX_FILE_BYTES = 512 << 20

@@ -21,22 +21,64 @@ import torch
 
 from offbeat_engine.errors import CheckpointError
 from offbeat_engine.toolkit.collectives import gather
-from offbeat_engine.toolkit.state import checkpoint_folders, remote_folders
-from offbeat_engine.toolkit.state.file_entries import check_entries, entries_of, read_entries
+from offbeat_engine.toolkit.state import checkpoint_folders
+from offbeat_engine.toolkit.state.checkpoint_folders import check_entries, entries_of, read_entries
 from offbeat_engine.toolkit.state.saves import finish, on_rank_zero, together
 from offbeat_engine.toolkit.state.slice_files import SliceReader, write_slices
 from offbeat_engine.toolkit.state.slices import merge, read_index, said_of
 from offbeat_engine.values import WeightShard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from offbeat_engine.toolkit.state.file_entries import Entry
+    from offbeat_engine.toolkit.state.checkpoint_folders import Entry
     from offbeat_engine.toolkit.state.saves import Destination, Saves
     from offbeat_engine.toolkit.state.saving import SaveHandle
     from offbeat_engine.toolkit.state.slices import Index
     from offbeat_engine.world import World
+
+
+def taken(world: World) -> dict[str, torch.Tensor]:
+    """Return this rank's random states, by name."""
+    state = {_cpu(world): torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state[_cuda(world)] = torch.cuda.get_rng_state()
+    return state
+
+
+def pieces(world: World) -> Iterator[WeightShard]:
+    """Yield this rank's random states as a checkpoint takes them."""
+    for name, state in taken(world).items():
+        yield WeightShard(name=name, shape=tuple(state.shape), offsets=(0,), tensor=state)
+
+
+def read(world: World, loaded: Loaded) -> dict[str, torch.Tensor]:
+    """Return what this rank can use of a checkpoint's random states, by name.
+
+    It is empty if the number of ranks has changed: saved states belong to ranks that no longer exist.
+    """
+    if loaded.meta["num_ranks"] != world.size:
+        return {}
+    usable = [_cpu(world), *([_cuda(world)] if torch.cuda.is_available() else [])]
+    return {name: loaded.reader.read(name) for name in usable if name in loaded.index}
+
+
+def restore(world: World, state: Mapping[str, torch.Tensor]) -> None:
+    """Set this rank's generators to what there is of them in `state`; another one goes on as it is."""
+    if _cpu(world) in state:
+        torch.set_rng_state(state[_cpu(world)])
+    if _cuda(world) in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state[_cuda(world)])
+
+
+def _cpu(world: World) -> str:
+    return f"random/cpu.rank_{world.rank}"
+
+
+def _cuda(world: World) -> str:
+    return f"random/cuda.rank_{world.rank}"
+
 
 FORMAT = 3
 INDEX = "index.json"
@@ -229,12 +271,12 @@ def find(world: World, local_root: str, remote_root: str | None, step: int | Non
 
     def look() -> tuple[int | None, bool]:
         local = checkpoint_folders.whole_steps(local_root)
-        remote = [] if remote_root is None else remote_folders.remote_steps(remote_root)
+        remote = [] if remote_root is None else checkpoint_folders.remote_steps(remote_root)
         wanted = max([*local, *remote], default=None) if step is None else step
         if wanted is None or wanted in local:
             return wanted, False
         if wanted in remote and remote_root is not None:
-            remote_folders.download(remote_root, wanted, local_root)
+            checkpoint_folders.download(remote_root, wanted, local_root)
             return wanted, True
         raise CheckpointError(f"no whole checkpoint of step {wanted}; found {sorted({*local, *remote})}")
 
