@@ -4,7 +4,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from offbeat_recipes.models.whole import random_model_folder
+from offbeat_recipes.models.char import random_model_folder
 from offbeat_recipes.tasks.arithmetic import ArithmeticTask
 from offbeat_recipes.tasks.config import ArithmeticConfig
 

@@ -30,9 +30,7 @@ from offbeat_rollout.interface import WorkerUpdates
 from offbeat_rollout.registry import adapter_class
 from offbeat_rollout.testing import ScriptedRollout, make_tiny_model, wait_for_tokens
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.weights.canary import EngineCanary
-from offbeat_trainer.weights.gates import SharedGate
-from offbeat_trainer.weights.member import make_member
+from offbeat_trainer.weights.member import EngineCanary, SharedGate, make_member
 
 VOCAB = 32
 LENGTH = 480

@@ -8,11 +8,10 @@ from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_engine.testing import FakeCuda, make_tiny_model, pretend_on_cuda, random_batch
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.algorithms.interface import StepShape
-from offbeat_trainer.algorithms.value_loss import ValueLoss
+from offbeat_trainer.algorithms.ppo import ValueLoss
 from offbeat_trainer.config import GrpoConfig
 from offbeat_trainer.metrics import reduce_metrics
-from offbeat_trainer.roles.critic import Critic
-from offbeat_trainer.roles.reward import RewardModel
+from offbeat_trainer.roles.critic import Critic, RewardModel
 from offbeat_trainer.roles.role import Role
 
 HEADS = ("lm", "value")

@@ -20,7 +20,7 @@ from .algorithms.registry import (
     algorithm_names as algorithm_names,
 )
 from .algorithms.sft import Sft as Sft
-from .algorithms.value_loss import ValueLoss as ValueLoss, gae as gae
+from .algorithms.ppo import ValueLoss as ValueLoss, gae as gae
 from .config import (
     Advantage as Advantage,
     Aggregation as Aggregation,
@@ -89,7 +89,7 @@ from .metrics import (
     reduce_metrics as reduce_metrics,
 )
 from .roles.critic import Critic as Critic
-from .roles.reward import RewardModel as RewardModel
+from .roles.critic import RewardModel as RewardModel
 from .roles.role import Role as Role, RoleSpec as RoleSpec
 from .rollouts.environment import (
     Action as Action,

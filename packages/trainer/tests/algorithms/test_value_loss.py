@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat_engine import LossScale, train_batch
-from offbeat_trainer.algorithms.value_loss import ValueLoss, gae
+from offbeat_trainer.algorithms.ppo import ValueLoss, gae
 from offbeat_trainer.errors import PlanRefused, TrainerError
 from offbeat_trainer.roles.critic import explained_variance
 

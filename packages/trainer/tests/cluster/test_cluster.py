@@ -222,7 +222,7 @@ async def test_work_of_the_ranks_may_take_as_long_as_it_moves(cluster, monkeypat
     def plant(worker, seconds, moving):
         import time
 
-        from offbeat_trainer.cluster import process
+        from offbeat_trainer.cluster import waits
 
         def slow(_):
             until = time.monotonic() + seconds
@@ -230,12 +230,12 @@ async def test_work_of_the_ranks_may_take_as_long_as_it_moves(cluster, monkeypat
                 # To the look this is code of ours, as that of a role or an engine is.
                 exec(
                     compile("time.sleep(0.01)\n" * 200, "slow", "exec"),
-                    {"time": time, "__name__": process.__name__},
+                    {"time": time, "__name__": waits.__name__},
                 )
             return []
 
         def stuck(_):
-            exec("time.sleep(seconds)", {"time": time, "seconds": seconds, "__name__": process.__name__})
+            exec("time.sleep(seconds)", {"time": time, "seconds": seconds, "__name__": waits.__name__})
             return []
 
         worker.learner.supervise = slow if moving else stuck

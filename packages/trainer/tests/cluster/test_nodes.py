@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from offbeat_trainer.cluster.nodes import even_shares, meeting_host
-from offbeat_trainer.cluster.placement import Rooms
+from offbeat_trainer.cluster.placement import Rooms, even_shares, meeting_host
 from offbeat_trainer.cluster.train_group import TrainGroup
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.errors import PlanRefused

@@ -10,12 +10,12 @@ from types import FunctionType
 
 import pytest
 
-from offbeat_trainer.cluster.process import LOADING_ENVIRONMENT, moves
+from offbeat_trainer.cluster.waits import LOADING_ENVIRONMENT, moves
 
 CODE = """
 import json, sys
 from pathlib import Path
-from offbeat_trainer.cluster.process import keep_freed_memory
+from offbeat_trainer.cluster.waits import keep_freed_memory
 
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

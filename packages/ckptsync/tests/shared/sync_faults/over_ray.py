@@ -19,10 +19,10 @@ from offbeat_rollout import Health, RolloutConfig
 from offbeat_trainer import Grpo, GrpoConfig
 from offbeat_trainer.cluster import replicas, train_group
 from offbeat_trainer.cluster.cluster import Cluster
-from offbeat_trainer.cluster.process import redirect_output
 from offbeat_trainer.cluster.replica_worker import ReplicaWorker
 from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
 from offbeat_trainer.cluster.train_worker import TrainWorker
+from offbeat_trainer.cluster.waits import redirect_output
 from offbeat_trainer.config import ClusterConfig
 from sync_faults.hurt import (
     Arms,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from offbeat_ckptsync import SyncError
 from offbeat_engine import EngineError
 from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
-from offbeat_recipes.models.whole import random_model_folder
+from offbeat_recipes.models.char import random_model_folder
 from offbeat_recipes.plan.lengths import length_refusals
 from offbeat_recipes.plan.stops import check_stops
 from offbeat_recipes.run.failures import in_words

@@ -12,12 +12,11 @@ from offbeat_ckptsync.control.carried import Operations
 from offbeat_ckptsync.values import Registration
 from offbeat_rollout import Completion, RolloutError
 from offbeat_rollout.registry import adapter_class
-from offbeat_trainer.cluster.nodes import own_host, this_node
-from offbeat_trainer.cluster.process import redirect_output
+from offbeat_trainer.cluster.placement import own_host, this_node
 from offbeat_trainer.cluster.supplies import take_piece
+from offbeat_trainer.cluster.waits import redirect_output
 from offbeat_trainer.concurrency import together
-from offbeat_trainer.weights.gates import SharedGate
-from offbeat_trainer.weights.member import make_member
+from offbeat_trainer.weights.member import SharedGate, make_member
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

@@ -12,11 +12,10 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 
-from offbeat_trainer.cluster.nodes import cores_of_machines, even_shares, meeting_host, this_node
-from offbeat_trainer.cluster.process import CUDA_ENVIRONMENT, LOADING_ENVIRONMENT
+from offbeat_trainer.cluster.placement import cores_of_machines, even_shares, meeting_host, this_node
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.train_worker import TrainWorker
-from offbeat_trainer.cluster.waits import answer, answers, guarded
+from offbeat_trainer.cluster.waits import CUDA_ENVIRONMENT, LOADING_ENVIRONMENT, answer, answers, guarded
 from offbeat_trainer.concurrency import together
 from offbeat_trainer.errors import DeadlineExceeded, PlanRefused, WorkerGone
 from offbeat_trainer.learner import CarriedPolicy

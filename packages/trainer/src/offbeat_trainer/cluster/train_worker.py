@@ -15,8 +15,8 @@ from torch.distributed import TCPStore
 from offbeat_ckptsync.ops import SENDER_OPS, answer_blocking, failure
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_engine import World, engine_class
-from offbeat_trainer.cluster.nodes import LOOPBACK, this_node
-from offbeat_trainer.cluster.process import keep_freed_memory, moves, redirect_output
+from offbeat_trainer.cluster.placement import LOOPBACK, this_node
+from offbeat_trainer.cluster.waits import keep_freed_memory, moves, redirect_output
 from offbeat_trainer.errors import PlanRefused
 from offbeat_trainer.learner import Learner
 from offbeat_trainer.roles.role import POLICY, Role

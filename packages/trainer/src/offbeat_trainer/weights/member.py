@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import TYPE_CHECKING, cast
 
 from offbeat_ckptsync.control.members import ControlMember, ReplicaMember, local_member
@@ -10,13 +11,20 @@ from offbeat_ckptsync.control.ranks import Mailbox
 from offbeat_ckptsync.errors import ManifestError, TransferError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import specs_of
-from offbeat_ckptsync.seams import WeightSink
+from offbeat_ckptsync.seams import CACHE, GenerationGate, WeightSink
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.values import Seat
-from offbeat_rollout import RolloutFeature, ServerUpdates, TensorUpdates, UpdateRefused, WorkerUpdates
+from offbeat_rollout import (
+    GenerateRequest,
+    PauseMode,
+    RolloutFeature,
+    SamplingParams,
+    ServerUpdates,
+    TensorUpdates,
+    UpdateRefused,
+    WorkerUpdates,
+)
 from offbeat_trainer.errors import PlanRefused
-from offbeat_trainer.weights.canary import EngineCanary
-from offbeat_trainer.weights.gates import EngineGate, SharedGate, TokenCount
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -26,6 +34,102 @@ if TYPE_CHECKING:
     from offbeat_ckptsync import Manifest, SyncConfig
     from offbeat_ckptsync.control.ranks import Control
     from offbeat_rollout import RolloutConfig, RolloutEngine
+
+
+class EngineCanary:
+    """Asks an engine for the log-prob of the likeliest next token after four fixed prompts.
+
+    One token each: the largest log-prob changes as little as the arithmetic does, while a longer greedy answer may take
+    another turn at a near tie. Prompts of four tokens fill no block of a prefix cache, so none is answered from
+    keys and values of the version before.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Ask `engine`, which must have room for four requests within the deadline of the commit."""
+        self._engine = engine
+
+    async def __call__(self) -> list[float]:
+        """Return four log-probs, in nats."""
+        requests = [
+            GenerateRequest(
+                request_id=f"canary-{uuid.uuid4().hex}",
+                prompt_ids=tuple(range(first, first + 4)),
+                sampling=SamplingParams(max_tokens=1, temperature=0.0),
+            )
+            for first in (1, 5, 9, 13)
+        ]
+        return [float(answer.logprobs[0]) for answer in await self._engine.generate_many(requests)]
+
+
+class TokenCount(GenerationGate):
+    """Closes nothing, for an engine that takes weights between two tokens by itself; tells its tokens."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Stand at `engine`."""
+        self._engine = engine
+
+    async def tokens(self) -> int | None:
+        """Return what the engine has made, while it is asked for some."""
+        health = await self._engine.health()
+        return health.tokens_made if health.num_running else None
+
+
+class EngineGate(TokenCount):
+    """Holds generation still while weights change; requests in flight go on afterwards where they were."""
+
+    async def pause(self) -> None:
+        """Freeze running requests."""
+        await self._engine.pause(PauseMode.KEEP)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._engine.resume()
+
+
+class SharedGate(EngineGate):
+    """The gate of an engine on the trainer's devices: closed from the end of generation to the end of the next sync.
+
+    Where the engine can give memory of its device back (`RolloutCapabilities.sleep_devices`), it does so while it rests;
+    the weights wait in host memory. Elsewhere, on a CPU above all, closing is all there is to do.
+    """
+
+    shares_device = True
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        """Close and open `engine`."""
+        super().__init__(engine)
+        self._sleeps = engine.config.device in engine.capabilities().sleep_devices
+        self._is_closed = False
+        self._is_asleep = False
+
+    async def rest(self) -> None:
+        """Stop generating and sleep; requests under way are frozen, or end as aborted where the engine sleeps."""
+        await self.pause()
+        await self.sleep()
+
+    async def pause(self) -> None:
+        """Freeze running requests; harmless while closed."""
+        if not self._is_closed:
+            await super().pause()
+            self._is_closed = True
+
+    async def resume(self) -> None:
+        """Go on."""
+        await super().resume()
+        self._is_closed = False
+
+    async def sleep(self) -> None:
+        """See `GenerationGate`; harmless while asleep."""
+        if self._sleeps and not self._is_asleep:
+            await self._engine.pause(PauseMode.ABORT)  # what holds keys and values cannot sleep
+            self._is_asleep = True
+            await self._engine.sleep(1)
+
+    async def wake(self, tags: list[str]) -> None:
+        """See `GenerationGate`."""
+        if self._sleeps:
+            await self._engine.wake(tags)
+            self._is_asleep = self._is_asleep and CACHE not in tags
 
 
 async def make_member(
