@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from modes_paced import VOCAB, Lengths, PacedReplica, PacedTask, StepLog, TimedJournal
 
-from offbeat_ckptsync import LocalMember, Receiver, Seat, SyncConfig, SyncReport
+from offbeat_ckptsync import LocalMember, RankId, Receiver, SyncConfig, SyncReport
 from offbeat_ckptsync.config import make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.member.sinks import DictSink
@@ -74,7 +74,7 @@ class PacedPublisher:
         weights = EngineWeights(engine)
         self._replica = replica
         self._manager = CheckpointEngineManager(LocalSource(Sender(weights, config)), config)
-        receiver = Receiver(Seat(member="paced"), DictSink(weights.manifest()))
+        receiver = Receiver(RankId(member="paced"), DictSink(weights.manifest()))
         self._manager.add(LocalMember(receiver, make_transport(config.transport, config), gate=NO_TRAFFIC))
 
     async def publish(self, version: int, gathered: Callable[[], None] | None = None) -> SyncReport:

@@ -68,6 +68,39 @@ def test_sizes_of_nothing_is_red(small_checkout):
     assert small_checkout.gate("sizes").returncode == 1
 
 
+# Words
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "num_holes = 1\n",
+        "class Seat: ...\n",
+        "def in_words() -> None: ...\n",
+        "def f(owed: int) -> None: ...\n",
+        "def f(self: object) -> None:\n    self._rooms = 1\n",
+        "def f() -> None:\n    for seatOfRank in (): ...\n",
+    ],
+)
+def test_words_that_were_renamed_do_not_come_back(small_checkout, planted):
+    small_checkout.write("packages/small/src/offbeat_small/planted.py", "whole, bedrooms, seated = 1, 2, 3\n")
+    assert small_checkout.gate("words").returncode == 0
+    small_checkout.write("packages/small/src/offbeat_small/planted.py", planted)
+    after = small_checkout.gate("words")
+    assert after.returncode == 1
+    assert "packages/small/src/offbeat_small/planted.py" in after.stdout
+
+
+def test_words_in_the_name_of_a_file_are_seen(small_checkout):
+    small_checkout.write("packages/small/src/offbeat_small/seats.py", "X = 1\n")
+    assert small_checkout.gate("words").returncode == 1
+
+
+def test_words_of_nothing_is_red(small_checkout):
+    (small_checkout.root / INIT).unlink()
+    assert small_checkout.gate("words").returncode == 1
+
+
 # Cheap imports
 
 

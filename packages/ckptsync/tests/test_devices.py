@@ -22,7 +22,7 @@ from offbeat_ckptsync.threads import own_device, use_device
 from offbeat_ckptsync.transports import auto, topology
 from offbeat_ckptsync.transports.cuda_ipc import _Slots
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 
 class Gpus:
@@ -81,9 +81,9 @@ class Seen(LoopbackTransport):
         inner.send = seen
         return inner
 
-    def receiver(self, offer, seat):
+    def receiver(self, offer, rank_id):
         self.on.append(("receiver", self._gpus.current()))
-        end = super().receiver(offer, seat)
+        end = super().receiver(offer, rank_id)
         end.lend = lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
         receive = end.receive
 
@@ -102,7 +102,7 @@ def test_both_sides_of_a_transfer_work_on_the_gpu_of_their_transport_in_all_thei
     buffers = Buffers(near.device)
     buffers.take = Buffers().take
     sender._own_buffers = lambda: buffers
-    receiver = Receiver(Seat(member="m"), DictSink())
+    receiver = Receiver(RankId(member="m"), DictSink())
     offer = sender.offer(1, ["m"])
     receiver.begin(offer)
     taking = threading.Thread(target=receiver.transfer, args=(far,))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat_recipes.run.failures import in_words
+from offbeat_recipes.run.failures import describe_error
 from offbeat_recipes.run.session import Session, _command, _unforeseen, drive
 from offbeat_recipes.settings.reading import parse
 from offbeat_trainer import ResumeError
@@ -53,7 +53,7 @@ def host_memory() -> Exception:
 )
 def test_memory_that_ran_out_is_told_with_the_settings_that_take_less(error: Exception):
     error.add_note("in training rank 1")
-    said = in_words(parse({"engine": {"num_ranks": 2, "micro_batch_tokens": 4096}}), error)
+    said = describe_error(parse({"engine": {"num_ranks": 2, "micro_batch_tokens": 4096}}), error)
     assert said.startswith("memory ran out: ")
     assert "in training rank 1" in said
     for what in (
@@ -65,8 +65,8 @@ def test_memory_that_ran_out_is_told_with_the_settings_that_take_less(error: Exc
 
 
 def test_another_error_is_none_of_these():
-    assert not in_words(parse({}), RuntimeError("a matrix with no inverse"))
-    assert not in_words(parse({}), FileNotFoundError(2, "No such file or directory"))
+    assert not describe_error(parse({}), RuntimeError("a matrix with no inverse"))
+    assert not describe_error(parse({}), FileNotFoundError(2, "No such file or directory"))
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -86,7 +86,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ],
 )  # fmt: skip
 def test_what_else_can_run_out_is_told_wherever_the_error_comes_from(error: Exception, said: str):
-    assert in_words(parse({}), error).startswith(said)
+    assert describe_error(parse({}), error).startswith(said)
 
 
 # In mounts of its own, which end with it.

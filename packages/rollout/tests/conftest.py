@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from offbeat_rollout import seats
+from offbeat_rollout import slots
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -31,5 +31,5 @@ async def virtual_time():
 
         patch.setattr(loop, "time", lambda: now_s)
         patch.setattr(loop._selector, "select", jump)
-        patch.setattr(seats, "time", SimpleNamespace(monotonic=loop.time))
+        patch.setattr(slots, "time", SimpleNamespace(monotonic=loop.time))
         yield

@@ -63,7 +63,7 @@ def test_in_order_a_step_waits_for_what_an_earlier_process_left_unfinished():
 
     async def go_on():
         gate = StalenessGate.from_config(AsyncConfig(), groups_per_step=2, num_steps=STEPS)
-        recovered = Recovered(start=0, next_index=4, holes=[0, 2])
+        recovered = Recovered(start=0, next_index=4, gaps=[0, 2])
         buffer = GroupBuffer(gate, Order.FIRST_IN, MemoryJournal(), recovered=recovered)
         for index in (1, 3):
             buffer.restore(index, 1, make_group(index))
@@ -181,7 +181,7 @@ class Account(RuleBasedStateMachine):
             return
         found = recover(self.journal.events(), self.step, self.buffer.gate.groups_per_step)
         assert set(found.finished) == self.ready
-        assert set(found.holes) == self.running
+        assert set(found.gaps) == self.running
         assert set(found.dropped) == self.dropped
         assert found.consumed == len(self.consumed)
 

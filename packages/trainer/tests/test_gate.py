@@ -86,7 +86,7 @@ def test_discarding_is_bounded_by_the_capacity_only():
 
 def choose_slowly(gate, step, finished, outstanding):
     """What `choose` says, with the whole of what is owed counted anew after each group."""
-    owed, chosen = gate.owed(step, outstanding), []
+    owed, chosen = gate.due(step, outstanding), []
     for one in finished:
         slots = gate.groups_per_step - len(chosen)
         if slots == 0:
@@ -110,7 +110,7 @@ def test_choose_is_what_counting_anew_gives():
         outstanding = Counter(one.last_step for one in begun)
         finished = [one for one in begun if dice.random() < 0.8]
         dice.shuffle(finished)
-        if any(must > size for must in gate.owed(0, outstanding).values()):
+        if any(must > size for must in gate.due(0, outstanding).values()):
             continue  # more is owed than a step takes: the gate lets no run get there
         if not gate.ready(0, outstanding, Counter(one.last_step for one in finished)):
             continue

@@ -19,7 +19,7 @@ from offbeat_trainer.config import (
 from offbeat_trainer.data.types import Limit, Prompt, Score
 from offbeat_trainer.errors import EnvironmentFailed, TrainerError
 from offbeat_trainer.rollouts.environment import Feedback
-from offbeat_trainer.rollouts.multi import MultiTurn, Scene
+from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.single import GroupGenerator, derive_seed
 from scripted import run_virtual
 
@@ -71,13 +71,13 @@ class Echo:
 
 def rollout(make, replica=None, scorer=None, **config):
     replica = Replica() if replica is None else replica
-    scene = Scene(
+    setup = EnvironmentSetup(
         make=make,
         decode=lambda ids: " ".join(map(str, ids)),
         encode=lambda said, last: [int(one) for one in (said.split() if isinstance(said, str) else said)],
     )
     generator = GroupGenerator(replica.generate_many)
-    return MultiTurn(generator, scene, EnvironmentConfig(**config), scorer=scorer)
+    return MultiTurn(generator, setup, EnvironmentConfig(**config), scorer=scorer)
 
 
 def one_group(make, n=1, sampling=SAMPLING, **settings):
@@ -295,8 +295,8 @@ async def test_an_interrupted_turn_is_continued_from_its_tokens_and_its_environm
 
     halt, replica = asyncio.Event(), Halting()
     environment = Echo(turns=1)
-    scene = Scene(make=lambda: environment, decode=lambda ids: "", encode=lambda said, last: [])
-    multi = MultiTurn(GroupGenerator(replica.generate_many, replica.abort), scene, EnvironmentConfig())
+    setup = EnvironmentSetup(make=lambda: environment, decode=lambda ids: "", encode=lambda said, last: [])
+    multi = MultiTurn(GroupGenerator(replica.generate_many, replica.abort), setup, EnvironmentConfig())
     running = asyncio.create_task(multi.run(PROMPT, SAMPLING, 1))
     while not replica.asked:  # noqa: ASYNC110 - the replica tells nobody
         await asyncio.sleep(0.001)

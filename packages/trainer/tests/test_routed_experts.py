@@ -19,7 +19,7 @@ from offbeat_trainer.learner import Learner
 from offbeat_trainer.roles.critic import predict_values
 from offbeat_trainer.roles.role import POLICY, Role
 from offbeat_trainer.rollouts.environment import Feedback
-from offbeat_trainer.rollouts.multi import MultiTurn, Scene
+from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.single import GroupGenerator
 from offbeat_trainer.stream.journal.sqlite import pack, unpack
 from scripted import run_virtual
@@ -82,8 +82,10 @@ class Asking:
 
 
 def talk(replica, turns):
-    scene = Scene(make=lambda: Asking(turns), decode=lambda ids: "", encode=lambda said, last: list(said))
-    multi = MultiTurn(GroupGenerator(replica.generate_many, replica.abort), scene, EnvironmentConfig())
+    setup = EnvironmentSetup(
+        make=lambda: Asking(turns), decode=lambda ids: "", encode=lambda said, last: list(said)
+    )
+    multi = MultiTurn(GroupGenerator(replica.generate_many, replica.abort), setup, EnvironmentConfig())
     return run_virtual(multi.run(PROMPT, SAMPLING, 1))
 
 

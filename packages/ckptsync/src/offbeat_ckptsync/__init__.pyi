@@ -15,4 +15,4 @@ from .seams import (
     WeightSource as WeightSource,
 )
 from .source.sender import LocalSource as LocalSource, Sender as Sender
-from .values import Manifest as Manifest, Seat as Seat, SyncReport as SyncReport
+from .values import Manifest as Manifest, RankId as RankId, SyncReport as SyncReport

@@ -42,7 +42,7 @@ class SyncConfig:
     `transport` is a built-in name or one that a package adds through the entry-point group `offbeat.transports`; "auto"
     picks for each sync by where its ranks are.
     `host` is the address the source listens on and receivers connect to: loopback unless told otherwise. Who does not
-    know `secret` gets no seat where ranks meet at a store; it is in no offer, but an engine's workers are given it in these settings. `device`
+    know `secret` takes no part where ranks meet at a store; it is in no offer, but an engine's workers are given it in these settings. `device`
     is where payloads are when they travel: "cuda" means NCCL. `allow_cast` lets a receiver convert floating dtypes.
     Buckets have `bucket_mib`; without it 32 in host memory and 512 on GPUs (where nothing was measured yet).
     `silent` says what happens when a member gives no word within the deadline of a phase before the flip while others do: "fence"

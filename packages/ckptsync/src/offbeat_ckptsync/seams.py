@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         Flip,
         Label,
         Manifest,
-        Seat,
+        RankId,
         Sent,
         Status,
         SyncOffer,
@@ -207,7 +207,7 @@ class Transport(ABC):
         """Source side: meet every rank of `members` within `rendezvous_s`, or raise, naming who is missing."""
 
     @abstractmethod
-    def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
+    def receiver(self, offer: SyncOffer, rank_id: RankId) -> BucketReceiver:
         """Receiving side: meet the source within `rendezvous_s`."""
 
     @abstractmethod

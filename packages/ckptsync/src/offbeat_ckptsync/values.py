@@ -60,7 +60,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankId:
     """One receiving rank: rank `rank` of the `num_ranks` ranks of member `member`."""
 
     member: str

@@ -17,7 +17,7 @@ from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, LocalSync, assert_same
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 from syncs_here import local_of, served
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=1)
@@ -75,7 +75,7 @@ async def test_the_weights_are_copied_out_before_members_have_agreed(transport):
     config, sink = SyncConfig(transport=transport), DictSink()
     sender, receiving = Sender(DictSource(large(1)), config), make_transport(transport, config)
     manager = CheckpointEngineManager(LocalSource(sender), config)
-    manager.add(Slow(Receiver(Seat(member="slow"), sink), receiving, gate=NO_TRAFFIC))
+    manager.add(Slow(Receiver(RankId(member="slow"), sink), receiving, gate=NO_TRAFFIC))
     copied.set()
     await manager.sync(1)
     copied.clear()

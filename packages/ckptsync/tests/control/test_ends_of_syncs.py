@@ -17,7 +17,7 @@ from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.values import Seat, Status
+from offbeat_ckptsync.values import RankId, Status
 from syncs_here import CONFIG, local_of, served
 
 
@@ -25,7 +25,7 @@ class Failing(LocalMember):
     """Raises `error` in one of its methods."""
 
     def __init__(self, name, method, error):
-        super().__init__(Receiver(Seat(member=name), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
+        super().__init__(Receiver(RankId(member=name), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
 
         async def fail(*_):
             raise error
@@ -67,7 +67,7 @@ async def test_no_member_is_called_as_the_sending_side_is():
 
 async def test_nobody_is_added_as_one_that_serves_what_others_serve_while_these_change_over():
     local = local_of(served("a", seed=0))
-    joiner = LocalMember(Receiver(Seat(member="late"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
+    joiner = LocalMember(Receiver(RankId(member="late"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
     refused = []
 
     class Adding(LocalMember):
@@ -78,7 +78,7 @@ async def test_nobody_is_added_as_one_that_serves_what_others_serve_while_these_
                 refused.append(str(error))
             return await super().transfer(sync_id)
 
-    local.manager.add(Adding(Receiver(Seat(member="b"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC))
+    local.manager.add(Adding(Receiver(RankId(member="b"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC))
     await local.manager.sync(1)
     assert local.manager.members == ["a", "b"]
     assert "a sync is under way; `await catch_up('late')`" in refused[0]
@@ -115,7 +115,7 @@ async def test_a_sync_that_is_cancelled_again_and_again_in_the_flip_is_ended_all
             return await super().flip(sync_id, sent)
 
     sink = DictSink()
-    local.manager.add(Slow(Receiver(Seat(member="b"), sink), LoopbackTransport(), gate=NO_TRAFFIC))
+    local.manager.add(Slow(Receiver(RankId(member="b"), sink), LoopbackTransport(), gate=NO_TRAFFIC))
     sync = asyncio.create_task(local.manager.sync(1), name="sync")
     await flips.wait()
     for _ in range(3):
@@ -133,7 +133,7 @@ async def test_a_fenced_member_that_took_part_in_a_later_sync_is_fenced_no_more(
     local = local_of(served("a", "b", seed=0))
     local.sinks["b"].fail = True
     assert [*(await local.manager.sync(1)).fenced] == ["b"]
-    fresh = LocalMember(Receiver(Seat(member="b"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
+    fresh = LocalMember(Receiver(RankId(member="b"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
     local.manager.enlist(fresh)
     assert [*local.manager.fenced] == ["b"]
     await local.manager.sync(2)
@@ -157,7 +157,7 @@ async def test_who_loads_or_is_broken_is_not_brought_in(state, error, says, sync
 
     with pytest.raises(error, match=says):
         await local.manager.catch_up(
-            Late(Receiver(Seat(member="late"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
+            Late(Receiver(RankId(member="late"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
         )
     assert (local.manager.members, local.source.walks) == (["a"], walks)
 
@@ -185,7 +185,7 @@ async def test_an_offer_that_nobody_waits_for_any_more_does_not_take_the_place_o
     sender = Sender(DictSource(awkward_weights(1)), CONFIG, transport=Late())
     manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
     sink = DictSink()
-    manager.add(Letting(Receiver(Seat(member="a"), sink), LoopbackTransport(), gate=NO_TRAFFIC))
+    manager.add(Letting(Receiver(RankId(member="a"), sink), LoopbackTransport(), gate=NO_TRAFFIC))
     first = asyncio.create_task(manager.sync(1), name="first")
     assert await in_thread(lambda: offers.wait(120), name="wait")
     first.cancel()

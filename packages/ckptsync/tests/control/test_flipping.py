@@ -17,7 +17,7 @@ from offbeat_ckptsync.testing import (
     awkward_weights,
 )
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 from syncs_here import CONFIG, local_of, served
 
 
@@ -91,7 +91,7 @@ class StuckGate(GenerationGate):
 async def test_a_member_that_hangs_in_the_flip_is_fenced_off_at_the_deadline():
     sinks = served("a", seed=0)
     local = local_of(sinks, flip_timeout_s=2)
-    stuck = Receiver(Seat(member="stuck"), DictSink())
+    stuck = Receiver(RankId(member="stuck"), DictSink())
     local.manager.add(LocalMember(stuck, LoopbackTransport(), gate=StuckGate()))
     report = await local.manager.sync(1)
     assert report.fenced == {"stuck": "flip: took longer than 2 s"}
@@ -156,7 +156,7 @@ async def test_the_canary_fences_the_odd_one_which_is_loaded_anew():
     local = local_of({})
     members = {
         name: LocalMember(
-            Receiver(Seat(member=name), sink), LoopbackTransport(), canary=canary_of(sink), gate=NO_TRAFFIC
+            Receiver(RankId(member=name), sink), LoopbackTransport(), canary=canary_of(sink), gate=NO_TRAFFIC
         )
         for name, sink in sinks.items()
     }
@@ -204,7 +204,7 @@ class Door(GenerationGate):
 
 async def test_a_sync_cancelled_while_weights_change_is_ended_first():
     local, sink, door = local_of({}), Waiting(), Door()
-    local.manager.add(LocalMember(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=door))
+    local.manager.add(LocalMember(Receiver(RankId(member="m"), sink), LoopbackTransport(), gate=door))
     work = asyncio.create_task(local.manager.sync(1), name="a sync")
     async with asyncio.timeout(120):
         while not sink.began.is_set():  # noqa: ASYNC110 -- set by another thread
@@ -222,7 +222,7 @@ async def test_a_sync_cancelled_while_weights_change_is_ended_first():
 
 async def test_a_gate_that_does_not_close_is_a_refusal_and_the_member_stays():
     local, sink, door = local_of({}), DictSink(), Door()
-    local.manager.add(LocalMember(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=door))
+    local.manager.add(LocalMember(Receiver(RankId(member="m"), sink), LoopbackTransport(), gate=door))
     door.stuck = True
     with pytest.raises(SyncFailed, match=r"m: flip: m could not be paused: .*stuck half-way") as caught:
         await local.manager.sync(1)

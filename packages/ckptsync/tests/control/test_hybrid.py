@@ -17,7 +17,7 @@ from offbeat_ckptsync.testing import (
     awkward_weights,
 )
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 from sync_faults.planted import TornSink
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
@@ -59,7 +59,9 @@ class Shared:
         self.gate = gate(self.sink)
         self.local = LocalSync(DictSource(awkward_weights(1)), {}, CONFIG, LoopbackTransport)
         transport = FaultyTransport(LoopbackTransport(), on_receive=fault)
-        self.local.manager.add(LocalMember(Receiver(Seat(member="m"), self.sink), transport, gate=self.gate))
+        self.local.manager.add(
+            LocalMember(Receiver(RankId(member="m"), self.sink), transport, gate=self.gate)
+        )
 
 
 @pytest.mark.parametrize(

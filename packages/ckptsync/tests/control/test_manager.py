@@ -25,7 +25,7 @@ from offbeat_ckptsync.testing import (
     awkward_weights,
 )
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 from sync_faults.planted import LyingSource
 from syncs_here import CONFIG, local_of, served
 
@@ -131,7 +131,7 @@ async def test_a_source_that_lies_about_itself_changes_nothing():
 async def test_a_late_joiner_is_brought_to_the_committed_version():
     local = local_of(served("a", seed=0))
     late = DictSink()
-    joiner = LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport(), gate=NO_TRAFFIC)
+    joiner = LocalMember(Receiver(RankId(member="late"), late), LoopbackTransport(), gate=NO_TRAFFIC)
     await local.manager.sync(5)
     with pytest.raises(SyncError, match="catch_up"):
         local.manager.add(joiner)
@@ -149,7 +149,7 @@ async def test_two_contents_cannot_have_one_label():
     late = DictSink()
     with pytest.raises(SyncFailed, match="no longer those committed as version 5"):
         await local.manager.catch_up(
-            LocalMember(Receiver(Seat(member="late"), late), LoopbackTransport(), gate=NO_TRAFFIC)
+            LocalMember(Receiver(RankId(member="late"), late), LoopbackTransport(), gate=NO_TRAFFIC)
         )
     assert late.version is None
     assert local.manager.members == ["a"]
@@ -159,7 +159,7 @@ async def test_before_the_first_sync_a_joiner_is_simply_a_member():
     local = local_of(served("a", seed=0))
     assert (
         await local.manager.catch_up(
-            LocalMember(Receiver(Seat(member="b"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
+            LocalMember(Receiver(RankId(member="b"), DictSink()), LoopbackTransport(), gate=NO_TRAFFIC)
         )
         is None
     )
@@ -261,7 +261,7 @@ class Echoing(LocalMember):
 )
 async def test_a_member_that_does_not_prove_what_every_rank_staged_is_refused(bend, told):
     local, sink = local_of({}), DictSink()
-    member = Echoing(Receiver(Seat(member="m"), sink), LoopbackTransport(), gate=NO_TRAFFIC)
+    member = Echoing(Receiver(RankId(member="m"), sink), LoopbackTransport(), gate=NO_TRAFFIC)
     local.manager.add(member)
     member.bend = bend
     with pytest.raises(SyncFailed, match=f"version 1: verify: .*{told}"):

@@ -13,7 +13,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSource
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 
 class Party:
@@ -29,7 +29,7 @@ class Party:
 
     def replica(self, name):
         module = self.replicas[name] = torch.nn.Linear(64, 64)
-        receiver = Receiver(Seat(member=name), AdoptingModuleSink(module))
+        receiver = Receiver(RankId(member=name), AdoptingModuleSink(module))
         copies, transport = Sender(StagedCopy(receiver), self.config), make_transport("shm", self.config)
         self.open += [copies, transport]
         return LocalMember(receiver, transport, copies=LocalSource(copies), gate=NO_TRAFFIC)

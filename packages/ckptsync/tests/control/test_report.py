@@ -15,7 +15,7 @@ from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.seams import NO_TRAFFIC, GenerationGate
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 CONFIG = SyncConfig(transport="shm", bucket_mib=4096 / (1 << 20))
 PHASES = ["begin", "gather", "pack", "wire", "verify", "drain", "load", "flip", "commit"]
@@ -55,7 +55,7 @@ async def test_the_phases_sum_to_the_wall_time_and_each_says_what_it_is(transpor
     manager = CheckpointEngineManager(LocalSource(sender), config)
     ends = [make_transport(transport, config) for _ in range(2)]
     for index, (end, gate) in enumerate(zip(ends, [NO_TRAFFIC, SlowGate()], strict=True)):
-        receiver = Receiver(Seat(member=f"m{index}"), SlowSink() if index else DictSink())
+        receiver = Receiver(RankId(member=f"m{index}"), SlowSink() if index else DictSink())
         manager.add(LocalMember(receiver, end, gate=gate))
     mark = time.perf_counter()
     report = await manager.sync(1)
@@ -99,7 +99,7 @@ async def test_the_report_names_the_worst_gap_between_two_tokens(num_running, an
     sender = Sender(DictSource(awkward_weights(1)), CONFIG)
     manager = CheckpointEngineManager(LocalSource(sender), CONFIG)
     end, gate = make_transport("shm", CONFIG), Tokens(num_running=num_running)
-    manager.add(LocalMember(Receiver(Seat(member="m"), SlowSink()), end, gate=gate))
+    manager.add(LocalMember(Receiver(RankId(member="m"), SlowSink()), end, gate=gate))
     if not answers:
         gate.tokens = None  # to ask it raises, which is no failure of a sync
     report = await manager.sync(1)

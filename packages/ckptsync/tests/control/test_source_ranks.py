@@ -24,7 +24,7 @@ from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports import auto
 from offbeat_ckptsync.transports.topology import here
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 TIMEOUT_S = 600.0
 BESIDE = {"alone": [0], "pair": [1, 2]}  # and nobody is beside rank 3
@@ -66,7 +66,7 @@ class Ranks:
         ]
         self.manager = CheckpointEngineManager(SourceRanks(self.ask, 4, BESIDE.__getitem__), config)
         self.sink, self.parts = DictSink(), [DictSink(), DictSink()]
-        self.receiver = Receiver(Seat(member="alone"), self.sink)
+        self.receiver = Receiver(RankId(member="alone"), self.sink)
         self.manager.add(LocalMember(self.receiver, make_transport(transport, config), gate=NO_TRAFFIC))
         self.workers = [Rank(sink, rank=rank, num_ranks=2) for rank, sink in enumerate(self.parts)]
         self.manager.add(

@@ -18,7 +18,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import AdoptingModuleSink, ModuleSink, ModuleSource
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 SIZE = 64
 
@@ -58,9 +58,9 @@ class LocalSync:
         shared = make() if transport == "loopback" else None
         self.sending = shared or make()
         self.sender = Sender(ModuleSource(self.model), config, transport=self.sending)
-        self.seats = {f"m{index}": shared or make() for index in range(len(sinks))}
+        self.rank_ids = {f"m{index}": shared or make() for index in range(len(sinks))}
         self.receivers = {
-            name: Receiver(Seat(member=name), sink) for name, sink in zip(self.seats, sinks, strict=True)
+            name: Receiver(RankId(member=name), sink) for name, sink in zip(self.rank_ids, sinks, strict=True)
         }
         self.version = 0
 
@@ -78,7 +78,7 @@ class LocalSync:
         sent = []
         threads = [threading.Thread(target=lambda: sent.append(self.sender.send(offer)))]
         threads += [
-            threading.Thread(target=receiver.transfer, args=(self.seats[name], offer.sync_id))
+            threading.Thread(target=receiver.transfer, args=(self.rank_ids[name], offer.sync_id))
             for name, receiver in self.receivers.items()
         ]
         for thread in threads:
@@ -98,8 +98,8 @@ class LocalSync:
 
     def close(self):
         self.sender.close()
-        for seat in self.seats.values():
-            seat.close()
+        for rank_id in self.rank_ids.values():
+            rank_id.close()
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ class Adopting:
         self.served[name] = Model(9)
         end = make_transport("shm", self.config)
         self.ends.append(end)
-        receiver = Receiver(Seat(member=name), AdoptingModuleSink(self.served[name]))
+        receiver = Receiver(RankId(member=name), AdoptingModuleSink(self.served[name]))
         return LocalMember(receiver, end, gate=NO_TRAFFIC)
 
     async def sync(self, version):

@@ -8,7 +8,16 @@ import threading
 import pytest
 import torch
 
-from offbeat_ckptsync import LocalMember, LockGate, ModuleSink, ModuleSource, Receiver, Seat, Sender, agent_of
+from offbeat_ckptsync import (
+    LocalMember,
+    LockGate,
+    ModuleSink,
+    ModuleSource,
+    RankId,
+    Receiver,
+    Sender,
+    agent_of,
+)
 from offbeat_ckptsync.config import SyncConfig, make_transport
 from offbeat_ckptsync.control.manager import CheckpointEngineManager
 from offbeat_ckptsync.errors import SyncFailed
@@ -38,7 +47,7 @@ class Layers(torch.nn.Module):
 async def syncs(served, gate):
     trained = Layers()
     manager = CheckpointEngineManager(LocalSource(Sender(ModuleSource(trained), CONFIG)), CONFIG)
-    receiver = Receiver(Seat(member="m"), ModuleSink(served))
+    receiver = Receiver(RankId(member="m"), ModuleSink(served))
     manager.add(LocalMember(receiver, make_transport("loopback", CONFIG), gate=gate))
     for version in range(1, SYNCS + 1):
         trained.fill(version)
@@ -111,7 +120,7 @@ async def test_a_request_that_does_not_end_costs_the_flip_and_nobody_is_let_in_m
 
 
 def test_nobody_leaves_the_gate_out_by_accident():
-    receiver = Receiver(Seat(member="m"), ModuleSink(Layers()))
+    receiver = Receiver(RankId(member="m"), ModuleSink(Layers()))
     with pytest.raises(TypeError, match="gate"):
         LocalMember(receiver, make_transport("loopback", CONFIG))
     with pytest.raises(TypeError, match="gate"):
@@ -140,7 +149,7 @@ async def test_a_sync_beside_an_optimizer_step_fails_and_commits_no_mixture(step
     trained, served = Layers(), Layers()
     source = StepsBeside(trained)
     manager = CheckpointEngineManager(LocalSource(Sender(source, CONFIG)), CONFIG)
-    receiver = Receiver(Seat(member="m"), ModuleSink(served))
+    receiver = Receiver(RankId(member="m"), ModuleSink(served))
     manager.add(LocalMember(receiver, make_transport("loopback", CONFIG), gate=NO_TRAFFIC))
     trained.fill(1.0)
     await manager.sync(1)

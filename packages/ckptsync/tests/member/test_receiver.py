@@ -21,7 +21,7 @@ from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.values import Seat, Status
+from offbeat_ckptsync.values import RankId, Status
 from sync_faults.planted import TornSink
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
@@ -33,7 +33,7 @@ class Pair:
         self.sender = Sender(self.source, CONFIG)
         self.sink = TornSink(manifest_of(awkward_weights(0).items()))
         self.sink.weights = awkward_weights(0)
-        self.receiver = Receiver(Seat(member="m"), self.sink)
+        self.receiver = Receiver(RankId(member="m"), self.sink)
 
     def offer(self, version):
         return self.sender.offer(version, ["m"])

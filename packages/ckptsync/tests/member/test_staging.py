@@ -15,7 +15,7 @@ from offbeat_ckptsync.seams import BucketReceiver
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, Fault, FaultyTransport, assert_same, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 CONFIG_BYTES = 4096
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
@@ -29,7 +29,7 @@ class Pair:
         self.fault = Fault("corrupt", 1, times=0)
         self.sender = Sender(self.source, CONFIG)
         self.sink = DictSink() if sink is None else sink
-        self.receiver = Receiver(Seat(member="m"), self.sink)
+        self.receiver = Receiver(RankId(member="m"), self.sink)
 
     def stage(self, version):
         offer = self.sender.offer(version, ["m"])
@@ -70,8 +70,8 @@ class Pair:
 class Overlapping(LoopbackTransport):
     """Buckets arrive once the next one has been asked for: who asks for one after the other waits for ever."""
 
-    def receiver(self, offer, seat):
-        inner = super().receiver(offer, seat)
+    def receiver(self, offer, rank_id):
+        inner = super().receiver(offer, rank_id)
         last = len(plan_buckets(offer.manifest, offer.bucket_bytes)) - 1
         asked = [threading.Event() for _ in range(last + 1)]
 
@@ -94,7 +94,7 @@ class Overlapping(LoopbackTransport):
 def test_a_bucket_is_asked_for_while_the_one_before_it_is_under_way():
     source, sink = DictSource(awkward_weights(1)), DictSink()
     sender = Sender(source, CONFIG)
-    receiver = Receiver(Seat(member="m"), sink)
+    receiver = Receiver(RankId(member="m"), sink)
     offer = sender.offer(1, ["m"])
     receiver.begin(offer)
     sent = []

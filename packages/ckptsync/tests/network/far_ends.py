@@ -19,7 +19,7 @@ from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights, prints_of
 from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 SECRET = "of the tests only"
 CONFIG = SyncConfig(
@@ -66,7 +66,7 @@ async def near(host: str, source_host: str) -> None:
 
 async def far(host: str, near_host: str, port: str) -> None:
     sink = DictSink()
-    receiver = Receiver(Seat(member="far"), sink)
+    receiver = Receiver(RankId(member="far"), sink)
     agent = agent_of(receiver, CONFIG, SECRET, gate=NO_TRAFFIC)  # it finds its own address
     await agent.join(near_host, int(port))
     say(joined=True)

@@ -20,7 +20,7 @@ from offbeat_ckptsync.network.membership import Membership
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
-from offbeat_ckptsync.values import Registration, Seat
+from offbeat_ckptsync.values import RankId, Registration
 
 SECRET = "of the tests only"
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
@@ -84,7 +84,7 @@ async def test_an_answer_that_is_no_json_is_told_as_a_failure():
     async def no_json():
         return [object()]
 
-    receiver = Receiver(Seat(member="one"), DictSink())
+    receiver = Receiver(RankId(member="one"), DictSink())
     async with Place() as place:
         call = await place.join(agent_of(receiver, CONFIG, SECRET, canary=no_json, gate=NO_TRAFFIC))
         member = CarriedMember(Registration(name="one", role="member"), call)
@@ -96,7 +96,7 @@ async def test_an_answer_that_is_no_json_is_told_as_a_failure():
 
 async def test_a_sync_that_was_begun_while_the_line_broke_is_given_up():
     sink = Slow("begin")
-    receiver = Receiver(Seat(member="one"), sink)
+    receiver = Receiver(RankId(member="one"), sink)
     async with Place() as place:
         agent = agent_of(receiver, CONFIG, SECRET, gate=NO_TRAFFIC)
         member = CarriedMember(Registration(name="one", role="member"), await place.join(agent))
@@ -116,7 +116,7 @@ async def test_a_sync_that_was_begun_while_the_line_broke_is_given_up():
 
 
 async def test_a_name_that_comes_back_as_another_kind_is_that_member_no_more():
-    receiver = Receiver(Seat(member="x"), DictSink())
+    receiver = Receiver(RankId(member="x"), DictSink())
     async with Place() as place:
         before = agent_of(receiver, CONFIG, SECRET, gate=NO_TRAFFIC)
         await place.join(before)
@@ -130,7 +130,9 @@ async def test_a_name_that_comes_back_as_another_kind_is_that_member_no_more():
 
 async def test_whatever_goes_wrong_while_a_member_catches_up_is_told_and_it_is_tried_again():
     async with Place() as place:
-        await place.join(agent_of(Receiver(Seat(member="one"), DictSink()), CONFIG, SECRET, gate=NO_TRAFFIC))
+        await place.join(
+            agent_of(Receiver(RankId(member="one"), DictSink()), CONFIG, SECRET, gate=NO_TRAFFIC)
+        )
         await place.manager.sync(1)
         catch_up, failed = place.manager.catch_up, []
 
@@ -141,7 +143,7 @@ async def test_whatever_goes_wrong_while_a_member_catches_up_is_told_and_it_is_t
             return await catch_up(member, **how)
 
         place.manager.catch_up = fails_once
-        late = agent_of(Receiver(Seat(member="late"), DictSink()), CONFIG, SECRET, gate=NO_TRAFFIC)
+        late = agent_of(Receiver(RankId(member="late"), DictSink()), CONFIG, SECRET, gate=NO_TRAFFIC)
         joining = asyncio.create_task(place.join(late), name="join")
         await until(lambda: "planted" in place.membership.refused.get("late", ""))
         await joining
@@ -150,10 +152,12 @@ async def test_whatever_goes_wrong_while_a_member_catches_up_is_told_and_it_is_t
 
 async def test_a_member_whose_flip_ends_after_its_deadline_comes_back():
     sink = Slow("flip")
-    receiver = Receiver(Seat(member="two"), sink)
+    receiver = Receiver(RankId(member="two"), sink)
     config = dataclasses.replace(CONFIG, flip_timeout_s=1.0)
     async with Place(config) as place:
-        await place.join(agent_of(Receiver(Seat(member="one"), DictSink()), config, SECRET, gate=NO_TRAFFIC))
+        await place.join(
+            agent_of(Receiver(RankId(member="one"), DictSink()), config, SECRET, gate=NO_TRAFFIC)
+        )
         await place.join(agent_of(receiver, config, SECRET, gate=NO_TRAFFIC))
         report = await place.manager.sync(1)
         assert report.fenced == {"two": "flip: took longer than 1 s"}

@@ -22,7 +22,7 @@ from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
-from offbeat_ckptsync.values import Registration, Seat, Status
+from offbeat_ckptsync.values import RankId, Registration, Status
 
 SECRET = "of the tests only"
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
@@ -31,7 +31,7 @@ CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
 class Replica:
     def __init__(self, name, config=CONFIG, secret=SECRET):
         self.sink = DictSink(manifest_of(awkward_weights(0).items()))
-        self.receiver = Receiver(Seat(member=name), self.sink)
+        self.receiver = Receiver(RankId(member=name), self.sink)
         self.agent = agent_of(self.receiver, config, secret, gate=NO_TRAFFIC)
 
     def status(self):

@@ -30,7 +30,7 @@ from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.testing import DictSource, assert_same, awkward_weights
 from offbeat_ckptsync.transports.line import Line, Reception
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 from strangers import AS_NOBODY, run_stranger, stranger_at_work
 
 pytestmark = pytest.mark.spawns
@@ -72,7 +72,7 @@ class Shm:
         self.manager = CheckpointEngineManager(LocalSource(self.sender), config)
         self.sink = DictSink()
         self.end = make_transport("shm", config)
-        self.manager.add(LocalMember(Receiver(Seat(member="m"), self.sink), self.end, gate=NO_TRAFFIC))
+        self.manager.add(LocalMember(Receiver(RankId(member="m"), self.sink), self.end, gate=NO_TRAFFIC))
 
     def close(self):
         self.sender.close()
@@ -220,7 +220,7 @@ class Party:
         return self
 
     def replica(self, name):
-        return agent_of(Receiver(Seat(member=name), DictSink()), LOOPBACK, SECRET, gate=NO_TRAFFIC)
+        return agent_of(Receiver(RankId(member=name), DictSink()), LOOPBACK, SECRET, gate=NO_TRAFFIC)
 
     async def __aexit__(self, *_):
         await self.agent.close()

@@ -42,7 +42,7 @@ from offbeat_ckptsync.testing.fakes import (
 )
 from offbeat_ckptsync.threads import in_thread, use_device
 from offbeat_ckptsync.transports.relay import RelayTransport
-from offbeat_ckptsync.values import Bucket, Manifest, Registration, Seat
+from offbeat_ckptsync.values import Bucket, Manifest, RankId, Registration
 from offbeat_ckptsync.wire import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class _Rank:
 
     def _serve(self, expected: Manifest | None) -> None:
         self._sink = DictSink(expected)
-        self._receiver = Receiver(Seat(member=self._name), self._sink)
+        self._receiver = Receiver(RankId(member=self._name), self._sink)
         self._operations = Operations(
             self._name, member=LocalMember(self._receiver, self._transport, gate=NO_TRAFFIC)
         )

@@ -20,7 +20,7 @@ from offbeat_ckptsync.source.pipeline import gather_weights, walk
 from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
 from offbeat_ckptsync.transports.loopback import LoopbackTransport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 from sync_faults.planted import LyingSource
 
 CONFIG = SyncConfig(transport="loopback", bucket_mib=4096 / (1 << 20))
@@ -147,10 +147,10 @@ def test_a_source_knows_which_receiver_takes_nothing():
     source, transport = DictSource({"t": torch.ones(4096)}), LoopbackTransport()
     offer = Sender(source, CONFIG, transport=transport).offer(1, ["a", "b"])
     for member in ("a", "b"):
-        transport.receiver(offer, Seat(member=member))
+        transport.receiver(offer, RankId(member=member))
     sender = transport.sender(offer, ["a", "b"])
     buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
-    taker = transport.receiver(offer, Seat(member="a"))
+    taker = transport.receiver(offer, RankId(member="a"))
 
     def send_all():
         for bucket in buckets:
@@ -165,7 +165,7 @@ def test_a_source_knows_which_receiver_takes_nothing():
     for bucket in buckets[:3]:  # two are under way to each: `b` holds up the third
         taker.receive(bucket, torch.empty(bucket.num_bytes, dtype=torch.uint8))
     deadline = time.monotonic() + 60
-    while sender.waits_for() != "rank 0 of b" or len(sender._queues[Seat(member="b")]) < 2:
+    while sender.waits_for() != "rank 0 of b" or len(sender._queues[RankId(member="b")]) < 2:
         assert time.monotonic() < deadline, sender.waits_for()
         time.sleep(0.01)
     transport.abort(offer.sync_id)

@@ -20,7 +20,7 @@ from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports import auto
 from offbeat_ckptsync.transports.topology import Choice, here
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 CONFIG = SyncConfig(transport="auto", bucket_mib=4096 / (1 << 20))
 
@@ -78,23 +78,23 @@ def test_cuda_ipc_without_cuda_is_refused_with_what_to_use():
 
 def test_an_abort_before_a_transport_is_taken_ends_its_waits_too(monkeypatch):
     config = dataclasses.replace(CONFIG, begin_timeout_s=2.0)
-    sender, seat = Sender(DictSource(awkward_weights(1)), config), auto.AutoTransport(config)
+    sender, rank_id = Sender(DictSource(awkward_weights(1)), config), auto.AutoTransport(config)
     offer = sender.offer(1, ["m"])
-    hear = seat.rendezvous.hear
+    hear = rank_id.rendezvous.hear
 
     def heard(*at):
         told = hear(*at)
-        seat.abort(offer.sync_id)
+        rank_id.abort(offer.sync_id)
         return told
 
-    monkeypatch.setattr(seat.rendezvous, "hear", heard)
+    monkeypatch.setattr(rank_id.rendezvous, "hear", heard)
     picking = threading.Thread(target=lambda: sender._transport.lend(offer, 64))
     picking.start()
     with pytest.raises(TransferError, match="was aborted"):  # and not: nothing came in time
-        seat.receiver(offer, Seat(member="m"))
+        rank_id.receiver(offer, RankId(member="m"))
     picking.join(60)
     sender.close()
-    seat.close()
+    rank_id.close()
 
 
 def on_a_gpu(monkeypatch, local, free_bytes):
@@ -117,7 +117,7 @@ async def test_once_through_host_memory_it_stays_there_so_that_a_joiner_reaches_
     assert report.transport == "shm"
     assert "do not fit on the GPU of rank 0 of a" in report.why
     room[0] = 1 << 40  # a fresh replica has more: by cuda_ipc its digests would be of another kind
-    late, transport = Receiver(Seat(member="late"), DictSink()), make_transport("auto", CONFIG)
+    late, transport = Receiver(RankId(member="late"), DictSink()), make_transport("auto", CONFIG)
     report = await local.manager.catch_up(LocalMember(late, transport, gate=NO_TRAFFIC))
     assert (report.version, report.transport) == (1, "shm")
     assert late.status().label == local.receivers["a"].status().label
@@ -131,7 +131,7 @@ async def test_once_through_host_memory_it_stays_there_so_that_a_joiner_reaches_
 def test_what_a_rank_stages_in_again_counts_as_free(monkeypatch):
     """The staging memory of a GPU is kept from sync to sync: the second one has room where the first had."""
     sender = Sender(DictSource(awkward_weights(1)), CONFIG)
-    source, seat = sender._transport, auto.AutoTransport(CONFIG)
+    source, rank_id = sender._transport, auto.AutoTransport(CONFIG)
     kept = [0]
     monkeypatch.setattr(
         auto, "here", lambda _: dataclasses.replace(here("cpu"), gpu="GPU-a", free_bytes=100 - kept[0])
@@ -145,21 +145,21 @@ def test_what_a_rank_stages_in_again_counts_as_free(monkeypatch):
 
     monkeypatch.setattr(auto, "choose", choose)
     monkeypatch.setattr(source, "_take", lambda *_: source)
-    monkeypatch.setattr(seat, "_take", lambda *_: SimpleNamespace(receiver=lambda *_: None))
+    monkeypatch.setattr(rank_id, "_take", lambda *_: SimpleNamespace(receiver=lambda *_: None))
     for version in (1, 2):
         offer = sender.offer(version, ["m"])
         assert offer.endpoint["free_bytes"] == 100
-        seat.spare_bytes = kept[0]
+        rank_id.spare_bytes = kept[0]
         picking = threading.Thread(target=source._pick, args=(offer, 80))
         picking.start()
-        seat.receiver(offer, Seat(member="m"))
+        rank_id.receiver(offer, RankId(member="m"))
         picking.join(60)
         kept[0] = 80
     assert seen == [{"rank 0 of m": 100}] * 2
     source.abort("gone")
     assert source.open("3", ["m"])["free_bytes"] == 20, "nobody knows what is left after an abort"
     sender.close()
-    seat.close()
+    rank_id.close()
 
 
 @pytest.mark.parametrize(
@@ -178,5 +178,5 @@ def test_staging_says_what_it_has_on_the_gpu_already(device, more, is_counted):
     num_bytes = bucket_starts(buckets_of(offer))[1]
     spare = SimpleNamespace(device=device, num_bytes=num_bytes + more)
     with pytest.raises(TransferError, match=f"^{num_bytes if is_counted else 0} spare"):
-        stage(Noting(), offer, Seat(member="m"), buckets_of(offer), spare)
+        stage(Noting(), offer, RankId(member="m"), buckets_of(offer), spare)
     sender.close()

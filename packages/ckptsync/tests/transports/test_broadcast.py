@@ -19,52 +19,56 @@ from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, awkward_weights
 from offbeat_ckptsync.transports.broadcast import BroadcastTransport
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 from offbeat_ckptsync.wire import encode
 
 CONFIG = SyncConfig(bucket_mib=4096 / (1 << 20))
 
 
 class Line:
-    """A source transport and receiving seats in threads."""
+    """A source transport and receiving rank_ids in threads."""
 
-    def __init__(self, *seats):
+    def __init__(self, *rank_ids):
         self.source = DictSource(awkward_weights(1))
         self.transport = BroadcastTransport(CONFIG)
         self.sender = Sender(self.source, CONFIG, transport=self.transport)
-        self.seats = {seat: BroadcastTransport(CONFIG) for seat in seats}
+        self.rank_ids = {rank_id: BroadcastTransport(CONFIG) for rank_id in rank_ids}
         self.version = 0
 
-    def sync(self, seats=None):
-        seats = list(self.seats) if seats is None else seats
+    def sync(self, rank_ids=None):
+        rank_ids = list(self.rank_ids) if rank_ids is None else rank_ids
         self.version += 1
-        offer = self.sender.offer(self.version, list(dict.fromkeys(seat.member for seat in seats)))
+        offer = self.sender.offer(self.version, list(dict.fromkeys(rank_id.member for rank_id in rank_ids)))
         buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         got = {}
 
-        def take(seat):
-            receiver = self.seats[seat].receiver(offer, seat)
+        def take(rank_id):
+            receiver = self.rank_ids[rank_id].receiver(offer, rank_id)
             parts = [torch.empty(bucket.num_bytes, dtype=torch.uint8) for bucket in buckets]
             for bucket, part in zip(buckets, parts, strict=True):
                 receiver.receive(bucket, part)
-            got[seat] = parts
+            got[rank_id] = parts
 
-        threads = [threading.Thread(target=take, args=(seat,)) for seat in seats]
+        threads = [threading.Thread(target=take, args=(rank_id,)) for rank_id in rank_ids]
         for thread in threads:
             thread.start()
         self.sender.send(offer)
         for thread in threads:
             thread.join(120)
-        assert len(got) == len(seats)
+        assert len(got) == len(rank_ids)
         first = next(iter(got.values()))
         assert all(torch.equal(a, b) for parts in got.values() for a, b in zip(first, parts, strict=True))
 
     def close(self):
-        for transport in [self.transport, *self.seats.values()]:
+        for transport in [self.transport, *self.rank_ids.values()]:
             transport.close()
 
 
-A, B0, B1 = Seat(member="a"), Seat(member="b", rank=0, num_ranks=2), Seat(member="b", rank=1, num_ranks=2)
+A, B0, B1 = (
+    RankId(member="a"),
+    RankId(member="b", rank=0, num_ranks=2),
+    RankId(member="b", rank=1, num_ranks=2),
+)
 
 
 def test_the_group_is_kept_while_the_membership_is_the_same_and_built_anew_when_not():
@@ -82,8 +86,8 @@ def test_the_group_is_kept_while_the_membership_is_the_same_and_built_anew_when_
 def test_a_receiver_that_was_started_anew_gets_a_new_group():
     line = Line(A, B0, B1)
     line.sync()
-    line.seats[B1].close()
-    line.seats[B1] = BroadcastTransport(CONFIG)
+    line.rank_ids[B1].close()
+    line.rank_ids[B1] = BroadcastTransport(CONFIG)
     line.sync()
     line.close()
 
@@ -119,7 +123,7 @@ def test_the_roll_call_names_who_is_missing_and_the_wait_ends_on_time():
     transport = BroadcastTransport(CONFIG)
     sender = Sender(DictSource(awkward_weights(1)), config, transport=transport)
     offer = sender.offer(1, ["here", "b", "gone"])
-    say_here(offer, Seat(member="here"))
+    say_here(offer, RankId(member="here"))
     say_here(offer, B0)
     with pytest.raises(TransferError, match=r"no answer within 0\.3 s .* missing: rank 0 of gone$"):
         sender.send(offer)
@@ -130,12 +134,12 @@ def test_the_roll_call_names_who_is_missing_and_the_wait_ends_on_time():
     transport.close()
 
 
-def say_here(offer, seat, secret=""):
+def say_here(offer, rank_id, secret=""):
     config = dataclasses.replace(CONFIG, secret=secret)
-    Rendezvous("broadcast", config, asked="here", told="go").answer(offer, seat, {"group": ""})
+    Rendezvous("broadcast", config, asked="here", told="go").answer(offer, rank_id, {"group": ""})
 
 
-def test_who_does_not_know_the_secret_gets_no_seat_and_no_word():
+def test_who_does_not_know_the_secret_gets_no_rank_id_and_no_word():
     config = dataclasses.replace(CONFIG, begin_timeout_s=0.5, secret="ours")
     transport = BroadcastTransport(config)
     sender = Sender(DictSource(awkward_weights(1)), config, transport=transport)
@@ -148,7 +152,7 @@ def test_who_does_not_know_the_secret_gets_no_seat_and_no_word():
     with pytest.raises(TransferError, match=r"rank 0 of a \(it answered without our secret\)$"):
         sender.send(offer)
     offer = sender.offer(1, ["a"])
-    transport.rendezvous.store.set(f"{offer.sync_id}/go", '{"group": "g", "seats": [["a", 0]]}')
+    transport.rendezvous.store.set(f"{offer.sync_id}/go", '{"group": "g", "rank_ids": [["a", 0]]}')
     with pytest.raises(TransferError, match="what is there was written without our secret"):
         BroadcastTransport(config).receiver(offer, A)
     transport.close()
@@ -189,15 +193,15 @@ def test_loopback_of_another_machine_is_refused_with_the_remedy(name):
         r"on loopback, but rank 0 of replica 3 is on another machine \(.*; the source is on far\): let `host`"
     )
     with pytest.raises(TransferError, match=told):
-        receiving.receiver(offer, Seat(member="replica 3"))
+        receiving.receiver(offer, RankId(member="replica 3"))
     receiving.close()
     sender.close()
 
 
-def go_of(line, offer, seats):
-    """Let the source's word be there that leads `seats` into a group that nobody else comes to."""
+def go_of(line, offer, rank_ids):
+    """Let the source's word be there that leads `rank_ids` into a group that nobody else comes to."""
     line.transport.rendezvous.tell(
-        offer, {"group": f"of {offer.sync_id}", "seats": [[s.member, s.rank] for s in seats]}
+        offer, {"group": f"of {offer.sync_id}", "rank_ids": [[s.member, s.rank] for s in rank_ids]}
     )
 
 
@@ -215,7 +219,7 @@ def late_rank(line, offer):
 
     def take():
         try:
-            line.seats[A].receiver(patient, A)
+            line.rank_ids[A].receiver(patient, A)
         except TransferError as error:
             raised.append(str(error))
 
@@ -230,7 +234,7 @@ def test_a_source_that_stood_still_leads_no_rank_of_an_aborted_sync_into_the_way
     offer = line.sender.offer(1, ["a"])
     thread, raised = late_rank(line, offer)
     wait_for_key(line, f"{offer.sync_id}/here/a/0")
-    line.seats[A].abort(offer.sync_id)
+    line.rank_ids[A].abort(offer.sync_id)
     go_of(line, offer, [A])
     thread.join(0.5)  # time enough for it to go astray
     line.sender.abort(offer.sync_id)
@@ -246,7 +250,7 @@ def test_an_abort_while_the_group_forms_ends_that_and_the_next_sync_is_not_held_
     thread, raised = late_rank(line, offer)
     go_of(line, offer, [A])
     wait_for_key(line, line.transport.rendezvous.private(f"of {offer.sync_id}"))
-    line.seats[A].abort(offer.sync_id)
+    line.rank_ids[A].abort(offer.sync_id)
     line.sender.abort(offer.sync_id)
     line.sync()
     thread.join(60)
@@ -298,8 +302,8 @@ LEAVERS = """
 import threading, torch
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.transports.broadcast import Group
-store, seats = Store.serve("127.0.0.1"), [["m", 0]]
-ends = [Group("g", seats), Group("g", seats)]
+store, rank_ids = Store.serve("127.0.0.1"), [["m", 0]]
+ends = [Group("g", rank_ids), Group("g", rank_ids)]
 stores = [store, Store.join("127.0.0.1", store.port, 300.0)]
 def run(rank):
     ends[rank].build(stores[rank], rank, "127.0.0.1", "cpu", 300.0)

@@ -18,7 +18,7 @@ from offbeat_ckptsync.member.sinks import DictSink
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import DictSource, awkward_weights
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 
 class Proxy:
@@ -72,7 +72,7 @@ async def test_a_connection_that_was_cut_costs_one_sync(name):
     sender, sink = Sender(DictSource(awkward_weights(1)), config), DictSink()
     manager = CheckpointEngineManager(LocalSource(sender), config)
     transport = make_transport(name, config)
-    member = Via(Receiver(Seat(member="r"), sink), transport, gate=NO_TRAFFIC)
+    member = Via(Receiver(RankId(member="r"), sink), transport, gate=NO_TRAFFIC)
     manager.add(member)
     await manager.sync(1)
     member.proxy.cut()

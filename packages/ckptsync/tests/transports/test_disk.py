@@ -21,7 +21,7 @@ from offbeat_ckptsync.testing import (
 )
 from offbeat_ckptsync.transports.disk import DiskTransport
 from offbeat_ckptsync.transports.weight_files import folder_specs
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 
 def local_in(folder, fault=None):
@@ -84,12 +84,12 @@ from offbeat_ckptsync.errors import TransferError
 from offbeat_ckptsync.plan.buckets import buckets_of
 from offbeat_ckptsync.testing import DictSource
 from offbeat_ckptsync.source.sender import Sender
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 config = SyncConfig(transport="disk", disk_path=sys.argv[1], bucket_mib=1 / 16)
 sender = Sender(DictSource({"w": torch.ones(1 << 18)}), config)
 offer = sender.offer(1, ["a"])
 sender.send(offer)
-end = sender._transport.receiver(offer, Seat(member="a"))
+end = sender._transport.receiver(offer, RankId(member="a"))
 (file,) = Path(sys.argv[1]).glob("*/*/model.safetensors")
 with file.open("r+b") as opened:
     opened.truncate(1 << 17)
@@ -115,7 +115,7 @@ def test_a_file_that_is_cut_short_under_a_reader_ends_the_sync_and_not_the_reade
 def test_a_wait_that_is_given_up_says_so(tmp_path):
     local = local_in(tmp_path)
     offer = local.sender.offer(1, ["a"])
-    seat = DiskTransport(SyncConfig(disk_path=str(tmp_path)))
-    seat.abort(offer.sync_id)
+    rank_id = DiskTransport(SyncConfig(disk_path=str(tmp_path)))
+    rank_id.abort(offer.sync_id)
     with pytest.raises(TransferError, match="was aborted"):
-        seat.receiver(offer, Seat(member="a"))
+        rank_id.receiver(offer, RankId(member="a"))

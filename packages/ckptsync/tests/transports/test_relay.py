@@ -20,7 +20,7 @@ from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward
 from offbeat_ckptsync.testing.contract import CASES, check_case, check_transport
 from offbeat_ckptsync.transports import relay
 from offbeat_ckptsync.transports.relay import RelayTransport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 CONFIG = SyncConfig(transport="relay", bucket_mib=4096 / (1 << 20))
 
@@ -126,7 +126,7 @@ async def test_what_a_relay_received_into_is_not_received_into_again_after_an_ab
 
     monkeypatch.setattr(relay, "digest", slow)
     sender = Sender(DictSource(awkward_weights(1)), CONFIG, transport=RelayTransport(CONFIG, machine="s"))
-    seat = RelayTransport(CONFIG, machine="a")
+    rank_id = RelayTransport(CONFIG, machine="a")
     offer = sender.offer(1, ["m"])
 
     def send():
@@ -135,16 +135,16 @@ async def test_what_a_relay_received_into_is_not_received_into_again_after_an_ab
 
     sending = threading.Thread(target=send)
     sending.start()
-    end = seat.receiver(offer, Seat(member="m"))
+    end = rank_id.receiver(offer, RankId(member="m"))
     assert digests.wait(120)
-    (first,) = seat._near._segments
+    (first,) = rank_id._near._segments
     end.close()
-    seat.abort(offer.sync_id)
-    again = seat._near.lend(offer, first.num_bytes)
+    rank_id.abort(offer.sync_id)
+    again = rank_id._near.lend(offer, first.num_bytes)
     may_go_on.set()
-    assert first not in seat._near._segments
-    assert again.data_ptr() == seat._near._segments[0].memory.data_ptr()
+    assert first not in rank_id._near._segments
+    assert again.data_ptr() == rank_id._near._segments[0].memory.data_ptr()
     sender.abort(offer.sync_id)
     sending.join(120)
     sender.close()
-    seat.close()
+    rank_id.close()

@@ -29,20 +29,20 @@ from offbeat_ckptsync.source.sender import Sender
 from offbeat_ckptsync.testing import DictSource, LocalSync, assert_same, awkward_weights
 from offbeat_ckptsync.transports.line import Line, call
 from offbeat_ckptsync.transports.shm import Mapping, Segment, ShmTransport
-from offbeat_ckptsync.values import Seat, SyncOffer
+from offbeat_ckptsync.values import RankId, SyncOffer
 from sync_faults.planted import TornSink
 
 CONFIG = SyncConfig(transport="shm", bucket_mib=4096 / (1 << 20))
 
 
 class Wire:
-    """A source and one receiving seat in this process."""
+    """A source and one receiving rank_id in this process."""
 
     def __init__(self):
         self.source = DictSource(awkward_weights(1))
         self.transport = ShmTransport()
         self.sender = Sender(self.source, CONFIG, transport=self.transport)
-        self.seat = ShmTransport()
+        self.rank_id = ShmTransport()
         self.version = 0
 
     def stage(self, seed):
@@ -52,7 +52,7 @@ class Wire:
         buckets = plan_buckets(offer.manifest, offer.bucket_bytes)
         sending = threading.Thread(target=lambda: self.sender.send(offer))
         sending.start()
-        staged = stage(self.seat, offer, Seat(member="m"), buckets)
+        staged = stage(self.rank_id, offer, RankId(member="m"), buckets)
         sending.join(120)
         return staged, lambda: dict(tensor_views(offer.manifest, buckets, staged.memory))
 
@@ -61,7 +61,7 @@ class Wire:
 
     def close(self):
         self.sender.close()
-        self.seat.close()
+        self.rank_id.close()
 
 
 @pytest.fixture
@@ -130,13 +130,13 @@ def test_a_lease_that_is_given_back_late_is_waited_for(wire):
 @pytest.mark.parametrize("state", ["verified", "broken"])
 def test_a_member_that_is_fenced_off_gives_back_what_it_staged(wire, state):
     sink = TornSink()
-    receiver = Receiver(Seat(member="m"), sink)
+    receiver = Receiver(RankId(member="m"), sink)
     offer = wire.sender.offer(1, ["m"])
     receiver.begin(offer)
     sent = []
     sending = threading.Thread(target=lambda: sent.append(wire.sender.send(offer)))
     sending.start()
-    receiver.transfer(wire.seat)
+    receiver.transfer(wire.rank_id)
     sending.join(120)
     (segment,) = wire.transport._segments
     assert not segment.is_free()
@@ -181,7 +181,7 @@ def kill(process):
 def hold(sync_id, endpoint):
     """Stage a segment, say so, and wait to be killed."""
     offer = offer_of(sync_id, json.loads(endpoint))
-    staged = stage(ShmTransport(), offer, Seat(member="m"), plan_buckets(offer.manifest, 4096))
+    staged = stage(ShmTransport(), offer, RankId(member="m"), plan_buckets(offer.manifest, 4096))
     print(staged.digests[0], flush=True)
     time.sleep(600)
 
@@ -221,7 +221,7 @@ def test_a_source_that_is_killed_is_noticed_at_once_and_leaves_nothing_behind():
     before = {*os.listdir("/dev/shm")}
     process = child("dying_source")
     offer = offer_of(*json.loads(process.stdout.readline()))
-    end = ShmTransport().receiver(offer, Seat(member="m"))
+    end = ShmTransport().receiver(offer, RankId(member="m"))
     buckets = plan_buckets(offer.manifest, 4096)
     memory = end.lend(1 << 16)
     end.receive(buckets[0], memory[: buckets[0].num_bytes])
@@ -417,7 +417,7 @@ def test_an_abort_ends_a_send_to_a_rank_that_takes_nothing_more(wire):
 
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
-    line, _, fd = call(offer, Seat(member="m"), {"has": []}, lambda: False)
+    line, _, fd = call(offer, RankId(member="m"), {"has": []}, lambda: False)
     assert not os.get_inheritable(fd), "who is started from here would hold all weights"
     os.close(fd)
     before = 0

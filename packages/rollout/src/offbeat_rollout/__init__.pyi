@@ -22,7 +22,7 @@ from .registry import (
     adapter_environment as adapter_environment,
     adapter_names as adapter_names,
 )
-from .seats import EngineReplica as EngineReplica, Replica as Replica
+from .slots import EngineReplica as EngineReplica, Replica as Replica
 from .types import TopLogprobs as TopLogprobs
 from .types import (
     Completion as Completion,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from offbeat_rollout.errors import NoReplica, ReplicaGone, RequestTimeout, RolloutError
 from offbeat_rollout.routing import Gate, Router
-from offbeat_rollout.seats import GONE, HEALTH_TIMEOUT_S, LOOKS, Seat
+from offbeat_rollout.slots import GONE, HEALTH_TIMEOUT_S, LOOKS, Slot
 from offbeat_rollout.types import Completion, Finish
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
-    from offbeat_rollout.seats import Replica
+    from offbeat_rollout.slots import Replica
     from offbeat_rollout.types import GenerateRequest
 
 _ABORT_TIMEOUT_S = 10.0
@@ -47,7 +47,7 @@ class ReplicaPool:
         `on_lost` is called with the name and the reason whenever a replica is given up, `on_progress` with the name of one
         that was seen to make tokens.
         """
-        self._seats: dict[str, Seat] = {}
+        self._slots: dict[str, Slot] = {}
         self._aborted: set[str] = set()  # of what runs
         self._router = Router()
         self._stall_timeout_s = stall_timeout_s
@@ -61,7 +61,7 @@ class ReplicaPool:
     @property
     def versions(self) -> dict[str, int]:
         """Versions of the replicas that get traffic, by name."""
-        return {name: seat.version for name, seat in self._seats.items() if seat.version is not None}
+        return {name: slot.version for name, slot in self._slots.items() if slot.version is not None}
 
     @property
     def loads(self) -> dict[str, int]:
@@ -70,9 +70,9 @@ class ReplicaPool:
 
     def add(self, replica: Replica) -> None:
         """Take `replica` in; it gets traffic once it is admitted."""
-        if replica.name in self._seats:
+        if replica.name in self._slots:
             raise ValueError(f"replica {replica.name!r} is here; `remove` it, or take another name")
-        self._seats[replica.name] = Seat(replica)
+        self._slots[replica.name] = Slot(replica)
         self._router.add(replica.name)
 
     async def remove(self, name: str, *, move: bool = False) -> None:
@@ -83,47 +83,47 @@ class ReplicaPool:
         Raises:
             NoReplica: its requests cannot be moved, because nobody else serves; nothing was changed.
         """
-        seat = self._seat(name)
-        if move and seat.running_ids and not self.versions.keys() - {name}:
+        slot = self._slot(name)
+        if move and slot.running_ids and not self.versions.keys() - {name}:
             raise NoReplica(f"nobody to take what {name!r} is doing: {self.describe()}")
         self.fence(name, "it is being removed")
-        seat.leaving = True
-        moved = seat.running_ids if move else []
+        slot.leaving = True
+        moved = slot.running_ids if move else []
         if moved:
             self._router.add(name)  # without what it had to do
-            seat.lost.set()
-        await seat.idle.wait()
+            slot.lost.set()
+        await slot.idle.wait()
         if moved:  # not before: what an abort ends would be taken for an answer
-            await self._quiet_abort(seat, moved)
-        self._forget(seat)
+            await self._quiet_abort(slot, moved)
+        self._forget(slot)
 
     def admit(self, name: str, version: int) -> None:
         """Give the replica traffic: it serves `version`, and someone has verified that.
 
         After a loss this begins a new life: whatever is still heard of the old one is not held against it.
         """
-        seat = self._seat(name)
-        if seat.leaving:
+        slot = self._slot(name)
+        if slot.leaving:
             raise ValueError(f"replica {name!r} is being removed; `add` it again once it is gone")
-        if seat.lost.is_set():
-            seat = self._seats[name] = Seat(seat.replica, generation=seat.generation + 1)
-        seat.version, seat.why = version, ""
+        if slot.lost.is_set():
+            slot = self._slots[name] = Slot(slot.replica, generation=slot.generation + 1)
+        slot.version, slot.why = version, ""
         self._gate.look_again()
 
     def fence(self, name: str, why: str) -> None:
         """Give the replica no new traffic; what it is doing it may finish."""
-        seat = self._seat(name)
-        seat.version, seat.why = None, why
+        slot = self._slot(name)
+        slot.version, slot.why = None, why
         self._router.forget(name)
         self._gate.look_again()
 
     def lose(self, name: str, why: str) -> None:
         """Give the replica up for dead: fence it and send what it was doing elsewhere."""
-        seat = self._seat(name)
-        seat.version, seat.why = None, why
+        slot = self._slot(name)
+        slot.version, slot.why = None, why
         self._router.add(name)  # without what it had to do
-        seat.lost.set()
-        if self._on_lost is not None and not seat.leaving:
+        slot.lost.set()
+        if self._on_lost is not None and not slot.leaving:
             self._on_lost(name, why)
 
     async def generate(self, request: GenerateRequest, *, min_version: int | None = None) -> Completion:
@@ -155,46 +155,46 @@ class ReplicaPool:
     async def abort(self, request_ids: Collection[str]) -> None:
         """End these requests wherever they are; replicas that do not answer are passed over."""
         self._gate.abort(request_ids)
-        for seat in self._seats.values():
-            self._aborted.update({*seat.running_ids}.intersection(request_ids))
+        for slot in self._slots.values():
+            self._aborted.update({*slot.running_ids}.intersection(request_ids))
         async with asyncio.TaskGroup() as tasks:
-            for name, seat in self._seats.items():
-                if not seat.lost.is_set():
-                    tasks.create_task(self._quiet_abort(seat, request_ids), name=f"abort at {name}")
+            for name, slot in self._slots.items():
+                if not slot.lost.is_set():
+                    tasks.create_task(self._quiet_abort(slot, request_ids), name=f"abort at {name}")
 
     async def watch(self, period_s: float = 5.0, timeout_s: float = HEALTH_TIMEOUT_S) -> None:
         """Ask every replica at work for its health, for ever; one that is dead is lost. Run it as a task."""
         while True:
             await asyncio.sleep(period_s)
             async with asyncio.TaskGroup() as tasks:
-                for name, seat in self._seats.items():
-                    if (seat.version is not None or not seat.idle.is_set()) and not seat.lost.is_set():
-                        tasks.create_task(self._check(seat, timeout_s), name=f"health of {name}")
+                for name, slot in self._slots.items():
+                    if (slot.version is not None or not slot.idle.is_set()) and not slot.lost.is_set():
+                        tasks.create_task(self._check(slot, timeout_s), name=f"health of {name}")
 
     def describe(self) -> str:
         """Say in one line who serves what, and who does not and why."""
         return "; ".join(
-            f"{name}: version {seat.version}, {self._router.loads[name]} tokens outstanding"
-            if seat.version is not None
-            else f"{name}: out ({seat.why})"
-            for name, seat in self._seats.items()
+            f"{name}: version {slot.version}, {self._router.loads[name]} tokens outstanding"
+            if slot.version is not None
+            else f"{name}: out ({slot.why})"
+            for name, slot in self._slots.items()
         )
 
-    def _seat(self, name: str) -> Seat:
-        if name not in self._seats:
-            raise ValueError(f"no replica {name!r}; there are {', '.join(self._seats) or 'none'}")
-        return self._seats[name]
+    def _slot(self, name: str) -> Slot:
+        if name not in self._slots:
+            raise ValueError(f"no replica {name!r}; there are {', '.join(self._slots) or 'none'}")
+        return self._slots[name]
 
-    def _forget(self, seat: Seat) -> None:
-        name = seat.replica.name
-        if self._seats.get(name) is seat:
-            del self._seats[name]
+    def _forget(self, slot: Slot) -> None:
+        name = slot.replica.name
+        if self._slots.get(name) is slot:
+            del self._slots[name]
             self._router.drop(name)
 
-    def _lose(self, seat: Seat, why: str) -> None:
-        """Lose this seat, unless someone else sits there by now or it is lost already."""
-        name = seat.replica.name
-        if self._seats.get(name) is seat and not seat.lost.is_set():
+    def _lose(self, slot: Slot, why: str) -> None:
+        """Lose this slot, unless someone else is in it by now or it is lost already."""
+        name = slot.replica.name
+        if self._slots.get(name) is slot and not slot.lost.is_set():
             self.lose(name, why)
 
     async def _dispatch(
@@ -213,15 +213,15 @@ class ReplicaPool:
             with self._gate.line_up(requests, aborted) as place:
                 self._gate.abort(self._aborted)  # before their replica was found dead
                 while entered := await self._gate.enter(place):
-                    for seat, share in self._placed(entered, min_version):
-                        serve = self._serve(seat, share, answers, min_version, attempt)
-                        task = tasks.create_task(serve, name=f"{len(share)} requests at {seat.replica.name}")
+                    for slot, share in self._placed(entered, min_version):
+                        serve = self._serve(slot, share, answers, min_version, attempt)
+                        task = tasks.create_task(serve, name=f"{len(share)} requests at {slot.replica.name}")
                         # Not in the task alone: one that is cancelled before its first step never runs.
-                        task.add_done_callback(partial(self._take_back, seat, share))
+                        task.add_done_callback(partial(self._take_back, slot, share))
 
     def _placed(
         self, requests: Sequence[GenerateRequest], min_version: int | None
-    ) -> list[tuple[Seat, dict[str, GenerateRequest]]]:
+    ) -> list[tuple[Slot, dict[str, GenerateRequest]]]:
         """Return who gets which of `requests`, all counted as running there."""
         allowed = [name for name, v in self.versions.items() if min_version is None or v >= min_version]
         if not allowed:
@@ -230,75 +230,75 @@ class ReplicaPool:
             raise NoReplica(
                 f"no replica{wanted} to serve {len(requests)} requests: {self.describe() or 'the pool is empty'}"
             )
-        placed: list[tuple[Seat, dict[str, GenerateRequest]]] = []
+        placed: list[tuple[Slot, dict[str, GenerateRequest]]] = []
         for name, indices in self._router.route(requests, allowed).items():
-            seat, share = self._seats[name], {requests[i].request_id: requests[i] for i in indices}
-            seat.begin(share)
-            placed.append((seat, share))
+            slot, share = self._slots[name], {requests[i].request_id: requests[i] for i in indices}
+            slot.begin(share)
+            placed.append((slot, share))
         return placed
 
     async def _serve(
         self,
-        seat: Seat,
+        slot: Slot,
         share: dict[str, GenerateRequest],
         answers: dict[str, Completion],
         min_version: int | None,
         attempt: int,
     ) -> None:
-        """Get `share` answered by `seat`; what is left in it when that one is lost goes elsewhere."""
+        """Get `share` answered by `slot`; what is left in it when that one is lost goes elsewhere."""
 
         def ended(completion: Completion) -> None:
             request = share.pop(completion.request_id, None)
             if request is not None:  # else it was taken back, and is made elsewhere
                 answers[completion.request_id] = completion
-                seat.moved()
-                self._on_progress(seat.replica.name)
-                self._release(seat, request)
+                slot.moved()
+                self._on_progress(slot.replica.name)
+                self._release(slot, request)
 
         try:
-            await self._call(seat, list(share.values()), ended)
+            await self._call(slot, list(share.values()), ended)
         except ReplicaGone:
-            if attempt >= self._max_attempts and not seat.leaving:
+            if attempt >= self._max_attempts and not slot.leaving:
                 raise
-            left = self._take_back(seat, share)
+            left = self._take_back(slot, share)
             if left:
-                await self._dispatch(left, answers, min_version, attempt + (not seat.leaving))
+                await self._dispatch(left, answers, min_version, attempt + (not slot.leaving))
             return
         if share:
-            raise RolloutError(f"replica {seat.replica.name!r} returned without an answer to {[*share]}")
+            raise RolloutError(f"replica {slot.replica.name!r} returned without an answer to {[*share]}")
 
     async def _call(
-        self, seat: Seat, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None]
+        self, slot: Slot, requests: Sequence[GenerateRequest], ended: Callable[[Completion], None]
     ) -> None:
-        """Let `seat` answer `requests`; raises ReplicaGone once it is lost, whoever found that out."""
-        name = seat.replica.name
-        call = asyncio.ensure_future(seat.replica.generate_many(requests, ended))
-        lost = asyncio.create_task(seat.lost.wait(), name=f"loss of {name}")
+        """Let `slot` answer `requests`; raises ReplicaGone once it is lost, whoever found that out."""
+        name = slot.replica.name
+        call = asyncio.ensure_future(slot.replica.generate_many(requests, ended))
+        lost = asyncio.create_task(slot.lost.wait(), name=f"loss of {name}")
         try:
             while not (call.done() or lost.done()):
                 done, _ = await asyncio.wait(
                     (call, lost), timeout=self._stall_timeout_s / LOOKS, return_when=asyncio.FIRST_COMPLETED
                 )
                 if not done:
-                    await self._check(seat, HEALTH_TIMEOUT_S)
+                    await self._check(slot, HEALTH_TIMEOUT_S)
             if not call.done():
-                raise ReplicaGone(name, seat.why)
+                raise ReplicaGone(name, slot.why)
             await call
         except GONE as error:
             why = error.why if isinstance(error, ReplicaGone) else str(error) or type(error).__name__
-            self._lose(seat, why)
+            self._lose(slot, why)
             raise ReplicaGone(name, why) from error
         except TimeoutError as error:
             # A deadline on the way says nothing about who is at fault; how the replica is does.
-            await self._check(seat, HEALTH_TIMEOUT_S)
-            if seat.lost.is_set():
-                raise ReplicaGone(name, seat.why) from error
+            await self._check(slot, HEALTH_TIMEOUT_S)
+            if slot.lost.is_set():
+                raise ReplicaGone(name, slot.why) from error
             raise RequestTimeout(
                 f"{len(requests)} requests were not answered in time by {name!r}, which is well: {error!r}"
             ) from error
         except asyncio.CancelledError:
             # Someone gave up the batch: tell the replica, or it goes on for nobody.
-            await self._quiet_abort(seat, [request.request_id for request in requests])
+            await self._quiet_abort(slot, [request.request_id for request in requests])
             raise
         finally:
             for task in (call, lost):
@@ -306,35 +306,35 @@ class ReplicaPool:
             await asyncio.wait((call, lost), timeout=_ABORT_TIMEOUT_S)
 
     def _take_back(
-        self, seat: Seat, share: dict[str, GenerateRequest], _: object = None
+        self, slot: Slot, share: dict[str, GenerateRequest], _: object = None
     ) -> list[GenerateRequest]:
         """Return what of `share` has not ended; an answer to it that still comes is not taken."""
         left = list(share.values())
         share.clear()
         for request in left:
-            self._release(seat, request)
-        seat.end(share)
-        if seat.leaving and seat.idle.is_set():
-            self._forget(seat)
+            self._release(slot, request)
+        slot.end(share)
+        if slot.leaving and slot.idle.is_set():
+            self._forget(slot)
         return left
 
-    def _release(self, seat: Seat, request: GenerateRequest) -> None:
+    def _release(self, slot: Slot, request: GenerateRequest) -> None:
         self._gate.leave()
-        if not seat.lost.is_set():  # of those, the router has forgotten what they had to do
-            self._router.release(seat.replica.name, request)
+        if not slot.lost.is_set():  # of those, the router has forgotten what they had to do
+            self._router.release(slot.replica.name, request)
 
-    async def _quiet_abort(self, seat: Seat, request_ids: Collection[str]) -> None:
-        why = await seat.abort(request_ids, _ABORT_TIMEOUT_S)
+    async def _quiet_abort(self, slot: Slot, request_ids: Collection[str]) -> None:
+        why = await slot.abort(request_ids, _ABORT_TIMEOUT_S)
         if why:
-            self._lose(seat, why)
+            self._lose(slot, why)
 
-    async def _check(self, seat: Seat, timeout_s: float) -> None:
-        """Lose the replica of `seat` if it is dead, and tell if it makes tokens."""
-        why = await seat.why_dead(timeout_s, self._stall_timeout_s)
+    async def _check(self, slot: Slot, timeout_s: float) -> None:
+        """Lose the replica of `slot` if it is dead, and tell if it makes tokens."""
+        why = await slot.why_dead(timeout_s, self._stall_timeout_s)
         if why:
-            self._lose(seat, why)
-        elif seat.rose:
-            self._on_progress(seat.replica.name)
+            self._lose(slot, why)
+        elif slot.rose:
+            self._on_progress(slot.replica.name)
 
 
 async def _first_error(work: Awaitable[None]) -> None:

@@ -97,7 +97,7 @@ from .rollouts.environment import (
     Feedback as Feedback,
     find_environment as find_environment,
 )
-from .rollouts.multi import MultiTurn as MultiTurn, Scene as Scene
+from .rollouts.multi import MultiTurn as MultiTurn, EnvironmentSetup as EnvironmentSetup
 from .rollouts.single import SingleTurn as SingleTurn
 from .stream.buffer import GroupBuffer as GroupBuffer
 from .stream.gate import StalenessGate as StalenessGate

@@ -59,11 +59,11 @@ async def test_the_ranks_store_listens_on_no_other_interface(cluster):
 
 async def test_devices_are_reserved_beside_the_event_loop(cluster):
     """Where none are free it takes minutes, in which the driver hears Ctrl-C and draws its console."""
-    from offbeat_trainer.cluster.placement import Rooms
+    from offbeat_trainer.cluster.placement import PlacementGroups
 
-    def rooms(timeout_s):
+    def placement(timeout_s):
         spec = cluster._spec
-        return Rooms(
+        return PlacementGroups(
             replace(
                 spec,
                 train=replace(spec.train, device="cuda"),
@@ -81,10 +81,10 @@ async def test_devices_are_reserved_beside_the_event_loop(cluster):
 
     beside = asyncio.create_task(turning())
     with pytest.raises(PlanRefused, match=r"the pool 'shared' needs 2 x .*GPU.*within 2 s"):
-        await rooms(2.0).reserve("train")
+        await placement(2.0).reserve("train")
     beside.cancel()
     assert turns > 3
-    waiting = rooms(STEP_TIMEOUT_S)
+    waiting = placement(STEP_TIMEOUT_S)
     work = asyncio.create_task(waiting.reserve("train"))
     await asyncio.sleep(0.1)
     work.cancel()

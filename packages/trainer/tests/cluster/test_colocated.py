@@ -49,8 +49,8 @@ async def tokens_made(cluster):
 async def test_both_pools_sit_in_one_room(cluster):
     from ray.util import placement_group_table
 
-    rooms = [room for room in placement_group_table().values() if room["state"] == "CREATED"]
-    assert [(room["name"], len(room["bundles"])) for room in rooms] == [("shared", 1)]
+    placement = [room for room in placement_group_table().values() if room["state"] == "CREATED"]
+    assert [(room["name"], len(room["bundles"])) for room in placement] == [("shared", 1)]
 
 
 async def test_both_compute_with_the_cores_that_ray_counts_on_their_machine(cluster):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from offbeat_trainer.cluster.placement import Rooms, even_shares, meeting_host
+from offbeat_trainer.cluster.placement import PlacementGroups, even_shares, meeting_host
 from offbeat_trainer.cluster.train_group import TrainGroup
 from offbeat_trainer.cluster.train_worker import TrainWorker
 from offbeat_trainer.errors import PlanRefused
@@ -103,14 +103,14 @@ def test_processes_share_the_cores_of_the_machines_that_they_are_on(places, take
 
 def test_a_replica_beside_its_ranks_shares_the_cores_of_their_machine(monkeypatch):
     monkeypatch.setattr("offbeat_trainer.cluster.placement.cores_of_machines", lambda: {HERE: 4, FAR: 96})
-    rooms = Rooms(
+    placement = PlacementGroups(
         SimpleNamespace(
             train=SimpleNamespace(num_ranks=4),
             rollout=SimpleNamespace(num_replicas=2, rollout=SimpleNamespace(tensor_parallel_size=2)),
         )
     )
-    rooms.ranks_hold(["0", "1", "0", "1"], [FAR, FAR, HERE, HERE])
-    assert [rooms.replica_threads(index) for index in (0, 1)] == [48, 2]
+    placement.ranks_hold(["0", "1", "0", "1"], [FAR, FAR, HERE, HERE])
+    assert [placement.replica_threads(index) for index in (0, 1)] == [48, 2]
 
 
 class Rank:

@@ -14,9 +14,9 @@ from offbeat_trainer.stream.journal.events import (
     Dropped,
     Finished,
     Flipped,
-    Half,
     Issued,
     MemoryJournal,
+    PartialGroup,
     Restarted,
     Taken,
     recover,
@@ -43,7 +43,7 @@ def finished(index, version=1):
 STORY = (
     Issued(index=0, uid="a", version=1),
     Issued(index=1, uid="b", version=1),
-    Half(index=1, trajectories=(completion(2, Finish.ABORT), completion(0, Finish.ABORT))),
+    PartialGroup(index=1, trajectories=(completion(2, Finish.ABORT), completion(0, Finish.ABORT))),
     finished(0),
     Taken(step=0, indices=(0,)),
     Flipped(steps=1, version=2),
@@ -88,20 +88,20 @@ def test_forgetting_keeps_the_schedule_of_what_was_trained_and_nothing_else(jour
         )
         assert Schedule.of(journal.events()) == schedule
         found, whole = recover(journal.events(1), 1, 1), recover(STORY, 1, 1)
-        assert (found.consumed, found.next_index, found.holes) == (1, 4, whole.holes)
-        assert (found.finished, found.dropped, found.halves) == (
+        assert (found.consumed, found.next_index, found.gaps) == (1, 4, whole.gaps)
+        assert (found.finished, found.dropped, found.partial_groups) == (
             whole.finished,
             whole.dropped,
-            whole.halves,
+            whole.partial_groups,
         )
     lost = recover(journal.events(), 0, 1)
-    assert (lost.anew, lost.finished, lost.holes, lost.next_index) == (True, {}, [0, 1, 3], 4)
+    assert (lost.anew, lost.finished, lost.gaps, lost.next_index) == (True, {}, [0, 1, 3], 4)
 
 
 def test_forgetting_deletes_what_was_dropped(journal):
-    half = Half(index=1, trajectories=(completion(2, Finish.ABORT),))
+    partial = PartialGroup(index=1, trajectories=(completion(2, Finish.ABORT),))
     late = (Dropped(index=1, reason="too old"), Dropped(index=3, reason="too old"))
-    for event in (half, finished(3), finished(4), *late):
+    for event in (partial, finished(3), finished(4), *late):
         journal.write(event)
     journal.forget(0)
     assert tuple(journal.events()) == (finished(4), *late)
@@ -147,7 +147,7 @@ def test_what_a_lost_life_took_is_not_forgotten_for_it(journal):
         journal.write(event)
     journal.forget(2)
     found = recover(journal.events(), 1, 1)
-    assert (found.anew, set(found.finished), found.holes) == (False, {1}, [])
+    assert (found.anew, set(found.finished), found.gaps) == (False, {1}, [])
 
 
 def test_what_is_void_stays_void(journal):
@@ -155,11 +155,11 @@ def test_what_is_void_stays_void(journal):
     for event in (*STORY, Restarted(step=0), Issued(index=1, uid="b", version=1), finished(1)):
         journal.write(event)
     found = recover(journal.events(), 0, 1)
-    assert (found.script, set(found.finished), found.halves) == ({}, {1}, {})
-    assert found.holes == [0, 3]
+    assert (found.script, set(found.finished), found.partial_groups) == ({}, {1}, {})
+    assert found.gaps == [0, 3]
     journal.write(Taken(step=0, indices=(1,)))
     again = recover(journal.events(), 1, 1)
-    assert (again.consumed, again.holes, again.finished) == (1, [0, 3], {})
+    assert (again.consumed, again.gaps, again.finished) == (1, [0, 3], {})
     schedule = Schedule.of(journal.events())
     assert (schedule.taken, schedule.flips) == ({0: (1,)}, {})
 
@@ -168,9 +168,9 @@ def test_what_a_run_goes_on_with():
     found = recover(STORY, 1, 1)
     assert (found.consumed, found.next_index) == (1, 4)
     assert set(found.finished) == {3}
-    assert found.holes == [1]
+    assert found.gaps == [1]
     assert found.dropped == {2: "failed"}
-    assert [one.finish for one in found.halves[1]] == [Finish.ABORT, Finish.ABORT]
+    assert [one.finish for one in found.partial_groups[1]] == [Finish.ABORT, Finish.ABORT]
     assert found.script == {}
     earlier = recover(STORY, 0, 1)
     assert earlier.script == {0: (0,)}
@@ -180,7 +180,7 @@ def test_what_a_run_goes_on_with():
 
 def test_without_a_journal_the_data_is_where_sync_training_would_be():
     found = recover((), 5, 4)
-    assert (found.consumed, found.next_index, found.holes) == (20, 20, [])
+    assert (found.consumed, found.next_index, found.gaps) == (20, 20, [])
 
 
 def test_files_outlive_the_process_that_wrote_them(tmp_path):

@@ -124,11 +124,11 @@ def test_any_run_goes_on_without_losing_a_prompt_or_training_one_twice(
     journal = SqliteJournal(tmp_path / "killed" / "journal.sqlite")
     left = recover(journal.events(), steps, per_step)
     journal.close()
-    accounted = {*trained, *left.finished, *left.holes, *left.dropped}
+    accounted = {*trained, *left.finished, *left.gaps, *left.dropped}
     assert accounted == set(range(left.next_index)), (
         "nothing is lost: trained, pending or dropped for a reason"
     )
-    assert not set(trained) & {*left.finished, *left.holes, *left.dropped}
+    assert not set(trained) & {*left.finished, *left.gaps, *left.dropped}
     if not asynchrony.get("over_sampling") and "too_old" not in asynchrony:
         assert not left.dropped
 

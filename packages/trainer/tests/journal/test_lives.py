@@ -105,7 +105,7 @@ def test_a_run_that_began_again_goes_on_where_it_was_stopped(tmp_path):
     numbers = Counter(number for numbers in last.policy.prompts for number in numbers)
     assert set(numbers.values()) == {1}
     left = recover(journal.events(), 30, 3)
-    assert {*numbers, *left.finished, *left.holes, *left.dropped} == set(range(left.next_index))
+    assert {*numbers, *left.finished, *left.gaps, *left.dropped} == set(range(left.next_index))
     assert not set(numbers) & set(left.dropped)
 
 

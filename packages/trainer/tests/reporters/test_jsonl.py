@@ -145,7 +145,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
 def test_a_disk_that_is_full_for_a_while_costs_the_lines_of_that_time_and_tears_none(tmp_path, capsys):
     jsonl, path = JsonlReporter(tmp_path), tmp_path / "metrics.jsonl"
     beside = Recorder()
-    both = FanOut([jsonl, beside], in_words=lambda error: f"no room for {error.filename}")
+    both = FanOut([jsonl, beside], describe_error=lambda error: f"no room for {error.filename}")
     both.metrics(1, [Metric("a/x", Last(1))])
     with no_room_beyond(path.stat().st_size + 5):
         both.metrics(2, [Metric("a/x", Last(2))])

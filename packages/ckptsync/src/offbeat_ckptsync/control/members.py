@@ -296,7 +296,7 @@ class LocalMember(ReplicaMember):
         copies: Source | None = None,
     ) -> None:
         """Drive `receiver`, whose bytes come by `transport`; see `ReplicaMember` for the rest."""
-        name = receiver.seat.member
+        name = receiver.rank_id.member
         super().__init__(name, LocalRank(receiver, transport), gate=gate, canary=canary, copies=copies)
 
 

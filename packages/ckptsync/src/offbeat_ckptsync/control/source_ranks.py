@@ -68,7 +68,7 @@ class SourceRanks(Source):
             endpoints = {rank: {**endpoint, "room_bytes": min(free)} for rank, endpoint in endpoints.items()}
         return dataclasses.replace(
             offer,
-            endpoints={seat: endpoints[rank] for rank, seats in shares.items() for seat in seats},
+            endpoints={rank_id: endpoints[rank] for rank, rank_ids in shares.items() for rank_id in rank_ids},
         )
 
     async def gather(self, offer: SyncOffer) -> bool:
@@ -115,21 +115,24 @@ class SourceRanks(Source):
     ) -> dict[int, dict[str, str | int | float]]:
         return await self._each(
             "open",
-            {rank: request_of(SENDER_OPS, "open", (offer.sync_id, seats)) for rank, seats in shares.items()},
+            {
+                rank: request_of(SENDER_OPS, "open", (offer.sync_id, rank_ids))
+                for rank, rank_ids in shares.items()
+            },
         )
 
     def _shares(self, members: list[str]) -> dict[int, list[str]]:
         """Return to whom each sending rank sends, in rank order: to members, or to single ranks of theirs."""
         if self._beside is None:
             return {0: members}
-        seats = [
+        rank_ids = [
             (sender, key_of(member, rank))
             for member in members
             for rank, sender in enumerate(self._beside(member))
         ]
         return {
-            sender: [seat for other, seat in seats if other == sender]
-            for sender in sorted({sender for sender, _ in seats})
+            sender: [rank_id for other, rank_id in rank_ids if other == sender]
+            for sender in sorted({sender for sender, _ in rank_ids})
         }
 
     async def _one(self, op: str, rank: int, *values: object) -> Any:  # noqa: ANN401 -- as the table says
@@ -152,9 +155,9 @@ def _by_machine(
     """Return shares in which one rank per machine sends: in host memory one copy of the weights does for all."""
     joined: dict[int, list[str]] = {}
     leaders: dict[object, int] = {}
-    for rank, seats in shares.items():
+    for rank, rank_ids in shares.items():
         leader = leaders.setdefault(endpoints[rank]["machine"], rank)
-        joined.setdefault(leader, []).extend(seats)
+        joined.setdefault(leader, []).extend(rank_ids)
     return joined
 
 
@@ -165,7 +168,7 @@ def _together(sent: Mapping[int, Sent], offer: SyncOffer, shares: Mapping[int, l
         _require_same(sent[first], sent[rank], f"ranks {first} and {rank} of the source", offer)
     times = ("gather_s", "pack_s", "wire_s", "digest_s", "send_s")
     slowest = {name: max(getattr(each, name) for each in sent.values()) for name in times}
-    whom = "; ".join(f"rank {rank} to {', '.join(seats)}" for rank, seats in shares.items())
+    whom = "; ".join(f"rank {rank} to {', '.join(rank_ids)}" for rank, rank_ids in shares.items())
     return dataclasses.replace(
         sent[first], **slowest, why=f"each rank hands what it gathered to its neighbours: {whom}"
     )

@@ -22,7 +22,7 @@ from offbeat_ckptsync.errors import SyncError, TransferError, WireError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.ops import RANK_OPS, answer_blocking, failure
 from offbeat_ckptsync.store import Store
-from offbeat_ckptsync.values import Flip, Label, Seat, Sent, Status, SyncOffer
+from offbeat_ckptsync.values import Flip, Label, RankId, Sent, Status, SyncOffer
 from offbeat_ckptsync.wire import Json, decode, encode
 
 if TYPE_CHECKING:
@@ -147,10 +147,10 @@ class Rank:
         if self._receiver is None or self._transport is None or self._made_from != made_from:
             if self._transport is not None:
                 self._transport.close()
-            seat = Seat(member=member, rank=self._rank, num_ranks=self._num_ranks)
+            rank_id = RankId(member=member, rank=self._rank, num_ranks=self._num_ranks)
             if self._receiver is None:
-                self._receiver = Receiver(seat, self._sink)
-            self._receiver.use(seat, allow_cast=config.allow_cast)
+                self._receiver = Receiver(rank_id, self._sink)
+            self._receiver.use(rank_id, allow_cast=config.allow_cast)
             self._transport = make_transport(offer.transport, config)
             self._made_from = made_from
         return self._receiver, self._transport

@@ -13,7 +13,7 @@ from offbeat_ckptsync.member.staging import Given, Staged, StagingPool, give, st
 from offbeat_ckptsync.plan.buckets import buckets_of, met_by, tensor_views
 from offbeat_ckptsync.plan.digest import check_echo, label_of, told
 from offbeat_ckptsync.plan.manifest import check_digest, require_match
-from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
+from offbeat_ckptsync.values import Bucket, Echo, Flip, Label, Manifest, RankId, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
     import torch
@@ -89,9 +89,11 @@ class Receiver:
     `transfer` blocks and may run in another thread than the rest; live weights are touched only inside `flip`.
     """
 
-    def __init__(self, seat: Seat, sink: WeightSink, *, version: int = 0, allow_cast: bool = False) -> None:
-        """Serve `version` (what `sink` holds now) as `seat`; `allow_cast` accepts other floating dtypes."""
-        self.seat = seat
+    def __init__(
+        self, rank_id: RankId, sink: WeightSink, *, version: int = 0, allow_cast: bool = False
+    ) -> None:
+        """Serve `version` (what `sink` holds now) as `rank_id`; `allow_cast` accepts other floating dtypes."""
+        self.rank_id = rank_id
         self._sink = sink
         self._version = version
         self._allow_cast = allow_cast
@@ -123,10 +125,10 @@ class Receiver:
                 state=str(self._state),
             )
 
-    def use(self, seat: Seat, *, allow_cast: bool) -> None:
-        """Take part as `seat` and by other settings from now on; what is served stays as it is, torn weights too."""
+    def use(self, rank_id: RankId, *, allow_cast: bool) -> None:
+        """Take part as `rank_id` and by other settings from now on; what is served stays as it is, torn weights too."""
         with self._lock:
-            self.seat, self._allow_cast = seat, allow_cast
+            self.rank_id, self._allow_cast = rank_id, allow_cast
 
     def begin(self, offer: SyncOffer) -> None:
         """Agree to `offer`; one that is still open is given up first.
@@ -142,14 +144,14 @@ class Receiver:
                 self.abort(self._session.offer.sync_id)
             if offer.version < self._version + (0 if offer.reload else 1):
                 raise VersionError(
-                    f"{self.seat} serves version {self._version} and was offered {offer.version}; versions must "
+                    f"{self.rank_id} serves version {self._version} and was offered {offer.version}; versions must "
                     "rise, publish the next one"
                 )
-            met_by(offer, self.seat)
+            met_by(offer, self.rank_id)
             check_digest(offer.manifest)
             expected = self._sink.expected()
             if expected is not None:
-                require_match(expected, offer.manifest, who=str(self.seat), allow_cast=self._allow_cast)
+                require_match(expected, offer.manifest, who=str(self.rank_id), allow_cast=self._allow_cast)
             session = _Session(offer, buckets_of(offer))
             self._move(Step.BEGIN)
             self._session = session
@@ -169,14 +171,14 @@ class Receiver:
             spare = self._pool.take()
         mark = time.perf_counter()
         try:
-            staged = stage(transport, session.offer, self.seat, session.buckets, spare)
+            staged = stage(transport, session.offer, self.rank_id, session.buckets, spare)
         except SyncError:
             raise
         except Exception as error:
-            raise TransferError(f"{self.seat}: version {session.offer.version}: {error!r}") from error
+            raise TransferError(f"{self.rank_id}: version {session.offer.version}: {error!r}") from error
         echo = Echo(
-            member=self.seat.member,
-            rank=self.seat.rank,
+            member=self.rank_id.member,
+            rank=self.rank_id.rank,
             version=session.offer.version,
             manifest_digest=session.offer.manifest.digest,
             bucket_digests=staged.digests,
@@ -184,13 +186,13 @@ class Receiver:
             digest_s=staged.digest_s,
             num_bytes=staged.num_bytes,
             wire_bytes=staged.wire_bytes,
-            num_ranks=self.seat.num_ranks,
+            num_ranks=self.rank_id.num_ranks,
         )
         self._prepare(session, staged)
         with self._lock:
             if self._session is not session:
                 self._pool.put_back(staged.close())  # nobody else holds it: its own thread is here
-                raise PhaseError(f"{self.seat}: sync {session.offer.sync_id} was aborted while it came")
+                raise PhaseError(f"{self.rank_id}: sync {session.offer.sync_id} was aborted while it came")
             self._move(Step.ARRIVED)
             session.staged, session.echo = staged, echo
         return echo
@@ -204,7 +206,7 @@ class Receiver:
                 self._pool.put_back(staged.close())
             if isinstance(error, SyncError) or not isinstance(error, Exception):
                 raise
-            raise TransferError(f"{self.seat}: preparing version {offer.version}: {error!r}") from error
+            raise TransferError(f"{self.rank_id}: preparing version {offer.version}: {error!r}") from error
 
     def verify(self, sync_id: str, sent: Sent) -> None:
         """Make sure that what is staged is what `sent` says; harmless to repeat.
@@ -216,7 +218,7 @@ class Receiver:
         with self._lock:
             session = self._open(sync_id)
             if session.echo is None:
-                raise PhaseError(f"{self.seat} is {self._state} and has nothing staged to verify")
+                raise PhaseError(f"{self.rank_id} is {self._state} and has nothing staged to verify")
             check_echo(session.echo, sent, session.offer.manifest, session.buckets)
             self._check_label(sent, session)
             self._move(Step.VERIFY)
@@ -249,7 +251,7 @@ class Receiver:
                 self._session = session.staged = None
                 self._pool.put_back(staged.close())
             raise LoadError(
-                f"{self.seat}: loading version {sent.version} failed half-way: {error!r}; its weights are torn, "
+                f"{self.rank_id}: loading version {sent.version} failed half-way: {error!r}; its weights are torn, "
                 "take it out of service and start it anew"
             ) from error
         load_s = time.perf_counter() - mark
@@ -263,7 +265,7 @@ class Receiver:
                 self._pool.forget()
             if given is Given.ADOPTED:
                 self._pool.serve(session.offer.manifest, views)
-        return Flip(member=self.seat.member, version=sent.version, pause_s=load_s, load_s=load_s)
+        return Flip(member=self.rank_id.member, version=sent.version, pause_s=load_s, load_s=load_s)
 
     def commit(self, label: Label) -> Label:
         """Let `label` stand for what is served, and return it; harmless to repeat.
@@ -275,7 +277,7 @@ class Receiver:
         with self._lock:
             if self._label != label:
                 raise VersionError(
-                    f"{self.seat} serves {told(self._label, self._version)} and was asked to commit "
+                    f"{self.rank_id} serves {told(self._label, self._version)} and was asked to commit "
                     f"{told(label, label.version)}"
                 )
             self._move(Step.COMMIT)
@@ -298,7 +300,7 @@ class Receiver:
         """
         with self._lock:
             if not self._committed or (copy := self._pool.read()) is None:
-                raise TransferError(f"{self.seat} keeps no copy of a committed version")
+                raise TransferError(f"{self.rank_id} keeps no copy of a committed version")
             return copy
 
     def abort(self, sync_id: str) -> int:
@@ -309,7 +311,7 @@ class Receiver:
         """
         with self._lock:
             if self._state is State.BROKEN:
-                raise LoadError(f"{self.seat} is broken and serves no version; start it anew")
+                raise LoadError(f"{self.rank_id} is broken and serves no version; start it anew")
             session = self._session
             if session is not None and sync_id in ("", session.offer.sync_id):
                 self._move(Step.ABORT)
@@ -324,17 +326,17 @@ class Receiver:
         label = label_of(sent, session.offer.bucket_bytes)
         if self._label is not None and self._label.version == label.version and self._label != label:
             raise VersionError(
-                f"{self.seat} serves {told(self._label, self._version)} and was sent {told(label, label.version)}; "
+                f"{self.rank_id} serves {told(self._label, self._version)} and was sent {told(label, label.version)}; "
                 "publish it under the next version"
             )
 
     def _open(self, sync_id: str = "") -> _Session:
         if self._session is None or sync_id not in ("", self._session.offer.sync_id):
-            raise PhaseError(f"{self.seat} has no open sync {sync_id or '(any)'}; it is {self._state}")
+            raise PhaseError(f"{self.rank_id} has no open sync {sync_id or '(any)'}; it is {self._state}")
         return self._session
 
     def _move(self, step: Step) -> None:
         after = TRANSITIONS.get((self._state, step))
         if after is None:
-            raise PhaseError(f"{self.seat} is {self._state}: {step} is not possible here")
+            raise PhaseError(f"{self.rank_id} is {self._state}: {step} is not possible here")
         self._state = after

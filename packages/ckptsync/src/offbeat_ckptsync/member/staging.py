@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from offbeat_ckptsync.seams import BucketReceiver, Transport, WeightSink
-    from offbeat_ckptsync.values import Bucket, Manifest, Seat, SyncOffer
+    from offbeat_ckptsync.values import Bucket, Manifest, RankId, SyncOffer
 
     _Arrival = Callable[[], torch.Tensor]
     """Waits for a bucket that is under way, and returns its bytes."""
@@ -185,7 +185,7 @@ def writes_to(memory: torch.Tensor) -> int:
 def stage(
     transport: Transport,
     offer: SyncOffer,
-    seat: Seat,
+    rank_id: RankId,
     buckets: tuple[Bucket, ...],
     spare: Memory | None = None,
 ) -> Staged:
@@ -195,14 +195,14 @@ def stage(
     Bucket k is digested where it lies while bucket k + 1 arrives.
 
     Raises:
-        TransferError: a bucket did not arrive; names seat, bucket and cause.
+        TransferError: a bucket did not arrive; names rank_id, bucket and cause.
     """
     starts, num_bytes = bucket_starts(buckets)
     clock = BusyClock()
     use_device(transport.device)
     on_gpu = spare is not None and spare.device != "cpu" and spare.num_bytes == num_bytes
     transport.spare_bytes = num_bytes if on_gpu else 0
-    end = transport.receiver(*met_by(offer, seat))
+    end = transport.receiver(*met_by(offer, rank_id))
     try:
         lent = end.lend(num_bytes)
         if lent is None:
@@ -210,7 +210,7 @@ def stage(
             memory = kept.lend()
         else:
             kept, memory = None, lent
-        intake = _Intake(seat, memory)
+        intake = _Intake(rank_id, memory)
         with SideStream(str(memory.device)).after(mark_of(memory)):
             digests = intake.take(end, buckets, starts, clock)
     except BaseException:
@@ -228,8 +228,8 @@ def _fitting(spare: Memory | None, num_bytes: int, device: str) -> Memory:
 class _Intake:
     """Where one rank puts buckets as they come."""
 
-    def __init__(self, seat: Seat, memory: torch.Tensor) -> None:
-        self._who = str(seat)
+    def __init__(self, rank_id: RankId, memory: torch.Tensor) -> None:
+        self._who = str(rank_id)
         self._memory = memory
 
     def take(

@@ -260,4 +260,4 @@ def agent_of(
     `gate` keeps requests from weights that change: `LockGate`, or `NO_TRAFFIC` where nothing serves beside the flip.
     """
     member = local_member(receiver, config, gate=gate, canary=canary)
-    return Agent(receiver.seat.member, secret, member=member)
+    return Agent(receiver.rank_id.member, secret, member=member)

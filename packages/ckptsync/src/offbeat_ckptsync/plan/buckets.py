@@ -13,7 +13,7 @@ import torch
 
 from offbeat_ckptsync.errors import PlanError, TransferError
 from offbeat_ckptsync.plan.manifest import dtype_of, num_bytes_of
-from offbeat_ckptsync.values import Bucket, Manifest, Piece, Seat, SyncOffer, TensorSpec
+from offbeat_ckptsync.values import Bucket, Manifest, Piece, RankId, SyncOffer, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -31,16 +31,18 @@ def key_of(member: str, rank: int) -> str:
     return f"{member}/{rank}"
 
 
-def missing_ranks(seats: Collection[Seat], members: Sequence[str]) -> list[str]:
-    """Return in words which ranks of `members` are not among `seats`: of a member nobody of whom is there, the first."""
-    here = {(seat.member, seat.rank) for seat in seats}
-    ranks = {seat.member: seat.num_ranks for seat in seats}
-    seats_of = (Seat(member=member, rank=rank) for member in members for rank in range(ranks.get(member, 1)))
-    return [str(seat) for seat in seats_of if (seat.member, seat.rank) not in here]
+def missing_ranks(rank_ids: Collection[RankId], members: Sequence[str]) -> list[str]:
+    """Return in words which ranks of `members` are not among `rank_ids`: of a member nobody of whom is there, the first."""
+    here = {(rank_id.member, rank_id.rank) for rank_id in rank_ids}
+    ranks = {rank_id.member: rank_id.num_ranks for rank_id in rank_ids}
+    rank_ids_of = (
+        RankId(member=member, rank=rank) for member in members for rank in range(ranks.get(member, 1))
+    )
+    return [str(rank_id) for rank_id in rank_ids_of if (rank_id.member, rank_id.rank) not in here]
 
 
-def met_by(offer: SyncOffer, seat: Seat) -> tuple[SyncOffer, Seat]:
-    """Return the offer and the seat as the transport of a receiving rank sees them.
+def met_by(offer: SyncOffer, rank_id: RankId) -> tuple[SyncOffer, RankId]:
+    """Return the offer and the rank_id as the transport of a receiving rank sees them.
 
     Where each rank meets a sender of its own, the rank is a member of its own there, called as in `endpoints`.
 
@@ -48,11 +50,13 @@ def met_by(offer: SyncOffer, seat: Seat) -> tuple[SyncOffer, Seat]:
         TransferError: the others have senders of their own, and this rank has none.
     """
     if not offer.endpoints:
-        return offer, seat
-    name = key_of(seat.member, seat.rank)
+        return offer, rank_id
+    name = key_of(rank_id.member, rank_id.rank)
     if name not in offer.endpoints:
-        raise TransferError(f"{seat} has no sender: those of this sync are for {', '.join(offer.endpoints)}")
-    return met_at(offer, offer.endpoints[name]), Seat(member=name)
+        raise TransferError(
+            f"{rank_id} has no sender: those of this sync are for {', '.join(offer.endpoints)}"
+        )
+    return met_at(offer, offer.endpoints[name]), RankId(member=name)
 
 
 def met_at(offer: SyncOffer, endpoint: dict[str, str | int | float]) -> SyncOffer:

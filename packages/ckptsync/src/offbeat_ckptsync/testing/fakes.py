@@ -22,7 +22,7 @@ from offbeat_ckptsync.seams import (
     WeightSource,
 )
 from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.values import Bucket, Manifest, Seat, SyncOffer
+from offbeat_ckptsync.values import Bucket, Manifest, RankId, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,9 +95,9 @@ class FaultyTransport(Transport):
         """As the wrapped transport, with the fault in `send`."""
         return _FaultySender(self._inner.sender(offer, members), self._on_send)
 
-    def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
+    def receiver(self, offer: SyncOffer, rank_id: RankId) -> BucketReceiver:
         """As the wrapped transport, with the fault after `receive`."""
-        return _FaultyReceiver(self._inner.receiver(offer, seat), self._on_receive)
+        return _FaultyReceiver(self._inner.receiver(offer, rank_id), self._on_receive)
 
     def abort(self, sync_id: str) -> None:
         """As the wrapped transport."""
@@ -198,7 +198,7 @@ class LocalSync:
         self.sender = Sender(source, config, transport=make())
         self.manager = CheckpointEngineManager(LocalSource(self.sender), config)
         self.receivers = {
-            name: Receiver(Seat(member=name), sink, allow_cast=config.allow_cast)
+            name: Receiver(RankId(member=name), sink, allow_cast=config.allow_cast)
             for name, sink in sinks.items()
         }
         self._transports = [make() for _ in self.receivers]

@@ -21,7 +21,7 @@ from offbeat_ckptsync.wire import decode, encode
 if TYPE_CHECKING:
     import torch
 
-    from offbeat_ckptsync.values import Seat, SyncOffer
+    from offbeat_ckptsync.values import RankId, SyncOffer
 
 
 class AutoTransport(Transport):
@@ -40,7 +40,7 @@ class AutoTransport(Transport):
         self._through_host = ""
         self._staged: dict[
             str, int
-        ] = {}  # bytes that receivers hold on their GPUs since the last sync, by seat
+        ] = {}  # bytes that receivers hold on their GPUs since the last sync, by rank_id
         # By sync: what was picked, and the offer as it is to see it.
         self._picked: dict[str, tuple[Transport, SyncOffer]] = {}
 
@@ -72,15 +72,15 @@ class AutoTransport(Transport):
         transport, picked = self._picked.get(offer.sync_id) or self._pick(offer, 0)
         return transport.sender(picked, members)
 
-    def receiver(self, offer: SyncOffer, seat: Seat) -> BucketReceiver:
+    def receiver(self, offer: SyncOffer, rank_id: RankId) -> BucketReceiver:
         """Say where this rank is, wait for the source's pick, and go there."""
         place = here(self._device)
         place = dataclasses.replace(place, free_bytes=place.free_bytes + self.spare_bytes)
-        self.rendezvous.answer(offer, seat, {"place": encode(place)})
-        told = self.rendezvous.hear(offer, seat)
+        self.rendezvous.answer(offer, rank_id, {"place": encode(place)})
+        told = self.rendezvous.hear(offer, rank_id)
         endpoint = cast("dict[str, str | int | float]", told["endpoint"])
         transport = self._take(offer, str(told["transport"]), str(told["device"]))
-        return transport.receiver(_offer_for(offer, str(told["transport"]), endpoint), seat)
+        return transport.receiver(_offer_for(offer, str(told["transport"]), endpoint), rank_id)
 
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here, in the picked transport too."""
@@ -116,7 +116,7 @@ class AutoTransport(Transport):
             room := offer.endpoint.get("room_bytes")
         ) is not None:  # of several senders, all of which are to pick alike
             places = {
-                seat: dataclasses.replace(place, free_bytes=int(room)) for seat, place in places.items()
+                rank_id: dataclasses.replace(place, free_bytes=int(room)) for rank_id, place in places.items()
             }
         named = {f"rank {rank} of {member}": place for (member, rank), place in places.items()}
         device = "cpu" if self._through_host else self._device

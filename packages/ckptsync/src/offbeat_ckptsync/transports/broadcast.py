@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.store import Store
-    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+    from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 
 CHUNK_BYTES = 16 << 20
@@ -59,7 +59,7 @@ broadcast. Two cores sync a GiB in a tenth to a sixth less time with two devices
 LEAVE_S = 2.0
 """How long a process that ends waits for the groups it has left."""
 
-Seats = list[list[str | int]]
+RankIds = list[list[str | int]]
 """[member, rank] of every receiving rank, in the order of group ranks 1, 2, ..."""
 
 _LOOK_S = 0.0002  # between two looks at a work
@@ -67,13 +67,13 @@ _TURN_S = 0.1  # of a wait at the store: others may wait for the same connection
 
 
 class Group:
-    """The source as rank 0, and `seats[i]` as rank i + 1."""
+    """The source as rank 0, and `rank_ids[i]` as rank i + 1."""
 
-    def __init__(self, group_id: str, seats: Seats, *, prefix: str = "") -> None:
+    def __init__(self, group_id: str, rank_ids: RankIds, *, prefix: str = "") -> None:
         """Meet under keys that begin with `prefix`, the id where it is empty."""
         self.id = group_id
         self.prefix = prefix or group_id
-        self.seats = seats
+        self.rank_ids = rank_ids
         self._held: list[Any] = []  # the process group, once built
         self._calls = threading.Lock()  # into it; they only begin something
         self._met_at: TorchStore | None = None  # torch holds on to its own half of it only
@@ -89,7 +89,7 @@ class Group:
         Raises:
             TransferError: the group does not form; names its ranks.
         """
-        world = len(self.seats) + 1
+        world = len(self.rank_ids) + 1
         try:
             if device == "cpu":
                 self._met_at = StoreForTorch(store, timeout_s, self._left.is_set)
@@ -102,7 +102,7 @@ class Group:
             self._connect(lambda: nccl_group(own, rank, world, device, timeout_s), device, timeout_s)
         except (RuntimeError, ValueError, TransferError) as error:
             self.leave()
-            names = ", ".join(f"rank {seat_rank} of {member}" for member, seat_rank in self.seats)
+            names = ", ".join(f"rank {rank_id_rank} of {member}" for member, rank_id_rank in self.rank_ids)
             raise TransferError(
                 f"broadcast: the group of {world} (source, {names}) did not form: {error}"
             ) from error
@@ -341,28 +341,28 @@ class BroadcastTransport(Transport):
     def sender(self, offer: SyncOffer, members: list[str]) -> _Sender:
         """Call the roll and build or reuse the group."""
         roll = self.rendezvous.call_roll(offer, members)
-        seats: Seats = [[member, rank] for member, words in roll.items() for rank in range(len(words))]
+        rank_ids: RankIds = [[member, rank] for member, words in roll.items() for rank in range(len(words))]
         group = self._group
         together = all(
             here["group"] == (group.id if group else "") for ranks in roll.values() for here in ranks
         )
-        if group is None or group.seats != seats or not together:
-            group = self._new_group(uuid.uuid4().hex, seats)
+        if group is None or group.rank_ids != rank_ids or not together:
+            group = self._new_group(uuid.uuid4().hex, rank_ids)
             self._drop()
-        self.rendezvous.tell(offer, {"group": group.id, "seats": seats})
+        self.rendezvous.tell(offer, {"group": group.id, "rank_ids": rank_ids})
         self._join_group(group, self.rendezvous.store, offer, rank=0)
         return _Sender(self, offer, group)
 
-    def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
+    def receiver(self, offer: SyncOffer, rank_id: RankId) -> _Receiver:
         """Answer the roll call and build or reuse the group."""
-        self.rendezvous.answer(offer, seat, {"group": self._group.id if self._group else ""})
-        told = self.rendezvous.hear(offer, seat)
+        self.rendezvous.answer(offer, rank_id, {"group": self._group.id if self._group else ""})
+        told = self.rendezvous.hear(offer, rank_id)
         group = self._group
         if group is None or group.id != told["group"]:
             self._drop()
-            group = self._new_group(told["group"], told["seats"])
-            rank = 1 + told["seats"].index([seat.member, seat.rank])
-            self._join_group(group, self.rendezvous.source_store(offer, seat), offer, rank=rank)
+            group = self._new_group(told["group"], told["rank_ids"])
+            rank = 1 + told["rank_ids"].index([rank_id.member, rank_id.rank])
+            self._join_group(group, self.rendezvous.source_store(offer, rank_id), offer, rank=rank)
         return _Receiver(self, offer, group)
 
     def abort(self, sync_id: str) -> None:
@@ -388,8 +388,8 @@ class BroadcastTransport(Transport):
         if group is not None:
             group.leave()
 
-    def _new_group(self, group_id: str, seats: Seats) -> Group:
-        return Group(group_id, seats, prefix=self.rendezvous.private(group_id))
+    def _new_group(self, group_id: str, rank_ids: RankIds) -> Group:
+        return Group(group_id, rank_ids, prefix=self.rendezvous.private(group_id))
 
     def _join_group(self, group: Group, store: Store, offer: SyncOffer, *, rank: int) -> None:
         if self._group is group:
@@ -449,7 +449,7 @@ class _Sender(_End, BucketSender):
         return self.begin(bucket, payload, "sent")
 
     def waits_for(self) -> str:
-        return ", ".join(f"rank {rank} of {member}" for member, rank in self._group.seats)
+        return ", ".join(f"rank {rank} of {member}" for member, rank in self._group.rank_ids)
 
     def close(self) -> None:
         """The group stays for the next sync."""

@@ -31,7 +31,7 @@ from offbeat_ckptsync.transports.topology import gpu_uuid
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+    from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 _NUM_SLOTS = 2
 
@@ -65,18 +65,18 @@ class CudaIpcTransport(LineTransport):
             self._lines = {offer.sync_id: [guest.line for guest in guests]}
         return _Sender(self, offer, self._exported, guests)
 
-    def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
+    def receiver(self, offer: SyncOffer, rank_id: RankId) -> _Receiver:
         """Call the source and map its slots, unless they are mapped already."""
         mapped = self._mapped
         about = {"has": mapped.id if mapped else ""}
-        line, welcome, _ = call(offer, seat, about, lambda: self.is_aborted(offer.sync_id))
+        line, welcome, _ = call(offer, rank_id, about, lambda: self.is_aborted(offer.sync_id))
         try:
             if mapped is None or mapped.id != welcome["welcome"]:
                 mapped = self._mapped = _Slots.of(welcome)
         except BaseException:
             line.close()
             raise
-        return _Receiver(self, offer, seat, line, mapped)
+        return _Receiver(self, offer, rank_id, line, mapped)
 
     def close(self) -> None:
         """Let go of slots and the address."""
@@ -169,8 +169,8 @@ class _Sender(BucketSender):
 
     def _wait_taken(self, num_buckets: int) -> None:
         for index, guest in enumerate(self._guests):
-            what = f"cuda_ipc: {guest.seat} has not taken bucket {self._num_taken[index]}"
-            self._waits_for = str(guest.seat)
+            what = f"cuda_ipc: {guest.rank_id} has not taken bucket {self._num_taken[index]}"
+            self._waits_for = str(guest.rank_id)
             while self._num_taken[index] < num_buckets:
                 packet, _ = guest.line.receive(
                     self._deadline, lambda: self._transport.is_aborted(self._offer.sync_id), what
@@ -183,11 +183,11 @@ class _Sender(BucketSender):
 
 class _Receiver(BucketReceiver):
     def __init__(
-        self, transport: CudaIpcTransport, offer: SyncOffer, seat: Seat, line: Line, slots: _Slots
+        self, transport: CudaIpcTransport, offer: SyncOffer, rank_id: RankId, line: Line, slots: _Slots
     ) -> None:
         self._transport = transport
         self._offer = offer
-        self._who = str(seat)
+        self._who = str(rank_id)
         self._line = line
         self._slots = slots
         self._deadline = time.monotonic() + float(offer.endpoint["timeout_s"])

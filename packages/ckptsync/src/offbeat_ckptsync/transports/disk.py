@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+    from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 _POLL_S = 0.005
 
@@ -53,10 +53,10 @@ class DiskTransport(Transport):
         """Start writing; a folder needs no receiver to be there."""
         return _Sender(offer, Path(str(offer.endpoint["path"])))
 
-    def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
+    def receiver(self, offer: SyncOffer, rank_id: RankId) -> _Receiver:
         """Read when the folder has appeared."""
         return _Receiver(
-            offer, seat, Path(str(offer.endpoint["path"])), lambda: offer.sync_id in self._aborted
+            offer, rank_id, Path(str(offer.endpoint["path"])), lambda: offer.sync_id in self._aborted
         )
 
     def abort(self, sync_id: str) -> None:
@@ -109,17 +109,17 @@ class _Sender(BucketSender):
 
 
 class _Receiver(BucketReceiver):
-    def __init__(self, offer: SyncOffer, seat: Seat, path: Path, stop: Callable[[], bool]) -> None:
+    def __init__(self, offer: SyncOffer, rank_id: RankId, path: Path, stop: Callable[[], bool]) -> None:
         self._offer = offer
         self._path = path
         timeout_s = float(offer.endpoint["timeout_s"])
         deadline = time.monotonic() + timeout_s
         while not path.exists():
             if stop():
-                raise TransferError(f"disk: {seat} waited for {path}, and the sync was aborted")
+                raise TransferError(f"disk: {rank_id} waited for {path}, and the sync was aborted")
             if time.monotonic() > deadline:
                 raise TransferError(
-                    f"disk: {path} did not appear for {seat} within {timeout_s:g} s; is the folder shared, and does the source live?"
+                    f"disk: {path} did not appear for {rank_id} within {timeout_s:g} s; is the folder shared, and does the source live?"
                 )
             time.sleep(_POLL_S)
         about = json.loads((path / "sync.json").read_text())

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, cast
 from offbeat_ckptsync.errors import SyncError, TransferError
 from offbeat_ckptsync.plan.buckets import missing_ranks
 from offbeat_ckptsync.seams import Transport
-from offbeat_ckptsync.values import Seat, SyncOffer
+from offbeat_ckptsync.values import RankId, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -162,13 +162,13 @@ class Line:
 
 
 class Guest:
-    """A receiving rank that came: its line, its seat, and what else it said."""
+    """A receiving rank that came: its line, its rank_id, and what else it said."""
 
     def __init__(self, line: Line, hello: Packet) -> None:
-        """Read the seat out of `hello`."""
+        """Read the rank_id out of `hello`."""
         self.line = line
         self.hello = hello
-        self.seat = Seat(
+        self.rank_id = RankId(
             member=str(hello["member"]), rank=int(hello["rank"]), num_ranks=int(hello["num_ranks"])
         )
 
@@ -177,7 +177,7 @@ class Guest:
         try:
             self.line.send(packet, deadline, fd)
         except OSError as error:
-            raise TransferError(f"{what} did not reach {self.seat}: {error}") from error
+            raise TransferError(f"{what} did not reach {self.rank_id}: {error}") from error
 
 
 class Reception:
@@ -215,9 +215,9 @@ class Reception:
         offer: SyncOffer,
         members: list[str],
         stop: Callable[[], bool],
-        seats: Sequence[tuple[str, int]] = (),
+        rank_ids: Sequence[tuple[str, int]] = (),
     ) -> list[Guest]:
-        """Wait until every rank of `members`, and each of `seats`, has called; in order of names and ranks.
+        """Wait until every rank of `members`, and each of `rank_ids`, has called; in order of names and ranks.
 
         Raises:
             TransferError: someone did not within the offer's `rendezvous_s`, or `stop()` said so; names who is missing.
@@ -227,8 +227,8 @@ class Reception:
         guests: dict[tuple[str, int], Guest] = {}
         callers = self._came.get(offer.sync_id, SimpleQueue[Guest]())
         while missing := [
-            *missing_ranks([guest.seat for guest in guests.values()], members),
-            *_absent(guests, seats),
+            *missing_ranks([guest.rank_id for guest in guests.values()], members),
+            *_absent(guests, rank_ids),
         ]:
             if stop() or time.monotonic() > deadline:
                 for guest in guests.values():
@@ -240,8 +240,8 @@ class Reception:
             if (guest := _next_of(callers)) is None:
                 self._answer()
             else:
-                guests[guest.seat.member, guest.seat.rank] = guest
-        return [guests[seat] for seat in sorted(guests)]
+                guests[guest.rank_id.member, guest.rank_id.rank] = guest
+        return [guests[rank_id] for rank_id in sorted(guests)]
 
     def close(self) -> None:
         """Listen no more."""
@@ -296,12 +296,12 @@ class LineTransport(Transport):
             return self._reception.open(sync_id)
 
     def meet(
-        self, offer: SyncOffer, members: list[str], seats: Sequence[tuple[str, int]] = ()
+        self, offer: SyncOffer, members: list[str], rank_ids: Sequence[tuple[str, int]] = ()
     ) -> list[Guest]:
-        """Wait for the calls of all ranks of `members`, and of `seats`; raises as `Reception.meet`."""
+        """Wait for the calls of all ranks of `members`, and of `rank_ids`; raises as `Reception.meet`."""
         reception = self._reception
         assert reception is not None, "`open` comes first"
-        return reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id), seats)
+        return reception.meet(offer, members, lambda: self.is_aborted(offer.sync_id), rank_ids)
 
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here and hang up on its receivers."""
@@ -324,18 +324,18 @@ class LineTransport(Transport):
 
 
 def call(
-    offer: SyncOffer, seat: Seat, about: Packet, stop: Callable[[], bool]
+    offer: SyncOffer, rank_id: RankId, about: Packet, stop: Callable[[], bool]
 ) -> tuple[Line, Packet, int | None]:
-    """Call the source of `offer` as `seat`, tell it `about`, and return the line, its welcome and the file with it.
+    """Call the source of `offer` as `rank_id`, tell it `about`, and return the line, its welcome and the file with it.
 
     Raises:
         TransferError: it is not there, refused, or did not answer within the offer's `rendezvous_s`.
     """
-    who = f"{offer.transport}: {seat}"
+    who = f"{offer.transport}: {rank_id}"
     deadline = time.monotonic() + float(offer.endpoint["rendezvous_s"])
     line = Line.connect(str(offer.endpoint["address"]), deadline, stop, who=who)
     hello = {"sync": offer.sync_id, "token": offer.endpoint["token"]}
-    hello |= {"member": seat.member, "rank": seat.rank, "num_ranks": seat.num_ranks, **about}
+    hello |= {"member": rank_id.member, "rank": rank_id.rank, "num_ranks": rank_id.num_ranks, **about}
     try:
         line.send(hello, deadline)
         answer, fd = line.receive(deadline, stop, f"{who} waits for the source's word")
@@ -358,8 +358,8 @@ def _next_of(callers: SimpleQueue[Guest]) -> Guest | None:
         return None
 
 
-def _absent(guests: dict[tuple[str, int], Guest], seats: Sequence[tuple[str, int]]) -> list[str]:
-    return [f"rank {rank} of {member}" for member, rank in seats if (member, rank) not in guests]
+def _absent(guests: dict[tuple[str, int], Guest], rank_ids: Sequence[tuple[str, int]]) -> list[str]:
+    return [f"rank {rank} of {member}" for member, rank in rank_ids if (member, rank) not in guests]
 
 
 def _close(listener: socket.socket, folder: str, pid: int) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+    from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 
 _DEPTH = 2  # buckets in flight to one receiver
@@ -26,7 +26,7 @@ class _Channel:
     """One sync: a queue for each receiving rank that came."""
 
     def __init__(self) -> None:
-        self.queues: dict[Seat, deque[torch.Tensor]] = {}
+        self.queues: dict[RankId, deque[torch.Tensor]] = {}
         self.changed = threading.Condition()
         self.is_aborted = False
 
@@ -66,13 +66,13 @@ class LoopbackTransport(Transport):
                 raise TransferError(f"loopback: {cause}; missing {missing}")
             return _Sender(offer, channel)
 
-    def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
-        """Take this seat's queue."""
+    def receiver(self, offer: SyncOffer, rank_id: RankId) -> _Receiver:
+        """Take this rank_id's queue."""
         channel = _channel(offer.sync_id)
         with channel.changed:
-            inbox = channel.queues.setdefault(seat, deque())
+            inbox = channel.queues.setdefault(rank_id, deque())
             channel.changed.notify_all()
-        return _Receiver(offer, seat, channel, inbox)
+        return _Receiver(offer, rank_id, channel, inbox)
 
     def abort(self, sync_id: str) -> None:
         """Wake everybody who waits in this sync."""
@@ -99,12 +99,12 @@ class _Sender(BucketSender):
 
     def send(self, bucket: Bucket, payload: torch.Tensor) -> None:
         timeout_s = float(self._offer.endpoint["timeout_s"])
-        for seat, inbox in self._queues.items():
-            self._waits_for = str(seat)
+        for rank_id, inbox in self._queues.items():
+            self._waits_for = str(rank_id)
             copy = payload.clone()
             with self._channel.changed:
                 if not self._channel.until(lambda box=inbox: len(box) < _DEPTH, timeout_s):
-                    raise TransferError(f"loopback: {seat} did not take bucket {bucket.index}")
+                    raise TransferError(f"loopback: {rank_id} did not take bucket {bucket.index}")
                 inbox.append(copy)
                 self._channel.changed.notify_all()
         self._waits_for = ""
@@ -115,9 +115,11 @@ class _Sender(BucketSender):
 
 
 class _Receiver(BucketReceiver):
-    def __init__(self, offer: SyncOffer, seat: Seat, channel: _Channel, inbox: deque[torch.Tensor]) -> None:
+    def __init__(
+        self, offer: SyncOffer, rank_id: RankId, channel: _Channel, inbox: deque[torch.Tensor]
+    ) -> None:
         self._offer = offer
-        self._seat = seat
+        self._rank_id = rank_id
         self._channel = channel
         self._inbox = inbox
 
@@ -125,7 +127,7 @@ class _Receiver(BucketReceiver):
         timeout_s = float(self._offer.endpoint["timeout_s"])
         with self._channel.changed:
             if not self._channel.until(lambda: bool(self._inbox), timeout_s):
-                raise TransferError(f"loopback: bucket {bucket.index} did not reach {self._seat}")
+                raise TransferError(f"loopback: bucket {bucket.index} did not reach {self._rank_id}")
             payload = self._inbox.popleft()
             self._channel.changed.notify_all()
         into.copy_(payload)

@@ -28,7 +28,7 @@ from offbeat_ckptsync.transports.broadcast import BroadcastTransport
 from offbeat_ckptsync.transports.rendezvous import Rendezvous
 from offbeat_ckptsync.transports.shm import ShmTransport
 from offbeat_ckptsync.transports.topology import here, machine_of
-from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
 
 Node = dict[str, Any]
-"""What the source says of one machine: "seats", "address", "token", and "relayed", whether the first seat is a relay."""
+"""What the source says of one machine: "rank_ids", "address", "token", and "relayed", whether the first rank_id is a relay."""
 
 _NUM_LANDINGS = 2
 
@@ -73,29 +73,29 @@ class RelayTransport(Transport):
         """Meet the ranks of this machine and the relays of the others."""
         nodes = self._nodes.get(offer.sync_id) or self._meet(offer)
         ends: list[BucketSender] = [
-            self._near.sender(offer, [], _seats(node)) for node in nodes if not node["relayed"]
+            self._near.sender(offer, [], _rank_ids(node)) for node in nodes if not node["relayed"]
         ]
         relays = [_name(node) for node in nodes if node["relayed"]]
         if relays:
             ends.append(self._wire.sender(_on_wire(offer), relays))
         return _Sender(ends)
 
-    def receiver(self, offer: SyncOffer, seat: Seat) -> _Reader:
+    def receiver(self, offer: SyncOffer, rank_id: RankId) -> _Reader:
         """Say where this rank is, and read from its relay; become that relay where the source says so."""
         place = {"node": self._machine, **self._near.open(offer.sync_id, [])}
-        self.rendezvous.answer(offer, seat, place)
-        nodes: list[Node] = self.rendezvous.hear(offer, seat)["nodes"]
-        node = next(node for node in nodes if (seat.member, seat.rank) in _seats(node))
+        self.rendezvous.answer(offer, rank_id, place)
+        nodes: list[Node] = self.rendezvous.hear(offer, rank_id)["nodes"]
+        node = next(node for node in nodes if (rank_id.member, rank_id.rank) in _rank_ids(node))
         limits = {name: offer.endpoint[name] for name in ("timeout_s", "rendezvous_s")}
         endpoint = {"address": node["address"], "token": node["token"], **limits}
         near = dataclasses.replace(offer, transport="relay", endpoint=endpoint)
         pump = None
-        if node["relayed"] and (seat.member, seat.rank) == _seats(node)[0]:
+        if node["relayed"] and (rank_id.member, rank_id.rank) == _rank_ids(node)[0]:
             pump = _Pump(self._wire, self._near, offer, near, node)
         try:
-            return _Reader(self._near.receiver(near, seat), near, node, seat, pump)
+            return _Reader(self._near.receiver(near, rank_id), near, node, rank_id, pump)
         except TransferError as error:
-            raise _named(error, node, seat, pump) from error
+            raise _named(error, node, rank_id, pump) from error
 
     def abort(self, sync_id: str) -> None:
         """End the waits of `sync_id` here, those of a relay too."""
@@ -124,8 +124,8 @@ class RelayTransport(Transport):
             for rank, word in enumerate(words):
                 own = word["node"] == self._machine and self.device == "cpu"
                 at = self._near.open(offer.sync_id, []) if own else {k: word[k] for k in ("address", "token")}
-                node = nodes.setdefault(word["node"], {"seats": [], **at, "relayed": not own})
-                node["seats"].append([member, rank])
+                node = nodes.setdefault(word["node"], {"rank_ids": [], **at, "relayed": not own})
+                node["rank_ids"].append([member, rank])
         self._nodes = {offer.sync_id: [*nodes.values()]}
         self.rendezvous.tell(offer, {"nodes": self._nodes[offer.sync_id]})
         return self._nodes[offer.sync_id]
@@ -168,12 +168,12 @@ class _Reader(BucketReceiver):
     """The end of one rank: it reads the segment of its relay, or of the source."""
 
     def __init__(
-        self, end: BucketReceiver, offer: SyncOffer, node: Node, seat: Seat, pump: _Pump | None
+        self, end: BucketReceiver, offer: SyncOffer, node: Node, rank_id: RankId, pump: _Pump | None
     ) -> None:
         self._end = end
         self._offer = offer
         self._node = node
-        self._seat = seat
+        self._rank_id = rank_id
         self._pump = pump
 
     @property
@@ -187,7 +187,7 @@ class _Reader(BucketReceiver):
         try:
             self._end.receive(bucket, into)
         except TransferError as error:
-            raise _named(error, self._node, self._seat, self._pump) from error
+            raise _named(error, self._node, self._rank_id, self._pump) from error
 
     def told(self, bucket: Bucket) -> str | None:
         return self._end.told(bucket)
@@ -223,8 +223,8 @@ class _Pump:
     def _relay(self, pool: ThreadPoolExecutor) -> None:
         starts, num_bytes = bucket_starts(self._buckets)
         segment = self._near.lend(self._own, num_bytes)
-        end = self._wire.receiver(_on_wire(self._offer), Seat(member=_name(self._node)))
-        sender = self._near.sender(self._own, [], _seats(self._node))
+        end = self._wire.receiver(_on_wire(self._offer), RankId(member=_name(self._node)))
+        sender = self._near.sender(self._own, [], _rank_ids(self._node))
         landings = self._landings()
         told: list[Future[None]] = []
         stream = SideStream(self._wire.device)
@@ -273,18 +273,18 @@ def _on_wire(offer: SyncOffer) -> SyncOffer:
     return dataclasses.replace(offer, transport="broadcast")
 
 
-def _seats(node: Node) -> list[tuple[str, int]]:
-    return [(str(member), int(rank)) for member, rank in node["seats"]]
+def _rank_ids(node: Node) -> list[tuple[str, int]]:
+    return [(str(member), int(rank)) for member, rank in node["rank_ids"]]
 
 
 def _name(node: Node) -> str:
-    member, rank = _seats(node)[0]
+    member, rank = _rank_ids(node)[0]
     return f"relay {member}/{rank}"
 
 
-def _named(error: TransferError, node: Node, seat: Seat, pump: _Pump | None) -> SyncError:
+def _named(error: TransferError, node: Node, rank_id: RankId, pump: _Pump | None) -> SyncError:
     """Say from whom a rank reads; what went wrong at a relay says its own rank."""
     if pump is not None and isinstance(pump.failure, SyncError):
         return pump.failure
     source = _name(node) if node["relayed"] else "the source"
-    return TransferError(f"{seat} reads from {source}: {error}")
+    return TransferError(f"{rank_id} reads from {source}: {error}")

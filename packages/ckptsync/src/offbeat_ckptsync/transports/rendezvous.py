@@ -1,7 +1,7 @@
 """Where the two sides of a sync meet: a store of the source's, at which every receiving rank says a word and hears one.
 
 Words are signed (docs/sync-protocol.md, section 7). One with another proof counts as not there: who reaches the port without the
-secret can disturb a sync, and is given no seat in it.
+secret can disturb a sync, and takes no part in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offbeat_ckptsync.transports.topology import here
 
 if TYPE_CHECKING:
     from offbeat_ckptsync.config import SyncConfig
-    from offbeat_ckptsync.values import Seat, SyncOffer
+    from offbeat_ckptsync.values import RankId, SyncOffer
 
 Word = dict[str, Any]
 """What a side says; a rank's has "num_ranks" of its member."""
@@ -78,8 +78,8 @@ class Rendezvous:
         deadline = time.monotonic() + timeout_s
         words: dict[str, Word] = {}
 
-        def wait(seats: list[tuple[str, int]]) -> None:
-            keys = {self._key(offer, member, rank): f"rank {rank} of {member}" for member, rank in seats}
+        def wait(rank_ids: list[tuple[str, int]]) -> None:
+            keys = {self._key(offer, member, rank): f"rank {rank} of {member}" for member, rank in rank_ids}
             words.update(self._wait(self.store, offer, list(keys), deadline))
             if missing := [self._named(keys[key], key) for key in keys if key not in words]:
                 cause = "aborted" if self.is_aborted(offer.sync_id) else f"no answer within {timeout_s:g} s"
@@ -98,36 +98,36 @@ class Rendezvous:
         """Say the source's word to all ranks."""
         self._write(self.store, f"{offer.sync_id}/{self._told}", word)
 
-    def answer(self, offer: SyncOffer, seat: Seat, word: Word) -> None:
+    def answer(self, offer: SyncOffer, rank_id: RankId, word: Word) -> None:
         """Say a rank's word.
 
         Raises:
             TransferError: the store is not there, or on loopback of another machine.
         """
-        key = self._key(offer, seat.member, seat.rank)
-        self._write(self.source_store(offer, seat), key, {"num_ranks": seat.num_ranks, **word})
+        key = self._key(offer, rank_id.member, rank_id.rank)
+        self._write(self.source_store(offer, rank_id), key, {"num_ranks": rank_id.num_ranks, **word})
 
-    def hear(self, offer: SyncOffer, seat: Seat) -> Word:
+    def hear(self, offer: SyncOffer, rank_id: RankId) -> Word:
         """Wait for the source's word; raises `TransferError` where none comes in time."""
         timeout_s = float(offer.endpoint["rendezvous_s"])
-        key, store = f"{offer.sync_id}/{self._told}", self.source_store(offer, seat)
+        key, store = f"{offer.sync_id}/{self._told}", self.source_store(offer, rank_id)
         words = self._wait(store, offer, [key], time.monotonic() + timeout_s)
         if key in words:
             return words[key]
         if self.is_aborted(offer.sync_id):
             raise TransferError(
-                f"{self._name}: {seat} waited for the source's word, and the sync was aborted"
+                f"{self._name}: {rank_id} waited for the source's word, and the sync was aborted"
             )
         forged = "what is there was written without our secret" if store.get(key) is not None else ""
         raise TransferError(
-            f"{self._name}: {seat} waited {timeout_s:g} s for the source's word; "
+            f"{self._name}: {rank_id} waited {timeout_s:g} s for the source's word; "
             f"{forged or 'a member is missing'}"
         )
 
-    def source_store(self, offer: SyncOffer, seat: Seat) -> Store:
+    def source_store(self, offer: SyncOffer, rank_id: RankId) -> Store:
         """Return this rank's connection to the source's store; raises as `answer` does."""
         where = (str(offer.endpoint["host"]), int(offer.endpoint["port"]))
-        self._require_reachable(offer, seat)
+        self._require_reachable(offer, rank_id)
         if where not in self._joined:
             self._joined = {where: Store.join(*where, float(offer.endpoint["rendezvous_s"]))}
         return self._joined[where]
@@ -154,13 +154,13 @@ class Rendezvous:
     def _key(self, offer: SyncOffer, member: str, rank: int) -> str:
         return f"{offer.sync_id}/{self._asked}/{member}/{rank}"
 
-    def _require_reachable(self, offer: SyncOffer, seat: Seat) -> None:
+    def _require_reachable(self, offer: SyncOffer, rank_id: RankId) -> None:
         """Loopback of another machine is nobody, or somebody else."""
         place = here("cpu")
         own = place.loopback
         if is_loopback(str(offer.endpoint["host"])) and offer.endpoint.get("machine", own) != own:
             raise TransferError(
-                f"{self._name}: the source listens on loopback, but {seat} is on another machine "
+                f"{self._name}: the source listens on loopback, but {rank_id} is on another machine "
                 f"({place.hostname}; the source is on {offer.endpoint['hostname']}): let `host` of the source's settings "
                 "be an address of its machine that all members reach"
             )

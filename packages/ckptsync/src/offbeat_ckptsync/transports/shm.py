@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync.config import SyncConfig
     from offbeat_ckptsync.transports.line import Line
-    from offbeat_ckptsync.values import Bucket, Seat, SyncOffer
+    from offbeat_ckptsync.values import Bucket, RankId, SyncOffer
 
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: fault pages in, or say that there are none
@@ -55,7 +55,7 @@ class Lease(NamedTuple):
     """A receiving rank's claim on what is in a segment, for as long as its line is open."""
 
     line: Line
-    seat: Seat
+    rank_id: RankId
     version: int
 
 
@@ -235,7 +235,7 @@ class ShmTransport(LineTransport):
         while (chosen := self._free_segment(num_bytes, members)) is None:
             if self.is_aborted(offer.sync_id) or time.monotonic() > deadline:
                 leases = (lease for each in self._segments for lease in each.leases)
-                held = ", ".join(sorted({f"{lease.seat} (version {lease.version})" for lease in leases}))
+                held = ", ".join(sorted({f"{lease.rank_id} (version {lease.version})" for lease in leases}))
                 raise TransferError(
                     f"shm: {MAX_VERSIONS} versions of {num_bytes} bytes are still held, by {held}; who keeps tensors of a "
                     "version must let go of them, or be started anew"
@@ -256,30 +256,32 @@ class ShmTransport(LineTransport):
                 lease.version
                 for segment in self._segments
                 for lease in segment.leases
-                if not members or lease.seat.member in members
+                if not members or lease.rank_id.member in members
             }
             if chosen is None and len(held) < MAX_VERSIONS:
                 chosen = Segment(num_bytes)
                 self._segments.append(chosen)
             return chosen
 
-    def sender(self, offer: SyncOffer, members: list[str], seats: Sequence[tuple[str, int]] = ()) -> _Sender:
-        """Wait for the calls of all ranks of `members`, and of `seats`, and hand them the segment."""
+    def sender(
+        self, offer: SyncOffer, members: list[str], rank_ids: Sequence[tuple[str, int]] = ()
+    ) -> _Sender:
+        """Wait for the calls of all ranks of `members`, and of `rank_ids`, and hand them the segment."""
         if offer.sync_id not in self._open:
             self.lend(offer, bucket_starts(buckets_of(offer))[1])
         segment = self._open[offer.sync_id]
-        guests = self.meet(offer, members, seats)
+        guests = self.meet(offer, members, rank_ids)
         with self._lock:
             # Before they see the segment: from here on it is theirs until they close.
-            segment.leases += [Lease(guest.line, guest.seat, offer.version) for guest in guests]
+            segment.leases += [Lease(guest.line, guest.rank_id, offer.version) for guest in guests]
             self._lines = {offer.sync_id: [guest.line for guest in guests]}
         return _Sender(offer, segment, guests, [each.id for each in self._segments])
 
-    def receiver(self, offer: SyncOffer, seat: Seat) -> _Receiver:
+    def receiver(self, offer: SyncOffer, rank_id: RankId) -> _Receiver:
         """Call the source and map its segment, unless it is mapped already."""
         stop = lambda: self.is_aborted(offer.sync_id)  # noqa: E731
         self._maps = {name: mapping for name, mapping in self._maps.items() if not mapping.is_spoilt()}
-        line, welcome, fd = call(offer, seat, {"has": [*self._maps]}, stop)
+        line, welcome, fd = call(offer, rank_id, {"has": [*self._maps]}, stop)
         try:
             self._maps = {name: mapping for name, mapping in self._maps.items() if name in welcome["keep"]}
             name = str(welcome["welcome"])
@@ -289,7 +291,7 @@ class ShmTransport(LineTransport):
         except BaseException:
             line.close()
             raise
-        return _Receiver(self, offer, seat, line, mapping)
+        return _Receiver(self, offer, rank_id, line, mapping)
 
     def discard(self, sync_id: str) -> None:
         """Use this sync's segment no more: somebody may still write to it."""
@@ -345,7 +347,7 @@ class _Sender(BucketSender):
         vouched, self._vouched = self._vouched, ""
         prover = self._guests[bucket.index % len(self._guests)] if self._guests else None
         for guest in self._guests:
-            self._waits_for = str(guest.seat)
+            self._waits_for = str(guest.rank_id)
             said = {"bucket": bucket.index, "digest": taken or ("" if guest is prover else vouched)}
             guest.say(said, self._deadline, self._what(f"bucket {bucket.index}"))
         self._waits_for = ""
@@ -365,11 +367,11 @@ class _Sender(BucketSender):
 
 class _Receiver(BucketReceiver):
     def __init__(
-        self, transport: ShmTransport, offer: SyncOffer, seat: Seat, line: Line, mapping: Mapping
+        self, transport: ShmTransport, offer: SyncOffer, rank_id: RankId, line: Line, mapping: Mapping
     ) -> None:
         self._transport = transport
         self._offer = offer
-        self._who = str(seat)
+        self._who = str(rank_id)
         self._line = line
         self._mapping = mapping
         self._num_whole = 0  # buckets that are whole

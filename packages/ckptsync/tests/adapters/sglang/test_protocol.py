@@ -34,7 +34,7 @@ from offbeat_ckptsync.plan.manifest import manifest_of
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.testing import Fault, FaultyTransport
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 
 pytestmark = pytest.mark.spawns
 
@@ -203,7 +203,9 @@ async def test_other_shapes_than_those_of_its_model_folder_are_refused_by_name(l
 def add_plain_member(local):
     sink = DictSink()
     local.manager.add(
-        LocalMember(Receiver(Seat(member="plain"), sink), make_transport("loopback", CONFIG), gate=NO_TRAFFIC)
+        LocalMember(
+            Receiver(RankId(member="plain"), sink), make_transport("loopback", CONFIG), gate=NO_TRAFFIC
+        )
     )
     return sink
 

@@ -10,7 +10,7 @@ import torch
 from offbeat_ckptsync.errors import ManifestError
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.plan.manifest import manifest_of
-from offbeat_ckptsync.values import Seat, SyncOffer
+from offbeat_ckptsync.values import RankId, SyncOffer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -60,7 +60,7 @@ def test_a_quantized_model_takes_the_names_it_took_before_and_refuses_others():
     first = {"layer.weight": torch.ones(4, 4)}
     sink.load(first.items(), 1)
     assert sink.expected() == manifest_of(first.items())
-    receiver = Receiver(Seat(member="m"), sink, version=1)
+    receiver = Receiver(RankId(member="m"), sink, version=1)
     offered = manifest_of([("layer.wight", torch.ones(4, 4))])
     offer = SyncOffer(
         sync_id="s", version=2, manifest=offered, bucket_bytes=4096, transport="loopback", endpoint={}

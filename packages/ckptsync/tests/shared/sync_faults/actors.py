@@ -29,7 +29,7 @@ from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
 from offbeat_ckptsync.store import Store
 from offbeat_ckptsync.threads import in_thread, use_device
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 from offbeat_ckptsync.wire import decode
 from sync_faults.hurt import (
     SLOW_S,
@@ -75,7 +75,7 @@ async def receiver(pipe: Connection, store: tuple[str, int], config: SyncConfig,
     """Be a replica: commands `arm`, `kill_at` bytes seconds, `serving` -> [version, content, committed, state], `leave`."""
     arms = HurtMember.arms = Arms()
     sink = LiveSink(arms)
-    taker = Receiver(Seat(member=name), sink)
+    taker = Receiver(RankId(member=name), sink)
     member = HurtMember(
         taker, faulty_transport(config, arms, sends=False), canary=sink.canary, gate=NO_TRAFFIC
     )

@@ -14,7 +14,7 @@ from offbeat_ckptsync.errors import SyncFailed
 from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.seams import NO_TRAFFIC
 from offbeat_ckptsync.source.sender import LocalSource, Sender
-from offbeat_ckptsync.values import Registration, Seat
+from offbeat_ckptsync.values import RankId, Registration
 from offbeat_rollout import Health, RolloutConfig
 from offbeat_trainer import Grpo, GrpoConfig
 from offbeat_trainer.cluster import replicas, train_group
@@ -61,7 +61,7 @@ class Replica(ReplicaWorker):
         """Be there with the weights of version 0."""
         self.arms = HurtMember.arms = Arms()
         self.sink = LiveSink(self.arms)
-        self.receiver = Receiver(Seat(member=self._name), self.sink)
+        self.receiver = Receiver(RankId(member=self._name), self.sink)
         member = HurtMember(
             self.receiver,
             faulty_transport(self._sync, self.arms, sends=False),

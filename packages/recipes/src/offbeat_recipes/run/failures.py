@@ -16,7 +16,7 @@ _FILES = ("Too many open files",)
 _MEMORY = ("can't allocate memory", "Cannot allocate memory")
 
 
-def in_words(config: RunConfig, error: BaseException) -> str:
+def describe_error(config: RunConfig, error: BaseException) -> str:
     """Say what ran out, where and what to do about it, if that is what `error` came of; else return nothing."""
     if _is_of(error, _ROOM, errno.ENOSPC, errno.EDQUOT):
         return (

@@ -11,7 +11,7 @@ from offbeat_recipes.tasks.base import make_scorer
 from offbeat_recipes.tasks.observations import observation_encoder
 from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
-from offbeat_trainer.rollouts.multi import MultiTurn, Scene
+from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.scoring.scorer import FunctionScorer
@@ -68,7 +68,7 @@ def make_rollout(session: Session, cluster: Cluster) -> Rollout:
     processes.start()
     return MultiTurn(
         generator,
-        Scene(
+        EnvironmentSetup(
             make=processes.make,
             decode=task.decode,
             encode=observation_encoder(task.tokenizer),

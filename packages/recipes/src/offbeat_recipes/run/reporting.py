@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_recipes.errors import SettingError
 from offbeat_recipes.plan.machine import REPORTERS, tracker_refusals
-from offbeat_recipes.run.failures import in_words
+from offbeat_recipes.run.failures import describe_error
 from offbeat_recipes.settings.reading import to_dict
 from offbeat_trainer.errors import LoadError
 from offbeat_trainer.loading import load_object
@@ -46,7 +46,7 @@ def make_reporter(
             reporters.append(make())
             undo.callback(reporters[-1].close)
         undo.pop_all()  # from here on they are the run's to close
-    return FanOut(reporters, in_words=lambda error: in_words(config, error))
+    return FanOut(reporters, describe_error=lambda error: describe_error(config, error))
 
 
 def _asked_for(config: RunConfig, folder: RunFolder, steps: int) -> Iterator[Callable[[], Reporter]]:

@@ -21,7 +21,7 @@ from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
 from offbeat_recipes.models.char import random_model_folder
 from offbeat_recipes.plan.lengths import length_refusals
 from offbeat_recipes.plan.stops import check_stops
-from offbeat_recipes.run.failures import in_words
+from offbeat_recipes.run.failures import describe_error
 from offbeat_recipes.run.folder import RunFolder, open_run_folder, reopen_run_folder, speed_settings
 from offbeat_recipes.run.interrupts import StandingLoop, StopKeys
 from offbeat_recipes.run.logs import logs_to
@@ -118,7 +118,7 @@ def drive(
         except RecipeError:
             raise
         except Exception as error:
-            told = in_words(config, error) or (str(error) if isinstance(error, OSError) else "")
+            told = describe_error(config, error) or (str(error) if isinstance(error, OSError) else "")
             if not told:
                 raise
             raise RunFolderError(f"run_dir: {config.folder} cannot be used: {told}") from error
@@ -221,10 +221,10 @@ async def _guarded(session: Session, work: Work) -> int:
             session.outcome.interrupted = True
         except HOUSE_ERRORS as error:
             log.exception("the run failed")
-            code = _failed(session, in_words(session.config, error) or str(error))
+            code = _failed(session, describe_error(session.config, error) or str(error))
         except Exception as error:
             log.exception("the run failed in a way nobody foresaw")
-            code = _failed(session, in_words(session.config, error) or _unforeseen(error))
+            code = _failed(session, describe_error(session.config, error) or _unforeseen(error))
     if session.outcome.interrupted:
         code = INTERRUPTED
     if session.jsonl is not None:
@@ -235,7 +235,7 @@ async def _guarded(session: Session, work: Work) -> int:
             ):  # else it would replace that of what was reached
                 session.folder.write_summary(summary)
         except OSError as error:
-            code = code or _failed(session, in_words(session.config, error) or str(error))
+            code = code or _failed(session, describe_error(session.config, error) or str(error))
         session.reporter.summary({**summary, **_where_next(session, code)})
     session.reporter.close()
     return code

@@ -57,14 +57,14 @@ def lora_args(lora: LoraConfig) -> dict[str, Any]:
         return {}
     from vllm.config.lora import MaxLoRARanks
 
-    rooms = [room for room in get_args(MaxLoRARanks) if room >= lora.rank]
-    if not rooms:
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank]
+    if not ranks:
         raise ConfigError(f"vllm: `lora.rank` is {lora.rank}; it takes at most {max(get_args(MaxLoRARanks))}")
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": min(rooms),
+        "max_lora_rank": min(ranks),
         "additional_config": {
             "offbeat": {
                 "adapter": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from offbeat_trainer.cluster.placement import Rooms
+from offbeat_trainer.cluster.placement import PlacementGroups
 from offbeat_trainer.cluster.publisher import ClusterPublisher
 from offbeat_trainer.cluster.rollout_group import RolloutGroup
 from offbeat_trainer.cluster.session import start_ray, stop_ray
@@ -38,13 +38,13 @@ class Cluster:
         What replicas do is drawn on `timeline`. To `watchdog` every token is progress, and so is what moves on a rank.
         """
         self._spec = spec
-        self._rooms = Rooms(spec)
-        standing, shared = asyncio.Lock(), self._rooms.shared
+        self._placement = PlacementGroups(spec)
+        standing, shared = asyncio.Lock(), self._placement.shared
         self.timeline = Timeline() if timeline is None else timeline
         self.watchdog = Watchdog() if watchdog is None else watchdog
         self.rollout = RolloutGroup(
             spec,
-            self._rooms,
+            self._placement,
             self,
             self.timeline,
             devices_free=standing if shared else None,
@@ -53,7 +53,7 @@ class Cluster:
         self._publisher: ClusterPublisher | None = None
         self.train = TrainGroup(
             spec,
-            self._rooms,
+            self._placement,
             standing=standing,
             make_room=self.rollout.rest if shared else None,
             watchdog=self.watchdog,
@@ -70,7 +70,7 @@ class Cluster:
             await self.train.start()
             return await prepare()
 
-        if not self._rooms.shared:
+        if not self._placement.shared:
             _, prepared = await together(
                 {"start replicas": self.rollout.start(), "prepare training": ready()}
             )
@@ -101,5 +101,5 @@ class Cluster:
         """End every process of the run."""
         await self.rollout.stop()
         self.train.stop()
-        self._rooms.release()
+        self._placement.release()
         stop_ray()

@@ -93,7 +93,7 @@ _LOOK_S = 0.02  # between two looks whether Ray has reserved what was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class PlacementBundle:
     """Where one process runs: what it asks of Ray, and what its environment must say of its devices."""
 
     strategy: PlacementGroupSchedulingStrategy
@@ -101,7 +101,7 @@ class Seat:
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
 
-class Rooms:
+class PlacementGroups:
     """The devices of a run. In separate placement each pool has its own; colocated, rank i and its replica share one.
 
     Colocated on GPUs, Ray gives each device to its rank. A replica, which may span several, is put beside the first of
@@ -120,30 +120,34 @@ class Rooms:
         """Whether both pools are in one room."""
         return self._spec.cluster.placement is Placement.COLOCATED
 
-    def rank(self, index: int) -> Seat:
-        """Return the seat of training rank `index`, once `reserve` has its room."""
+    def rank(self, index: int) -> PlacementBundle:
+        """Return the bundle of training rank `index`, once `reserve` has its room."""
         gpus = 1 if self._spec.train.device == "cuda" else 0
-        return Seat(strategy=self._bundle("shared" if self.shared else "train", index), num_gpus=gpus)
+        return PlacementBundle(
+            strategy=self._bundle("shared" if self.shared else "train", index), num_gpus=gpus
+        )
 
-    def replica(self, index: int) -> Seat:
-        """Return the seat of replica `index`, once `reserve` has its room.
+    def replica(self, index: int) -> PlacementBundle:
+        """Return the bundle of replica `index`, once `reserve` has its room.
 
         Raises:
             PlanRefused: it shares the devices of ranks that have not been started.
         """
         width, gpus = self._width, self._gpus_of_a_replica
         if not self.shared:
-            return Seat(strategy=self._bundle("rollout", index), num_gpus=gpus)
+            return PlacementBundle(strategy=self._bundle("rollout", index), num_gpus=gpus)
         strategy = self._bundle("shared", index * width)
         if not gpus:
-            return Seat(strategy=strategy, num_gpus=0)
+            return PlacementBundle(strategy=strategy, num_gpus=0)
         mine = self._devices[index * width : (index + 1) * width]
         if len(mine) < width:
             raise PlanRefused(
                 f"replica {index} shares the devices of training ranks {index * width} to {(index + 1) * width - 1}, and "
                 f"{len(self._devices)} rank(s) have been started; colocated replicas start after their ranks"
             )
-        return Seat(strategy=strategy, num_gpus=0, environment={"CUDA_VISIBLE_DEVICES": ",".join(mine)})
+        return PlacementBundle(
+            strategy=strategy, num_gpus=0, environment={"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        )
 
     def ranks_beside(self, index: int) -> list[int]:
         """Return the training rank on the device of each rank of replica `index`; without GPUs ranks may be fewer, and take turns."""

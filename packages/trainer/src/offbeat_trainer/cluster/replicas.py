@@ -11,7 +11,7 @@ import ray
 
 from offbeat_rollout import RolloutError
 from offbeat_rollout.registry import adapter_environment
-from offbeat_rollout.seats import Replica
+from offbeat_rollout.slots import Replica
 from offbeat_trainer.cluster.replica_worker import ReplicaWorker
 from offbeat_trainer.cluster.session import CPUS_PER_PROCESS
 from offbeat_trainer.cluster.waits import answer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from offbeat_rollout import Completion, GenerateRequest
-    from offbeat_trainer.cluster.placement import Rooms
+    from offbeat_trainer.cluster.placement import PlacementGroups
     from offbeat_trainer.cluster.replica_worker import Ended
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.watch.timeline import Timeline
@@ -31,39 +31,39 @@ MAX_CALLS = 1024  # of one replica at once; a call carries a whole batch, so thi
 
 
 class ReplicaStarter:
-    """Starts processes for the replicas of a run: a replacement takes the seat of the one it follows."""
+    """Starts processes for the replicas of a run: a replacement takes the bundle of the one it follows."""
 
-    def __init__(self, spec: ClusterSpec, rooms: Rooms) -> None:
+    def __init__(self, spec: ClusterSpec, placement: PlacementGroups) -> None:
         """Start nothing yet."""
         self._spec = spec
-        self._rooms = rooms
+        self._placement = placement
         self.names = [f"replica {index}" for index in range(spec.rollout.num_replicas)]
 
     def launch(self, name: str) -> Any:  # noqa: ANN401
         """Return the handle of a new process for replica `name`, which has still to load its model."""
         spec, index = self._spec, self.names.index(name)
-        rollout, seat = spec.rollout, self._rooms.replica(index)
+        rollout, bundle = spec.rollout, self._placement.replica(index)
         environment = rollout.environments[index] if rollout.environments else {}
         if rollout.shares_cores:
-            threads = self._rooms.replica_threads(index)
+            threads = self._placement.replica_threads(index)
             rollout = replace(rollout, rollout=replace(rollout.rollout, cpu_threads=threads))
             environment = adapter_environment(rollout.adapter_name, rollout.rollout)
         return (
             ray.remote(ReplicaWorker)
             .options(
                 num_cpus=CPUS_PER_PROCESS,
-                num_gpus=seat.num_gpus,
+                num_gpus=bundle.num_gpus,
                 max_restarts=0,
                 max_concurrency=MAX_CALLS,
-                scheduling_strategy=seat.strategy,
-                runtime_env={"env_vars": {**environment, **seat.environment}},
+                scheduling_strategy=bundle.strategy,
+                runtime_env={"env_vars": {**environment, **bundle.environment}},
             )
             .remote(
                 name,
                 rollout,
                 spec.train.sync,
                 f"{spec.log_dir}/replica{index}.log",
-                shared=self._rooms.shared,
+                shared=self._placement.shared,
             )
         )
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offbeat_ckptsync.seams import Member
     from offbeat_ckptsync.values import Registration
     from offbeat_rollout import Completion, GenerateRequest
-    from offbeat_trainer.cluster.placement import Rooms
+    from offbeat_trainer.cluster.placement import PlacementGroups
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.watch.timeline import Timeline
 
@@ -63,21 +63,21 @@ class RolloutGroup:
     def __init__(
         self,
         spec: ClusterSpec,
-        rooms: Rooms,
+        placement: PlacementGroups,
         joiner: Joiner,
         timeline: Timeline,
         *,
         devices_free: asyncio.Lock | None = None,
         on_progress: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """Generate in `rooms`; nothing is started yet. Each replica has a track of `timeline`; `on_progress` is a pool's.
+        """Generate in `placement`; nothing is started yet. Each replica has a track of `timeline`; `on_progress` is a pool's.
 
         `joiner` brings replacements to the version that is served. Where devices are shared, `devices_free` is held while a
         replica starts.
         """
         self._spec = spec
-        self._rooms = rooms
-        self._starter = ReplicaStarter(spec, rooms)
+        self._placement = placement
+        self._starter = ReplicaStarter(spec, placement)
         self.devices_free = devices_free
         self.handles: dict[str, Any] = {}
         self.members: dict[str, Member] = {}  # as they announced themselves
@@ -98,7 +98,7 @@ class RolloutGroup:
     async def start(self) -> None:
         """Reserve devices and bring up all replicas; they serve nothing until their first sync."""
         spec, cluster = self._spec, self._spec.cluster
-        await self._rooms.reserve("rollout")
+        await self._placement.reserve("rollout")
         self.handles = {name: self._starter.launch(name) for name in self._starter.names}
         nodes = await answers(
             [handle.node.remote() for handle in self.handles.values()],
@@ -133,11 +133,11 @@ class RolloutGroup:
     @property
     def shares_devices(self) -> bool:
         """Whether replicas are on the devices of training ranks."""
-        return self._rooms.shared
+        return self._placement.shared
 
     def ranks_beside(self, name: str) -> list[int]:
         """Return the training rank on the device of each rank of the replica `name`."""
-        return self._rooms.ranks_beside(self._starter.names.index(name))
+        return self._placement.ranks_beside(self._starter.names.index(name))
 
     @property
     def serving(self) -> dict[str, int]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 
     from offbeat_engine import EngineConfig
-    from offbeat_trainer.cluster.placement import Rooms
+    from offbeat_trainer.cluster.placement import PlacementGroups
     from offbeat_trainer.cluster.spec import ClusterSpec
     from offbeat_trainer.watch.watchdog import Watchdog
 
@@ -50,20 +50,20 @@ class TrainGroup(CarriedPolicy):
     def __init__(
         self,
         spec: ClusterSpec,
-        rooms: Rooms,
+        placement: PlacementGroups,
         *,
         standing: asyncio.Lock,
         make_room: Callable[[], Awaitable[None]] | None = None,
         watchdog: Watchdog,
     ) -> None:
-        """Train in `rooms`; nothing is started yet.
+        """Train in `placement`; nothing is started yet.
 
         `standing` is held while the weights change, and by whoever needs them to stand still. `make_room` is called under it
         before every update. `watchdog` ends work of the ranks in which nothing moves.
         """
         self._watchdog = watchdog
         self._spec = spec
-        self._rooms = rooms
+        self._placement = placement
         self._make_room = make_room
         self._names = [f"training rank {rank}" for rank in range(spec.train.num_ranks)]
         self.standing = standing
@@ -73,20 +73,20 @@ class TrainGroup(CarriedPolicy):
         """Reserve devices, start the ranks and let them meet."""
         spec = self._spec
         environment = CUDA_ENVIRONMENT if spec.train.device == "cuda" else LOADING_ENVIRONMENT
-        await self._rooms.reserve("train")
-        seats = [self._rooms.rank(rank) for rank in range(spec.train.num_ranks)]
+        await self._placement.reserve("train")
+        bundles = [self._placement.rank(rank) for rank in range(spec.train.num_ranks)]
         # Threads of their own: what is copied out leaves, a sync can be given up, and a rank says that it is there, while it computes.
         groups = {"control": 1, "send": 1, "watch": 1}
         actor_class: Any = cast("Any", ray.remote)(concurrency_groups=groups)(TrainWorker)
         self._workers: list[Any] = [
             actor_class.options(
                 num_cpus=CPUS_PER_PROCESS,
-                num_gpus=seat.num_gpus,
+                num_gpus=bundle.num_gpus,
                 max_restarts=0,
-                scheduling_strategy=seat.strategy,
+                scheduling_strategy=bundle.strategy,
                 runtime_env={"env_vars": environment},
             ).remote(spec.train, rank, f"{spec.log_dir}/train_rank{rank}.log")
-            for rank, seat in enumerate(seats)
+            for rank, bundle in enumerate(bundles)
         ]
         timeout_s = spec.cluster.start_timeout_s
         self._nodes = await self.call("node", what="say where it is", timeout_s=timeout_s)
@@ -98,7 +98,7 @@ class TrainGroup(CarriedPolicy):
             timeout_s=timeout_s,
         )
         await self.call("join", address, self._threads(), what="meet the other ranks", timeout_s=timeout_s)
-        self._rooms.ranks_hold(
+        self._placement.ranks_hold(
             await self.call("device", what="name its device", timeout_s=timeout_s), self._nodes
         )
 

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class EnvironmentSetup:
     """Where the policy acts: `make` makes an environment, the other two are the run's tokenizer.
 
     `encode(observation, last)` is called once for each observation, `last` being the token that the policy sampled before it, None
@@ -88,17 +88,17 @@ class MultiTurn:
     def __init__(
         self,
         generator: GroupGenerator,
-        scene: Scene,
+        setup: EnvironmentSetup,
         config: EnvironmentConfig,
         *,
         scorer: Scorer | None = None,
         timeline: Timeline | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """Act in `scene`. `scorer` is asked where `config.reward_from` says so."""
+        """Act in `setup`. `scorer` is asked where `config.reward_from` says so."""
         assert scorer is not None or config.reward_from is RewardFrom.ENVIRONMENT
         self._generator = generator
-        self._scene = scene
+        self._setup = setup
         self._config = config
         self._scorer = scorer
         self._timeline = Timeline() if timeline is None else timeline
@@ -145,8 +145,8 @@ class MultiTurn:
 
     async def close(self) -> None:
         """See `Rollout.close`."""
-        if self._scene.close is not None:
-            await self._scene.close()
+        if self._setup.close is not None:
+            await self._setup.close()
         if self._scorer is not None:
             await self._scorer.close()
 
@@ -186,7 +186,7 @@ class MultiTurn:
             turns=[],
             feedbacks=[],
         )
-        environment = self._scene.make()
+        environment = self._setup.make()
         try:
             trajectory = await self._talk(environment, talk)
         finally:
@@ -222,7 +222,7 @@ class MultiTurn:
     async def _observed(self, said: Observation, talk: _Talk) -> np.ndarray:
         last = int(talk.turns[-1].completion.token_ids[-1]) if talk.turns else None
         try:
-            return np.array(await of_text(lambda: self._scene.encode(said, last)), np.int32)
+            return np.array(await of_text(lambda: self._setup.encode(said, last)), np.int32)
         except Exception as error:
             what = f"what it said, {said!r:.200}, cannot be made into tokens: {type(error).__name__}: {error}"
             raise EnvironmentFailed(RAISED, what) from error
@@ -259,7 +259,7 @@ class MultiTurn:
 
     async def _action(self, turn: int, completion: Completion) -> Action:
         ids = tuple(completion.token_ids.tolist())
-        text = await of_text(lambda: self._scene.decode(ids))
+        text = await of_text(lambda: self._setup.decode(ids))
         return Action(turn=turn, text=text, token_ids=ids, finish=completion.finish.value)
 
     def _ending(self, talk: _Talk, completion: Completion, feedback: Feedback) -> Finish | Limit | None:

@@ -75,7 +75,7 @@ class GroupBuffer:
         self._journal = journal
         self._on_drop = on_drop
         self._entries: dict[int, Entry] = {}
-        self._holes = set(recovered.holes)  # begun by an earlier process, not yet by this one
+        self._gaps = set(recovered.gaps)  # begun by an earlier process, not yet by this one
         self._outstanding: Counter[int] = Counter()  # by last step
         self._finished: Counter[int] = Counter()
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -223,7 +223,7 @@ class GroupBuffer:
             return (
                 len(first) == self.gate.groups_per_step
                 and all(entry.group is not None for entry in first)
-                and not any(index < first[-1].index for index in self._holes)
+                and not any(index < first[-1].index for index in self._gaps)
             )
         return self.gate.ready(step, self._outstanding, self._finished)
 
@@ -280,7 +280,7 @@ class GroupBuffer:
         self._entries[index] = Entry(index=index, version=version, last_step=last_step)
         self._outstanding[last_step] += 1
         self.issued += 1
-        self._holes.discard(index)
+        self._gaps.discard(index)
         head = self._head
         if head is None or len(head) < self.gate.groups_per_step or index < head[-1].index:
             self._head = None

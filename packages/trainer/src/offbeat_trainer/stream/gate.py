@@ -110,21 +110,21 @@ class StalenessGate:
         fits = self.width * (last - step + 1)
         return max(0, min(fits, self.capacity) - outstanding)
 
-    def owed(self, step: int, outstanding: Mapping[int, int]) -> dict[int, int]:
+    def due(self, step: int, outstanding: Mapping[int, int]) -> dict[int, int]:
         """Return, by last step, how many of those due by then must be trained in `step` for the rest to fit.
 
         `outstanding` counts groups by last step. Entries that ask for nothing are left out.
         """
         if self.drops:
             return {}
-        owed: dict[int, int] = {}
+        by_last_step: dict[int, int] = {}
         due = 0
         for last in sorted(outstanding):
             due += outstanding[last]
             must = due - self.groups_per_step * (last - step)
             if must > 0:
-                owed[last] = must
-        return owed
+                by_last_step[last] = must
+        return by_last_step
 
     def ready(self, step: int, outstanding: Mapping[int, int], finished: Mapping[int, int]) -> bool:
         """Say whether `step` can be filled from what is finished without leaving behind what would be too late."""
@@ -132,7 +132,7 @@ class StalenessGate:
             return False
         return all(
             sum(count for last, count in finished.items() if last <= by) >= must
-            for by, must in self.owed(step, outstanding).items()
+            for by, must in self.due(step, outstanding).items()
         )
 
     def choose(
@@ -140,20 +140,20 @@ class StalenessGate:
     ) -> list[_Datable]:
         """Return the N groups that `step` trains: the first of `finished`, as far as the others stay in time.
 
-        Call it when `ready`. What is owed is nested (due by 3 is due by 4), so one pass is enough: a group that is
-        passed over, because the slots left are all owed to earlier ones, would be passed over later, too.
+        Call it when `ready`. What is due is nested (due by 3 is due by 4), so one pass is enough: a group that is
+        passed over, because the slots left are all due to earlier ones, would be passed over later, too.
         """
-        owed = list(self.owed(step, outstanding).items())  # by last step, in order
-        bys = [by for by, _ in owed]
-        paid = [0] * (len(owed) + 1)  # how many of those chosen count from here on
+        due = list(self.due(step, outstanding).items())  # by last step, in order
+        bys = [by for by, _ in due]
+        counted = [0] * (len(due) + 1)  # how many of those chosen count from here on
         slots = self.groups_per_step
         chosen: list[_Datable] = []
         for one in finished:
             place = bisect.bisect_left(bys, one.last_step)
-            if place and _takes_owed(owed[:place], paid, slots):  # for most, nothing is owed before them
+            if place and _takes_due(due[:place], counted, slots):  # for most, nothing is due before them
                 continue
             chosen.append(one)
-            paid[place] += 1
+            counted[place] += 1
             slots -= 1
             if slots == 0:
                 break
@@ -161,10 +161,10 @@ class StalenessGate:
         return chosen
 
 
-def _takes_owed(owed: list[tuple[int, int]], paid: list[int], slots: int) -> bool:
-    """Say whether all `slots` that are left are owed to groups due by one of the steps in `owed`."""
+def _takes_due(due: list[tuple[int, int]], counted: list[int], slots: int) -> bool:
+    """Say whether all `slots` that are left are due to groups due by one of the steps in `due`."""
     return any(
-        must - done >= slots for (_, must), done in zip(owed, itertools.accumulate(paid), strict=False)
+        must - done >= slots for (_, must), done in zip(due, itertools.accumulate(counted), strict=False)
     )
 
 

@@ -11,7 +11,7 @@ from offbeat_rollout import NoReplica, RequestError, RolloutError, SamplingParam
 from offbeat_trainer.data.types import oldest_version
 from offbeat_trainer.errors import DeadlineExceeded, GroupFailed, ResumeError, TrainerError, WorkerGone
 from offbeat_trainer.rollouts.single import derive_seed
-from offbeat_trainer.stream.journal.events import Half
+from offbeat_trainer.stream.journal.events import PartialGroup
 from offbeat_trainer.watch.timeline import GENERATION, now_s
 
 if TYPE_CHECKING:
@@ -65,15 +65,15 @@ class Prompts:
     def __init__(self, parts: Parts, recovered: Recovered) -> None:
         """Go on where `recovered` stands."""
         self._parts = parts
-        self._holes = list(reversed(recovered.holes))
+        self._gaps = list(reversed(recovered.gaps))
         self._next = recovered.next_index
         self._uids = recovered.uids
         self._steps: dict[int, list[Prompt]] = {}
 
     def next_index(self) -> int:
         """Return the next index and move on."""
-        if self._holes:
-            return self._holes.pop()
+        if self._gaps:
+            return self._gaps.pop()
         self._next += 1
         return self._next - 1
 
@@ -89,7 +89,7 @@ class Prompts:
         """
         step, size = self.step_of(index), self._parts.loop.prompts_per_step
         if step not in self._steps:
-            while len(self._steps) > 1:  # indices rise, holes aside: two steps are enough
+            while len(self._steps) > 1:  # indices rise, gaps aside: two steps are enough
                 self._steps.pop(next(iter(self._steps)))
             self._steps[step] = self._parts.task.prompts(step, size)
         prompt = self._steps[step][index % size]
@@ -110,7 +110,7 @@ class Producer:
         self._parts = parts
         self._buffer = buffer
         self._prompts = Prompts(parts, recovered)
-        self._halves = recovered.halves
+        self._partial_groups = recovered.partial_groups
         self._max_attempts = max_attempts
         self._failures = 0  # in a row
         self._failing_since_s = 0.0
@@ -166,10 +166,10 @@ class Producer:
         says of a completion which version made which tokens, rising, and not where one version began a second time.
         """
         served = self._buffer.served
-        half = self._halves.pop(index, ())
-        versions = {span.version for one in half for span in one.spans}
+        partial = self._partial_groups.pop(index, ())
+        versions = {span.version for one in partial for span in one.spans}
         if versions and max(versions) < served and self._buffer.room_for(min(versions)):
-            return half, min(versions)
+            return partial, min(versions)
         return (), served
 
     async def _make(self, index: int, prompt: Prompt, begun: tuple[Trajectory, ...], version: int) -> None:
@@ -195,7 +195,7 @@ class Producer:
         def keep(trajectories: tuple[Trajectory, ...]) -> None:
             nonlocal have
             have = trajectories
-            parts.journal.write(Half(index=index, trajectories=trajectories))
+            parts.journal.write(PartialGroup(index=index, trajectories=trajectories))
 
         while attempt <= self._max_attempts:
             try:

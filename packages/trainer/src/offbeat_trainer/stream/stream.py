@@ -17,7 +17,7 @@ from offbeat_trainer.metrics import Last, Mean, Metric, Sum
 from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
-from offbeat_trainer.stream.journal.events import Flipped, Half, Restarted, recover
+from offbeat_trainer.stream.journal.events import Flipped, PartialGroup, Restarted, recover
 from offbeat_trainer.stream.producer import Producer, training_params
 from offbeat_trainer.watch.timeline import GENERATION, TAIL_SHARE, now_s
 
@@ -65,7 +65,7 @@ class Replayer(Producer):
         parts, buffer, schedule = self._parts, self._buffer, self._schedule
         prompt = self.prompt(index)
         params = training_params(parts, self._prompts.step_of(index))
-        begun = self._halves.get(index, ())
+        begun = self._partial_groups.get(index, ())
         made = Group(prompt=prompt, trajectories=())
         issued = False
         for version in self._versions(index):
@@ -83,7 +83,7 @@ class Replayer(Producer):
                 for one, spans in zip(made.trajectories, schedule.spans[index], strict=True)
             )
             if any(one.finish is Finish.ABORT for one in begun):
-                parts.journal.write(Half(index=index, trajectories=begun))
+                parts.journal.write(PartialGroup(index=index, trajectories=begun))
             self._left[version] -= 1
             if not self._left[version]:
                 buffer.touch()
@@ -94,8 +94,8 @@ class Replayer(Producer):
 
     def _versions(self, index: int) -> list[int]:
         """Return the versions that are still to make tokens of a group, of which an earlier process may have left some."""
-        versions, half = self._schedule.versions(index), self._halves.get(index, ())
-        made = oldest_version(half) and max(span.version for one in half for span in one.spans)
+        versions, partial = self._schedule.versions(index), self._partial_groups.get(index, ())
+        made = oldest_version(partial) and max(span.version for one in partial for span in one.spans)
         return [version for version in versions if not made or version > made]
 
     async def _make_again(

@@ -13,7 +13,7 @@ from offbeat_ckptsync.member.receiver import Receiver
 from offbeat_ckptsync.member.sinks import specs_of
 from offbeat_ckptsync.seams import CACHE, GenerationGate, WeightSink
 from offbeat_ckptsync.threads import in_thread
-from offbeat_ckptsync.values import Seat
+from offbeat_ckptsync.values import RankId
 from offbeat_rollout import (
     GenerateRequest,
     PauseMode,
@@ -162,7 +162,7 @@ async def make_member(
                 sink = await _engine_sink(updates, sync, recompute_kv=recompute_kv)
             else:
                 sink = await _server_sink(updates, engine, sync, recompute_kv=recompute_kv)
-            receiver = Receiver(Seat(member=name), sink, allow_cast=sync.allow_cast)
+            receiver = Receiver(RankId(member=name), sink, allow_cast=sync.allow_cast)
             return local_member(
                 receiver, sync, gate=TokenCount(engine) if shared is None else shared, canary=canary
             )

@@ -17,7 +17,7 @@ from offbeat_trainer.config import (
 )
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.loops.outcome import Outcome
-from offbeat_trainer.rollouts.multi import MultiTurn, Scene
+from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.run_store import RunStore
 from offbeat_trainer.scoring.scorer import TaskScorer
@@ -122,10 +122,10 @@ class ScriptedRun:
         scorer = TaskScorer(self.task.score, self.rewards) if self.scorer is None else self.scorer
         if self.environment is None:
             return SingleTurn(generator, scorer, self.timeline)
-        scene = Scene(make=self.environment, decode=self.task.decode, encode=self.task.encode)
+        setup = EnvironmentSetup(make=self.environment, decode=self.task.decode, encode=self.task.encode)
         return MultiTurn(
             generator,
-            scene,
+            setup,
             self.turns,
             scorer=scorer,
             timeline=self.timeline,

@@ -29,7 +29,7 @@ from offbeat_ckptsync.seams import NO_TRAFFIC, Transport, WeightSink
 from offbeat_ckptsync.threads import in_thread
 from offbeat_ckptsync.transports.topology import gpu_uuid
 from offbeat_ckptsync.transports.weight_files import folder_specs, folder_tensor
-from offbeat_ckptsync.values import Flip, Label, Manifest, Seat, Sent, Status, SyncOffer
+from offbeat_ckptsync.values import Flip, Label, Manifest, RankId, Sent, Status, SyncOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -104,7 +104,7 @@ class SglangMember(LocalMember):
         self._server = server
         self._config = config
         self._sink = ServerSink(server, config, loading)
-        receiver = Receiver(Seat(member=name), self._sink, allow_cast=config.allow_cast)
+        receiver = Receiver(RankId(member=name), self._sink, allow_cast=config.allow_cast)
         super().__init__(receiver, transport, gate=NO_TRAFFIC, canary=canary)  # `flip` pauses the server
         self._served = ""  # the weight version that the server has said back; "" before the first flip
 

@@ -89,8 +89,10 @@ class SglangServer:
         yield
         self._do("/end_weight_update", {}, timeout_s)
 
-    def join(self, group: str, address: tuple[str, int], seats: int, backend: str, timeout_s: float) -> None:
-        """Meet at `address`, as ranks 1 to `seats`, in a process group over `backend`; returns when it has formed.
+    def join(
+        self, group: str, address: tuple[str, int], rank_ids: int, backend: str, timeout_s: float
+    ) -> None:
+        """Meet at `address`, as ranks 1 to `rank_ids`, in a process group over `backend`; returns when it has formed.
 
         Over NCCL that is when all know of each other: the first broadcast connects them.
         """
@@ -98,7 +100,7 @@ class SglangServer:
             "master_address": address[0],
             "master_port": address[1],
             "rank_offset": 1,
-            "world_size": 1 + seats,
+            "world_size": 1 + rank_ids,
             "group_name": group,
             "backend": backend,
         }

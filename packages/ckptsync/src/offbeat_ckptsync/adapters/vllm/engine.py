@@ -165,7 +165,7 @@ def _repack_tied(model: torch.nn.Module) -> None:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(module)
-    for module in {module for sharers in owners.values() if len(sharers) > 1 for module in sharers}:
+    for module in {module for modules in owners.values() if len(modules) > 1 for module in modules}:
         prepare = getattr(getattr(module, "quant_method", None), "process_weights_after_loading", None)
         if prepare is not None:
             prepare(module)

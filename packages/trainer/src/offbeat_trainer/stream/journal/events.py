@@ -25,7 +25,7 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Half:
+class PartialGroup:
     """A group was interrupted; `trajectories` are what it had, to be continued from."""
 
     index: int
@@ -79,7 +79,7 @@ class Restarted:
     step: int
 
 
-Event: TypeAlias = Issued | Half | Finished | Taken | Dropped | Flipped | Restarted
+Event: TypeAlias = Issued | PartialGroup | Finished | Taken | Dropped | Flipped | Restarted
 
 
 class Journal(Protocol):
@@ -142,7 +142,8 @@ class MemoryJournal:
             if isinstance(event, Taken) and place in over
             else event
             for place, event in enumerate(events)
-            if place not in void and not (isinstance(event, (Issued, Half, Finished)) and event.index in gone)
+            if place not in void
+            and not (isinstance(event, (Issued, PartialGroup, Finished)) and event.index in gone)
         ]
 
     def close(self) -> None:
@@ -155,7 +156,7 @@ class Recovered:
 
     What steps before `start` took is consumed: it is in the weights. What later steps took is not, for their weights
     are lost: it waits again, and `script` says which step takes it, so that the lost steps are repeated as they were.
-    `holes` were begun and not finished, or their tokens are forgotten; they are begun again, before anything new. `anew`: they are
+    `gaps` were begun and not finished, or their tokens are forgotten; they are begun again, before anything new. `anew`: they are
     forgotten, and the journal is still to be told so, by `Restarted`.
     """
 
@@ -163,10 +164,12 @@ class Recovered:
     next_index: int = 0
     consumed: int = 0
     finished: dict[int, Finished] = field(default_factory=dict[int, Finished])
-    halves: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict[int, "tuple[Trajectory, ...]"])
+    partial_groups: dict[int, tuple[Trajectory, ...]] = field(
+        default_factory=dict[int, "tuple[Trajectory, ...]"]
+    )
     script: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     dropped: dict[int, str] = field(default_factory=dict[int, str])
-    holes: list[int] = field(default_factory=list[int])
+    gaps: list[int] = field(default_factory=list[int])
     uids: dict[int, str] = field(default_factory=dict[int, str])
     anew: bool = False
 
@@ -215,21 +218,21 @@ def recover(events: Iterable[Event], start: int, groups_per_step: int) -> Recove
         _forget(found)
         found.anew = True
     for index in (*over, *found.finished):
-        found.halves.pop(index, None)
-    found.holes = sorted(begun - over - found.finished.keys())
+        found.partial_groups.pop(index, None)
+    found.gaps = sorted(begun - over - found.finished.keys())
     return found
 
 
 def _forget(found: Recovered) -> None:
-    found.finished, found.halves, found.script, found.anew = {}, {}, {}, False
+    found.finished, found.partial_groups, found.script, found.anew = {}, {}, {}, False
 
 
 def _note(found: Recovered, event: Event) -> None:
     match event:
         case Issued():
             found.uids[event.index] = event.uid
-        case Half():
-            found.halves[event.index] = event.trajectories
+        case PartialGroup():
+            found.partial_groups[event.index] = event.trajectories
         case Finished():
             found.finished[event.index] = event
         case Dropped():

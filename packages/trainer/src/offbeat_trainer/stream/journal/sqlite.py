@@ -41,8 +41,8 @@ from offbeat_trainer.stream.journal.events import (
     Event,
     Finished,
     Flipped,
-    Half,
     Issued,
+    PartialGroup,
     Restarted,
     Taken,
     newly_over,
@@ -251,7 +251,7 @@ def to_row(event: Event) -> Row:
     match event:
         case Issued():
             return "issued", event.index, event.version, event.uid, None
-        case Half():
+        case PartialGroup():
             return "half", event.index, None, None, pack(event.trajectories)
         case Finished():
             scores = [(one.reward, one.correct, *([one.parts] if one.parts else [])) for one in event.scores]
@@ -281,7 +281,7 @@ def from_row(row: Row) -> Event:
         case "issued":
             return Issued(index=number, uid=str(detail), version=version or 0)
         case "half":
-            return Half(index=number, trajectories=() if body is None else unpack(body))
+            return PartialGroup(index=number, trajectories=() if body is None else unpack(body))
         case "finished":
             return _finished(number, version or 0, json.loads(detail or "{}"), body)
         case "taken":

@@ -34,12 +34,12 @@ class FanOut:
     """
 
     def __init__(
-        self, reporters: Sequence[Reporter], *, in_words: Callable[[Exception], str] | None = None
+        self, reporters: Sequence[Reporter], *, describe_error: Callable[[Exception], str] | None = None
     ) -> None:
-        """Own `reporters`: closing this closes them. `in_words` says of an error what a person can do about it, or nothing."""
+        """Own `reporters`: closing this closes them. `describe_error` says of an error what a person can do about it, or nothing."""
         self._reporters = list(reporters)
         self._dropped: list[str] = []
-        self._in_words = in_words
+        self._describe_error = describe_error
         self.lost: dict[str, int] = {}
 
     def phase(self, name: str, detail: str = "") -> None:
@@ -85,7 +85,9 @@ class FanOut:
         stays = isinstance(error, OSError) and getattr(reporter, "keeps_trying", False)
         if not stays or name not in self.lost:
             what = "could not write and tries again" if stays else "failed and is dropped"
-            told = (self._in_words and self._in_words(error)) or f"{type(error).__name__}: {error}"
+            told = (
+                self._describe_error and self._describe_error(error)
+            ) or f"{type(error).__name__}: {error}"
             Screen(sys.stderr).write(f"offbeat: {name} {what}, the run goes on: {told}\n")
         self.lost[name] = self.lost.get(name, 0) + counts
         if stays:

@@ -79,8 +79,8 @@ class EngineReplica:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
-    """One life of a replica: who follows a lost one under its name sits in a seat of the next generation.
+class Slot:
+    """One life of a replica: who follows a lost one under its name has a slot of the next generation.
 
     What a call of an old life finds out is therefore never held against the new one.
     """
