@@ -152,7 +152,7 @@ def test_letting_one_group_too_many_in_is_found_out(tmp_path, monkeypatch):
 
 def test_the_count_alone_is_not_enough(tmp_path, monkeypatch):
     """The rule that is published (pace by the number of groups begun) lets a straggler grow too old."""
-    monkeypatch.setattr(StalenessGate, "owed", lambda self, step, outstanding: {})
+    monkeypatch.setattr(StalenessGate, "due", lambda self, step, outstanding: {})
     with pytest.raises(AssertionError, match="seed") as caught:
         check(tmp_path, range(NUM_SCHEDULES))
     assert "can no longer be trained within max_staleness" in str(caught.value.__cause__)
