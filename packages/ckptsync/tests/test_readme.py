@@ -36,8 +36,8 @@ def test_the_example_of_the_readme_runs(run_example):
 @pytest.mark.spawns
 def test_the_example_of_two_processes_runs(run_example):
     lines = sorted(run_example(1).splitlines())
-    served = re.fullmatch(r"replica-0 serves version 1, sum (-?\d+\.\d{3})", lines[0])
-    sent = re.fullmatch(r"version 1 reached \['replica-0'\], sum (-?\d+\.\d{3})", lines[1])
+    served = re.fullmatch(r"replica-0 serves version 3, sum (-?\d+\.\d{3})", lines[0])
+    sent = re.fullmatch(r"version 3 reached \['replica-0'\], sum (-?\d+\.\d{3})", lines[1])
     assert served[1] == sent[1]
 
 

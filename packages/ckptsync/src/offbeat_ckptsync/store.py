@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class Store:
     """One end of a store: `serve` makes the one that holds it, `join` others."""
 
-    def __init__(self, texts: _Table | _Far, host: str, port: int) -> None:
+    def __init__(self, texts: _Table | _Far, host: str, port: int, end: Callable[[], None]) -> None:
         self._texts = texts
+        self._end = weakref.finalize(self, end)
         self.host = host
         self.port = port
 
@@ -34,7 +35,7 @@ class Store:
     def serve(cls, host: str, port: int = 0, *, on_set: Callable[[], None] | None = None) -> Store:
         """Host a store on `port` (0: a free one) of `host`, an address of this machine; nothing else is listened on.
 
-        It ends with this object. `on_set` is called after each text that is set, in any thread.
+        It ends with this object, or by `close`. `on_set` is called after each text that is set, in any thread.
 
         Raises:
             TransferError: `host` is no address of this machine, or the port is taken.
@@ -47,8 +48,7 @@ class Store:
                 f"cannot listen on {host}:{port}: {error}; `host` must be an address of this machine, the port free"
             ) from error
         table = _Table(on_set)
-        store = cls(table, host, int(listener.getsockname()[1]))
-        weakref.finalize(store, table.close, listener)
+        store = cls(table, host, int(listener.getsockname()[1]), lambda: table.close(listener))
         threading.Thread(target=_welcome, args=(table, listener), name="store", daemon=True).start()
         return store
 
@@ -67,9 +67,11 @@ class Store:
                     ) from error
             time.sleep(_AGAIN_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        store = cls(_Far(line, f"{host}:{port}"), host, port)
-        weakref.finalize(store, line.close)
-        return store
+        return cls(_Far(line, f"{host}:{port}"), host, port, line.close)
+
+    def close(self) -> None:
+        """End this end of the store; one that is served ends for all. Harmless a second time."""
+        self._end()
 
     def set(self, key: str, text: str) -> None:
         """Write `text` under `key`; raises `TransferError`, as all that follow, where the store is gone."""

@@ -32,15 +32,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class ModuleSource(WeightSource):
     """The weights of a torch module as a source: parameters and persistent buffers, tied ones under each name once.
 
-    For a model in one process. A sharded engine brings its own source. Let no optimizer step run from `sync` until it returns: the
+    Of a parameter that is a DTensor (FSDP2, `distribute_tensor`) all ranks gather the whole tensor, one at a time. An engine that
+    knows better brings its own source. Let no optimizer step run from `sync` until it returns: the
     tensors are read while they are sent. A step that runs all the same fails the sync, where torch counts its writes (those
     through `parameter.data` it does not count).
     """
 
-    tensors_stay = True  # they are the live ones
-
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
+        self.collective = any(is_distributed(tensor) for _, tensor in owned_tensors(module))
+        self.tensors_stay = not self.collective  # else they are the live ones
 
     def manifest(self) -> Manifest:
         """Return what `tensors` will yield."""
@@ -51,8 +52,9 @@ class ModuleSource(WeightSource):
         return {name: writes_to(tensor) for name, tensor in owned_tensors(self._module)}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors themselves, detached; nothing is copied."""
-        yield from distinct_tensors(self._module)
+        """Yield the tensors themselves, detached, nothing copied; of a DTensor the whole, a collective."""
+        for name, tensor in distinct_tensors(self._module):
+            yield name, tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 class ModuleSink(WeightSink):

@@ -73,6 +73,7 @@ class Membership:
         if not secret:
             raise ValueError("`secret` is empty: anybody could join; share a random one")
         self._store = store
+        self._owns_store = False
         self._secret = secret
         self._config = config
         self._changed: str | None = None  # the word that was there when registrations were last read
@@ -89,7 +90,9 @@ class Membership:
     @classmethod
     def serve(cls, secret: str, config: SyncConfig, *, port: int = 0) -> Membership:
         """Host the store on `config.host`, loopback unless told otherwise; `port` 0 means any."""
-        return cls(Store.serve(config.host, port), secret, config)
+        membership = cls(Store.serve(config.host, port), secret, config)
+        membership._owns_store = True
+        return membership
 
     @property
     def address(self) -> tuple[str, int]:
@@ -156,6 +159,8 @@ class Membership:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in list(self._connections.values()):
             connection.close()
+        if self._owns_store:
+            self._store.close()
 
     def _missing(self, names: list[str]) -> list[str]:
         def is_here(name: str) -> bool:
