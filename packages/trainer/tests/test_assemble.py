@@ -243,6 +243,19 @@ def test_what_cannot_be_assembled_is_refused(groups, temperature, words):
         assemble(groups, targets(groups), temperature=temperature)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
+def test_a_target_leaves_tokens_out_that_would_be_trained(dtype):
+    whole = assemble(GROUPS, targets(GROUPS, Advantage.DR_GRPO), temperature=0.7)
+    last = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 1]], dtype=dtype)
+    some = assemble(GROUPS, {**targets(GROUPS, Advantage.DR_GRPO), "loss_mask": last}, temperature=0.7)
+    assert some["loss_mask"].int().tolist() == [[0, 0, 1, 0, 1], [0] * 5, [0, 1, 0, 0, 0]]
+    assert some["advantages"].tolist() == [[0, 0, 0.5, 0, 0.5], [0] * 5, [0] * 5]
+    assert some["policy_version"].tolist() == [[-1, -1, 3, -1, 5], [-1] * 5, [-1, 3, -1, -1, -1]]
+    assert torch.equal(some["input_ids"], whole["input_ids"])
+    none = assemble(GROUPS, {"loss_mask": torch.tensor([0, 1, 1], dtype=dtype)}, temperature=0.7)
+    assert none["loss_mask"].sum(1).tolist() == [0, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -255,6 +268,12 @@ def test_what_cannot_be_assembled_is_refused(groups, temperature, words):
             {"advantages": torch.tensor([0, 0, math.inf])},
             "target `advantages` of completion 2 .* no finite number",
         ),
+        ({"loss_mask": torch.ones(2)}, r"target `loss_mask` must be \[3\] or \[3, 3\], got \[2\]"),
+        (
+            {"loss_mask": torch.tensor([1, 1, 0.5])},
+            "target `loss_mask` is 1 where .*; completion 2 of the batch has 0.5",
+        ),
+        ({"loss_mask": torch.full((3, 3), math.nan)}, "completion 0 of the batch has nan"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused_by_name(wrong, words):

@@ -105,6 +105,9 @@ class GrpoConfig(PolicyLossConfig):
 
     advantage: Advantage = Advantage.GRPO
     per_turn: bool = False  # trajectories are compared turn by turn; see `turn_advantages`
+    dynamic_sampling: bool = (
+        False  # groups of equal rewards are left out, and others made in their place (arXiv 2503.14476)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,19 @@ def test_a_trial_finds_targets_that_no_batch_can_hold(targets, words, tmp_path):
         trial(cls(config=cls.Config(), step=StepShape(group_size=3)))
 
 
+@pytest.mark.parametrize(
+    ("kept", "words"), [("None", "got None"), ("True", "got True"), ("1 / 0", "division")]
+)
+def test_a_trial_finds_what_is_no_reason_to_leave_a_group_out(kept, words, tmp_path):
+    (tmp_path / "own.py").write_text(
+        f"{HEAD}class Own(Algorithm):\n{ROLES}    def targets(self, groups): return {{}}\n{LEARN}"
+        f"    def keeps(self, group): return {kept}\n"
+    )
+    cls = algorithm_class(f"{tmp_path}/own.py:Own")
+    with pytest.raises((TrainerError, ZeroDivisionError), match=words):
+        trial(cls(config=cls.Config(), step=StepShape(group_size=3)))
+
+
 LOSS = """
 def loss(predictions, batch, scale):
     logprobs_BT = torch.where(batch["loss_mask"], predictions["logprobs"], 0.0)

@@ -56,6 +56,7 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "sync_gb_per_s": 2.0,
         "trained_groups": 0,  # counted as steps are closed
         "dropped_groups": {"reward_raised": 2.0},
+        "left_out_groups": {},
         "unscored_prompts": 3.0,
         "sync_failures": 1.0,
         "fenced_members": 2.0,

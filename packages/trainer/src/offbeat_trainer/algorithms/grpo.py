@@ -17,7 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from offbeat_engine import Refusal
 from offbeat_trainer.algorithms.interface import Algorithm, C_co
-from offbeat_trainer.algorithms.policy_loss import PolicyLoss, policy_loss_bounds
+from offbeat_trainer.algorithms.policy_loss import (
+    PolicyLoss,
+    Surrogate,
+    clipped_surrogate,
+    policy_loss_bounds,
+)
 from offbeat_trainer.config import (
     Advantage,
     AlgorithmConfig,
@@ -254,15 +259,37 @@ class Grpo(GroupPolicyGradient[GrpoConfig]):
         """Return them by `config.advantage`."""
         return compute_advantages(self.config.advantage, rewards_NG)
 
+    def keeps(self, group: Group) -> str:
+        """With `config.dynamic_sampling` leave out groups that teach nothing (DAPO, arXiv 2503.14476, section 3.2)."""
+        if not self.config.dynamic_sampling:
+            return ""
+        earned = {
+            (score.reward, *(turn.reward for turn in one.turns if self.config.per_turn))
+            for one, score in zip(group.trajectories, group.scores, strict=True)
+        }
+        return "flat" if len(earned) < 2 else ""
+
     def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
         """See `Algorithm.targets`; with `config.per_turn` each turn has an advantage of its own."""
         if not self.config.per_turn:
             return super().targets(groups)
         return {"advantages": turn_advantages(groups, self.advantages)}
 
+    def surrogate(self, ratio: torch.Tensor, advantages: torch.Tensor) -> Surrogate:
+        """Return what is minimised, by `ratio` [B, T], which has the gradient, and `advantages` [B, T]: the clipped surrogate.
+
+        An algorithm of one's own may say another; correction, KL, entropy, aggregation and metrics stay around it.
+        """
+        config = self.config
+        return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+
     def loss_fn(self) -> PolicyLoss:
-        """Return the clipped surrogate."""
-        return PolicyLoss(config=self.config, max_completion_tokens=self.step.max_completion_tokens)
+        """Return the surrogate with what stands around it."""
+        return PolicyLoss(
+            config=self.config,
+            max_completion_tokens=self.step.max_completion_tokens,
+            surrogate=self.surrogate,
+        )
 
     def check(self) -> list[Refusal]:
         """See `Algorithm.check`."""

@@ -54,12 +54,21 @@ class Algorithm(ABC, Generic[C_co]):
     def roles(self) -> Mapping[str, RoleSpec]:
         """Return the models it works with, by name. "policy", which generates, is one of them: trained, with head "lm"."""
 
+    def keeps(self, group: Group) -> str:
+        """Return why a scored `group` is left out of training, in a word or two, or nothing to train it. A pure function.
+
+        Another prompt takes its place. It is counted apart from what failed, under its reason.
+        """
+        del group
+        return ""
+
     @abstractmethod
     def targets(self, groups: Sequence[Group]) -> Mapping[str, torch.Tensor]:
         """Return what scored `groups` say is to be learned, as keys of a batch. On the driver; a pure function.
 
         Each is [B], one number per trajectory (of a key per token, every token of the trajectory gets it), or [B, C], one per
         token after the prompt, an environment's included. C is the longest trajectory's; padding on the right is not read.
+        `loss_mask` leaves tokens out that would be trained: 1 where a token stays in, 0 where not.
         """
 
     @abstractmethod

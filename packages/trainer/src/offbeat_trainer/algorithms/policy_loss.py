@@ -6,7 +6,7 @@ How losses of tokens become one number is here, too. B = sequences of a micro-ba
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never, cast
+from typing import TYPE_CHECKING, Protocol, assert_never, cast
 
 import torch
 
@@ -35,12 +35,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """The clipped surrogate per token, to be minimized, and where which bound cut the gradient (bool)."""
+    """A surrogate per token, to be minimized, and where which bound cut the gradient (bool), if it has such bounds."""
 
     loss: torch.Tensor
-    clipped_low: torch.Tensor
-    clipped_high: torch.Tensor
-    clipped_dual: torch.Tensor
+    clipped_low: torch.Tensor | None = None
+    clipped_high: torch.Tensor | None = None
+    clipped_dual: torch.Tensor | None = None
+
+
+class SurrogateFn(Protocol):
+    """What is minimised, of each token; see `Grpo.surrogate`. It travels to the ranks."""
+
+    def __call__(self, ratio: torch.Tensor, advantages: torch.Tensor) -> Surrogate:
+        """Return it for `ratio` and `advantages`, both [B, T]."""
+        ...
 
 
 def importance_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -140,6 +148,8 @@ class PolicyLoss:
     several, give `old_logprobs`, taken before the first. These are the proximal policy of decoupled PPO; with
     `proximal` ROLLOUT the sampler's log-probs take their place, and there is no weight.
 
+    `surrogate` takes the place of the clipped one.
+
     `sums` are shares of means over the step's tokens: added up over micro-batches and ranks they *are* the means.
 
     Raises:
@@ -149,6 +159,7 @@ class PolicyLoss:
 
     config: PolicyLossConfig
     max_completion_tokens: int
+    surrogate: SurrogateFn | None = None
 
     def __post_init__(self) -> None:
         for name, told in policy_loss_bounds(self.config):
@@ -177,17 +188,12 @@ class PolicyLoss:
         sampler_BT = _optional(batch, "rollout_logprobs")
         old_BT = self._sampler(sampler_BT) if config.proximal is Proximal.ROLLOUT else trainer_BT
         ratio_BT = importance_ratio(logprobs_BT, old_BT)
-        surrogate = clipped_surrogate(
-            ratio_BT, self._advantages(batch), config.clip_low, config.clip_high, config.dual_clip
-        )
+        surrogate = self._surrogate(ratio_BT, self._advantages(batch))
         token_loss_BT = surrogate.loss
-        sums = {
-            "policy/clip_low_fraction": surrogate.clipped_low,
-            "policy/clip_high_fraction": surrogate.clipped_high,
-            "policy/clip_dual_fraction": surrogate.clipped_dual,
-            # KL(old || policy), sampled from old: the roles of k3's two policies are swapped.
-            "policy/approx_kl_nats": k3(logprobs_BT - old_BT),
-        }
+        cuts = {"low": surrogate.clipped_low, "high": surrogate.clipped_high, "dual": surrogate.clipped_dual}
+        sums = {f"policy/clip_{name}_fraction": cut_BT for name, cut_BT in cuts.items() if cut_BT is not None}
+        # KL(old || policy), sampled from old: the roles of k3's two policies are swapped.
+        sums["policy/approx_kl_nats"] = k3(logprobs_BT - old_BT)
         maxes = {"policy/ratio_max": ratio_BT}
         weight_BT = torch.ones_like(trainer_BT)
         if sampler_BT is not None:
@@ -212,6 +218,12 @@ class PolicyLoss:
             },
             maxes={key: peak(inside(value.detach(), mask_BT)) for key, value in maxes.items()},
         )
+
+    def _surrogate(self, ratio_BT: torch.Tensor, advantages_BT: torch.Tensor) -> Surrogate:
+        if self.surrogate is not None:
+            return self.surrogate(ratio_BT, advantages_BT)
+        config = self.config
+        return clipped_surrogate(ratio_BT, advantages_BT, config.clip_low, config.clip_high, config.dual_clip)
 
     def _weigh(
         self,

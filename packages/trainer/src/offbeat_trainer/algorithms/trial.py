@@ -57,6 +57,11 @@ def trial(algorithm: Algorithm[AlgorithmConfig]) -> bool:
         return True  # it makes batches of a task's rows, and these are not known here
     names = [f"group {index}" for index in range(2 * algorithm.step.updates_per_step)]
     groups = [_group(uid, algorithm.step.group_size) for uid in names]
+    for group in groups:
+        if not isinstance(why := algorithm.keeps(group), str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TrainerError(
+                f"`keeps` returns why a group is left out, or an empty text to train it, got {why!r:.80}"
+            )
     batch = assemble(groups, algorithm.targets(groups), temperature=1.0)
     specs = algorithm.roles().items()
     engines = {name: _RandomEngine(spec.head, seed) for seed, (name, spec) in enumerate(specs)}

@@ -48,7 +48,7 @@ def assemble(
     """Return one training batch on the CPU, sequences in the order of `groups` and of their trajectories.
 
     Right-padded with 0. `loss_mask` covers the tokens that a policy sampled, those that ended a turn included, and leaves out
-    what an environment said. What was aborted trains the tokens it has; an empty trajectory stays in the batch (rows keep
+    what an environment said, and what a target `loss_mask` says. What was aborted trains the tokens it has; an empty trajectory stays in the batch (rows keep
     matching trajectories) and contributes no loss token.
 
     Keys: input_ids, lengths, loss_mask, rollout_logprobs, policy_version (`NO_VERSION` outside the mask), temperature,
@@ -80,7 +80,11 @@ def assemble(
         _check_logprobs(groups, logprobs_BT)
     frame["loss_mask"] = torch.from_numpy(versions_BT != NO_VERSION)
     sizes_N = torch.tensor([len(group.trajectories) for group in groups])
-    places = (torch.from_numpy(after_BT), frame["loss_mask"])
+    targets, after = dict(targets), torch.from_numpy(after_BT)
+    if (kept := targets.pop("loss_mask", None)) is not None:
+        frame["loss_mask"] &= _kept(kept, after, frame["loss_mask"])
+        versions_BT[~frame["loss_mask"].numpy()] = NO_VERSION
+    places = (after, frame["loss_mask"])
     return train_batch(
         **frame,
         **{key: _placed(key, target, *places) for key, target in targets.items()},
@@ -117,6 +121,19 @@ def _routed_experts(
             )
         experts_BTK[row, : len(experts)] = experts.reshape(len(experts), -1)
     return {"routed_experts": torch.from_numpy(experts_BTK)}
+
+
+def _kept(target: torch.Tensor, after_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return which of the tokens under `mask_BT` the target `loss_mask` leaves in."""
+    placed = _placed("loss_mask", target, after_BT, mask_BT)
+    other = (target != 0) & (target != 1)
+    if other.any():
+        row = int(other.reshape(len(target), -1).any(1).nonzero()[0])
+        raise TrainerError(
+            "target `loss_mask` is 1 where a token is trained and 0 where it is left out; completion "
+            f"{row} of the batch has {target[row][other[row]].flatten()[0].item():g}"
+        )
+    return placed
 
 
 def _placed(key: str, target: torch.Tensor, after_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from offbeat_trainer.stream.producer import RETRIED, training_params, tried_agai
 from offbeat_trainer.stream.stream import due, sync_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from offbeat_trainer.data.types import Group
     from offbeat_trainer.interface import OfflinePolicy, Policy
@@ -31,6 +31,7 @@ STEP_PHASES = ("generate", "reward", "train", "sync")
 ACCURACY = "accuracy/validation"
 VALIDATION = "reward/validation"
 DROPPED = "buffer/dropped_"  # metrics that count, by reason; see `GroupStream.metrics`
+LEFT_OUT = "buffer/left_out_"
 NUM_SHOWN = 4
 FEW_STEPS = 5
 _APART_NATS = 0.3  # a token in the mean; rounding in bfloat16 comes to 0.01, by flipped experts to 0.05
@@ -69,6 +70,7 @@ class Outcome:
     dropped_groups: dict[str, float] = field(
         default_factory=dict[str, float]
     )  # since the run began, by reason
+    left_out_groups: dict[str, float] = field(default_factory=dict[str, float])  # by the algorithm, as above
     unscored_prompts: float = 0  # held-out ones, of all validations of this process
     sync_failures: float = 0  # tries that failed before one that did not
     fenced_members: float = 0  # replicas that syncs went on without, counted each time
@@ -95,10 +97,7 @@ class Outcome:
         self.take_seconds(seconds)
         if not values.get("staleness/max"):  # of older tokens it is mostly their age
             self._compare(step, values)
-        dropped = [key for key in values if key.startswith(DROPPED)]
-        self.dropped_groups = {
-            key.removeprefix(DROPPED).removesuffix("_groups"): values[key] for key in dropped
-        }
+        self.dropped_groups, self.left_out_groups = _by_reason(values, DROPPED), _by_reason(values, LEFT_OUT)
         if "sync/gb_per_s" in values:  # not every step of an asynchronous run has a sync
             self.syncs += 1
             self.sync_gb_per_s += values["sync/gb_per_s"]
@@ -151,6 +150,7 @@ class Outcome:
             "sync_gb_per_s": self.sync_gb_per_s / self.syncs if self.syncs else None,
             "trained_groups": self.trained_groups,
             "dropped_groups": self.dropped_groups,
+            "left_out_groups": self.left_out_groups,
             "unscored_prompts": self.unscored_prompts,
             "sync_failures": self.sync_failures,
             "fenced_members": self.fenced_members,
@@ -159,6 +159,15 @@ class Outcome:
             "warmup_s": self.warmup_s,
             "where_time_went": self.where_time_went,
         }
+
+
+def _by_reason(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the metrics that begin with `prefix`, by the reason in their names."""
+    return {
+        key.removeprefix(prefix).removesuffix("_groups"): value
+        for key, value in values.items()
+        if key.startswith(prefix)
+    }
 
 
 async def open_run(parts: Parts, outcome: Outcome, start: int) -> None:

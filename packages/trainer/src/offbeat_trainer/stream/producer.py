@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FAILED = "failed"
+LEFT_OUT = "left out "
+"""Begins the reasons of groups that were dropped because `Algorithm.keeps` said so."""
+REFILLS = 10
+"""How many times the prompts of a step may be left out in a row before a run ends: it would go through its data for nothing."""
 REFUSED = "refused"
 
 # What a group may fail with without its being the run's fault: it is tried again, elsewhere if there is an elsewhere.
@@ -115,6 +119,7 @@ class Producer:
         self._failures = 0  # in a row
         self._failing_since_s = 0.0
         self._works = False  # a group came through
+        self._left_out = 0  # in a row
         self._tasks: set[asyncio.Task[None]] = set()
         self._groups: dict[int, asyncio.Task[None]] = {}
 
@@ -177,10 +182,27 @@ class Producer:
             group = await self._complete(index, prompt, begun, version)
             if group is not None:
                 self._failures, self._works = 0, True
-                self._buffer.finish(index, group)
+                self._finish(index, group)
                 self._parts.watchdog.progress(GENERATION, f"finished group {index}")
         finally:
             self._groups.pop(index, None)
+
+    def _finish(self, index: int, group: Group) -> None:
+        """Put a scored group into the buffer, unless the algorithm leaves it out."""
+        why = self._parts.algorithm.keeps(group)
+        if not why:
+            self._left_out = 0
+            self._buffer.finish(index, group)
+            return
+        self._left_out += 1
+        log.debug("the group of prompt %r is left out: %s", group.prompt.uid, why)
+        self._buffer.drop(index, LEFT_OUT + why)
+        if self._left_out >= REFILLS * self._parts.loop.prompts_per_step:
+            raise TrainerError(
+                f"the algorithm left {self._left_out} groups in a row out of training, the last as {why!r}: there is nothing to learn "
+                "from these prompts. Take some that are right now and then, more completions of each (trainer.group_size), or let the "
+                "algorithm keep such groups (algorithm.dynamic_sampling=false)"
+            )
 
     async def _complete(
         self, index: int, prompt: Prompt, begun: tuple[Trajectory, ...], version: int

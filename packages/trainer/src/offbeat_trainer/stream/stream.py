@@ -18,7 +18,7 @@ from offbeat_trainer.rollouts.single import SingleTurn
 from offbeat_trainer.stream.buffer import GroupBuffer
 from offbeat_trainer.stream.gate import StalenessGate, version_of
 from offbeat_trainer.stream.journal.events import Flipped, PartialGroup, Restarted, recover
-from offbeat_trainer.stream.producer import Producer, training_params
+from offbeat_trainer.stream.producer import LEFT_OUT, Producer, training_params
 from offbeat_trainer.watch.timeline import GENERATION, TAIL_SHARE, now_s
 
 if TYPE_CHECKING:
@@ -147,6 +147,12 @@ async def open_stream(parts: Parts, mode: AsyncConfig, start: int) -> AsyncGener
             yield stream
     finally:
         await stream.stop()
+
+
+def _counted_as(reason: str) -> str:
+    """Return the name of the metric that counts groups given up for `reason`."""
+    kind = "" if reason.startswith(LEFT_OUT) else "dropped "
+    return f"buffer/{kind}{reason}_groups".replace(" ", "_")
 
 
 class GroupStream:
@@ -308,10 +314,7 @@ class GroupStream:
             Metric("buffer/running_groups", Last(buffer.running)),
             Metric("buffer/issued_groups", Last(buffer.issued)),
             Metric("buffer/consumed_groups", Last(buffer.consumed)),
-            *(
-                Metric(f"buffer/dropped_{reason.replace(' ', '_')}_groups", Last(count))
-                for reason, count in buffer.dropped.items()
-            ),
+            *(Metric(_counted_as(reason), Last(count)) for reason, count in buffer.dropped.items()),
             Metric("generation/lost_replicas", Last(len(self._parts.timeline.lost))),
             *self._parts.timeline.metrics(),
         ]

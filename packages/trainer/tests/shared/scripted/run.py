@@ -37,6 +37,8 @@ from scripted.virtual import run_virtual
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from offbeat_trainer.algorithms.interface import Algorithm
+    from offbeat_trainer.config import AlgorithmConfig
     from offbeat_trainer.interface import Rollout, Scorer
     from offbeat_trainer.rollouts.environment import Environment
     from offbeat_trainer.stream.journal.events import Journal
@@ -63,6 +65,7 @@ class ScriptedRun:
     asynchrony: AsyncConfig = field(default_factory=AsyncConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     seed: int = 7
+    algorithm: Algorithm[AlgorithmConfig] = field(default_factory=lambda: Grpo(config=GrpoConfig()))
     max_tokens: int = 12
     train_s: Callable[[int], float] = _one_second
     sync_s: float = 0.05
@@ -102,7 +105,7 @@ class ScriptedRun:
             store=RunStore(self.folder / "state", keep=self.loop.keep_checkpoints),
             seed=self.seed,
             loop=self.loop,
-            algorithm=Grpo(config=GrpoConfig()),
+            algorithm=self.algorithm,
             sampling=SamplingConfig(max_tokens=self.max_tokens),
             stop=self.stop,
             asynchrony=self.asynchrony,

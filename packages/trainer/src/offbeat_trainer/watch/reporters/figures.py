@@ -211,7 +211,8 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
         ("reward", _change(values, "reward_first", "reward_last", number)),
         ("held-out loss", _change(values, "loss_before", "loss_after", number)),
         ("steps", _one(values, "steps", lambda value: f"{value:.0f}")),
-        ("dropped", _dropped(values)),
+        ("dropped", _given_up(values, "dropped_groups", "yellow")),
+        ("left out", _given_up(values, "left_out_groups", "")),
         ("not scored", _mishap(values, {"unscored_prompts": "held-out prompts"})),
         ("wall", _wall(values)),
         ("speed", _one(values, "tokens_per_s", lambda value: f"{number(value)} tokens/s")),
@@ -245,20 +246,18 @@ def _said(values: Mapping[str, object], key: str) -> Text | None:
     return Text("\n".join(map(visible, value.splitlines()))) if isinstance(value, str) and value else None
 
 
-def _dropped(values: Mapping[str, object]) -> Text | None:
-    """Say how many groups were dropped and why: what is left is no sample of all prompts any more."""
+def _given_up(values: Mapping[str, object], key: str, style: str) -> Text | None:
+    """Say how many groups were given up and why: what is left is no sample of all prompts any more."""
     by_reason = {
         reason.replace("_", " "): count
-        for reason, count in cast("Mapping[str, float]", values.get("dropped_groups") or {}).items()
+        for reason, count in cast("Mapping[str, float]", values.get(key) or {}).items()
         if count
     }
     if not by_reason:
         return None
     reasons = ", ".join(f"{reason} {count:.0f}" for reason, count in by_reason.items())
     total = sum(by_reason.values())
-    return Text(
-        f"{total:.0f} groups for {values.get('trained_groups', 0)} trained: {reasons}", style="yellow"
-    )
+    return Text(f"{total:.0f} groups for {values.get('trained_groups', 0)} trained: {reasons}", style=style)
 
 
 def _lost_replicas(values: Mapping[str, object]) -> Text | None:

@@ -1,0 +1,127 @@
+"""The algorithms under examples/ against their papers' formulas, in plain Python, and whole runs of them."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from offbeat_engine import LossScale
+from offbeat_engine.testing import random_batch
+from offbeat_recipes.cli._hydra import compose_run
+from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
+from offbeat_recipes.testing import Command
+from offbeat_rollout import Completion, Finish
+from offbeat_trainer.data.assemble import assemble
+from offbeat_trainer.data.types import Group, Prompt, Score, Trajectory
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+NAMES = {"cispo": "Cispo", "dapo": "Dapo", "reinforce_pp": "ReinforcePlusPlus"}
+RUN_TIMEOUT_S = 1200.0
+
+
+def setting(name):
+    return f"algorithm={EXAMPLES / name}.py:{NAMES[name]}"
+
+
+def made(name, *settings):
+    return algorithm_of(compose_run([setting(name), *settings]))
+
+
+def group(uid, rewards, finishes=None):
+    return Group(
+        prompt=Prompt(uid=uid, text="", token_ids=(1, 2)),
+        trajectories=tuple(
+            Trajectory.of(
+                Completion.of(
+                    request_id=f"{uid}/{index}",
+                    token_ids=(3,) * (index + 1),
+                    logprobs=(-1.0,) * (index + 1),
+                    policy_versions=(1,) * (index + 1),
+                    finish=finish,
+                )
+            )
+            for index, finish in enumerate(finishes or [Finish.STOP] * len(rewards))
+        ),
+        scores=tuple(Score(reward=reward, correct=None) for reward in rewards),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_short_and_passes_the_trial(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
+    for mode in ("sync", "fully_async"):
+        assert made(name, f"mode={mode}").check() == []
+        assert algorithm_refusals(compose_run([setting(name), f"mode={mode}"])) == ([], True)
+
+
+def test_cispo_is_the_policy_gradient_with_a_weight_that_ends_at_its_bound():
+    loss_fn = made("cispo", "algorithm.clip_high=0.2").loss_fn()
+    batch = random_batch(8)
+    mask_BT, noise = batch["loss_mask"], torch.Generator().manual_seed(0)
+    new_BT, old_BT = (-torch.rand(mask_BT.shape, generator=noise) for _ in range(2))
+    new_BT.requires_grad_()
+    batch["old_logprobs"] = old_BT
+    advantages_B = torch.linspace(-1, 1, 8)
+    batch["advantages"] = torch.where(mask_BT, advantages_B[:, None], 0.0)
+    num_tokens, cut = int(mask_BT.sum()), 0
+    wanted_BT = torch.zeros_like(old_BT)
+    for b, t in mask_BT.nonzero().tolist():
+        ratio = math.exp(float(new_BT[b, t].detach() - old_BT[b, t]))
+        cut += ratio > 1.2
+        wanted_BT[b, t] = -min(ratio, 1.2) * float(advantages_B[b]) / num_tokens
+    batch = batch.exclude("rollout_logprobs") if "rollout_logprobs" in batch else batch
+    scale = LossScale(num_tokens=num_tokens, num_sequences=8)
+    output = loss_fn(TensorDict({"logprobs": new_BT}, batch_size=[8]), batch, scale)
+    output.loss.backward()
+    torch.testing.assert_close(new_BT.grad, wanted_BT)
+    assert 0 < cut < num_tokens
+    assert float(output.sums["policy/clip_high_fraction"]) == pytest.approx(cut / num_tokens)
+    assert "policy/clip_low_fraction" not in output.sums
+
+
+def test_dapo_leaves_out_flat_groups_and_what_was_cut_off():
+    dapo = made("dapo")
+    assert [dapo.keeps(group("p", rewards)) for rewards in ((1, 1), (0, 0), (0, 1))] == ["flat", "flat", ""]
+    assert made("dapo", "algorithm.dynamic_sampling=false").keeps(group("p", (1, 1))) == ""
+    groups = [
+        group("p", (0, 1), (Finish.LENGTH, Finish.STOP)),
+        group("q", (1, 0), (Finish.STOP, Finish.LENGTH)),
+    ]
+    batch = assemble(groups, dapo.targets(groups), temperature=1.0)
+    assert batch["loss_mask"].sum(1).tolist() == [0, 2, 1, 0]
+    plain = algorithm_of(compose_run([])).targets(groups)["advantages"]
+    assert torch.equal(dapo.targets(groups)["advantages"], plain)
+
+
+def test_reinforce_plus_plus_compares_rewards_over_the_whole_batch():
+    algorithm = made("reinforce_pp", "trainer.group_size=1")
+    rewards = [0.0, 1.0, 5.0, 2.0]
+    mean = sum(rewards) / 4
+    std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / 4)
+    advantages = algorithm.targets([group(str(reward), (reward,)) for reward in rewards])["advantages"]
+    assert advantages.tolist() == pytest.approx([(reward - mean) / std for reward in rewards])
+    assert algorithm.targets([group("p", (2.0, 2.0))])["advantages"].tolist() == [0, 0]
+    assert algorithm.check() == []
+    assert made("dapo", "trainer.group_size=1").check() != []
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+@pytest.mark.parametrize("name", NAMES)
+def test_each_learns_to_add(name, tmp_path, shared_ray):
+    folder = tmp_path / "run"
+    words = [
+        "task=arithmetic",
+        setting(name),
+        "rollout=hf",
+        shared_ray,
+        "trainer.steps=40",
+        f"run_dir={folder}",
+    ]
+    Command("train", words, tmp_path / "said" / "train").succeed(RUN_TIMEOUT_S)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
+    assert bool(summary["left_out_groups"]) is (name == "dapo")
