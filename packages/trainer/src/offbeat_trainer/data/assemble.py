@@ -80,14 +80,13 @@ def assemble(
         _check_logprobs(groups, logprobs_BT)
     frame["loss_mask"] = torch.from_numpy(versions_BT != NO_VERSION)
     sizes_N = torch.tensor([len(group.trajectories) for group in groups])
-    targets, after = dict(targets), torch.from_numpy(after_BT)
-    if (kept := targets.pop("loss_mask", None)) is not None:
-        frame["loss_mask"] &= _kept(kept, after, frame["loss_mask"])
-        versions_BT[~frame["loss_mask"].numpy()] = NO_VERSION
-    places = (after, frame["loss_mask"])
+    places = (torch.from_numpy(after_BT), frame["loss_mask"])
+    if "loss_mask" in targets:
+        places[1].logical_and_(_kept(targets["loss_mask"], *places))
+        versions_BT[~places[1].numpy()] = NO_VERSION
     return train_batch(
         **frame,
-        **{key: _placed(key, target, *places) for key, target in targets.items()},
+        **{key: _placed(key, target, *places) for key, target in targets.items() if key != "loss_mask"},
         rollout_logprobs=torch.from_numpy(logprobs_BT),
         policy_version=torch.from_numpy(versions_BT),
         temperature=torch.full((len(trajectories),), temperature, dtype=torch.float32),
