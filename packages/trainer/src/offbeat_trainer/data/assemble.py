@@ -79,18 +79,17 @@ def assemble(
         versions_BT[after_BT] = versions_of(trajectories)
         _check_logprobs(groups, logprobs_BT)
     frame["loss_mask"] = torch.from_numpy(versions_BT != NO_VERSION)
-    sizes_N = torch.tensor([len(group.trajectories) for group in groups])
     places = (torch.from_numpy(after_BT), frame["loss_mask"])
     if "loss_mask" in targets:
-        places[1].logical_and_(_kept(targets["loss_mask"], *places))
-        versions_BT[~places[1].numpy()] = NO_VERSION
+        frame["loss_mask"] &= _kept(targets["loss_mask"], *places)  # in place: `places` have it too
+    versions_BT[~frame["loss_mask"].numpy()] = NO_VERSION
     return train_batch(
         **frame,
         **{key: _placed(key, target, *places) for key, target in targets.items() if key != "loss_mask"},
         rollout_logprobs=torch.from_numpy(logprobs_BT),
         policy_version=torch.from_numpy(versions_BT),
         temperature=torch.full((len(trajectories),), temperature, dtype=torch.float32),
-        group=torch.repeat_interleave(torch.arange(len(groups)), sizes_N),
+        group=torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories]),
         **_routed_experts(trajectories, frame),
     )
 
