@@ -51,10 +51,9 @@ def assemble(
     what an environment said, and what a target `loss_mask` says. What was aborted trains the tokens it has; an empty trajectory stays in the batch (rows keep
     matching trajectories) and contributes no loss token.
 
-    Keys: input_ids, lengths, loss_mask, rollout_logprobs, policy_version (`NO_VERSION` outside the mask), temperature,
-    group (index into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask. Where the sampler
-    recorded them, `routed_experts`: of prompts and of what followed, -1 for each sequence's last token, which was sampled and
-    routed nowhere, for padding, and for a completion without tokens, which tells none.
+    Keys: input_ids, lengths, loss_mask, rollout_logprobs, policy_version (`NO_VERSION` outside the mask), temperature, group (index
+    into `groups`), and those of `targets`, see `Algorithm.targets`; they are zero outside the mask. Where it was recorded,
+    `routed_experts`: -1 for each sequence's last token, for padding, and for a completion without tokens, which were routed nowhere.
 
     Raises:
         TrainerError: no groups, an empty prompt, `temperature` <= 0, a target that is unknown, of another shape, or no
