@@ -1,0 +1,242 @@
+"""What a run folder holds, as plain values: a run that ended, is at work, was killed, or is of another version.
+
+Everything is optional but that it is a run folder; what is not there is said in `Run.notes`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, cast
+
+import yaml
+
+from offbeat_recipes.errors import RunFolderError, SettingError
+from offbeat_recipes.report.trace import read_trace
+from offbeat_recipes.settings.reading import parse, to_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+STEP_PHASES = ("generate", "reward", "train", "sync")
+_OWN = ("run_dir", "name", "resume", "report.")  # settings that tell nothing of what a run does
+_SECTIONS = ("mode", "engine", "rollout", "algorithm")
+_ROW = {"step": 0, "title": "", "uid": "", "prompt": "", "completion": "", "num_tokens": 0, "finish": ""}
+_WENT_BY = re.compile(r" version (\d+) went by (.*)")
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One run. `series` has a value, or None, of each metric for each of `steps`.
+
+    `state` is "done", "stopped", "failed", "running" or "ended early". `settings` are (path, value, default) where those differ;
+    `defaults_known` says whether they could be compared. `rows` are completions, newest last. `timeline` is that of `read_trace`.
+    """
+
+    name: str
+    state: str = "ended early"
+    notes: list[str] = field(default_factory=list[str])
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    steps: list[int] = field(default_factory=list[int])
+    series: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    config: dict[str, object] = field(default_factory=dict[str, object])
+    settings: list[tuple[str, object, object]] = field(default_factory=list[tuple[str, object, object]])
+    defaults_known: bool = True
+    machine: dict[str, Any] = field(default_factory=dict[str, Any])
+    went_by: list[str] = field(default_factory=list[str])
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    timeline: dict[str, Any] | None = None
+
+
+def collect(path: Path) -> Run:
+    """Return what the run folder at `path` holds. Nothing in it is changed, and no lock is taken.
+
+    Raises:
+        RunFolderError: it is no run folder.
+    """
+    known = [name for name in ("config.yaml", "metrics.jsonl", "summary.json") if (path / name).is_file()]
+    if "config.yaml" not in known and len(known) < 2:
+        raise RunFolderError(
+            f"{path} is no run folder: it has no config.yaml, which every run writes first; give runs/<name>"
+        )
+    run = Run(name=path.resolve().name)
+    _read_settings(run, path)
+    _read_metrics(run, path / "metrics.jsonl")
+    run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
+    run.machine = _read_json(run, path / "machine.json", "versions and hardware are not known")
+    run.state = _state(run, path)
+    run.rows = [row for row in map(_row, _lines(run, path / "samples.jsonl")) if row is not None]
+    if not run.rows:
+        run.notes.append("samples.jsonl holds no completions: see trainer.sample_every")
+    run.timeline = read_trace(path / "trace.json")
+    if run.timeline is None:
+        run.notes.append("trace.json is missing or empty: no timeline")
+    run.went_by = _transports(path / "logs" / "driver.log")
+    return run
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested settings by dotted path."""
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(cast("dict[str, object]", value), f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def told_settings(run: Run) -> dict[str, object]:
+    """Return the settings of `run` by path, without those that say only where it lies and what it is called."""
+    return {key: value for key, value in flatten(run.config).items() if not key.startswith(_OWN)}
+
+
+def _read_settings(run: Run, path: Path) -> None:
+    try:
+        held: object = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        held = None
+        run.notes.append(f"config.yaml cannot be read ({type(error).__name__}): the settings are not known")
+    if not isinstance(held, dict):
+        return
+    run.config = cast("dict[str, object]", held)
+    run.name = str(run.config.get("name") or run.name)
+    defaults = _defaults(run.config)
+    run.defaults_known = defaults is not None
+    if defaults is None:
+        run.notes.append("its settings are of another version of Offbeat: all are listed")
+    before = {} if defaults is None else defaults
+    run.settings = [
+        (key, value, before.get(key))
+        for key, value in told_settings(run).items()
+        if key not in before or before[key] != value
+    ]
+
+
+def _defaults(config: Mapping[str, object]) -> dict[str, object] | None:
+    """Return the settings by path that a run of this task, mode, engine and algorithm has by itself; None: of another version."""
+    names = {name: _name_in(config.get(name)) for name in (*_SECTIONS, "task")}
+    raw: dict[str, Any] = {}
+    recipe = files("offbeat_recipes") / "conf" / "task" / f"{names['task']}.yaml"
+    if recipe.is_file():
+        raw = cast("dict[str, Any]", yaml.safe_load(recipe.read_text(encoding="utf-8")))
+    for section, name in names.items():
+        raw[section] = {**raw.get(section, {}), **({"name": name} if name else {})}
+    try:
+        return flatten(json.loads(json.dumps(to_dict(parse(raw)))))
+    except SettingError:
+        return None
+
+
+def _name_in(section: object) -> str:
+    return str(cast("dict[str, object]", section).get("name", "")) if isinstance(section, dict) else ""
+
+
+def _read_metrics(run: Run, path: Path) -> None:
+    """Fill in steps and series; of a step that is there twice the later line counts."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in _lines(run, path):
+        if isinstance(line.get("step"), int):
+            by_step[line["step"]] = line
+    run.steps = sorted(by_step)
+    lines = [by_step[step] for step in run.steps]
+    for key in sorted({key for line in lines for key in line} - {"step", "time_s"}):
+        run.series[key] = [_finite(line.get(key)) for line in lines]
+    if not lines:
+        run.notes.append("metrics.jsonl holds no finished step")
+    elif "tokens/generated" in run.series:
+        run.series["tokens/per_s"] = [_speed(line) for line in lines]
+
+
+def _finite(value: object) -> float | None:
+    """Return a number of at most six digits, as JSON has it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _speed(line: Mapping[str, Any]) -> float | None:
+    seconds = sum(_finite(line.get(f"time/{name}_s")) or 0.0 for name in STEP_PHASES)
+    tokens = _finite(line.get("tokens/generated"))
+    return _finite(tokens / seconds) if tokens is not None and seconds else None
+
+
+def _read_json(run: Run, path: Path, without: str) -> dict[str, Any]:
+    try:
+        held: object = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(held, dict):
+            return cast("dict[str, Any]", held)
+        run.notes.append(f"{path.name} holds no mapping: {without}")
+    except FileNotFoundError:
+        run.notes.append(f"{path.name} is missing: {without}")
+    except (OSError, ValueError) as error:
+        run.notes.append(f"{path.name} cannot be read ({type(error).__name__}): {without}")
+    return {}
+
+
+def _lines(run: Run, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, one a line; torn and foreign lines are counted in a note."""
+    num_bad = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    value: object = json.loads(line)
+                except ValueError:
+                    value = None
+                if isinstance(value, dict):
+                    yield cast("dict[str, Any]", value)
+                else:
+                    num_bad += bool(line.strip())
+    except OSError:
+        run.notes.append(f"{path.name} is missing")
+    if num_bad:
+        run.notes.append(f"{path.name}: {num_bad} line(s) are torn or no JSON, and left out")
+
+
+def _row(line: dict[str, Any]) -> dict[str, Any] | None:
+    if not isinstance(line.get("completion"), str):
+        return None
+    row = {key: line[key] if type(line.get(key)) is type(empty) else empty for key, empty in _ROW.items()}
+    correct = line.get("correct")
+    return {
+        **row,
+        "reward": _finite(line.get("reward")),
+        "correct": correct if isinstance(correct, bool) else None,
+        "turns": line.get("turns"),
+    }
+
+
+def _state(run: Run, path: Path) -> str:
+    if _is_locked(path / ".lock"):
+        return "running"
+    if not run.summary:
+        return "ended early"
+    if run.summary.get("error"):
+        return "failed"
+    return "stopped" if run.summary.get("interrupted") else "done"
+
+
+def _is_locked(lock: Path) -> bool:
+    """Return whether another process of this machine holds `lock`. Taking it to see would stop a run that starts just now."""
+    try:
+        inode, table = lock.stat().st_ino, lock.parent.joinpath("/proc/locks").read_text(encoding="ascii")
+        own = lock.parent.joinpath("/proc/self").resolve().name
+    except OSError:
+        return False
+    held = [words for line in table.splitlines() if len(words := line.split()) > 5 and words[1] == "FLOCK"]
+    return any(words[5].endswith(f":{inode}") and words[4] != own for words in held)
+
+
+def _transports(log: Path) -> list[str]:
+    """Return by which transport weights went, from which version on, and why."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            found = [match for line in file if (match := _WENT_BY.search(line))]
+    except OSError:
+        return []
+    return [f"from version {match[1]} by {match[2]}" for match in found]

@@ -1,0 +1,62 @@
+"use strict";
+// What all parts of the page share: making elements (text is never markup), numbers for people, data, colours.
+
+const $ = (selector, root = document) => root.querySelector(selector);
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (name === "style") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+// As `replaceChildren`, of lists within lists, without what is nothing.
+const replace = (element, ...children) => (element.replaceChildren(), fill(element, {}, children));
+const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+const svg = (tag, attributes, ...children) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "·";
+  const size = Math.abs(value);
+  for (const [unit, name] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
+    if (size >= unit * 0.9995 && (unit > 1e3 || size >= 9999.5)) return `${(value / unit).toPrecision(3)} ${name}`;
+  if (Number.isInteger(value)) return String(value);
+  if (size >= 100) return value.toFixed(0);
+  if (size >= 0.001) return String(Number(value.toPrecision(3)));
+  return value.toExponential(1).replace("e-", "e−");
+}
+function clock(seconds) {
+  if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
+  const [hours, minutes, rest] = [Math.floor(seconds / 3600), Math.floor((seconds % 3600) / 60), Math.floor(seconds % 60)];
+  const two = (value) => String(value).padStart(2, "0");
+  return hours ? `${hours} h ${two(minutes)} min` : `${minutes} min ${two(rest)} s`;
+}
+function format(value, unit) {
+  if (value === null || value === undefined) return "·";
+  if (unit === "fraction") return `${Number((value * 100).toPrecision(3))} %`;
+  if (unit === "s") return value >= 60 ? clock(value) : `${number(value)} s`;
+  if (unit === "bytes") return `${number(value)}B`;
+  return number(value) + (unit ? ` ${unit}` : "");
+}
+const axis = (value, unit) => (unit === "fraction" ? format(value, unit) : number(value).replace(" ", ""));
+const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+
+// Phases have the same colour in every chart; other series take them in turn.
+const PHASES = { generate: 0, train: 1, sync: 2, reward: 3, validate: 4, evaluate: 4, save: 5, drain: 6, paused: 6 };
+const colour = (index) => `var(--c${index % 8})`;
+const phaseColour = (name, index = 7) => colour(PHASES[name] ?? index);
+const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// Blocks of compressed JSON: of the page itself, or, of a live one, as they came with the newest data.
+let blocks = null;
+async function block(name) {
+  const text = blocks ? blocks[name] : $(`script[data-block="${name}"]`)?.textContent;
+  if (!text) return null;
+  const bytes = Uint8Array.from(atob(text.trim()), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).json();
+}

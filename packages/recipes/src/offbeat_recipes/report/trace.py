@@ -1,0 +1,104 @@
+"""The trace of a run, made fit to draw: a lane for the trainer, each replica, generation, the buffer and the sync."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MAX_EVENTS = 80_000
+"""Of a longer trace the end is drawn."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    spans: list[tuple[float, float, str, str]] = field(default_factory=list[tuple[float, float, str, str]])
+    marks: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    curve: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    level: float = 0.0
+    under_way: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def read_trace(path: Path) -> dict[str, Any] | None:
+    """Return the trace at `path` as lanes, in milliseconds since its first event; None where nothing is there to draw.
+
+    A lane has `spans` (start, duration, name, detail), `marks` (time, name) and a `curve` (time, value): how many groups or
+    requests are under way, or a counter. `cut` says that only the end of the trace is in it. Torn lines are passed over.
+    """
+    names: dict[object, str] = {}
+    newest: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+    count = 0
+    for event in _objects(path):
+        if event.get("name") == "thread_name":
+            names[event.get("tid")] = str((event.get("args") or {}).get("name", ""))
+        elif isinstance(event.get("ts"), int | float):
+            newest.append(event)
+            count += 1
+    if not newest:
+        return None
+    events = sorted(newest, key=lambda event: float(event["ts"]))
+    begin = float(events[0]["ts"])
+    lanes: dict[str, _Lane] = {}
+    end = begin
+    for event in events:
+        at = float(event["ts"])
+        end = max(end, at + float(event.get("dur", 0)))
+        lane = lanes.setdefault(str(names.get(event.get("tid"), "other")), _Lane())
+        _take(lane, event, (at - begin) / 1e3)
+    return {
+        "ms": round((end - begin) / 1e3, 1),
+        "cut": count > MAX_EVENTS,
+        "lanes": [
+            {"name": name, "spans": lane.spans, "marks": lane.marks, "curve": lane.curve}
+            for name, lane in sorted(lanes.items(), key=lambda item: _rank(item[0]))
+        ],
+    }
+
+
+def _take(lane: _Lane, event: dict[str, Any], at: float) -> None:
+    args = event.get("args") or {}
+    at = round(at, 1)
+    match event.get("ph"):
+        case "X":
+            detail = args.get("detail") or ", ".join(f"{key} {value}" for key, value in args.items() if value)
+            lane.spans.append(
+                (at, round(float(event.get("dur", 0)) / 1e3, 2), str(event.get("name")), detail)
+            )
+        case "i":
+            lane.marks.append((at, str(event.get("name"))))
+        case "C":
+            lane.curve.append((at, float(args.get("value", 0))))
+        case "b":
+            lane.under_way[str(event.get("id"))] = float(args.get("requests", 1))
+            lane.level += lane.under_way[str(event.get("id"))]
+            lane.curve.append((at, lane.level))
+        case "e":  # of a begin that was cut off nothing is known
+            lane.level -= lane.under_way.pop(str(event.get("id")), 0.0)
+            lane.curve.append((at, lane.level))
+        case _:
+            pass
+
+
+def _rank(name: str) -> tuple[int, str]:
+    order = {"trainer": 0, "generation": 2, "ready groups": 3, "sync": 4}
+    return order.get(name, 1 if name.startswith("replica") else 5), name
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file of one event a line, as `Timeline` writes it."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    value = json.loads(line.strip().rstrip(","))
+                except ValueError:
+                    continue
+                if isinstance(value, dict):
+                    yield value  # pyright: ignore[reportUnknownVariableType]
+    except OSError:
+        return
