@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"
 ROWS_PER_BLOCK = 4000
+# Settings that change nothing of what is trained.
+_BESIDE = ("seed", *(f"trainer.{name}" for name in ("validat", "save_every", "keep_", "sample_every")))
 _SCRIPTS = ("page.js", "charts.js", "timeline.js", "rollouts.js", "main.js")
 _COLUMNS = (
     "step",
@@ -170,27 +172,35 @@ def _flags(run: Run) -> Iterator[dict[str, object]]:
 
 
 def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return runs that differ in nothing but their seed together, each such group with what tells it from the others."""
-    told = [told_settings(run) for run in runs]
+    """Return runs that differ in nothing that is trained but their seed together, each such group with what tells it from the others."""
+    told = [
+        {key: value for key, value in told_settings(run).items() if not key.startswith(_BESIDE)}
+        for run in runs
+    ]
     alike: dict[str, list[int]] = {}
     for index, settings in enumerate(told):
-        own = {key: value for key, value in settings.items() if key != "seed"}
-        alike.setdefault(json.dumps(own, sort_keys=True, default=str) if own else f"run {index}", []).append(
-            index
-        )
-    firsts = [told[members[0]] for members in alike.values()]
-    keys = sorted({key for one in firsts for key in one} - {"seed"})
-    differing = [key for key in keys if len({str(one.get(key)) for one in firsts}) > 1]
+        own = json.dumps(settings, sort_keys=True, default=str) if settings else f"run {index}"
+        alike.setdefault(own, []).append(index)
+    labels = _labels([(runs[members[0]].name, told[members[0]]) for members in alike.values()])
     return [
-        {"label": _label(runs[members[0]], told[members[0]], differing, len(members)), "runs": members}
-        for members in alike.values()
+        {"label": f"{label} ({len(members)} seeds)" if len(members) > 1 else label, "runs": members}
+        for label, members in zip(labels, alike.values(), strict=True)
     ]
 
 
-def _label(run: Run, settings: dict[str, object], differing: Sequence[str], count: int) -> str:
-    words = [f"{key.rpartition('.')[2]}={settings[key]}" for key in differing if key in settings][:3]
-    label = ", ".join(words) or run.name
-    return f"{label} ({count} seeds)" if count > 1 else label
+def _labels(named: Sequence[tuple[str, dict[str, object]]]) -> list[str]:
+    """Return for each (name, settings) the settings that tell it from the others: the fewest, choices before numbers."""
+    keys = {key for _, settings in named for key in settings}
+    differing = [key for key in keys if len({str(settings.get(key, "")) for _, settings in named}) > 1]
+    in_all = {key: all(key in settings for _, settings in named) for key in differing}
+    words: list[list[str]] = [[] for _ in named]
+    for key in sorted(differing, key=lambda key: (not key.endswith(".name"), not in_all[key], key)):
+        if len({tuple(one) for one in words}) == len(named):
+            break
+        short = key.removesuffix(".name").rpartition(".")[2]
+        for one, (_, settings) in zip(words, named, strict=True):
+            one += [f"{short}={settings[key]}"] if key in settings else []
+    return [", ".join(one) or name for one, (name, _) in zip(words, named, strict=True)]
 
 
 def _choices(run: Run) -> list[tuple[str, str]]:

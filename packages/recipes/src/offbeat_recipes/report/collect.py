@@ -104,7 +104,6 @@ def _read_settings(run: Run, path: Path) -> None:
     if not isinstance(held, dict):
         return
     run.config = cast("dict[str, object]", held)
-    run.name = str(run.config.get("name") or run.name)
     defaults = _defaults(run.config)
     run.defaults_known = defaults is not None
     if defaults is None:
@@ -149,7 +148,7 @@ def _read_metrics(run: Run, path: Path) -> None:
     if not lines:
         run.notes.append("metrics.jsonl holds no finished step")
     elif "tokens/generated" in run.series:
-        run.series["tokens/per_s"] = [_speed(line) for line in lines]
+        run.series["tokens/generated_per_s"] = [_speed(line) for line in lines]
 
 
 def _finite(value: object) -> float | None:

@@ -348,7 +348,11 @@ CHARTS = (
         section=Section.TIME,
         usual="Level after the first steps, which compile and fill caches.",
         metrics=(
-            Known("tokens/per_s", "tokens/s", "tokens generated over the time of the whole step (derived)"),
+            Known(
+                "tokens/generated_per_s",
+                "tokens/s",
+                "tokens generated over the time of the whole step (derived)",
+            ),
             Known(
                 "time/engine_tokens_per_s", "tokens/s", "tokens of all ranks in forward and backward passes"
             ),

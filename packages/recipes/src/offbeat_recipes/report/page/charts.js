@@ -48,7 +48,7 @@ function chart({ title, kind, series }) {
     size = Math.max(element.clientWidth, 160);
     const steps = series.flatMap((one) => one.xs.length ? [one.xs[0], one.xs.at(-1)] : []);
     let [x0, x1] = [shared.from ?? Math.min(...steps), shared.to ?? Math.max(...steps)];
-    if (x0 === x1) [x0, x1] = [x0 - 0.5, x1 + 0.5];
+    if (x0 === x1 || kind === "stack") [x0, x1] = [x0 - 0.5, x1 + 0.5];
     let [y0, y1] = [Infinity, -Infinity];
     for (const one of layers) for (let index = 0; index < one.xs.length; index++) {
       if (one.xs[index] < x0 || one.xs[index] > x1) continue;
@@ -106,11 +106,10 @@ function shapes(one, { scaleX, scaleY, value, x0, x1, size }) {
   }
   const kept = points.length <= 2 * size ? points : thinned(points);
   const path = (list) => list.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)},${y.toFixed(1)}`).join("");
-  const found = [];
-  if (one.low) {
-    const edge = [...kept.map((p) => [p[0], p[3]]), ...kept.map((p) => [p[0], p[2]]).reverse()];
-    if (kept.length > 1) found.push(svg("path", { class: one.area ? "area" : "band", d: `${path(edge)}Z`, style: { "--c": one.colour } }));
-    else if (one.area && kept.length) found.push(svg("rect", { class: "area", x: kept[0][0] - 12, width: 24, y: kept[0][3], height: Math.max(kept[0][2] - kept[0][3], 0), style: { "--c": one.colour } }));
+  const found = [], half = one.area ? Math.min((scaleX(1) - scaleX(0)) / 2, 20) : 0; // areas are columns, a step wide
+  if (one.low && (one.area || kept.length > 1)) {
+    const edge = (side) => kept.flatMap((p) => (half > 1 ? [[p[0] - half, p[side]], [p[0] + half, p[side]]] : [[p[0], p[side]]]));
+    found.push(svg("path", { class: one.area ? "area" : "band", d: `${path([...edge(3), ...edge(2).reverse()])}Z`, style: { "--c": one.colour } }));
   }
   if (one.area) return found;
   found.push(svg("path", { class: "line", d: path(kept), style: { "--c": one.colour } }));

@@ -16,7 +16,7 @@ function figures(run) {
     ["reward", told.reward_last != null ? change(told.reward_first, told.reward_last) : last("reward/mean") !== undefined && number(last("reward/mean"))],
     ["steps", run.steps.length > 0 && String(run.steps.at(-1))],
     ["wall time", told.wall_s && clock(told.wall_s)],
-    ["tokens/s", told.tokens_per_s ? number(told.tokens_per_s) : last("tokens/per_s") !== undefined && number(last("tokens/per_s"))],
+    ["tokens/s", told.tokens_per_s ? number(told.tokens_per_s) : last("tokens/generated_per_s") !== undefined && number(last("tokens/generated_per_s"))],
     ["max |Δ log-prob|", told.max_abs_logprob_diff && number(told.max_abs_logprob_diff)],
   ].filter((one) => one[1]);
 }
@@ -86,11 +86,12 @@ function learned(run) {
   const name = run.series["reward/mean"] ? "reward/mean" : "train/loss", values = of(name), count = Math.max(1, Math.min(5, Math.floor(values.length / 2)));
   const mean = (list) => list.reduce((sum, value) => sum + value, 0) / list.length;
   const what = name === "reward/mean" ? "The mean reward" : "The loss";
-  return joined([
+  const parts = [
     told.accuracy_before != null && told.accuracy_after != null && `Held-out accuracy went from ${format(told.accuracy_before, "fraction")} to ${format(told.accuracy_after, "fraction")}`,
     values.length > 1 && `${what} of the first ${plural(count, "step")} is ${number(mean(values.slice(0, count)))}, of the last ${number(mean(values.slice(-count)))}`,
     values.length === 0 && "No step was finished",
-  ]);
+  ];
+  return `${parts.filter(Boolean).join(". ")}.`;
 }
 
 function health(main) {
@@ -109,8 +110,8 @@ function budget(run) {
   const sum = parts.reduce((all, one) => all + one[1], 0);
   if (!sum) return h("p", { class: "flat" }, "not measured");
   const names = { reward: "reward (waiting for scores, making the batch)", start: "start (until the first step could begin)" };
-  return [h("div", { class: "budget", "aria-hidden": "true" }, parts.map(([name, seconds, shade]) => h("i", { title: `${name} ${clock(seconds)}`, style: { "--c": shade, "flex-grow": String(seconds / sum) } }))),
-    table(["", "seconds", "share"], parts.filter((one) => one[1] > 0).map(([name, seconds, shade]) => [h("span", {}, h("i", { class: "dot", style: { "--c": shade } }), names[name] ?? name), clock(seconds), `${(100 * seconds / sum).toFixed(1)} %`]))];
+  return [h("div", { class: "budget", "aria-hidden": "true" }, parts.map(([, seconds, shade]) => h("i", { style: { "--c": shade, "flex-grow": String(seconds / sum) } }))),
+    h("ul", { class: "legend" }, parts.filter((one) => one[1] > 0).map(([name, seconds, shade]) => h("li", { class: "key" }, h("i", { style: { "--c": shade } }), names[name] ?? name, " ", h("b", {}, clock(seconds)), ` ${(100 * seconds / sum).toFixed(1)} %`)))];
 }
 
 // What of one run is shown in full: of several, a choice of whose it is.
@@ -139,11 +140,11 @@ function render(main) {
   const put = (id, ...children) => replace($(`#${id} .body`), children);
   document.title = `${main.title} · Offbeat`;
   replace($("#head"), head(main));
-  put("learn", main.runs.map((run) => h("p", { class: "verdict" }, main.runs.length > 1 && h("b", {}, `${run.name}: `), learned(run))), chartCards(main, "learn"));
+  put("learn", main.runs.length === 1 && h("p", { class: "verdict" }, learned(main.runs[0])), chartCards(main, "learn"));
   put("health", health(main), chartCards(main, "health"));
   put("time", ofOneRun(main, async (run, index) => {
     const trace = run.timeline && (await block(`timeline-${index}`));
-    return [run.summary.where_time_went && h("p", { class: "verdict" }, `In all, ${run.summary.where_time_went}.`), h("div", { class: "charts" }, card("The whole run", budget(run))),
+    return [run.summary.where_time_went && h("p", { class: "verdict" }, `In all, ${run.summary.where_time_went}.`), card("The whole run", budget(run)),
       card("Timeline", trace ? [timeline(trace), trace.cut && h("p", { class: "usual" }, "Only its end is shown; trace.json has more, for ui.perfetto.dev.")] : h("p", { class: "flat" }, "no trace in this folder"))];
   }), chartCards(main, "time"));
   put("said", ofOneRun(main, (run, index) => (run.rows ? rollouts(index, run) : h("p", { class: "flat" }, "no completions are kept in this folder"))));

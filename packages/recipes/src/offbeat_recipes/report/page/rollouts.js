@@ -2,6 +2,7 @@
 
 const ROW = 32;
 const MARK = { true: "✓", false: "✗", null: "" };
+const verdictOf = (row) => ({ true: "right", false: "wrong" })[row.correct] ?? "";
 const oneLine = (text) => text.replace(/\s+/g, " ").trim();
 
 function rollouts(index, run) {
@@ -50,7 +51,7 @@ function rollouts(index, run) {
     const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 4), last = Math.min(hits.length, first + Math.ceil(list.clientHeight / ROW) + 8);
     inner.replaceChildren(...hits.slice(first, last).map((at, offset) => {
       const row = rows[at];
-      return h("div", { class: `row ${row.correct === null ? "" : row.correct ? "right" : "wrong"}`, role: "option", id: `row-${at}`, "aria-selected": String(at === chosen), style: { top: `${(first + offset) * ROW}px` }, onclick: () => choose(at) },
+      return h("div", { class: `row ${verdictOf(row)}`, role: "option", id: `row-${at}`, "aria-selected": String(at === chosen), style: { top: `${(first + offset) * ROW}px` }, onclick: () => choose(at) },
         h("span", { class: "num" }, row.step), h("span", { class: "num reward" }, `${number(row.reward)} ${MARK[row.correct]}`),
         h("span", { class: "tag" }, row.finish), h("span", { class: "what" }, h("span", { class: "dim" }, oneLine(row.prompt).slice(-60), " "), oneLine(row.completion).slice(0, 200)));
     }));
@@ -67,9 +68,9 @@ function rollouts(index, run) {
     const same = (byPrompt.get(row.uid) ?? []).map((at) => rows[at]);
     const group = same.filter((one) => one.step === row.step && one.title === row.title);
     const others = same.filter((one) => one.step !== row.step);
-    const pick = (one, label) => h("button", { type: "button", class: "pick", "aria-current": one === row && "true", onclick: () => choose(one.at) },
+    const pick = (one, label) => h("button", { type: "button", class: `pick ${verdictOf(one)}`, "aria-current": one === row && "true", onclick: () => choose(one.at) },
       h("span", { class: "num" }, label), h("span", { class: "num reward" }, `${number(one.reward)} ${MARK[one.correct]}`), h("span", { class: "what" }, oneLine(one.completion)));
-    const facts = [`step ${row.step}`, row.title, `reward ${number(row.reward)}`, { true: "right", false: "wrong" }[row.correct], `ended by ${row.finish}`, plural(row.num_tokens, "token")];
+    const facts = [`step ${row.step}`, row.title, `reward ${number(row.reward)}`, verdictOf(row), `ended by ${row.finish}`, plural(row.num_tokens, "token")];
     replace(detail,
       h("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
       h("h3", {}, "Prompt"), h("pre", {}, row.prompt), h("h3", {}, "Completion"), h("pre", { class: "completion" }, row.completion),
