@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ def read_trace(path: Path) -> dict[str, Any] | None:
     count = 0
     for event in _objects(path):
         if event.get("name") == "thread_name":
-            names[event.get("tid")] = str((event.get("args") or {}).get("name", ""))
+            names[event.get("tid")] = str(_arguments(event).get("name", ""))
         elif isinstance(event.get("ts"), int | float):
             newest.append(event)
             count += 1
@@ -47,7 +47,7 @@ def read_trace(path: Path) -> dict[str, Any] | None:
     end = begin
     for event in events:
         at = float(event["ts"])
-        end = max(end, at + float(event.get("dur", 0)))
+        end = max(end, at + _number(event.get("dur")))
         lane = lanes.setdefault(str(names.get(event.get("tid"), "other")), _Lane())
         _take(lane, event, (at - begin) / 1e3)
     return {
@@ -61,20 +61,19 @@ def read_trace(path: Path) -> dict[str, Any] | None:
 
 
 def _take(lane: _Lane, event: dict[str, Any], at: float) -> None:
-    args = event.get("args") or {}
+    args = _arguments(event)
     at = round(at, 1)
     match event.get("ph"):
         case "X":
-            detail = args.get("detail") or ", ".join(f"{key} {value}" for key, value in args.items() if value)
-            lane.spans.append(
-                (at, round(float(event.get("dur", 0)) / 1e3, 2), str(event.get("name")), detail)
-            )
+            words = [f"{key} {value}" for key, value in args.items() if value and key != "detail"]
+            detail = ", ".join([str(args["detail"])] if args.get("detail") else words)
+            lane.spans.append((at, round(_number(event.get("dur")) / 1e3, 2), str(event.get("name")), detail))
         case "i":
             lane.marks.append((at, str(event.get("name"))))
         case "C":
-            lane.curve.append((at, float(args.get("value", 0))))
+            lane.curve.append((at, _number(args.get("value"))))
         case "b":
-            lane.under_way[str(event.get("id"))] = float(args.get("requests", 1))
+            lane.under_way[str(event.get("id"))] = _number(args.get("requests", 1))
             lane.level += lane.under_way[str(event.get("id"))]
             lane.curve.append((at, lane.level))
         case "e":  # of a begin that was cut off nothing is known
@@ -82,6 +81,16 @@ def _take(lane: _Lane, event: dict[str, Any], at: float) -> None:
             lane.curve.append((at, lane.level))
         case _:
             pass
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _arguments(event: dict[str, Any]) -> dict[str, Any]:
+    """Return what an event says beside its name."""
+    args: object = event.get("args")
+    return cast("dict[str, Any]", args) if isinstance(args, dict) else {}
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -99,6 +108,6 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
                 except ValueError:
                     continue
                 if isinstance(value, dict):
-                    yield value  # pyright: ignore[reportUnknownVariableType]
+                    yield cast("dict[str, Any]", value)
     except OSError:
         return

@@ -153,7 +153,7 @@ function render(main) {
 }
 
 const first = JSON.parse($("#main").textContent);
-document.addEventListener("DOMContentLoaded", () => render(first));
+render(first); // the blocks below may still be on their way
 if (first.live) {
   let have = first.version;
   setInterval(async () => {

@@ -53,7 +53,9 @@ const cssColour = (name) => getComputedStyle(document.documentElement).getProper
 
 // Blocks of compressed JSON: of the page itself, or, of a live one, as they came with the newest data.
 let blocks = null;
+const parsed = new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve));
 async function block(name) {
+  await parsed;
   const text = blocks ? blocks[name] : $(`script[data-block="${name}"]`)?.textContent;
   if (!text) return null;
   const bytes = Uint8Array.from(atob(text.trim()), (letter) => letter.charCodeAt(0));

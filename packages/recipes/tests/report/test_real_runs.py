@@ -1,0 +1,91 @@
+"""What real runs write, against what the report reads: every metric is in the table, and the page is whole."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from offbeat_recipes.report.build import report_data, write_report
+from offbeat_recipes.report.collect import collect
+from offbeat_recipes.report.metrics import lookup
+from offbeat_recipes.testing import Command
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+RUN_TIMEOUT_S = 600.0
+SMALL = (
+    "rollout=hf",
+    "warmup.steps=4",
+    "warmup.batch_size=8",
+    "trainer.steps=4",
+    "trainer.prompts_per_step=4",
+    "trainer.group_size=4",
+    "trainer.validate_every=2",
+    "trainer.validation_prompts=8",
+    "trainer.sample_every=1",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, shared_ray):
+    """Return what runs a command with settings in a new folder, and gives the folder and what a person saw."""
+
+    def run(name, *settings, blocked=False):
+        folder = tmp_path_factory.mktemp("run") / "run"
+        if blocked:  # where the report would be written to lies a folder
+            (folder / "report.html.writing").mkdir(parents=True)
+        words = [*SMALL, shared_ray, f"run_dir={folder}", *settings]
+        return folder, Command(name, words, folder.with_name("said")).succeed(RUN_TIMEOUT_S)
+
+    return run
+
+
+def keys_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {key for line in lines for key in line} - {"step", "time_s"}
+
+
+def test_a_run_writes_its_report_and_says_where(run, tmp_path):
+    folder, said = run("train", "mode=fully_async", "trainer.updates_per_step=2")
+    assert re.search(rf"^report +{folder}/report\.html$", said, re.MULTILINE)
+    assert [key for key in keys_of(folder) if lookup(key) is None] == []
+    collected = collect(folder)
+    assert (collected.state, collected.notes, collected.steps) == ("done", [], [1, 2, 3, 4])
+    assert {"trainer", "replica 0", "generation", "sync"} <= {
+        one["name"] for one in collected.timeline["lanes"]
+    }
+    assert len(collected.rows) == 4 + 4 * 16 + 4, "before, four groups of four a step, after"
+    assert collected.machine["packages"].keys() >= {"torch", "offbeat-recipes", "ray"}
+    told = {key for key, _, _ in collected.settings}
+    assert {"trainer.steps", "trainer.updates_per_step"} <= told
+    assert not {"task.name", "engine.optimizer.lr", "mode.max_staleness"} & told
+    assert str(folder) not in (folder / "report.html").read_text()
+    killed = tmp_path / "killed"
+    shutil.copytree(folder, killed, ignore=shutil.ignore_patterns("summary.json", "report.html"))
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')
+    main, _ = report_data([killed])
+    assert main["runs"][0]["state"] == "ended early"
+    assert write_report([killed, folder], tmp_path / "both.html").stat().st_size < 5e6
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("train", ["task=calculator", "algorithm=ppo", "algorithm.kl_coef=0.1"]),
+        ("sft", ["task=arithmetic", "--loss-only"]),
+    ],
+)
+def test_every_metric_of_other_runs_is_in_the_table(run, name, settings):
+    folder, said = run(name, *settings)
+    assert "report.html" in said
+    keys = keys_of(folder)
+    assert len(keys) > 5
+    assert [key for key in keys if lookup(key) is None] == []
+
+
+def test_a_report_that_cannot_be_written_fails_no_run(run):
+    folder, said = run("sft", "task=arithmetic", "--loss-only", blocked=True)
+    assert "report.html" not in said
+    assert not (folder / "report.html").exists()
+    assert "no report was written" in (folder / "logs" / "driver.log").read_text()
