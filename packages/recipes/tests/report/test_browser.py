@@ -96,9 +96,8 @@ def test_filters_leave_what_they_say(make_run, open_page, sample):
     page.get_by_label("Verdict").select_option("false")
     assert rows_of(page) == ["prompt 0 Text 0"]
     page.get_by_label("Verdict").select_option("")
-    steps, rewards = page.locator(".pair").all()
-    steps.get_by_placeholder("from").fill("3")
-    rewards.get_by_placeholder("to").fill("0.5")
+    page.get_by_label("step from").fill("3")
+    page.get_by_label("reward to").fill("0.5")
     page.get_by_label("Order").select_option("best")
     assert rows_of(page) == ["prompt 2 Text 5", "prompt 1 Text 4", "prompt 0 Text 3"]
 

@@ -20,12 +20,11 @@ function chart({ title, kind, series }) {
   const log = kind === "log";
   const value = (y) => (log ? (y > 0 ? Math.log10(y) : null) : y);
   const layers = kind === "stack" ? stacked(series) : series;
-  const legend = h("div", { class: "legend" }, series.map((one) =>
-    h("span", { class: "key" }, h("i", { style: { "--c": one.colour } }), one.label, " ", h("b"))));
+  const legend = h("div.legend", series.map((one) => h("span.key", h("i", { style: { "--c": one.colour } }), one.label, " ", h("b"))));
   const drawing = svg("svg", { role: "img", tabindex: 0, height: 150 });
-  const element = h("figure", { class: "chart" }, legend, drawing);
+  const element = h("figure.chart", legend, drawing);
   const [left, right, top, bottom] = [46, 6, 6, 18];
-  let size = 0, scaleX, line = svg("line", { class: "cursor" }), window_;
+  let size = 0, scaleX, line = svg("line.cursor"), window_;
 
   function nearest(one, step) {
     let best = null;
@@ -47,7 +46,7 @@ function chart({ title, kind, series }) {
   function draw() {
     size = Math.max(element.clientWidth, 160);
     const steps = series.flatMap((one) => one.xs.length ? [one.xs[0], one.xs.at(-1)] : []);
-    let [x0, x1] = [shared.from ?? Math.min(...steps), shared.to ?? Math.max(...steps)];
+    let [x0, x1] = [shared.from ?? least(steps), shared.to ?? most(steps)];
     if (x0 === x1 || kind === "stack") [x0, x1] = [x0 - 0.5, x1 + 0.5];
     let [y0, y1] = [Infinity, -Infinity];
     for (const one of layers) for (let index = 0; index < one.xs.length; index++) {
@@ -68,8 +67,8 @@ function chart({ title, kind, series }) {
     const rows = log ? ticks(Math.ceil(y0), Math.floor(y1), 4).filter(Number.isInteger) : ticks(y0, y1, 3);
     const columns = ticks(x0, x1, Math.max(2, size / 90)).filter(Number.isInteger);
     drawing.replaceChildren(
-      ...rows.map((y) => svg("g", {},
-        svg("line", { class: "grid", x1: left, x2: size - right, y1: scaleY(y), y2: scaleY(y) }),
+      ...rows.map((y) => svg("g",
+        svg("line.grid", { x1: left, x2: size - right, y1: scaleY(y), y2: scaleY(y) }),
         svg("text", { x: left - 6, y: scaleY(y) + 3.5, "text-anchor": "end" }, log ? `1e${y}`.replace("-", "−") : axis(y, series[0].unit)))),
       ...columns.map((x) => svg("text", { x: scaleX(x), y: 147, "text-anchor": "middle" }, String(x))),
       ...layers.flatMap((one) => shapes(one, { scaleX, scaleY, value, x0, x1, size })), line);
@@ -109,10 +108,10 @@ function shapes(one, { scaleX, scaleY, value, x0, x1, size }) {
   const found = [], half = one.area ? Math.min((scaleX(1) - scaleX(0)) / 2, 20) : 0; // areas are columns, a step wide
   if (one.low && (one.area || kept.length > 1)) {
     const edge = (side) => kept.flatMap((p) => (half > 1 ? [[p[0] - half, p[side]], [p[0] + half, p[side]]] : [[p[0], p[side]]]));
-    found.push(svg("path", { class: one.area ? "area" : "band", d: `${path([...edge(3), ...edge(2).reverse()])}Z`, style: { "--c": one.colour } }));
+    found.push(svg(one.area ? "path.area" : "path.band", { d: `${path([...edge(3), ...edge(2).reverse()])}Z`, style: { "--c": one.colour } }));
   }
   if (one.area) return found;
-  found.push(svg("path", { class: "line", d: path(kept), style: { "--c": one.colour } }));
+  found.push(svg("path.line", { d: path(kept), style: { "--c": one.colour } }));
   const sparse = points.length === 1 || points.length * 2 < one.xs.length;
   if (sparse && points.length < 200) found.push(...kept.map(([x, y]) => svg("circle", { cx: x, cy: y, r: 3, style: { "--c": one.colour } })));
   return found;
@@ -143,7 +142,7 @@ function interact(drawing, view, series) {
   drawing.addEventListener("pointerup", (event) => {
     const to = stepOf(event);
     if (from !== null && Math.abs(to - from) > (view().x1 - view().x0) / 30)
-      share({ from: Math.max(Math.floor(Math.min(from, to)), Math.min(...series.map((one) => one.xs[0]))), to: Math.ceil(Math.max(from, to)), step: null });
+      share({ from: Math.max(Math.floor(Math.min(from, to)), least(series.map((one) => one.xs[0]))), to: Math.ceil(Math.max(from, to)), step: null });
     from = null;
   });
   drawing.addEventListener("dblclick", () => share({ from: null, to: null }));

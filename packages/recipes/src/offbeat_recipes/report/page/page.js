@@ -4,26 +4,36 @@
 const $ = (selector, root = document) => root.querySelector(selector);
 
 function fill(element, attributes, children) {
-  for (const [name, value] of Object.entries(attributes || {})) {
+  for (const [name, value] of Object.entries(attributes)) {
     if (name === "style") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
     else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
   }
-  element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat(9).filter((child) => child !== null && child !== undefined && child !== false));
   return element;
 }
+
+// h("p.note", {id: "a"}, "text", [more]): attributes may be left out, and children may be nothing.
+function made(space, tag, rest) {
+  const [name, ...classes] = tag.split(".");
+  const attributes = rest[0]?.constructor === Object ? rest.shift() : {};
+  const element = document.createElementNS(`http://www.w3.org/${space}`, name);
+  if (classes.length) element.setAttribute("class", classes.join(" "));
+  return fill(element, attributes, rest);
+}
+const h = (tag, ...rest) => made("1999/xhtml", tag, rest);
+const svg = (tag, ...rest) => made("2000/svg", tag, rest);
 // As `replaceChildren`, of lists within lists, without what is nothing.
 const replace = (element, ...children) => (element.replaceChildren(), fill(element, {}, children));
-const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
-const svg = (tag, attributes, ...children) =>
-  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
+const most = (values, start = -Infinity) => values.reduce((best, value) => Math.max(best, value), start);
+const least = (values) => values.reduce((best, value) => Math.min(best, value), Infinity);
+const isThere = (value) => value !== null && value !== undefined;
 function number(value) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "·";
+  if (!isThere(value)) return "·";
   const size = Math.abs(value);
-  for (const [unit, name] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
-    if (size >= unit * 0.9995 && (unit > 1e3 || size >= 9999.5)) return `${(value / unit).toPrecision(3)} ${name}`;
+  for (const [from, unit, name] of [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]])
+    if (size >= from * 0.9995) return `${(value / unit).toPrecision(3)} ${name}`;
   if (Number.isInteger(value)) return String(value);
   if (size >= 100) return value.toFixed(0);
   if (size >= 0.001) return String(Number(value.toPrecision(3)));
@@ -31,12 +41,12 @@ function number(value) {
 }
 function clock(seconds) {
   if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
-  const [hours, minutes, rest] = [Math.floor(seconds / 3600), Math.floor((seconds % 3600) / 60), Math.floor(seconds % 60)];
+  const [hours, minutes, rest] = [seconds / 3600, (seconds % 3600) / 60, seconds % 60].map(Math.floor);
   const two = (value) => String(value).padStart(2, "0");
   return hours ? `${hours} h ${two(minutes)} min` : `${minutes} min ${two(rest)} s`;
 }
 function format(value, unit) {
-  if (value === null || value === undefined) return "·";
+  if (!isThere(value)) return "·";
   if (unit === "fraction") return `${Number((value * 100).toPrecision(3))} %`;
   if (unit === "s") return value >= 60 ? clock(value) : `${number(value)} s`;
   if (unit === "bytes") return `${number(value)}B`;

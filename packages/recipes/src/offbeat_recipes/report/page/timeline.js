@@ -2,14 +2,14 @@
 
 function timeline(data) {
   const AXIS = 20, GAP = 6, LABEL = 92;
-  const lanes = data.lanes.map((lane) => ({ ...lane, height: lane.curve.length ? 34 : 22, peak: Math.max(1, ...lane.curve.map((point) => point[1])) }));
+  const lanes = data.lanes.map((lane) => ({ ...lane, height: lane.curve.length ? 34 : 22, peak: most(lane.curve.map((point) => point[1]), 1) }));
   const height = AXIS + lanes.reduce((sum, lane) => sum + lane.height + GAP, 0);
   const canvas = h("canvas", { tabindex: 0, role: "img", "aria-label": `Timeline of ${lanes.map((lane) => lane.name).join(", ")} over ${clock(data.ms / 1000)}. Arrow keys move, plus and minus zoom.` });
-  const told = h("output", { class: "told" }, "Point at a span to read it; drag to zoom.");
+  const told = h("output.told", "Point at a span to read it; drag to zoom.");
   const button = (label, title, act) => h("button", { type: "button", title, "aria-label": title, onclick: act }, label);
-  const bar = h("div", { class: "bar" }, button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)),
+  const bar = h("div.bar", button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)),
     button("←", "Earlier", () => pan(-0.5)), button("→", "Later", () => pan(0.5)), button("All", "Show all", () => set(0, data.ms)), told);
-  const element = h("div", { class: "timeline" }, bar, canvas);
+  const element = h("div.timeline", bar, canvas);
   let [from, to, width, drag] = [0, data.ms, 0, null];
   const at = (ms) => LABEL + ((ms - from) / (to - from)) * (width - LABEL);
   const ms = (pixel) => from + ((pixel - LABEL) / (width - LABEL)) * (to - from);
