@@ -1,6 +1,7 @@
 # pyright: basic
 """Run folders as runs write them, small and made by hand; what real runs write is held to the same in test_real_runs.py."""
 
+import gzip
 import json
 
 import pytest
@@ -73,3 +74,16 @@ def make_run(tmp_path):
         return folder
 
     return make
+
+
+@pytest.fixture
+def keep_trajectories(sample):
+    """Return what writes the trajectories of a step as a run does: `keep_trajectories(folder, 4, ["text", ...])`."""
+
+    def keep(folder, step, texts, **others):
+        rows = [sample(step, text, uid=f"u{at}", title="trained", **others) for at, text in enumerate(texts)]
+        (folder / "trajectories").mkdir(exist_ok=True)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "trajectories" / f"step_{step}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+
+    return keep

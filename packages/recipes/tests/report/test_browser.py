@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 
 from offbeat_recipes.report.build import write_report
+from offbeat_recipes.report.serve import server
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -15,6 +17,7 @@ pytestmark = [
 ]
 EVIL = "</script><script>document.title = 'moved'</script><img src=x onerror=\"document.title='moved'\">"
 WAIT_MS = 300_000
+OWN = ("file:", "data:", "http://127.0.0.1:")
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +44,9 @@ def open_page(browser):
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(
             "request",
-            lambda asked: None if asked.url[:5] in ("file:", "data:") else complaints.append(asked.url),
+            lambda asked: None if asked.url.startswith(OWN) else complaints.append(asked.url),
         )
-        page.goto(f"file://{path}")
+        page.goto(path if str(path).startswith("http:") else f"file://{path}")
         return page
 
     yield show
@@ -119,6 +122,42 @@ def test_the_keyboard_reads_completions_and_charts(make_run, open_page, sample):
     assert page.locator("#learn .key b").first.inner_text() == "0.2"
     page.keyboard.press("Escape")
     assert page.locator("#learn svg").first.get_attribute("aria-label").startswith("Reward. mean: first 0.1")
+
+
+def test_turns_are_read_one_by_one_and_none_is_markup(make_run, open_page, keep_trajectories):
+    folder = make_run(samples=[])
+    turns = [
+        {"role": "policy", "text": EVIL, "versions": [[3, 5], [4, 1]], "reward": 0.5},
+        {"role": "environment", "text": "answer"},
+    ]
+    keep_trajectories(folder, 2, ["both"], turns=turns, parts={"format": 0.25})
+    page = open_page(write_report([folder]))
+    rows_of(page)
+    assert page.locator(".turn .facts").all_inner_texts() == [
+        "policy · version 3, 4 · reward 0.5",
+        "environment",
+    ]
+    assert page.locator(".turn pre").all_inner_texts() == [EVIL, "answer"]
+    assert "format 0.25" in page.locator(".detail").inner_text()
+
+
+def test_a_live_page_draws_what_is_new(make_run, open_page, sample):
+    folder = make_run()
+    with server([folder]) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        try:
+            page = open_page(f"http://127.0.0.1:{running.server_port}/")
+            assert len(rows_of(page)) == 2
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": 5, "reward/mean": 0.75}) + "\n")
+            with (folder / "samples.jsonl").open("a") as file:
+                file.write(json.dumps(sample(5, "new")) + "\n")
+            page.wait_for_selector("text=prompt a new")
+            assert page.locator("#learn .key b").first.inner_text() == "0.75"
+        finally:
+            running.shutdown()
+            thread.join()
 
 
 def test_several_runs_are_lines_with_a_band_over_seeds(make_run, open_page, tmp_path):

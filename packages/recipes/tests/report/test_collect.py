@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from offbeat_recipes.errors import RunFolderError
+from offbeat_recipes.report import collect as collecting
 from offbeat_recipes.report import trace
 from offbeat_recipes.report.collect import collect
 
@@ -81,8 +82,9 @@ def test_torn_and_foreign_lines_are_left_out_and_counted(make_run):
     assert run.notes == ["metrics.jsonl: 2 line(s) are torn or no JSON, and left out"]
     assert run.steps == [1, 2, 3, 4]
     assert run.series["reward/mean"][-1] == 9, "a step that was repeated counts as it was the last time"
-    odd = run.rows[-1]
-    assert (odd["completion"], odd["step"], odd["reward"], odd["finish"]) == ("odd", 0, None, "")
+    [odd] = [row for row in run.rows if row["completion"] == "odd"]
+    assert len(run.rows) == 3
+    assert (odd["step"], odd["reward"], odd["finish"]) == (0, None, "")
 
 
 def test_a_run_that_was_killed_at_once_shows_its_settings_and_says_what_is_missing(make_run):
@@ -126,3 +128,52 @@ def test_the_trace_becomes_lanes(make_run, monkeypatch):
     assert told["cut"]
     assert sum(len(lane["spans"]) for lane in told["lanes"]) == 2
     assert trace.read_trace(folder / "none.json") is None
+
+
+TURNS = [
+    {
+        "role": "policy",
+        "text": "ask",
+        "token_ids": [1],
+        "logprobs": [-0.5],
+        "versions": [[3, 1]],
+        "reward": 0.0,
+    },
+    {"role": "environment", "text": "answer", "token_ids": [2]},
+]
+
+
+def test_trajectories_take_the_place_of_samples_of_their_steps(make_run, sample, keep_trajectories):
+    others = [sample(0, "before", title="before"), sample(2, "sampled 2"), sample(10, "sampled 10")]
+    folder = make_run(samples=[*others, sample(10, "after", title="after")])
+    keep_trajectories(folder, 2, ["t2"], turns=TURNS, parts={"format": 0.5})
+    keep_trajectories(folder, 3, ["t3"], turns=TURNS[:1])
+    run = collect(folder)
+    assert [row["completion"] for row in run.rows] == ["before", "t2", "t3", "sampled 10", "after"]
+    _, whole, plain, *_ = run.rows
+    assert whole["parts"] == {"format": 0.5}
+    assert whole["turns"] == [
+        {"role": "policy", "text": "ask", "reward": 0.0, "versions": [[3, 1]]},
+        {"role": "environment", "text": "answer"},
+    ]
+    assert plain["turns"] is None, "one turn is the completion"
+
+
+def test_of_too_many_trajectories_the_newest_are_shown(make_run, keep_trajectories, monkeypatch):
+    folder = make_run(samples=[])
+    for step in (2, 9, 10):
+        keep_trajectories(folder, step, ["one", "two"])
+    monkeypatch.setattr(collecting, "MAX_ROWS", 5)
+    run = collect(folder)
+    assert [row["step"] for row in run.rows] == [9, 9, 10, 10]
+    assert "of 3 steps in trajectories, the newest 2 are shown" in run.notes
+
+
+def test_a_compressed_file_that_was_cut_off_is_read_as_far_as_it_goes(make_run, keep_trajectories):
+    folder = make_run(samples=[])
+    keep_trajectories(folder, 2, [f"{at} {at**9}" for at in range(2000)])
+    path = folder / "trajectories" / "step_2.jsonl.gz"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    run = collect(folder)
+    assert 0 < len(run.rows) < 2000
+    assert any("step_2.jsonl.gz" in note for note in run.notes)

@@ -69,19 +69,21 @@ def test_a_run_writes_its_report_and_says_where(run, tmp_path):
     assert write_report([killed, folder], tmp_path / "both.html").stat().st_size < 5e6
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("train", ["task=calculator", "algorithm=ppo", "algorithm.kl_coef=0.1"]),
-        ("sft", ["task=arithmetic", "--loss-only"]),
-    ],
-)
-def test_every_metric_of_other_runs_is_in_the_table(run, name, settings):
-    folder, said = run(name, *settings)
+def test_every_metric_of_a_run_of_several_turns_is_in_the_table_and_its_trajectories_are_read(run):
+    kept = "report.trackers=[trajectories_2]"
+    folder, _ = run("train", "task=calculator", "algorithm=ppo", "algorithm.kl_coef=0.1", kept)
+    assert [key for key in keys_of(folder) if lookup(key) is None] == []
+    rows = [row for row in collect(folder).rows if row["title"] == "trained"]
+    assert [row["step"] for row in rows] == [step for step in range(1, 5) for _ in range(2 * 4)]
+    turns = [turn for row in rows for turn in row["turns"] or ()]
+    assert {turn["role"] for turn in turns} == {"policy", "environment"}
+
+
+def test_every_metric_of_a_run_on_written_rows_is_in_the_table(run):
+    folder, said = run("sft", "task=arithmetic", "--loss-only")
     assert "report.html" in said
-    keys = keys_of(folder)
-    assert len(keys) > 5
-    assert [key for key in keys if lookup(key) is None] == []
+    assert len(keys_of(folder)) > 5
+    assert [key for key in keys_of(folder) if lookup(key) is None] == []
 
 
 def test_a_report_that_cannot_be_written_fails_no_run(run):

@@ -42,6 +42,7 @@ _COLUMNS = (
     "reward",
     "correct",
     "turns",
+    "parts",
 )
 
 

@@ -5,9 +5,11 @@ Everything is optional but that it is a run folder; what is not there is said in
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
+import zlib
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+MAX_ROWS = 100_000
+"""Of more trajectories the newest are read."""
+SAMPLED = "sampled"  # the title of samples that are of what a step trained
 STEP_PHASES = ("generate", "reward", "train", "sync")
 _OWN = ("run_dir", "name", "resume", "report.")  # settings that tell nothing of what a run does
 _SECTIONS = ("mode", "engine", "rollout", "algorithm")
@@ -69,9 +74,7 @@ def collect(path: Path) -> Run:
     run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
     run.machine = _read_json(run, path / "machine.json", "versions and hardware are not known")
     run.state = _state(run, path)
-    run.rows = [row for row in map(_row, _lines(run, path / "samples.jsonl")) if row is not None]
-    if not run.rows:
-        run.notes.append("samples.jsonl holds no completions: see trainer.sample_every")
+    _read_rows(run, path)
     run.timeline = read_trace(path / "trace.json")
     if run.timeline is None:
         run.notes.append("trace.json is missing or empty: no timeline")
@@ -181,7 +184,7 @@ def _lines(run: Run, path: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file, one a line; torn and foreign lines are counted in a note."""
     num_bad = 0
     try:
-        with path.open("rb") as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for line in file:
                 try:
                     value: object = json.loads(line)
@@ -191,10 +194,36 @@ def _lines(run: Run, path: Path) -> Iterator[dict[str, Any]]:
                     yield cast("dict[str, Any]", value)
                 else:
                     num_bad += bool(line.strip())
-    except OSError:
+    except FileNotFoundError:
         run.notes.append(f"{path.name} is missing")
+    except (OSError, EOFError, zlib.error):  # a compressed file that was cut off
+        num_bad += 1
     if num_bad:
         run.notes.append(f"{path.name}: {num_bad} line(s) are torn or no JSON, and left out")
+
+
+def _read_rows(run: Run, path: Path) -> None:
+    """Fill in completions: those of samples.jsonl, and of steps whose trajectories were kept, all of these."""
+    files = sorted((path / "trajectories").glob("step_*.jsonl.gz"), key=lambda file: int(_digits(file.name)))
+    kept: list[list[dict[str, Any]]] = []
+    count = 0
+    for file in reversed(files):
+        rows = [row for row in map(_row, _lines(run, file)) if row is not None]
+        count += len(rows)
+        if count > MAX_ROWS:
+            run.notes.append(f"of {len(files)} steps in trajectories, the newest {len(kept)} are shown")
+            break
+        kept.insert(0, rows)
+    whole = {row["step"] for rows in kept for row in rows}
+    samples = [row for row in map(_row, _lines(run, path / "samples.jsonl")) if row is not None]
+    samples = [row for row in samples if row["title"] != SAMPLED or row["step"] not in whole]
+    run.rows = sorted([*samples, *(row for rows in kept for row in rows)], key=lambda row: row["step"])
+    if not run.rows:
+        run.notes.append("no completions were kept: see trainer.sample_every and report.trackers")
+
+
+def _digits(text: str) -> str:
+    return "".join(filter(str.isdigit, text)) or "0"
 
 
 def _row(line: dict[str, Any]) -> dict[str, Any] | None:
@@ -206,8 +235,24 @@ def _row(line: dict[str, Any]) -> dict[str, Any] | None:
         **row,
         "reward": _finite(line.get("reward")),
         "correct": correct if isinstance(correct, bool) else None,
-        "turns": line.get("turns"),
+        "turns": _turns(line.get("turns")),
+        "parts": line.get("parts") or None,
     }
+
+
+def _turns(told: object) -> list[dict[str, Any]] | None:
+    """Return the turns of a trajectory of several, without tokens and log-probs; None of one."""
+    turns = cast("list[dict[str, Any]]", told) if isinstance(told, list) else []
+    if len(turns) < 2 and not any("observed" in turn for turn in turns):
+        return None
+    return [
+        {
+            key: turn[key]
+            for key in ("role", "text", "reward", "versions", "observed", "sampled")
+            if key in turn
+        }
+        for turn in turns
+    ]
 
 
 def _state(run: Run, path: Path) -> str:

@@ -67,10 +67,17 @@ function rollouts(index, run) {
     const facts = [`step ${row.step}`, row.title, `reward ${number(row.reward)}`, verdictOf(row), row.finish && `ended by ${row.finish}`, plural(row.num_tokens, "token")];
     replace(detail, h("p.facts", facts.filter(Boolean).join(" · ")),
       h("h3", "Prompt"), h("pre", row.prompt), h("h3", "Completion"), h("pre.completion", row.completion),
-      Array.isArray(row.turns) && h("details", h("summary", plural(row.turns.length, "turn")), h("ol", row.turns.map((turn) =>
-        h("li", `${plural(turn.observed, "token")} observed, ${turn.sampled} sampled, reward ${number(turn.reward)}`)))),
+      row.parts && h("p.facts", Object.entries(row.parts).map(([name, reward]) => `${name} ${number(reward)}`).join(" · ")),
+      row.turns && h("details", { open: "" }, h("summary", plural(row.turns.length, "turn")), row.turns.map(turn)),
       group.length > 1 && [h("h3", `All ${group.length} completions of this prompt at step ${row.step}`), h("div.picks", group.map((one, at) => pick(one, at + 1)))],
       others.length > 0 && [h("h3", "The same prompt at other steps"), h("div.picks", others.map((one) => pick(one, one.step)))]);
+  }
+  // A turn of a trajectory that was kept whole has a text; of one of samples.jsonl the counts are known.
+  function turn(one) {
+    const said = isThere(one.reward) && `reward ${number(one.reward)}`;
+    const by = one.versions?.length && `version ${one.versions.map(([version]) => version).join(", ")}`;
+    const counts = isThere(one.observed) && `${plural(one.observed, "token")} observed, ${one.sampled} sampled`;
+    return h("div.turn", h("p.facts", [one.role, by, counts, said].filter(Boolean).join(" · ")), isThere(one.text) && h("pre", one.text));
   }
   list.addEventListener("scroll", draw);
   list.addEventListener("keydown", (event) => {
