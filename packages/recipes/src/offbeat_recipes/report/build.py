@@ -167,6 +167,7 @@ def _flags(run: Run) -> Iterator[dict[str, object]]:
                 "key": key,
                 "value": value,
                 "title": entry[0].title,
+                "unit": entry[1].unit,
                 "low": entry[1].low,
                 "high": entry[1].high,
             }

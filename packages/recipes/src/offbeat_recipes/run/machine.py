@@ -35,8 +35,8 @@ def describe_machine(device: str, ray_address: str) -> dict[str, object]:
 
 
 def _gpu(index: int) -> str:
-    gib = torch.cuda.get_device_properties(index).total_memory / 2**30
-    return f"{torch.cuda.get_device_name(index)}, {gib:.0f} GiB"
+    of_all = torch.cuda.get_device_properties(index).total_memory / 2**30  # pyright: ignore[reportUnknownVariableType]
+    return f"{torch.cuda.get_device_name(index)}, {of_all:.0f} GiB"
 
 
 def _processor() -> str:

@@ -114,9 +114,9 @@ function learned(run) {
 }
 
 function health(main) {
-  const bound = (flag) => (isThere(flag.high) ? `at most ${flag.high}` : `at least ${flag.low}`);
+  const bound = (flag) => (isThere(flag.high) ? "at most " : "at least ") + format(flag.high ?? flag.low, flag.unit);
   const flags = main.runs.flatMap((run) => run.flags.map((flag) => h("li", main.runs.length > 1 && `${run.name}: `,
-    `${flag.title}: ${flag.key} is ${number(flag.value)} at the end, usual is ${bound(flag)}.`)));
+    `${flag.title}: ${flag.key} is ${format(flag.value, flag.unit)} at the end, usual is ${bound(flag)}.`)));
   return flags.length ? h("ul.note.bad", flags) : h("p.verdict", "Nothing that has a usual range lies outside of it at the end.");
 }
 
