@@ -1,6 +1,7 @@
-"""Write docs/metrics.md: every metric of a run with its unit, its meaning, what is usual and what to do where it is not.
+"""Write docs/metrics.md: every metric of a run, its unit and meaning, what is usual, what to do where it is not.
 
-Run without arguments to write the page; with --check to fail where the committed one is not what would be written.
+Run without arguments to write the page; with --check to fail where the committed one is not what would be
+written.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # pyright: basic
-"""Run folders as runs write them, small and made by hand; what real runs write is held to the same in test_real_runs.py."""
+"""Run folders as runs write them, small and made by hand.
+
+What real runs write is held to the same in test_real_runs.py.
+"""
 
 import gzip
 import json
@@ -78,7 +81,7 @@ def make_run(tmp_path):
 
 @pytest.fixture
 def keep_trajectories(sample):
-    """Return what writes the trajectories of a step as a run does: `keep_trajectories(folder, 4, ["text", ...])`."""
+    """Return what writes the trajectories of a step: `keep_trajectories(folder, 4, ["text", ...])`."""
 
     def keep(folder, step, texts, **others):
         rows = [sample(step, text, uid=f"u{at}", title="trained", **others) for at, text in enumerate(texts)]

@@ -32,7 +32,10 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Return what opens a report at some width; at the end the console held no error, and nothing was asked of a network."""
+    """Return what opens a report at some width.
+
+    At the end the console held no error, and nothing was asked of a network.
+    """
     complaints, contexts = [], []
 
     def show(path, width=1200, scheme="light"):
@@ -120,8 +123,25 @@ def test_the_keyboard_reads_completions_and_charts(make_run, open_page, sample):
     assert page.locator("#learn .key b").first.inner_text() == "0.1"
     page.keyboard.press("ArrowRight")
     assert page.locator("#learn .key b").first.inner_text() == "0.2"
-    page.keyboard.press("Escape")
     assert page.locator("#learn svg").first.get_attribute("aria-label").startswith("Reward. mean: first 0.1")
+
+
+def test_all_charts_zoom_together(make_run, open_page):
+    page = open_page(write_report([make_run(steps=40)]))
+    rows_of(page)
+    drawn = page.locator("#learn svg")
+    every = [one.locator("text").all_text_contents() for one in drawn.all()]
+    assert len(every) == 2
+    drawn.first.scroll_into_view_if_needed()
+    box = drawn.first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 50)
+    page.mouse.up()
+    near = [one.locator("text").all_text_contents() for one in drawn.all()]
+    assert all("30" in one and "10" not in one for one in near), "the second half of the steps, in both"
+    drawn.first.press("Escape")
+    assert [one.locator("text").all_text_contents() for one in drawn.all()] == every
 
 
 def test_turns_are_read_one_by_one_and_none_is_markup(make_run, open_page, keep_trajectories):

@@ -1,4 +1,4 @@
-"""The table of metrics knows every metric that the packages can write, and docs/metrics.md is made from it."""
+"""The table of metrics knows every one that the packages can write; docs/metrics.md is made from it."""
 
 import ast
 import re

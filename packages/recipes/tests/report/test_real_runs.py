@@ -1,4 +1,4 @@
-"""What real runs write, against what the report reads: every metric is in the table, and the page is whole."""
+"""What real runs write, against what the report reads: every metric is in the table."""
 
 import json
 import re
@@ -28,7 +28,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, shared_ray):
-    """Return what runs a command with settings in a new folder, and gives the folder and what a person saw."""
+    """Return what runs a command in a new folder, and gives the folder and what a person saw."""
 
     def run(name, *settings, blocked=False):
         folder = tmp_path_factory.mktemp("run") / "run"

@@ -1,4 +1,4 @@
-"""Trajectories of each step in files of their own: whole, within a budget, and taken back where a run repeats steps."""
+"""Trajectories of each step in files: whole, within a budget, taken back where a run repeats steps."""
 
 import gzip
 import json

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 USAGE = 2
 _EPILOG = """\
-  offbeat-report runs/demo                     # writes runs/demo/report.html, to be opened by double click
-  offbeat-report runs/a runs/b                 # compares them in ./report.html; runs that differ in their seed alone are one line
-  offbeat-report runs/demo --serve             # follows a run that goes on
+  offbeat-report runs/demo             # writes runs/demo/report.html, to be opened by double click
+  offbeat-report runs/a runs/b         # compares them in ./report.html; seeds of the same run are one line
+  offbeat-report runs/demo --serve     # follows a run that goes on
 """
 
 

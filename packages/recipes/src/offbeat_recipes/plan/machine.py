@@ -49,7 +49,7 @@ def machine_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def kept_prompts(tracker: str) -> int | None:
-    """Return of how many prompts a step the tracker keeps trajectories, 0 for all; None where it is another tracker."""
+    """Return of how many prompts a step `tracker` keeps trajectories, 0 for all; None: it keeps none."""
     match = re.fullmatch(r"trajectories(?:_([1-9]\d*))?", tracker)
     return None if match is None else int(match[1] or 0)
 

@@ -1,7 +1,8 @@
 """From run folders to one page: what is compared, what is embedded, and the file itself.
 
-The page holds its script, its style and all data, and asks no network for anything. Its data are JSON in which every `<` is
-escaped, and blocks of compressed JSON in base64; a content security policy lets no script run but the page's own.
+The page holds its script, its style and all data, and asks no network for anything. Its data are JSON in
+which every `<` is escaped, and blocks of compressed JSON in base64; a content security policy lets no script
+run but the page's own.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _COLUMNS = (
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the report of the runs in `folders` and return where: `output`, or `report.html` in the folder of a single run.
+    """Write the report of the runs in `folders` to `output`, or `report.html` in the first; return where.
 
     Raises:
         RunFolderError: one of them is no run folder.
@@ -98,7 +99,8 @@ def page(main: dict[str, Any], blocks: dict[str, str], *, live: bool = False) ->
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     connect = "; connect-src 'self'" if live else ""
-    policy = f"default-src 'none'; img-src data:; script-src {_digest(script)}; style-src {_digest(style)}{connect}"
+    own = f"script-src {_digest(script)}; style-src {_digest(style)}"
+    policy = f"default-src 'none'; img-src data:; {own}{connect}"
     parts = {
         "policy": html.escape(policy),
         "title": html.escape(main["title"]),
@@ -114,7 +116,7 @@ def page(main: dict[str, Any], blocks: dict[str, str], *, live: bool = False) ->
 
 
 def embedded(value: object) -> str:
-    """Return `value` as JSON that may stand in a script element: no text in it can end that, or begin a comment."""
+    """Return `value` as JSON for a script element: no text in it can end that, or begin a comment."""
     return json.dumps(value, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -129,7 +131,10 @@ def _packed(value: object) -> str:
 
 
 def _charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the charts that these runs fill, in the order of the table; metrics that it does not know come last."""
+    """Return the charts that these runs fill, in the order of the table.
+
+    Metrics that it does not know come last.
+    """
     keys = sorted({key for run in runs for key in run.series})
     found: list[dict[str, Any]] = []
     for chart in CHARTS:
@@ -155,7 +160,10 @@ def _charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _flags(run: Run) -> Iterator[dict[str, object]]:
-    """Yield which metrics are not as usual at the end of the run. Older tokens differ in log-probs by what was learned since."""
+    """Yield which metrics are not as usual at the end of the run.
+
+    Older tokens differ in log-probs by what was learned since.
+    """
     ages = run.series.get("staleness/max", [None] * len(run.steps))
     for key, values in run.series.items():
         entry = lookup(key)
@@ -174,7 +182,7 @@ def _flags(run: Run) -> Iterator[dict[str, object]]:
 
 
 def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return runs that differ in nothing that is trained but their seed together, each such group with what tells it from the others."""
+    """Return together runs that train the same but for their seed, each group with what tells it apart."""
     told = [
         {key: value for key, value in told_settings(run).items() if not key.startswith(_BESIDE)}
         for run in runs
@@ -191,7 +199,7 @@ def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _labels(named: Sequence[tuple[str, dict[str, object]]]) -> list[str]:
-    """Return for each (name, settings) the settings that tell it from the others: the fewest, choices before numbers."""
+    """Return for each (name, settings) what tells it apart: the fewest settings, choices before numbers."""
     keys = {key for _, settings in named for key in settings}
     differing = [key for key in keys if len({str(settings.get(key, "")) for _, settings in named}) > 1]
     in_all = {key: all(key in settings for _, settings in named) for key in differing}

@@ -1,4 +1,4 @@
-"""What a run folder holds, as plain values: a run that ended, is at work, was killed, or is of another version.
+"""What a run folder holds, as plain values: of a run that ended, is at work, was killed, is of another version.
 
 Everything is optional but that it is a run folder; what is not there is said in `Run.notes`.
 """
@@ -38,8 +38,9 @@ _WENT_BY = re.compile(r" version (\d+) went by (.*)")
 class Run:
     """One run. `series` has a value, or None, of each metric for each of `steps`.
 
-    `state` is "done", "stopped", "failed", "running" or "ended early". `settings` are (path, value, default) where those differ;
-    `defaults_known` says whether they could be compared. `rows` are completions, newest last. `timeline` is that of `read_trace`.
+    `state` is "done", "stopped", "failed", "running" or "ended early". `settings` are (path, value, default)
+    where those differ; `defaults_known` says whether they could be compared. `rows` are completions, newest
+    last. `timeline` is that of `read_trace`.
     """
 
     name: str
@@ -74,6 +75,8 @@ def collect(path: Path) -> Run:
     run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
     run.machine = _read_json(run, path / "machine.json", "versions and hardware are not known")
     run.state = _state(run, path)
+    if run.state == "running":  # it comes with the end
+        run.notes = [note for note in run.notes if not note.startswith("summary.json is missing")]
     _read_rows(run, path)
     run.timeline = read_trace(path / "trace.json")
     if run.timeline is None:
@@ -94,7 +97,7 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def told_settings(run: Run) -> dict[str, object]:
-    """Return the settings of `run` by path, without those that say only where it lies and what it is called."""
+    """Return the settings of `run` by path, without those of where it lies and what it is called."""
     return {key: value for key, value in flatten(run.config).items() if not key.startswith(_OWN)}
 
 
@@ -120,7 +123,10 @@ def _read_settings(run: Run, path: Path) -> None:
 
 
 def _defaults(config: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the settings by path that a run of this task, mode, engine and algorithm has by itself; None: of another version."""
+    """Return the settings by path that a run of this task, mode, engine and algorithm has by itself.
+
+    None: of another version.
+    """
     names = {name: _name_in(config.get(name)) for name in (*_SECTIONS, "task")}
     raw: dict[str, Any] = {}
     recipe = files("offbeat_recipes") / "conf" / "task" / f"{names['task']}.yaml"
@@ -203,7 +209,7 @@ def _lines(run: Run, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_rows(run: Run, path: Path) -> None:
-    """Fill in completions: those of samples.jsonl, and of steps whose trajectories were kept, all of these."""
+    """Fill in completions: of samples.jsonl, and of steps whose trajectories were kept all of these."""
     files = sorted((path / "trajectories").glob("step_*.jsonl.gz"), key=lambda file: int(_digits(file.name)))
     kept: list[list[dict[str, Any]]] = []
     count = 0
@@ -266,7 +272,10 @@ def _state(run: Run, path: Path) -> str:
 
 
 def _is_locked(lock: Path) -> bool:
-    """Return whether another process of this machine holds `lock`. Taking it to see would stop a run that starts just now."""
+    """Return whether another process of this machine holds `lock`.
+
+    Taking it to see would stop a run that starts just now.
+    """
     try:
         inode, table = lock.stat().st_ino, lock.parent.joinpath("/proc/locks").read_text(encoding="ascii")
         own = lock.parent.joinpath("/proc/self").resolve().name

@@ -38,7 +38,8 @@ class Kind(StrEnum):
 class Known:
     """One metric, or all whose keys fit the pattern `key`.
 
-    `low` and `high` bound what is usual, where that is the same for most runs. Those that are not `drawn` are for other readers.
+    `low` and `high` bound what is usual, where that is the same for most runs. Those that are not `drawn` are
+    for other readers.
     """
 
     key: str
@@ -80,7 +81,10 @@ CHARTS = _read((files("offbeat_recipes") / "report" / "metrics.toml").read_text(
 
 @cache
 def lookup(key: str) -> tuple[Chart, Known] | None:
-    """Return the chart and the entry of the metric `key`, the exact one before patterns; None: it is in no chart."""
+    """Return the chart and the entry of the metric `key`, the exact one before patterns.
+
+    None: it is in no chart.
+    """
     entries = [(chart, known) for chart in CHARTS for known in chart.metrics]
     exact = [entry for entry in entries if entry[1].key == key]
     fitting = [entry for entry in entries if fnmatchcase(key, entry[1].key)]

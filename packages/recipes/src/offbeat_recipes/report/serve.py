@@ -1,4 +1,4 @@
-"""The report of a run that goes on, over HTTP on this machine: the page asks for what is new and draws itself again."""
+"""The report of a run that goes on, over HTTP on this machine: the page asks for what is new."""
 
 from __future__ import annotations
 
@@ -58,9 +58,12 @@ class Live:
 
 
 def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
-    """Return a server of the report at `/`, bound to this machine alone; 0 takes a free port. `serve_forever` runs it.
+    """Return a server of the report at `/`, bound to this machine alone; 0 takes a free port.
 
-    It answers to no other name than this machine's: a page of somebody else's that leads a name of its own here reads nothing.
+    `serve_forever` runs it.
+
+    It answers to no other name than this machine's: a page of somebody else's that leads a name of its own
+    here reads nothing.
 
     Raises:
         RunFolderError: one of `folders` is no run folder.

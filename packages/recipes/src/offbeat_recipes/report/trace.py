@@ -1,4 +1,4 @@
-"""The trace of a run, made fit to draw: a lane for the trainer, each replica, generation, the buffer and the sync."""
+"""The trace of a run, made fit to draw: lanes of trainer, replicas, generation, buffer and sync."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ class _Lane:
 
 
 def read_trace(path: Path) -> dict[str, Any] | None:
-    """Return the trace at `path` as lanes, in milliseconds since its first event; None where nothing is there to draw.
+    """Return the trace at `path` as lanes, in milliseconds since its first event.
 
-    A lane has `spans` (start, duration, name, detail), `marks` (time, name) and a `curve` (time, value): how many groups or
-    requests are under way, or a counter. `cut` says that only the end of the trace is in it. Torn lines are passed over.
+    None where nothing is there to draw.
+
+    A lane has `spans` (start, duration, name, detail), `marks` (time, name) and a `curve` (time, value): how
+    many groups or requests are under way, or a counter. `cut` says that only the end of the trace is in it.
+    Torn lines are passed over.
     """
     names: dict[object, str] = {}
     newest: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)

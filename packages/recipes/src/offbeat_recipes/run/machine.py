@@ -1,4 +1,7 @@
-"""What a run runs on, written beside its settings: versions and hardware. No name of the machine or of its user is in it."""
+"""What a run runs on, written beside its settings: versions and hardware.
+
+No name of the machine or of its user is in it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ _PACKAGES = (
 
 
 def describe_machine(device: str, ray_address: str) -> dict[str, object]:
-    """Return Python, system, processor, memory and packages of this machine, JSON-ready; of a run on `device` "cuda" its GPUs, too.
+    """Return Python, system, processor, memory and packages of this machine, JSON-ready.
+
+    Of a run on `device` "cuda" its GPUs, too.
 
     The machines of a cluster, which `ray_address` names, may have others.
     """

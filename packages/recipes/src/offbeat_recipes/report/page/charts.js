@@ -11,7 +11,8 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const unit = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough * 0.999);
   const found = [];
-  for (let at = Math.ceil(low / unit - 1e-9) * unit; at <= high + unit * 1e-9; at += unit) found.push(Number(at.toPrecision(12)));
+  const start = Math.ceil(low / unit - 1e-9) * unit;
+  for (let at = start; at <= high + unit * 1e-9; at += unit) found.push(Number(at.toPrecision(12)));
   return found;
 }
 
@@ -20,7 +21,8 @@ function chart({ title, kind, series }) {
   const log = kind === "log";
   const value = (y) => (log ? (y > 0 ? Math.log10(y) : null) : y);
   const layers = kind === "stack" ? stacked(series) : series;
-  const legend = h("div.legend", series.map((one) => h("span.key", h("i", { style: { "--c": one.colour } }), one.label, " ", h("b"))));
+  const key = (one) => h("span.key", h("i", { style: { "--c": one.colour } }), one.label, " ", h("b"));
+  const legend = h("div.legend", series.map(key));
   const drawing = svg("svg", { role: "img", tabindex: 0, height: 150 });
   const element = h("figure.chart", legend, drawing);
   const [left, right, top, bottom] = [46, 6, 6, 18];
@@ -28,8 +30,10 @@ function chart({ title, kind, series }) {
 
   function nearest(one, step) {
     let best = null;
-    for (let index = 0; index < one.xs.length; index++)
-      if (one.ys[index] !== null && (best === null || Math.abs(one.xs[index] - step) < Math.abs(one.xs[best] - step))) best = index;
+    for (let index = 0; index < one.xs.length; index++) {
+      const nearer = best === null || Math.abs(one.xs[index] - step) < Math.abs(one.xs[best] - step);
+      if (one.ys[index] !== null && nearer) best = index;
+    }
     return best;
   }
   function read() {
@@ -41,7 +45,9 @@ function chart({ title, kind, series }) {
     });
     const shown = shared.step !== null && scaleX;
     line.setAttribute("visibility", shown ? "visible" : "hidden");
-    if (shown) for (const [name, at] of [["x1", scaleX(shared.step)], ["x2", scaleX(shared.step)], ["y1", top], ["y2", 150 - bottom]]) line.setAttribute(name, at);
+    if (!shown) return;
+    const ends = { x1: scaleX(shared.step), x2: scaleX(shared.step), y1: top, y2: 150 - bottom };
+    for (const [name, at] of Object.entries(ends)) line.setAttribute(name, at);
   }
   function draw() {
     size = Math.max(element.clientWidth, 160);
@@ -58,7 +64,8 @@ function chart({ title, kind, series }) {
     }
     if (y0 > y1) [y0, y1] = [0, 1];
     if (!log && y0 > 0 && (kind === "stack" || y0 < y1 * 0.6)) y0 = 0;
-    if (y0 === y1) [y0, y1] = log ? [y0 - 1, y1 + 1] : [y0 - Math.abs(y0 || 1) * 0.1, y1 + Math.abs(y1 || 1) * 0.1];
+    const room = log ? 1 : Math.abs(y0 || 1) * 0.1;
+    if (y0 === y1) [y0, y1] = [y0 - room, y1 + room];
     const pad = kind === "stack" ? 0 : (y1 - y0) * 0.05;
     [y0, y1] = [y0 === 0 ? 0 : y0 - pad, y1 + pad];
     scaleX = (x) => left + ((x - x0) / (x1 - x0)) * (size - left - right);
@@ -69,7 +76,8 @@ function chart({ title, kind, series }) {
     drawing.replaceChildren(
       ...rows.map((y) => svg("g",
         svg("line.grid", { x1: left, x2: size - right, y1: scaleY(y), y2: scaleY(y) }),
-        svg("text", { x: left - 6, y: scaleY(y) + 3.5, "text-anchor": "end" }, log ? `1e${y}`.replace("-", "−") : axis(y, series[0].unit)))),
+        svg("text", { x: left - 6, y: scaleY(y) + 3.5, "text-anchor": "end" },
+          log ? `1e${y}`.replace("-", "−") : axis(y, series[0].unit)))),
       ...columns.map((x) => svg("text", { x: scaleX(x), y: 147, "text-anchor": "middle" }, String(x))),
       ...layers.flatMap((one) => shapes(one, { scaleX, scaleY, value, x0, x1, size })), line);
     drawing.setAttribute("viewBox", `0 0 ${size} 150`);
@@ -101,19 +109,23 @@ function shapes(one, { scaleX, scaleY, value, x0, x1, size }) {
   for (let index = 0; index < one.xs.length; index++) {
     const y = one.ys[index] === null ? null : value(one.ys[index]);
     if (y === null || one.xs[index] < x0 || one.xs[index] > x1) continue;
-    points.push([scaleX(one.xs[index]), scaleY(y), one.low && scaleY(value(one.low[index]) ?? y), one.high && scaleY(value(one.high[index]) ?? y)]);
+    const edge = (side) => side && scaleY(value(side[index]) ?? y);
+    points.push([scaleX(one.xs[index]), scaleY(y), edge(one.low), edge(one.high)]);
   }
   const kept = points.length <= 2 * size ? points : thinned(points);
   const path = (list) => list.map(([x, y], index) => `${index ? "L" : "M"}${x.toFixed(1)},${y.toFixed(1)}`).join("");
-  const found = [], half = one.area ? Math.min((scaleX(1) - scaleX(0)) / 2, 20) : 0; // areas are columns, a step wide
+  const found = [];
+  const half = one.area ? Math.min((scaleX(1) - scaleX(0)) / 2, 20) : 0; // areas are columns, a step wide
   if (one.low && (one.area || kept.length > 1)) {
-    const edge = (side) => kept.flatMap((p) => (half > 1 ? [[p[0] - half, p[side]], [p[0] + half, p[side]]] : [[p[0], p[side]]]));
-    found.push(svg(one.area ? "path.area" : "path.band", { d: `${path([...edge(3), ...edge(2).reverse()])}Z`, style: { "--c": one.colour } }));
+    const edge = (side) => kept.flatMap((p) => [[p[0] - half, p[side]], [p[0] + half, p[side]]]);
+    const d = `${path([...edge(3), ...edge(2).reverse()])}Z`;
+    found.push(svg(one.area ? "path.area" : "path.band", { d, style: { "--c": one.colour } }));
   }
   if (one.area) return found;
   found.push(svg("path.line", { d: path(kept), style: { "--c": one.colour } }));
   const sparse = points.length === 1 || points.length * 2 < one.xs.length;
-  if (sparse && points.length < 200) found.push(...kept.map(([x, y]) => svg("circle", { cx: x, cy: y, r: 3, style: { "--c": one.colour } })));
+  const point = ([cx, cy]) => svg("circle", { cx, cy, r: 3, style: { "--c": one.colour } });
+  if (sparse && points.length < 200) found.push(...kept.map(point));
   return found;
 }
 
@@ -141,8 +153,9 @@ function interact(drawing, view, series) {
   drawing.addEventListener("pointerdown", (event) => (from = event.pointerType === "mouse" ? stepOf(event) : null));
   drawing.addEventListener("pointerup", (event) => {
     const to = stepOf(event);
-    if (from !== null && Math.abs(to - from) > (view().x1 - view().x0) / 30)
-      share({ from: Math.max(Math.floor(Math.min(from, to)), least(series.map((one) => one.xs[0]))), to: Math.ceil(Math.max(from, to)), step: null });
+    const start = least(series.map((one) => one.xs[0])), [low, high] = [Math.min(from, to), Math.max(from, to)];
+    if (from !== null && high - low > (view().x1 - view().x0) / 30)
+      share({ from: Math.max(Math.floor(low), start), to: Math.ceil(high), step: null });
     from = null;
   });
   drawing.addEventListener("dblclick", () => share({ from: null, to: null }));
@@ -152,7 +165,8 @@ function interact(drawing, view, series) {
     const moves = { ArrowLeft: at - (shared.step === null ? 0 : 1), ArrowRight: at + 1, Home: 0, End: steps.length - 1 };
     const { x0, x1 } = view(), middle = shared.step ?? (x0 + x1) / 2;
     if (event.key in moves) share({ step: steps[Math.min(Math.max(moves[event.key], 0), steps.length - 1)] });
-    else if (event.key === "+" && x1 - x0 > 4) share({ from: Math.floor(middle - (middle - x0) / 2), to: Math.ceil(middle + (x1 - middle) / 2) });
+    else if (event.key === "+" && x1 - x0 > 4)
+      share({ from: Math.floor((middle + x0) / 2), to: Math.ceil((middle + x1) / 2) });
     else if (event.key === "-" || event.key === "Escape") share({ from: null, to: null });
     else return;
     event.preventDefault();

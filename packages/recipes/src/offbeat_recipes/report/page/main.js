@@ -36,13 +36,14 @@ function head(main) {
     const cells = [one.name, one.state, seedOf(one), by.steps, by.reward, heldOut, by["wall time"], by["tokens/s"]];
     return [h("span", dot(colour(at)), group.label), ...cells.map((cell) => cell ?? "·")];
   }));
+  const columns = ["line", "run", "state", "seed", "steps", "reward", "held-out", "wall time", "tokens/s"];
   const notes = main.runs.flatMap((one) => one.notes.map((note) => h("li", prefix(one) + note)));
   return [
     h("p.brand", "Offbeat run report"),
     h("h1", main.title, single && h(`span.state.${run.state.replace(" ", "-")}`, run.state)),
     single && h("p.choices", run.choices.map(([name, value]) => h("span", h("span.dim", `${name} `), value))),
     single && h("dl.figures", figures(run).map(([label, value]) => h("div", h("dt", label), h("dd", value)))),
-    !single && table("The runs", ["line", "run", "state", "seed", "steps", "reward", "held-out", "wall time", "tokens/s"], rows),
+    !single && table("The runs", columns, rows),
     main.runs.map((one) => one.summary.error && h("p.note.bad", `${prefix(one)}failed: ${one.summary.error}`)),
     notes.length > 0 && h("ul.note", notes),
   ];
@@ -57,10 +58,13 @@ function plots(main, told) {
   const ofRun = (run) => told.metrics.filter((one) => run.series[one.key]).map((one, index) => series(run, one, index));
   if (main.runs.length === 1) return chartOrLine({ ...told, series: ofRun(main.runs[0]) });
   if (told.kind === "stack")
-    return main.groups.map((group) => [h("p.sub", group.label), chartOrLine({ ...told, series: ofRun(main.runs[group.runs[0]]) })]);
+    return main.groups.map((group) =>
+      [h("p.sub", group.label), chartOrLine({ ...told, series: ofRun(main.runs[group.runs[0]]) })]);
   return told.metrics.map((metric) => {
-    const lines = main.groups.map((group, at) => joined(group.runs.map((one) => series(main.runs[one], metric, at)), group.label));
-    return [h("p.sub", metric.label), chartOrLine({ ...told, title: `${told.title}, ${metric.label}`, series: lines })];
+    const lines = main.groups.map((group, at) =>
+      joined(group.runs.map((one) => series(main.runs[one], metric, at)), group.label));
+    const title = `${told.title}, ${metric.label}`;
+    return [h("p.sub", metric.label), chartOrLine({ ...told, title, series: lines })];
   });
 }
 
@@ -77,16 +81,19 @@ function joined(members, label) {
 
 const isLevel = (ys) => most(ys) - least(ys) <= 1e-4 * most(ys.map(Math.abs));
 function chartOrLine(told) {
-  const series = told.series.filter((one) => one.ys.some(isThere)), found = series.flatMap((one) => one.ys.filter(isThere));
+  const series = told.series.filter((one) => one.ys.some(isThere));
+  const found = series.flatMap((one) => one.ys.filter(isThere));
   if (!found.length) return flatLine("not measured");
-  return isLevel(found) ? flatLine(`${format(found.at(-1), series[0].unit)} in every step`) : chart({ ...told, series });
+  if (isLevel(found)) return flatLine(`${format(found.at(-1), series[0].unit)} in every step`);
+  return chart({ ...told, series });
 }
 
 // What has one value all along is a row of a table; the rest are charts.
 function chartCards(main, section) {
   const found = main.charts.filter((one) => one.section === section);
   const all = (metric) => main.runs.flatMap((run) => valuesOf(run, metric.key));
-  const level = (told) => (told.kind !== "stack" || told.metrics.length === 1) && told.metrics.every((one) => isLevel(all(one)));
+  const isOne = (told) => told.kind !== "stack" || told.metrics.length === 1;
+  const level = (told) => isOne(told) && told.metrics.every((one) => isLevel(all(one)));
   const flags = (told) => main.runs.flatMap((run) => run.flags.filter((flag) => flag.title === told.title));
   const unusual = (told) => flags(told).length > 0 && h("span.state.failed", "unusual");
   const values = (told) => [...new Set(told.metrics.map((one) => format(all(one).at(-1), one.unit)))].join(", ");
@@ -96,41 +103,48 @@ function chartCards(main, section) {
     h("div.charts", found.filter((one) => !level(one)).map((told) => h(`article.card${flags(told).length ? ".flagged" : ""}`,
       h("h3", told.title, unusual(told)), plots(main, told),
       h("p.usual", h("b", "Usual: "), `${told.usual} ${told.advice}`)))),
-    rows.length > 0 && h("article.card.level", h("h3", "The same in every step"), table("What never changed", ["chart", "value", "usual"], rows)),
+    rows.length > 0 && h("article.card.level", h("h3", "The same in every step"),
+      table("What never changed", ["chart", "value", "usual"], rows)),
   ];
 }
 
 function learned(run) {
-  const told = run.summary, name = run.series["reward/mean"] ? "reward/mean" : "train/loss", values = valuesOf(run, name);
+  const told = run.summary, name = run.series["reward/mean"] ? "reward/mean" : "train/loss";
+  const values = valuesOf(run, name);
   const count = Math.max(1, Math.min(5, Math.floor(values.length / 2)));
   const mean = (list) => number(list.reduce((sum, value) => sum + value, 0) / list.length);
   const what = name === "reward/mean" ? "The mean reward" : "The loss";
   const heldOut = isThere(told.accuracy_before) && isThere(told.accuracy_after);
+  const accuracy = change(told.accuracy_before, told.accuracy_after, "fraction");
   return [
-    heldOut && `Held-out accuracy went ${change(told.accuracy_before, told.accuracy_after, "fraction").replace("→", "to")}.`,
-    values.length > 1 && `${what} of the first ${plural(count, "step")} is ${mean(values.slice(0, count))}, of the last ${mean(values.slice(-count))}.`,
+    heldOut && `Held-out accuracy went from ${accuracy.replace("→", "to")}.`,
+    values.length > 1 && `${what} of the first ${plural(count, "step")} is ${mean(values.slice(0, count))}, ` +
+      `of the last ${mean(values.slice(-count))}.`,
     values.length === 0 && "No step was finished.",
-  ].filter(Boolean).join(" ").replace("went ", "went from ");
+  ].filter(Boolean).join(" ");
 }
 
 function health(main) {
   const bound = (flag) => (isThere(flag.high) ? "at most " : "at least ") + format(flag.high ?? flag.low, flag.unit);
   const flags = main.runs.flatMap((run) => run.flags.map((flag) => h("li", main.runs.length > 1 && `${run.name}: `,
     `${flag.title}: ${flag.key} is ${format(flag.value, flag.unit)} at the end, usual is ${bound(flag)}.`)));
-  return flags.length ? h("ul.note.bad", flags) : h("p.verdict", "Nothing that has a usual range lies outside of it at the end.");
+  if (flags.length) return h("ul.note.bad", flags);
+  return h("p.verdict", "Nothing that has a usual range lies outside of it at the end.");
 }
 
 function budget(run) {
   const told = run.summary, names = Object.keys(run.series).map((key) => key.match(/^time\/(.*)_s$/)?.[1]);
   const phases = names.filter((name) => name && !name.startsWith("engine"));
-  const order = [...run.phases.filter((name) => phases.includes(name)), ...phases.filter((name) => !run.phases.includes(name))];
-  const parts = order.map((name) => [name, valuesOf(run, `time/${name}_s`).reduce((sum, value) => sum + value, 0), phaseColour(name)]);
-  if (told.startup_s) parts.unshift(["start", told.startup_s - (told.warmup_s ?? 0), colour(7)], ["warm-up", told.warmup_s ?? 0, colour(6)]);
+  const order = [...new Set([...run.phases, ...phases])].filter((name) => phases.includes(name));
+  const total = (name) => valuesOf(run, `time/${name}_s`).reduce((sum, value) => sum + value, 0);
+  const parts = order.map((name) => [name, total(name), phaseColour(name)]), warmup = told.warmup_s ?? 0;
+  if (told.startup_s) parts.unshift(["start", told.startup_s - warmup, colour(7)], ["warm-up", warmup, colour(6)]);
   const sum = parts.reduce((all, one) => all + one[1], 0);
   if (!sum) return flatLine("not measured");
   const more = { reward: " (waiting for scores, making the batch)", start: " (until the first step could begin)" };
   return [
-    h("div.budget", { "aria-hidden": "true" }, parts.map(([, seconds, shade]) => h("i", { style: { "--c": shade, "flex-grow": seconds / sum } }))),
+    h("div.budget", { "aria-hidden": "true" },
+      parts.map(([, seconds, shade]) => h("i", { style: { "--c": shade, "flex-grow": seconds / sum } }))),
     h("ul.legend", parts.filter((one) => one[1] > 0).map(([name, seconds, shade]) =>
       h("li.key", dot(shade), name, more[name], " ", h("b", clock(seconds)), ` ${((100 * seconds) / sum).toFixed(1)} %`))),
   ];
@@ -141,8 +155,9 @@ function ofOneRun(main, make) {
   const place = h("div");
   const show = async (index) => replace(place, await make(main.runs[index], index));
   show(0);
-  const option = (run, value) => h("option", { value }, isThere(seedOf(run)) ? `${run.name} (seed ${seedOf(run)})` : run.name);
-  const choice = h("select", { onchange: (event) => show(Number(event.target.value)) }, main.runs.map(option));
+  const label = (run) => (isThere(seedOf(run)) ? `${run.name} (seed ${seedOf(run)})` : run.name);
+  const options = main.runs.map((run, value) => h("option", { value }, label(run)));
+  const choice = h("select", { onchange: (event) => show(Number(event.target.value)) }, options);
   return [main.runs.length > 1 && h("label.which", "Run ", choice), place];
 }
 
@@ -151,35 +166,40 @@ async function time(run, index) {
   const cut = h("p.usual", "Only its end is shown; trace.json has more, for ui.perfetto.dev.");
   return [
     run.summary.where_time_went && h("p.verdict", `In all, ${run.summary.where_time_went}.`),
-    card("The whole run", budget(run)),
+    card(run.summary.startup_s ? "The whole run" : "All steps", budget(run)),
     card("Timeline", trace ? [timeline(trace), trace.cut && cut] : flatLine("no trace in this folder")),
   ];
 }
 
 function settings(run) {
   const compared = run.defaults_known, { packages = {}, ...machine } = run.machine;
-  const rows = run.settings.map(([key, value, before]) => [h("code", key), words(value), ...(compared ? [words(before)] : [])]);
+  const rows = run.settings.map(([key, ...values]) => [h("code", key), ...values.slice(0, compared ? 2 : 1).map(words)]);
   const median = (all) => [...all].sort((one, other) => one - other)[all.length >> 1];
-  const syncs = [["transfer", "transfer_s", "s"], ["verify", "verify_s", "s"], ["change over", "flip_s", "s"], ["pause of generation", "pause_s", "s"],
-    ["speed", "gb_per_s", "GB/s"], ["weights", "bytes", "bytes"]].map(([label, key, unit]) => [label, valuesOf(run, `sync/${key}`), unit]);
-  const measured = syncs.filter((one) => one[1].length).map(([label, all, unit]) => [label, format(median(all), unit), format(most(all), unit)]);
-  const told = [...Object.entries(machine).map(([key, value]) => [key, [value].flat().join(", ")]), ...Object.entries(packages)];
+  const parts = [["transfer", "transfer_s", "s"], ["verify", "verify_s", "s"], ["change over", "flip_s", "s"],
+    ["pause of generation", "pause_s", "s"], ["speed", "gb_per_s", "GB/s"], ["weights", "bytes", "bytes"]];
+  const measured = parts.map(([label, key, unit]) => [label, valuesOf(run, `sync/${key}`), unit])
+    .filter((one) => one[1].length).map(([label, all, unit]) => [label, format(median(all), unit), format(most(all), unit)]);
+  const hardware = Object.entries(machine).map(([key, value]) => [key, [value].flat().join(", ")]);
+  const told = [...hardware, ...Object.entries(packages)], syncs = ["part", "median", "most"];
   return h("div.charts",
     card(compared ? "Settings that differ from the recipe's" : "All settings",
       rows.length ? table("Settings", ["setting", "value", ...(compared ? ["default"] : [])], rows) : flatLine("none")),
-    card("Versions and hardware", told.length ? table("Versions", ["what", "which"], told) : flatLine("not recorded in this folder")),
-    card("Weight syncs", measured.length ? table("Weight syncs", ["part", "median", "most"], measured) : flatLine("none was measured"),
+    card("Versions and hardware",
+      told.length ? table("Versions", ["what", "which"], told) : flatLine("not recorded in this folder")),
+    card("Weight syncs", measured.length ? table("Weight syncs", syncs, measured) : flatLine("none was measured"),
       run.went_by.length > 0 && h("ul.plain", run.went_by.map((line) => h("li", line)))));
 }
 
 function render(main) {
   const put = (id, ...children) => replace($(`#${id} .body`), children);
+  [shared.charts, timelines].forEach(forgotten); // of what was drawn before the last time
   document.title = `${main.title} · Offbeat`;
   replace($("#head"), head(main));
   put("learn", main.runs.length === 1 && h("p.verdict", learned(main.runs[0])), chartCards(main, "learn"));
   put("health", health(main), chartCards(main, "health"));
   put("time", ofOneRun(main, time), chartCards(main, "time"));
-  put("said", ofOneRun(main, (run, index) => (run.rows ? rollouts(index, run) : flatLine("no completions are kept in this folder"))));
+  const none = "no completions are kept in this folder";
+  put("said", ofOneRun(main, (run, index) => (run.rows ? rollouts(index, run) : flatLine(none))));
   put("what", ofOneRun(main, settings));
   replace($("#foot"), `Written ${main.made}. Drag in a chart to zoom, double click for all; arrow keys read single steps.`);
 }

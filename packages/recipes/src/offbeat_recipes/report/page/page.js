@@ -53,10 +53,13 @@ function format(value, unit) {
   return number(value) + (unit ? ` ${unit}` : "");
 }
 const axis = (value, unit) => (unit === "fraction" ? format(value, unit) : number(value).replace(" ", ""));
+const forgotten = (elements) => elements.forEach((one) => one.isConnected || elements.delete(one));
 const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
 // Phases have the same colour in every chart; other series take them in turn.
-const PHASES = { generate: 0, train: 1, sync: 2, reward: 3, validate: 4, evaluate: 4, save: 5, drain: 6, paused: 6, "under way": 2 };
+const PHASES = {
+  generate: 0, train: 1, sync: 2, "under way": 2, reward: 3, validate: 4, evaluate: 4, save: 5, drain: 6, paused: 6,
+};
 const colour = (index) => `var(--c${index % 8})`;
 const phaseColour = (name, index = 7) => colour(PHASES[name] ?? index);
 const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -17,11 +17,13 @@ function rollouts(index, run) {
   const verdict = select(["", "right or wrong"], ["true", "right"], ["false", "wrong"]);
   const order = select(["", "as they came"], ["worst", "lowest reward first"], ["best", "highest reward first"],
     ["long", "longest first"], ["late", "newest first"]);
-  const field = (label, ...inputs) => h(inputs.length > 1 ? "div.field" : "label.field", h("span", label), h("span.pair", inputs));
+  const field = (label, ...inputs) =>
+    h(inputs.length > 1 ? "div.field" : "label.field", h("span", label), h("span.pair", inputs));
   const controls = h("form.controls", { onsubmit: (event) => event.preventDefault() }, field("Search", text),
     bounds.map(([key, ...pair]) => field({ step: "Steps", reward: "Reward" }[key], ...pair)),
     field("Finish", finish), field("Verdict", verdict), field("Order", order));
-  const count = h("output.told", "loading …"), inner = h("div.rows"), detail = h("div.detail", { tabindex: 0, role: "region", "aria-label": "The chosen completion" });
+  const count = h("output.told", "loading …"), inner = h("div.rows");
+  const detail = h("div.detail", { tabindex: 0, role: "region", "aria-label": "The chosen completion" });
   const list = h("div.list", { tabindex: 0, role: "listbox", "aria-label": "Completions" }, inner);
 
   function filter() {
@@ -35,10 +37,13 @@ function rollouts(index, run) {
       if (!limits.every(([key, sign, limit]) => row[key] !== null && sign * row[key] >= limit)) continue;
       if (!part || row.low.includes(part)) hits.push(row);
     }
-    const by = { worst: (row) => row.reward ?? Infinity, best: (row) => -(row.reward ?? -Infinity), long: (row) => -row.num_tokens, late: (row) => -row.step };
-    const rank = by[order.value];
+    const rank = {
+      worst: (row) => row.reward ?? Infinity, best: (row) => -(row.reward ?? -Infinity),
+      long: (row) => -row.num_tokens, late: (row) => -row.step,
+    }[order.value];
     if (rank) hits.sort((one, other) => rank(one) - rank(other) || one.at - other.at);
-    const all = rows.length === run.rows ? plural(rows.length, "completion") : `${rows.length.toLocaleString("en")} loaded so far`;
+    const loaded = rows.length === run.rows;
+    const all = loaded ? plural(rows.length, "completion") : `${rows.length.toLocaleString("en")} loaded so far`;
     count.textContent = hits.length === rows.length ? all : `${hits.length.toLocaleString("en")} of ${all}`;
     inner.style.height = `${hits.length * ROW}px`;
     draw();
@@ -62,14 +67,18 @@ function rollouts(index, run) {
   function show(row) {
     const same = byPrompt.get(row.uid), others = same.filter((one) => one.step !== row.step).slice(0, 200);
     const group = same.filter((one) => one.step === row.step && one.title === row.title);
-    const pick = (one, label) => h("button", { type: "button", class: `pick ${verdictOf(one)}`, "aria-current": one === row && "true", onclick: () => choose(one) },
-      h("span.num", label), h("span.num.reward", number(one.reward) + MARK[one.correct]), h("span.what", oneLine(one.completion).slice(0, 200)));
-    const facts = [`step ${row.step}`, row.title, `reward ${number(row.reward)}`, verdictOf(row), row.finish && `ended by ${row.finish}`, plural(row.num_tokens, "token")];
+    const pick = (one, label) => h(`button.pick.${verdictOf(one) || "unknown"}`,
+      { type: "button", "aria-current": one === row && "true", onclick: () => choose(one) }, h("span.num", label),
+      h("span.num.reward", number(one.reward) + MARK[one.correct]), h("span.what", oneLine(one.completion).slice(0, 200)));
+    const facts = [`step ${row.step}`, row.title, `reward ${number(row.reward)}`, verdictOf(row),
+      row.finish && `ended by ${row.finish}`, plural(row.num_tokens, "token")];
+    const parts = Object.entries(row.parts ?? {}).map(([name, reward]) => `${name} ${number(reward)}`);
     replace(detail, h("p.facts", facts.filter(Boolean).join(" · ")),
       h("h3", "Prompt"), h("pre", row.prompt), h("h3", "Completion"), h("pre.completion", row.completion),
-      row.parts && h("p.facts", Object.entries(row.parts).map(([name, reward]) => `${name} ${number(reward)}`).join(" · ")),
+      parts.length > 0 && h("p.facts", parts.join(" · ")),
       row.turns && h("details", { open: "" }, h("summary", plural(row.turns.length, "turn")), row.turns.map(turn)),
-      group.length > 1 && [h("h3", `All ${group.length} completions of this prompt at step ${row.step}`), h("div.picks", group.map((one, at) => pick(one, at + 1)))],
+      group.length > 1 && [h("h3", `All ${group.length} completions of this prompt at step ${row.step}`),
+        h("div.picks", group.map((one, at) => pick(one, at + 1)))],
       others.length > 0 && [h("h3", "The same prompt at other steps"), h("div.picks", others.map((one) => pick(one, one.step)))]);
   }
   // A turn of a trajectory that was kept whole has a text; of one of samples.jsonl the counts are known.
@@ -77,7 +86,8 @@ function rollouts(index, run) {
     const said = isThere(one.reward) && `reward ${number(one.reward)}`;
     const by = one.versions?.length && `version ${one.versions.map(([version]) => version).join(", ")}`;
     const counts = isThere(one.observed) && `${plural(one.observed, "token")} observed, ${one.sampled} sampled`;
-    return h("div.turn", h("p.facts", [one.role, by, counts, said].filter(Boolean).join(" · ")), isThere(one.text) && h("pre", one.text));
+    const facts = [one.role, by, counts, said].filter(Boolean).join(" · ");
+    return h("div.turn", h("p.facts", facts), isThere(one.text) && h("pre", one.text));
   }
   list.addEventListener("scroll", draw);
   list.addEventListener("keydown", (event) => {
@@ -95,7 +105,8 @@ function rollouts(index, run) {
       const row = Object.fromEntries(keys.map((key) => [key, columns[key][at]]));
       Object.assign(row, { at: rows.length, low: `${row.prompt}\n${row.completion}`.toLowerCase() });
       byPrompt.has(row.uid) ? byPrompt.get(row.uid).push(row) : byPrompt.set(row.uid, [row]);
-      if (![...finish.options].some((one) => one.value === row.finish)) finish.append(h("option", { value: row.finish }, row.finish));
+      const offered = [...finish.options].some((one) => one.value === row.finish);
+      if (!offered) finish.append(h("option", { value: row.finish }, row.finish));
       rows.push(row);
     });
   }

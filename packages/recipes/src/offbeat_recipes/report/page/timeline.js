@@ -1,14 +1,20 @@
 // The trace of a run on a canvas: who did what when. Drag to zoom, arrow keys to move, + and - to zoom, 0 for all.
 
+const timelines = new Set();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => timelines.forEach((one) => one.draw()));
+
 function timeline(data) {
   const AXIS = 20, GAP = 6, LABEL = 92;
-  const lanes = data.lanes.map((lane) => ({ ...lane, height: lane.curve.length ? 34 : 22, peak: most(lane.curve.map((point) => point[1]), 1) }));
+  const lanes = data.lanes.map((lane) =>
+    ({ ...lane, height: lane.curve.length ? 34 : 22, peak: most(lane.curve.map((point) => point[1]), 1) }));
   const height = AXIS + lanes.reduce((sum, lane) => sum + lane.height + GAP, 0);
-  const canvas = h("canvas", { tabindex: 0, role: "img", "aria-label": `Timeline of ${lanes.map((lane) => lane.name).join(", ")} over ${clock(data.ms / 1000)}. Arrow keys move, plus and minus zoom.` });
+  const label = `Timeline of ${lanes.map((lane) => lane.name).join(", ")} over ${clock(data.ms / 1000)}.`;
+  const canvas = h("canvas", { tabindex: 0, role: "img", "aria-label": `${label} Arrow keys move, plus and minus zoom.` });
   const told = h("output.told", "Point at a span to read it; drag to zoom.");
   const button = (label, title, act) => h("button", { type: "button", title, "aria-label": title, onclick: act }, label);
   const bar = h("div.bar", button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)),
-    button("←", "Earlier", () => pan(-0.5)), button("→", "Later", () => pan(0.5)), button("All", "Show all", () => set(0, data.ms)), told);
+    button("←", "Earlier", () => pan(-0.5)), button("→", "Later", () => pan(0.5)),
+    button("All", "Show all", () => set(0, data.ms)), told);
   const element = h("div.timeline", bar, canvas);
   let [from, to, width, drag] = [0, data.ms, 0, null];
   const at = (ms) => LABEL + ((ms - from) / (to - from)) * (width - LABEL);
@@ -88,11 +94,11 @@ function timeline(data) {
       if (x1 < LABEL || x0 > width || (x1 - x0 < 0.5 && Math.floor(x0) === last)) continue;
       last = Math.floor(x0);
       pen.fillStyle = paint(name);
-      const full = !lane.curve.length;
-      pen.fillRect(Math.max(x0, LABEL), full ? lane.top : lane.top + lane.height - 6, Math.max(x1 - Math.max(x0, LABEL), 1), full ? lane.height : 6);
-      if (full && x1 - x0 > 48) {
+      const full = !lane.curve.length, left = Math.max(x0, LABEL), thick = full ? lane.height : 6;
+      pen.fillRect(left, lane.top + lane.height - thick, Math.max(x1 - left, 1), thick);
+      if (full && x1 - left > 48) {
         pen.fillStyle = cssColour("--paper");
-        pen.fillText(name, Math.max(x0, LABEL) + 5, lane.top + lane.height / 2 + 4, x1 - Math.max(x0, LABEL) - 8);
+        pen.fillText(name, left + 5, lane.top + lane.height / 2 + 4, x1 - left - 8);
       }
     }
   }
@@ -109,17 +115,22 @@ function timeline(data) {
     if (point) words.push(`${number(point[1])} under way or ready`);
     return words.join(" · ");
   }
-  const place = (event) => [event.clientX - canvas.getBoundingClientRect().left, event.clientY - canvas.getBoundingClientRect().top];
+  const place = (event) => [event.offsetX, event.offsetY];
   canvas.addEventListener("pointermove", (event) => {
     const [x, y] = place(event);
     told.textContent = describe(x, y) || "Point at a span to read it; drag to zoom.";
     if (drag) (drag.to = x), draw();
   });
-  canvas.addEventListener("pointerdown", (event) => event.pointerType === "mouse" && (drag = { from: place(event)[0], to: place(event)[0] }));
-  window.addEventListener("pointerup", () => {
+  canvas.addEventListener("pointerdown", (event) => {
+    if (event.pointerType !== "mouse") return;
+    canvas.setPointerCapture(event.pointerId);
+    drag = { from: event.offsetX, to: event.offsetX };
+  });
+  canvas.addEventListener("pointerup", () => {
     const done = drag;
     drag = null;
-    if (done && Math.abs(done.to - done.from) > 4) set(ms(Math.min(done.from, done.to)), ms(Math.max(done.from, done.to)));
+    const [low, high] = done ? [done.from, done.to].sort((one, other) => one - other) : [0, 0];
+    if (high - low > 4) set(ms(low), ms(high));
   });
   canvas.addEventListener("dblclick", () => set(0, data.ms));
   canvas.addEventListener("wheel", (event) => {
@@ -128,12 +139,15 @@ function timeline(data) {
     zoom(event.deltaY > 0 ? 1.25 : 0.8, ms(place(event)[0]));
   }, { passive: false });
   canvas.addEventListener("keydown", (event) => {
-    const acts = { ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2), "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), 0: () => set(0, data.ms) };
+    const acts = {
+      ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2), "+": () => zoom(0.5), "-": () => zoom(2), 0: () => set(0, data.ms),
+    };
     if (!(event.key in acts)) return;
     event.preventDefault();
     acts[event.key]();
   });
   new ResizeObserver(() => element.clientWidth !== width && draw()).observe(element);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  element.draw = draw;
+  timelines.add(element);
   return element;
 }

@@ -1,4 +1,4 @@
-"""`trajectories/step_<n>.jsonl.gz`: what was trained, whole, to be read: texts, tokens, rewards, versions, log-probs."""
+"""`trajectories/step_<n>.jsonl.gz`: what a step trained, whole: texts, tokens, rewards, versions, log-probs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ class KeepsTrajectories(Protocol):
 
 
 class TrajectoryReporter(Silent):
-    """A `Reporter` that writes one file a step, one line a trajectory: prompt, completion, score, and its turns.
+    """A `Reporter` that writes a file a step, a line a trajectory: prompt, completion, score, turns.
 
-    A turn has `role` ("policy", "environment"), `text` and `token_ids`; the policy's has `reward`, `logprobs` as the sampler saw
-    them, and `versions`, the weights that made it: (version, number of tokens). Compressing and writing go on beside the run. When
-    the folder has more than its budget, the files of the oldest steps go.
+    A turn has `role` ("policy", "environment"), `text` and `token_ids`; the policy's has `reward`, `logprobs`
+    as the sampler saw them, and `versions`, the weights that made it: (version, number of tokens).
+    Compressing and writing go on beside the run. When the folder has more than its budget, the files of the
+    oldest steps go.
     """
 
     keeps_trying = True  # see `FanOut`
 
     def __init__(self, folder: str | Path, *, groups_per_step: int | None, max_bytes: int = 1 << 30) -> None:
-        """Write below `folder` the first `groups_per_step` groups of each step (None: all), of `max_bytes` together."""
+        """Write below `folder` the first `groups_per_step` groups of each step (None: all)."""
         self._folder = Path(folder) / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         self._groups_per_step = groups_per_step
