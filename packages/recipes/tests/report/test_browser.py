@@ -204,6 +204,26 @@ def test_a_folder_that_holds_hardly_anything_is_shown(make_run, open_page):
     assert "No step was finished" in page.locator("#learn").inner_text()
 
 
+def test_values_of_kinds_that_nobody_foresaw_break_nothing(make_run, open_page, sample):
+    odd = {
+        "accuracy_after": "high",
+        "wall_s": [1],
+        "startup_s": "soon",
+        "reward_last": {},
+        "lost_replicas": [{}, 3],
+    }
+    turns = [3, {"role": 1, "versions": [5], "observed": "x"}]
+    rows = [sample(1, "odd", turns=turns, parts={"a": "b"}) | {"reward": "r"}]
+    folder = make_run(samples=[*rows, sample(1, "fine", turns=7, parts=[1])])
+    (folder / "summary.json").write_text(json.dumps(odd))
+    (folder / "machine.json").write_text(json.dumps({"packages": None, "gpus": [{"name": 1}, None]}))
+    page = open_page(write_report([folder]))
+    assert rows_of(page) == ["prompt a odd", "prompt a fine"]
+    page.locator(".row").first.click()
+    assert page.locator(".turn").count() == 1
+    assert page.locator("#what .card").count() == 3
+
+
 def test_a_hundred_thousand_completions_load_in_pieces_and_are_all_searched(make_run, open_page, sample):
     count = 100_000
     rows = [sample(at // 500, f"completion {at} {'word ' * 20}", uid=str(at // 10)) for at in range(count)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from offbeat_recipes.report.metrics import CHARTS, Kind, label_of, lookup, out_of_range
+from offbeat_recipes.settings.reading import all_settings
 
 ROOT = Path(__file__).parents[4]
 AREAS = {known.key.partition("/")[0] for chart in CHARTS for known in chart.metrics}
@@ -64,6 +65,14 @@ def test_no_metric_is_in_two_charts_and_each_chart_says_what_is_usual():
         assert len(drawn) == 1 or chart.title == "Mishaps", f"{chart.title}: one axis has one unit"
         if chart.kind is Kind.STACK:
             assert sum(known.drawn for known in chart.metrics) == 1, "what adds up is of one pattern"
+
+
+def test_settings_that_are_advised_exist():
+    known = {setting.path for setting in all_settings()}
+    words = " ".join(f"{chart.usual} {chart.advice}" for chart in CHARTS)
+    advised = set(re.findall(r"\b(?:[a-z]+\.)+[a-z_]+\b", words)) - {"families.md", "driver.log"}
+    assert len(advised) > 12
+    assert sorted(advised - known) == []
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,8 @@ def collect(path: Path) -> Run:
     _read_settings(run, path)
     _read_metrics(run, path / "metrics.jsonl")
     run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
+    lost = run.summary.get("lost_replicas")
+    run.notes += [f"a replica was lost: {one}" for one in (lost[-3:] if isinstance(lost, list) else ())]
     run.machine = _read_json(run, path / "machine.json", "versions and hardware are not known")
     run.state = _state(run, path)
     if run.state == "running":  # it comes with the end
@@ -242,13 +244,14 @@ def _row(line: dict[str, Any]) -> dict[str, Any] | None:
         "reward": _finite(line.get("reward")),
         "correct": correct if isinstance(correct, bool) else None,
         "turns": _turns(line.get("turns")),
-        "parts": line.get("parts") or None,
+        "parts": parts if isinstance(parts := line.get("parts"), dict) and parts else None,
     }
 
 
 def _turns(told: object) -> list[dict[str, Any]] | None:
     """Return the turns of a trajectory of several, without tokens and log-probs; None of one."""
-    turns = cast("list[dict[str, Any]]", told) if isinstance(told, list) else []
+    held = cast("list[object]", told) if isinstance(told, list) else []
+    turns = [cast("dict[str, Any]", turn) for turn in held if isinstance(turn, dict)]
     if len(turns) < 2 and not any("observed" in turn for turn in turns):
         return None
     return [

@@ -172,15 +172,15 @@ async function time(run, index) {
 }
 
 function settings(run) {
-  const compared = run.defaults_known, { packages = {}, ...machine } = run.machine;
+  const compared = run.defaults_known, { packages, ...machine } = run.machine;
   const rows = run.settings.map(([key, ...values]) => [h("code", key), ...values.slice(0, compared ? 2 : 1).map(words)]);
   const median = (all) => [...all].sort((one, other) => one - other)[all.length >> 1];
   const parts = [["transfer", "transfer_s", "s"], ["verify", "verify_s", "s"], ["change over", "flip_s", "s"],
     ["pause of generation", "pause_s", "s"], ["speed", "gb_per_s", "GB/s"], ["weights", "bytes", "bytes"]];
   const measured = parts.map(([label, key, unit]) => [label, valuesOf(run, `sync/${key}`), unit])
     .filter((one) => one[1].length).map(([label, all, unit]) => [label, format(median(all), unit), format(most(all), unit)]);
-  const hardware = Object.entries(machine).map(([key, value]) => [key, [value].flat().join(", ")]);
-  const told = [...hardware, ...Object.entries(packages)], syncs = ["part", "median", "most"];
+  const hardware = Object.entries(machine).map(([key, value]) => [key, [value].flat().map(words).join(", ")]);
+  const told = [...hardware, ...Object.entries(packages ?? {})], syncs = ["part", "median", "most"];
   return h("div.charts",
     card(compared ? "Settings that differ from the recipe's" : "All settings",
       rows.length ? table("Settings", ["setting", "value", ...(compared ? ["default"] : [])], rows) : flatLine("none")),

@@ -30,7 +30,7 @@ const most = (values, start = -Infinity) => values.reduce((best, value) => Math.
 const least = (values) => values.reduce((best, value) => Math.min(best, value), Infinity);
 const isThere = (value) => value !== null && value !== undefined;
 function number(value) {
-  if (!isThere(value)) return "·";
+  if (typeof value !== "number") return String(value ?? "·"); // of a run of another version, say
   const size = Math.abs(value);
   for (const [from, unit, name] of [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]])
     if (size >= from * 0.9995) return `${(value / unit).toPrecision(3)} ${name}`;
@@ -40,13 +40,14 @@ function number(value) {
   return value.toExponential(1).replace("e-", "e−");
 }
 function clock(seconds) {
+  if (typeof seconds !== "number") return number(seconds);
   if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
   const [hours, minutes, rest] = [seconds / 3600, (seconds % 3600) / 60, seconds % 60].map(Math.floor);
   const two = (value) => String(value).padStart(2, "0");
   return hours ? `${hours} h ${two(minutes)} min` : `${minutes} min ${two(rest)} s`;
 }
 function format(value, unit) {
-  if (!isThere(value)) return "·";
+  if (typeof value !== "number") return number(value);
   if (unit === "fraction") return `${Number((value * 100).toPrecision(3))} %`;
   if (unit === "s") return value >= 60 ? clock(value) : `${number(value)} s`;
   if (unit === "bytes") return `${number(value)}B`;

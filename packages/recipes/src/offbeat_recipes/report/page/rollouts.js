@@ -84,7 +84,7 @@ function rollouts(index, run) {
   // A turn of a trajectory that was kept whole has a text; of one of samples.jsonl the counts are known.
   function turn(one) {
     const said = isThere(one.reward) && `reward ${number(one.reward)}`;
-    const by = one.versions?.length && `version ${one.versions.map(([version]) => version).join(", ")}`;
+    const by = one.versions && `version ${[one.versions].flat().map((span) => [span].flat()[0]).join(", ")}`;
     const counts = isThere(one.observed) && `${plural(one.observed, "token")} observed, ${one.sampled} sampled`;
     const facts = [one.role, by, counts, said].filter(Boolean).join(" · ");
     return h("div.turn", h("p.facts", facts), isThere(one.text) && h("pre", one.text));
