@@ -59,6 +59,13 @@ def test_how_it_ended_is_said(make_run, summary, state):
     assert any("summary.json is missing" in note for note in run.notes) == (summary is None)
 
 
+def test_why_replicas_were_lost_is_said(make_run):
+    folder = make_run()
+    lost = [f"replica {at}: silent" for at in range(5)]
+    (folder / "summary.json").write_text(json.dumps({"steps": 4, "lost_replicas": lost}))
+    assert collect(folder).notes == [f"a replica was lost: replica {at}: silent" for at in (2, 3, 4)]
+
+
 def test_a_run_at_work_is_seen_and_not_disturbed(make_run):
     folder = make_run()
     holder = subprocess.Popen(
@@ -66,8 +73,10 @@ def test_a_run_at_work_is_seen_and_not_disturbed(make_run):
     )
     assert holder.stdout.readline() == "held\n"
     assert collect(folder).state == "running"
+    (folder / "summary.json").unlink()
+    assert collect(folder).notes == [], "it comes with the end"
     holder.communicate(timeout=600)
-    assert collect(folder).state == "done"
+    assert collect(folder).state == "ended early"
 
 
 def test_torn_and_foreign_lines_are_left_out_and_counted(make_run):

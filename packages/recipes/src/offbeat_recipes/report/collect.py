@@ -73,8 +73,9 @@ def collect(path: Path) -> Run:
     _read_settings(run, path)
     _read_metrics(run, path / "metrics.jsonl")
     run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
-    lost = run.summary.get("lost_replicas")
-    run.notes += [f"a replica was lost: {one}" for one in (lost[-3:] if isinstance(lost, list) else ())]
+    lost: object = run.summary.get("lost_replicas")
+    reasons = cast("list[object]", lost) if isinstance(lost, list) else []
+    run.notes += [f"a replica was lost: {reason}" for reason in reasons[-3:]]
     run.machine = _read_json(run, path / "machine.json", "versions and hardware are not known")
     run.state = _state(run, path)
     if run.state == "running":  # it comes with the end
