@@ -146,7 +146,7 @@ function budget(run) {
     h("div.budget", { "aria-hidden": "true" },
       parts.map(([, seconds, shade]) => h("i", { style: { "--c": shade, "flex-grow": seconds / sum } }))),
     h("ul.legend", parts.filter((one) => one[1] > 0).map(([name, seconds, shade]) =>
-      h("li.key", dot(shade), name, more[name], " ", h("b", clock(seconds)), ` ${((100 * seconds) / sum).toFixed(1)} %`))),
+      h("li.key", dot(shade), name, more[name], " ", h("b", clock(seconds)), ` ${((100 * seconds) / sum).toFixed(1)}\u00a0%`))),
   ];
 }
 

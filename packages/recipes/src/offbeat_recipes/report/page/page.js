@@ -48,7 +48,7 @@ function clock(seconds) {
 }
 function format(value, unit) {
   if (typeof value !== "number") return number(value);
-  if (unit === "fraction") return `${Number((value * 100).toPrecision(3))} %`;
+  if (unit === "fraction") return `${Number((value * 100).toPrecision(3))}\u00a0%`;
   if (unit === "s") return value >= 60 ? clock(value) : `${number(value)} s`;
   if (unit === "bytes") return `${number(value)}B`;
   return number(value) + (unit ? ` ${unit}` : "");
