@@ -78,7 +78,7 @@ def test_a_temporary_folder_whose_name_leaves_no_room_for_sockets_is_refused(tmp
     ("name", "words"),
     [
         ("tensorbord", "no tracker named 'tensorbord' is installed; did you mean 'tensorboard'?"),
-        ("nowhere", "name one of tensorboard, wandb, wandb_online, trackio, or file.py:make"),
+        ("nowhere", "name one of tensorboard, wandb, wandb_online, trackio, trajectories, or file.py:make"),
         ("tensorboard", ""),
         ("mine.py:make", ""),  # imported where it is called
     ],

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from offbeat_recipes.errors import SettingError
+from offbeat_recipes.plan.machine import kept_prompts, tracker_refusals
 from offbeat_recipes.run.folder import open_run_folder
 from offbeat_recipes.run.reporting import make_reporter
 from offbeat_recipes.settings.reading import parse, to_dict
@@ -14,6 +15,7 @@ from offbeat_trainer.watch.reporters.fanout import FanOut
 from offbeat_trainer.watch.reporters.jsonl import JsonlReporter
 from offbeat_trainer.watch.reporters.silent import Silent
 from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
+from offbeat_trainer.watch.reporters.trajectories import TrajectoryReporter
 
 
 @pytest.fixture
@@ -29,6 +31,8 @@ def folder(tmp_path):
         ({"console": False, "trackers": []}, [JsonlReporter]),
         ({"console": True, "trackers": []}, [JsonlReporter, ConsoleReporter]),
         ({"console": False, "trackers": ["tensorboard"]}, [JsonlReporter, TensorBoardReporter]),
+        ({"console": False, "trackers": ["trajectories"]}, [JsonlReporter, TrajectoryReporter]),
+        ({"console": False, "trackers": ["trajectories_2"]}, [JsonlReporter, TrajectoryReporter]),
     ],
 )
 def test_a_run_reports_where_the_settings_say_and_always_to_its_folder(folder, report, kinds):
@@ -37,8 +41,20 @@ def test_a_run_reports_where_the_settings_say_and_always_to_its_folder(folder, r
     assert isinstance(reporter, FanOut)
     assert [type(one) for one in reporter._reporters] == kinds
     assert reporter._reporters[0] is jsonl
-    assert (folder.path / "tensorboard").exists() == bool(report["trackers"])
+    assert (folder.path / "tensorboard").exists() == ("tensorboard" in report["trackers"])
+    assert (folder.path / "trajectories").exists() == (TrajectoryReporter in kinds)
     reporter.close()
+
+
+@pytest.mark.parametrize(
+    ("tracker", "kept"),
+    [("trajectories", 0), ("trajectories_12", 12), ("trajectories_0", None), ("trajectories_all", None)],
+)
+def test_trajectories_of_so_many_prompts_are_kept(folder, tracker, kept):
+    assert kept_prompts(tracker) == kept
+    refusals = [str(one) for one in tracker_refusals([tracker])]
+    assert len(refusals) == (kept is None)
+    assert all("no tracker named" in one and "'trajectories'" in one for one in refusals)
 
 
 @pytest.mark.parametrize(("console", "kind"), [(True, ConsoleReporter), (False, Silent)])

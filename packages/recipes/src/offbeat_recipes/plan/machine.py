@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import socket
 import tempfile
@@ -47,6 +48,12 @@ def machine_refusals(config: RunConfig) -> Iterator[Refusal]:
         )
 
 
+def kept_prompts(tracker: str) -> int | None:
+    """Return of how many prompts a step `tracker` keeps trajectories, 0 for all; None: it keeps none."""
+    match = re.fullmatch(r"trajectories(?:_([1-9]\d*))?", tracker)
+    return None if match is None else int(match[1] or 0)
+
+
 def tracker_refusals(names: Iterable[str]) -> Iterator[Refusal]:
     """Refuse trackers that nobody knows, or whose package is not installed."""
     installed = {point.name for point in entry_points(group=REPORTERS)}
@@ -58,12 +65,12 @@ def tracker_refusals(names: Iterable[str]) -> Iterator[Refusal]:
                 f"{name} needs the package {package}, which is not installed",
                 f"install `offbeat-trainer[{package}]`, or leave {name} out",
             )
-        elif package is None and ":" not in name and name not in installed:
-            near = get_close_matches(name, [*_TRACKERS, *installed], n=1)
+        elif package is None and ":" not in name and name not in installed and kept_prompts(name) is None:
+            near = get_close_matches(name, [*_TRACKERS, "trajectories", *installed], n=1)
             yield Refusal(
                 "report.trackers",
                 f"no tracker named {name!r} is installed" + (f"; did you mean {near[0]!r}?" if near else ""),
-                f"name one of {', '.join([*_TRACKERS, *sorted(installed)])}, or file.py:make; a package adds one through the "
+                f"name one of {', '.join([*_TRACKERS, 'trajectories', *sorted(installed)])}, or file.py:make; a package adds one through the "
                 f"entry-point group {REPORTERS!r}",
             )
 

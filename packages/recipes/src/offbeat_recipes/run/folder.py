@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
+MACHINE = "machine.json"
 _ENGINE = "engine.name"
 # Settings that may differ when a run goes on, besides those whose fields have the metadata `SPEED`: they change neither the
 # data nor, but for its rounding, the arithmetic of a step.
@@ -91,6 +92,10 @@ class RunFolder:
         """Write `summary.json`, whole or not at all; NaN and infinity become null, which JSON has."""
         told = json.loads(json.dumps(dict(values)), parse_constant=lambda _: None)
         _write_whole(self.path / SUMMARY, json.dumps(told, indent=2) + "\n")
+
+    def write_machine(self, values: Mapping[str, object]) -> None:
+        """Write `machine.json`, the versions and the hardware of the newest process of the run."""
+        _write_whole(self.path / MACHINE, json.dumps(dict(values), indent=2) + "\n")
 
     def close(self) -> None:
         """Let others have the folder."""

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.plan.machine import REPORTERS, tracker_refusals
+from offbeat_recipes.plan.machine import REPORTERS, kept_prompts, tracker_refusals
 from offbeat_recipes.run.failures import describe_error
 from offbeat_recipes.settings.reading import to_dict
 from offbeat_trainer.errors import LoadError
@@ -21,6 +21,7 @@ from offbeat_trainer.watch.reporters.fanout import FanOut
 from offbeat_trainer.watch.reporters.silent import Silent
 from offbeat_trainer.watch.reporters.tensorboard import TensorBoardReporter
 from offbeat_trainer.watch.reporters.trackio import TrackioReporter
+from offbeat_trainer.watch.reporters.trajectories import TrajectoryReporter
 from offbeat_trainer.watch.reporters.wandb import WandbReporter
 
 if TYPE_CHECKING:
@@ -61,7 +62,13 @@ def _asked_for(config: RunConfig, folder: RunFolder, steps: int) -> Iterator[Cal
         "trackio": lambda: TrackioReporter(folder.path, **named),
     }
     for name in told.trackers:
-        yield ours.get(name) or (lambda name=name: _other_reporter(name)(folder.path, config.name, settings))
+        kept = kept_prompts(name)
+        if kept is None:
+            yield ours.get(name) or (
+                lambda name=name: _other_reporter(name)(folder.path, config.name, settings)
+            )
+        else:
+            yield lambda kept=kept: TrajectoryReporter(folder.path, groups_per_step=kept or None)
 
 
 def _other_reporter(name: str) -> Callable[[Path, str, Mapping[str, object]], Reporter]:

@@ -21,10 +21,12 @@ from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
 from offbeat_recipes.models.char import random_model_folder
 from offbeat_recipes.plan.lengths import length_refusals
 from offbeat_recipes.plan.stops import check_stops
+from offbeat_recipes.report.build import write_report
 from offbeat_recipes.run.failures import describe_error
 from offbeat_recipes.run.folder import RunFolder, open_run_folder, reopen_run_folder, speed_settings
 from offbeat_recipes.run.interrupts import StandingLoop, StopKeys
 from offbeat_recipes.run.logs import logs_to
+from offbeat_recipes.run.machine import describe_machine
 from offbeat_recipes.run.reporting import make_reporter
 from offbeat_recipes.settings.reading import to_dict
 from offbeat_recipes.tasks.base import make_scorer, make_task
@@ -171,6 +173,8 @@ def _open(
             base_model, base, config.seed, trust_remote_code=config.model.trust_remote_code
         )
     check_stops(task, base_model, trust_remote_code=config.model.trust_remote_code)
+    if not reopen:
+        folder.write_machine(describe_machine(config.device, config.cluster.ray_address))
     jsonl = None if reopen else JsonlReporter(folder.path)
     steps = config.trainer.steps if program == TRAIN else config.warmup.steps
     reporter = make_reporter(config, jsonl, folder, steps=steps)
@@ -236,7 +240,7 @@ async def _guarded(session: Session, work: Work) -> int:
                 session.folder.write_summary(summary)
         except OSError as error:
             code = code or _failed(session, describe_error(session.config, error) or str(error))
-        session.reporter.summary({**summary, **_where_next(session, code)})
+        session.reporter.summary({**summary, **_where_next(session, code, _report(session))})
     session.reporter.close()
     return code
 
@@ -259,12 +263,25 @@ def _failed(session: Session, message: str) -> int:
     return FAILED
 
 
-def _where_next(session: Session, code: int) -> dict[str, object]:
+def _report(session: Session) -> dict[str, str]:
+    """Write the report and return where it is; what keeps it from being written is for the log."""
+    try:
+        return {"report": str(write_report([session.folder.path]))}
+    except Exception:
+        log.exception("no report was written; offbeat-report %s may", session.folder.path)
+        return {}
+
+
+def _where_next(session: Session, code: int, report: dict[str, str]) -> dict[str, object]:
     folder = session.folder.path
     if code:
-        return {"resume_command": _again(session), "paths": {"logs": str(session.folder.logs)}}
+        return {
+            "resume_command": _again(session),
+            "paths": {"logs": str(session.folder.logs), **report},
+        }
     return {
         "paths": {
+            **report,
             "trained model": str(
                 session.folder.final if session.folder.final.exists() else session.folder.model
             ),

@@ -156,7 +156,8 @@ class ReportConfig:
     """Where a run tells what is going on, besides its JSONL files.
 
     `trackers` are any of "tensorboard", "wandb" (sent later, with `wandb sync`), "wandb_online", "trackio", which stays on this machine,
-    and those of others, see `offbeat_recipes.run.reporting`. `project` is that of W&B and Trackio.
+    and those of others, see `offbeat_recipes.run.reporting`. "trajectories" keeps all that each step trained, to be read,
+    "trajectories_<n>" that of n prompts a step. `project` is that of W&B and Trackio.
     """
 
     console: bool = True

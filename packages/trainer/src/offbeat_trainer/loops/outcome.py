@@ -15,6 +15,7 @@ from offbeat_trainer.run_store import RunState
 from offbeat_trainer.stream.gate import version_of
 from offbeat_trainer.stream.producer import RETRIED, training_params, tried_again
 from offbeat_trainer.stream.stream import due, sync_metrics
+from offbeat_trainer.watch.reporters.trajectories import KeepsTrajectories
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -223,6 +224,8 @@ async def close_step(
         metrics += validated
     if due(done, parts.loop.sample_every):
         show(parts, done, "sampled", groups)
+    if isinstance(parts.reporter, KeepsTrajectories):
+        parts.reporter.trajectories(done, groups, parts.task.decode)
     parts.reporter.metrics(done, [*metrics, *clock.metrics()])
     ends = parts.stop.due
     await _save_if_due(parts, outcome, clock, block=ends or last)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from offbeat_trainer.watch.reporters.screen import Screen
+from offbeat_trainer.watch.reporters.trajectories import KeepsTrajectories
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,15 @@ class FanOut:
     def samples(self, step: int, title: str, groups: Sequence[Group], texts: Sequence[Sequence[str]]) -> None:
         """Tell all."""
         self._tell(lambda reporter: reporter.samples(step, title, groups, texts), counts=True)
+
+    def trajectories(self, step: int, groups: Sequence[Group], decode: Callable[[list[int]], str]) -> None:
+        """Tell those that keep them."""
+
+        def keep(reporter: Reporter) -> None:
+            if isinstance(reporter, KeepsTrajectories):
+                reporter.trajectories(step, groups, decode)
+
+        self._tell(keep, counts=True)
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Tell all."""

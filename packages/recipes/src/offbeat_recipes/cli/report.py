@@ -1,0 +1,72 @@
+"""`offbeat-report`: what runs did, as one HTML file, or served while they go on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat_recipes.cli._environment import speak_utf8
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE = 2
+_EPILOG = """\
+  offbeat-report runs/demo             # writes runs/demo/report.html, to be opened by double click
+  offbeat-report runs/a runs/b         # compares them in ./report.html; seeds of the same run are one line
+  offbeat-report runs/demo --serve     # follows a run that goes on
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or serve the report; return 0, or 2 where a folder is no run or the file cannot be written."""
+    made = argparse.ArgumentParser(
+        prog="offbeat-report",
+        description="Write what runs did as one HTML file that needs no network.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
+    made.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="by default report.html: of one run in its folder, of several here",
+    )
+    made.add_argument(
+        "--serve", action="store_true", help="write nothing; show the report on this machine as it grows"
+    )
+    made.add_argument("--port", type=int, default=0, help="of --serve; by default a free one")
+    if argv is None:  # as a command
+        speak_utf8()
+    options = made.parse_args(argv)
+    from offbeat_recipes.errors import RunFolderError
+    from offbeat_recipes.report.build import REPORT, write_report
+
+    output = options.output if options.output or len(options.runs) == 1 else Path(REPORT)
+    try:
+        if options.serve:
+            _serve(options.runs, options.port)
+        else:
+            sys.stdout.write(f"{write_report(options.runs, output)}\n")
+    except (RunFolderError, OSError) as error:
+        sys.stderr.write(f"{made.prog}: {error}\n")
+        return USAGE
+    return 0
+
+
+def _serve(runs: Sequence[Path], port: int) -> None:
+    from offbeat_recipes.report.serve import server
+
+    with server(runs, port) as serving:
+        sys.stdout.write(f"http://127.0.0.1:{serving.server_port}/ shows the report; Ctrl-C ends it\n")
+        sys.stdout.flush()
+        with suppress(KeyboardInterrupt):
+            serving.serve_forever()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

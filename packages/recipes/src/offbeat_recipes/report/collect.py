@@ -1,0 +1,299 @@
+"""What a run folder holds, as plain values: of a run that ended, is at work, was killed, is of another version.
+
+Everything is optional but that it is a run folder; what is not there is said in `Run.notes`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import zlib
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, cast
+
+import yaml
+
+from offbeat_recipes.errors import RunFolderError, SettingError
+from offbeat_recipes.report.trace import read_trace
+from offbeat_recipes.settings.reading import parse, to_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+MAX_ROWS = 100_000
+"""Of more trajectories the newest are read."""
+SAMPLED = "sampled"  # the title of samples that are of what a step trained
+STEP_PHASES = ("generate", "reward", "train", "sync")
+_OWN = ("run_dir", "name", "resume", "report.")  # settings that tell nothing of what a run does
+_SECTIONS = ("mode", "engine", "rollout", "algorithm")
+_ROW = {"step": 0, "title": "", "uid": "", "prompt": "", "completion": "", "num_tokens": 0, "finish": ""}
+_WENT_BY = re.compile(r" version (\d+) went by (.*)")
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One run. `series` has a value, or None, of each metric for each of `steps`.
+
+    `state` is "done", "stopped", "failed", "running" or "ended early". `settings` are (path, value, default)
+    where those differ; `defaults_known` says whether they could be compared. `rows` are completions, newest
+    last. `timeline` is that of `read_trace`.
+    """
+
+    name: str
+    state: str = "ended early"
+    notes: list[str] = field(default_factory=list[str])
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    steps: list[int] = field(default_factory=list[int])
+    series: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    config: dict[str, object] = field(default_factory=dict[str, object])
+    settings: list[tuple[str, object, object]] = field(default_factory=list[tuple[str, object, object]])
+    defaults_known: bool = True
+    machine: dict[str, Any] = field(default_factory=dict[str, Any])
+    went_by: list[str] = field(default_factory=list[str])
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    timeline: dict[str, Any] | None = None
+
+
+def collect(path: Path) -> Run:
+    """Return what the run folder at `path` holds. Nothing in it is changed, and no lock is taken.
+
+    Raises:
+        RunFolderError: it is no run folder.
+    """
+    known = [name for name in ("config.yaml", "metrics.jsonl", "summary.json") if (path / name).is_file()]
+    if "config.yaml" not in known and len(known) < 2:
+        raise RunFolderError(
+            f"{path} is no run folder: it has no config.yaml, which every run writes first; give runs/<name>"
+        )
+    run = Run(name=path.resolve().name)
+    _read_settings(run, path)
+    _read_metrics(run, path / "metrics.jsonl")
+    run.summary = _read_json(run, path / "summary.json", "the figures of the end are missing")
+    lost: object = run.summary.get("lost_replicas")
+    reasons = cast("list[object]", lost) if isinstance(lost, list) else []
+    run.notes += [f"a replica was lost: {reason}" for reason in reasons[-3:]]
+    run.machine = _read_json(run, path / "machine.json", "versions and hardware are not known")
+    run.state = _state(run, path)
+    if run.state == "running":  # it comes with the end
+        run.notes = [note for note in run.notes if not note.startswith("summary.json is missing")]
+    _read_rows(run, path)
+    run.timeline = read_trace(path / "trace.json")
+    if run.timeline is None:
+        run.notes.append("trace.json is missing or empty: no timeline")
+    run.went_by = _transports(path / "logs" / "driver.log")
+    return run
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return nested settings by dotted path."""
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(cast("dict[str, object]", value), f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def told_settings(run: Run) -> dict[str, object]:
+    """Return the settings of `run` by path, without those of where it lies and what it is called."""
+    return {key: value for key, value in flatten(run.config).items() if not key.startswith(_OWN)}
+
+
+def _read_settings(run: Run, path: Path) -> None:
+    try:
+        held: object = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        held = None
+        run.notes.append(f"config.yaml cannot be read ({type(error).__name__}): the settings are not known")
+    if not isinstance(held, dict):
+        return
+    run.config = cast("dict[str, object]", held)
+    defaults = _defaults(run.config)
+    run.defaults_known = defaults is not None
+    if defaults is None:
+        run.notes.append("its settings are of another version of Offbeat: all are listed")
+    before = {} if defaults is None else defaults
+    run.settings = [
+        (key, value, before.get(key))
+        for key, value in told_settings(run).items()
+        if key not in before or before[key] != value
+    ]
+
+
+def _defaults(config: Mapping[str, object]) -> dict[str, object] | None:
+    """Return the settings by path that a run of this task, mode, engine and algorithm has by itself.
+
+    None: of another version.
+    """
+    names = {name: _name_in(config.get(name)) for name in (*_SECTIONS, "task")}
+    raw: dict[str, Any] = {}
+    recipe = files("offbeat_recipes") / "conf" / "task" / f"{names['task']}.yaml"
+    if recipe.is_file():
+        raw = cast("dict[str, Any]", yaml.safe_load(recipe.read_text(encoding="utf-8")))
+    for section, name in names.items():
+        raw[section] = {**raw.get(section, {}), **({"name": name} if name else {})}
+    try:
+        return flatten(json.loads(json.dumps(to_dict(parse(raw)))))
+    except SettingError:
+        return None
+
+
+def _name_in(section: object) -> str:
+    return str(cast("dict[str, object]", section).get("name", "")) if isinstance(section, dict) else ""
+
+
+def _read_metrics(run: Run, path: Path) -> None:
+    """Fill in steps and series; of a step that is there twice the later line counts."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in _lines(run, path):
+        if isinstance(line.get("step"), int):
+            by_step[line["step"]] = line
+    run.steps = sorted(by_step)
+    lines = [by_step[step] for step in run.steps]
+    for key in sorted({key for line in lines for key in line} - {"step", "time_s"}):
+        run.series[key] = [_finite(line.get(key)) for line in lines]
+    if not lines:
+        run.notes.append("metrics.jsonl holds no finished step")
+    elif "tokens/generated" in run.series:
+        run.series["tokens/generated_per_s"] = [_speed(line) for line in lines]
+
+
+def _finite(value: object) -> float | None:
+    """Return a number of at most six digits, as JSON has it."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _speed(line: Mapping[str, Any]) -> float | None:
+    seconds = sum(_finite(line.get(f"time/{name}_s")) or 0.0 for name in STEP_PHASES)
+    tokens = _finite(line.get("tokens/generated"))
+    return _finite(tokens / seconds) if tokens is not None and seconds else None
+
+
+def _read_json(run: Run, path: Path, without: str) -> dict[str, Any]:
+    try:
+        held: object = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(held, dict):
+            return cast("dict[str, Any]", held)
+        run.notes.append(f"{path.name} holds no mapping: {without}")
+    except FileNotFoundError:
+        run.notes.append(f"{path.name} is missing: {without}")
+    except (OSError, ValueError) as error:
+        run.notes.append(f"{path.name} cannot be read ({type(error).__name__}): {without}")
+    return {}
+
+
+def _lines(run: Run, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, one a line; torn and foreign lines are counted in a note."""
+    num_bad = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for line in file:
+                try:
+                    value: object = json.loads(line)
+                except ValueError:
+                    value = None
+                if isinstance(value, dict):
+                    yield cast("dict[str, Any]", value)
+                else:
+                    num_bad += bool(line.strip())
+    except FileNotFoundError:
+        run.notes.append(f"{path.name} is missing")
+    except (OSError, EOFError, zlib.error):  # a compressed file that was cut off
+        num_bad += 1
+    if num_bad:
+        run.notes.append(f"{path.name}: {num_bad} line(s) are torn or no JSON, and left out")
+
+
+def _read_rows(run: Run, path: Path) -> None:
+    """Fill in completions: of samples.jsonl, and of steps whose trajectories were kept all of these."""
+    files = sorted((path / "trajectories").glob("step_*.jsonl.gz"), key=lambda file: int(_digits(file.name)))
+    kept: list[list[dict[str, Any]]] = []
+    count = 0
+    for file in reversed(files):
+        rows = [row for row in map(_row, _lines(run, file)) if row is not None]
+        count += len(rows)
+        if count > MAX_ROWS:
+            run.notes.append(f"of {len(files)} steps in trajectories, the newest {len(kept)} are shown")
+            break
+        kept.insert(0, rows)
+    whole = {row["step"] for rows in kept for row in rows}
+    samples = [row for row in map(_row, _lines(run, path / "samples.jsonl")) if row is not None]
+    samples = [row for row in samples if row["title"] != SAMPLED or row["step"] not in whole]
+    run.rows = sorted([*samples, *(row for rows in kept for row in rows)], key=lambda row: row["step"])
+    if not run.rows:
+        run.notes.append("no completions were kept: see trainer.sample_every and report.trackers")
+
+
+def _digits(text: str) -> str:
+    return "".join(filter(str.isdigit, text)) or "0"
+
+
+def _row(line: dict[str, Any]) -> dict[str, Any] | None:
+    if not isinstance(line.get("completion"), str):
+        return None
+    row = {key: line[key] if type(line.get(key)) is type(empty) else empty for key, empty in _ROW.items()}
+    correct = line.get("correct")
+    return {
+        **row,
+        "reward": _finite(line.get("reward")),
+        "correct": correct if isinstance(correct, bool) else None,
+        "turns": _turns(line.get("turns")),
+        "parts": parts if isinstance(parts := line.get("parts"), dict) and parts else None,
+    }
+
+
+def _turns(told: object) -> list[dict[str, Any]] | None:
+    """Return the turns of a trajectory of several, without tokens and log-probs; None of one."""
+    held = cast("list[object]", told) if isinstance(told, list) else []
+    turns = [cast("dict[str, Any]", turn) for turn in held if isinstance(turn, dict)]
+    if len(turns) < 2 and not any("observed" in turn for turn in turns):
+        return None
+    return [
+        {
+            key: turn[key]
+            for key in ("role", "text", "reward", "versions", "observed", "sampled")
+            if key in turn
+        }
+        for turn in turns
+    ]
+
+
+def _state(run: Run, path: Path) -> str:
+    if _is_locked(path / ".lock"):
+        return "running"
+    if not run.summary:
+        return "ended early"
+    if run.summary.get("error"):
+        return "failed"
+    return "stopped" if run.summary.get("interrupted") else "done"
+
+
+def _is_locked(lock: Path) -> bool:
+    """Return whether another process of this machine holds `lock`.
+
+    Taking it to see would stop a run that starts just now.
+    """
+    try:
+        inode, table = lock.stat().st_ino, lock.parent.joinpath("/proc/locks").read_text(encoding="ascii")
+        own = lock.parent.joinpath("/proc/self").resolve().name
+    except OSError:
+        return False
+    held = [words for line in table.splitlines() if len(words := line.split()) > 5 and words[1] == "FLOCK"]
+    return any(words[5].endswith(f":{inode}") and words[4] != own for words in held)
+
+
+def _transports(log: Path) -> list[str]:
+    """Return by which transport weights went, from which version on, and why."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            found = [match for line in file if (match := _WENT_BY.search(line))]
+    except OSError:
+        return []
+    return [f"from version {match[1]} by {match[2]}" for match in found]
