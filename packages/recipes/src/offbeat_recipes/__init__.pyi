@@ -1,7 +1,10 @@
+from .cli.trainer import Result as Result, Trainer as Trainer
 from .errors import (
     DataError as DataError,
     RecipeError as RecipeError,
+    RunFailed as RunFailed,
     RunFolderError as RunFolderError,
+    RunRefused as RunRefused,
     SettingError as SettingError,
     TaskError as TaskError,
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 
 class RecipeError(Exception):
@@ -18,6 +19,22 @@ class SettingError(RecipeError, ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
+
+
+class RunRefused(RecipeError, ValueError):
+    """A run that cannot be made; `refusals` has one sentence each, which names the setting."""
+
+    def __init__(self, refusals: Sequence[str]) -> None:
+        super().__init__("\n".join(refusals))
+        self.refusals = tuple(refusals)
+
+
+class RunFailed(RecipeError, RuntimeError):
+    """A run that began and failed; the message is that of its last panel, and `folder` holds what was reached."""
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
 
 
 class TaskError(RecipeError, ValueError):

@@ -1,9 +1,14 @@
-"""Classes and functions that users name by where they are: "package.module:name" or "folder/file.py:name"."""
+"""Classes and functions that users name by where they are: "package.module:name", "folder/file.py:name" or "folder/file.pkl:name".
+
+A pickle holds one object that somebody gave as such, in Python: `save_object` writes it, by value, so that no process that reads it
+needs the script, the notebook or the modules beside it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import re
 import sys
 import sysconfig
@@ -18,10 +23,14 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _PREFIX = "offbeat_file_"
+_PICKLED: dict[tuple[str, int, int], object] = {}
+"""What was read from pickles: by file, time and size, so that a class is the same one each time."""
 
 
 def load_object(path: str) -> object:
     """Return what `path` names. A file is read once per process; modules beside it, or in the working directory, are found.
+
+    A pickle runs code of whoever wrote it, as a Python file does.
 
     Raises:
         LoadError: `path` has no such form, what it names cannot be imported, or has no such name.
@@ -29,6 +38,8 @@ def load_object(path: str) -> object:
     home, mark, name = path.rpartition(":")
     if not mark or not home or not name:
         raise LoadError(f"expected package.module:name or file.py:name, got {path!r}")
+    if home.endswith(".pkl"):
+        return _unpickled(home)
     module = load_file(home) if home.endswith(".py") else _import(home)
     if not hasattr(module, name):
         raise LoadError(f"{home} has no {name!r}")
@@ -57,9 +68,59 @@ def load_file(path: str) -> ModuleType:
     return module
 
 
-def file_of(module: str) -> str | None:
-    """Return the file that the module of this name was read from by `load_file`; None for any other."""
-    return sys.modules[module].__file__ if module.startswith(_PREFIX) else None
+def place_of(cls: type) -> str | None:
+    """Return by which path, absolute, `load_object` gives `cls` in another process; None for one of an importable module."""
+    if cls.__module__.startswith(_PREFIX):
+        return f"{sys.modules[cls.__module__].__file__}:{cls.__qualname__}"
+    found = (file for (file, *_), value in _PICKLED.items() if value is cls)
+    return next((f"{file}:{cls.__name__}" for file in found), None)
+
+
+def name_of(value: object) -> str:
+    """Return the name that a function or class goes by in settings and metrics: "object" where it has none."""
+    name = str(getattr(value, "__name__", type(value).__name__))
+    return name if name.isidentifier() else "object"  # a lambda
+
+
+def save_object(value: object, file: Path) -> None:
+    """Write `value` to `file` for `load_object`, with all of the user's own code that it uses.
+
+    Raises:
+        LoadError: it holds what cannot leave this process.
+    """
+    import cloudpickle
+
+    own = [module for name, module in [*sys.modules.items()] if name != "__main__" and _is_own(module)]
+    for module in own:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        pickled = cloudpickle.dumps(value)
+    except Exception as error:  # whatever the parts of a user's object raise
+        raise LoadError(
+            f"{name_of(value)!r} cannot be sent to the processes that call it: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for module in own:
+            cloudpickle.unregister_pickle_by_value(module)
+    file.write_bytes(pickled)
+
+
+def _unpickled(path: str) -> object:
+    file = Path(path).resolve()
+    try:
+        at = file.stat()
+        key = (str(file), at.st_mtime_ns, at.st_size)
+        if key not in _PICKLED:
+            _PICKLED[key] = pickle.loads(file.read_bytes())
+    except Exception as error:  # whatever a user's object raises
+        raise LoadError(f"cannot read {path!r}: {type(error).__name__}: {error}") from error
+    return _PICKLED[key]
+
+
+def _is_own(module: ModuleType) -> bool:
+    """Whether `module` is of the user's own files: neither installed nor of Python nor of ours."""
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and not any(part in file for part in _not_own())
 
 
 def _import(name: str) -> ModuleType:
@@ -78,12 +139,17 @@ def _findable(folder: Path) -> None:
 
 def own_place(trace: str) -> str:
     """Return "file:line" of the last frame in `trace`, a formatted traceback, that is in a file of the user's own; "" for none."""
-    ours = {
-        str(Path(module.__file__).parent)
-        for name, module in sys.modules.items()
-        if name.startswith("offbeat_") and not name.startswith(_PREFIX) and module.__file__ is not None
-    }
-    not_own = (*ours, f"{os.sep}site-packages{os.sep}", "<", sysconfig.get_path("stdlib"))
+    not_own = _not_own()
     frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
     own = [f"{file}:{line}" for file, line in frames if not any(part in file for part in not_own)]
     return own[-1] if own else ""
+
+
+def _not_own() -> tuple[str, ...]:
+    """Return what the files of everybody but the user have in their paths."""
+    ours = {
+        str(Path(module.__file__).parent)
+        for name, module in [*sys.modules.items()]
+        if name.startswith("offbeat_") and not name.startswith(_PREFIX) and module.__file__ is not None
+    }
+    return (*ours, f"{os.sep}site-packages{os.sep}", "<", sysconfig.get_path("stdlib"))

@@ -17,7 +17,7 @@ from offbeat_recipes.cli._environment import (
     without_collector,
 )
 from offbeat_recipes.cli._hydra import USAGE, complain
-from offbeat_recipes.errors import RecipeError
+from offbeat_recipes.errors import RecipeError, RunRefused
 from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
 from offbeat_trainer.cluster.fork_server import fork_server
@@ -39,6 +39,33 @@ _NOT_NEEDED = {
 
 def checked(prog: str, config: RunConfig, what: str) -> int:
     """Plan `config`; run `offbeat_recipes.run.commands.<what>` if nothing is refused; return the exit code."""
+
+    def run(command: Callable[[RunConfig, float], int]) -> int:
+        return int(command(config, STARTED_S))
+
+    try:
+        return started(prog, config, what, run)
+    except RunRefused as error:
+        for refusal in error.refusals:
+            sys.stderr.write(f"{prog}: refused: {refusal}\n")
+        return USAGE
+    except RecipeError as error:
+        complain(prog, error)
+        return USAGE
+    except KeyboardInterrupt:  # a run that has begun takes Ctrl-C itself
+        sys.stderr.write(f"{prog}: stopped before anything was started\n")
+        return 130
+
+
+def started(prog: str, config: RunConfig, what: str, run: Callable[[Callable[..., int]], int]) -> int:
+    """Plan `config`; if nothing is refused, `run` the command `offbeat_recipes.run.commands.<what>`; return its exit code.
+
+    Notes go to stderr, as words of `prog`.
+
+    Raises:
+        RunRefused: the plan refuses it; nothing was started.
+        RecipeError: the settings, the data or the run folder cannot be used.
+    """
     address = config.cluster.ray_address
     prepare_environment(address)
     readable = open_token() if address else None
@@ -47,31 +74,21 @@ def checked(prog: str, config: RunConfig, what: str) -> int:
             f"{prog}: note: others may read {readable}, and who has that token runs code on the cluster as you: "
             f"chmod 600 {readable}\n"
         )
-    try:
-        with ExitStack() as held:
-            with without_collector(), _ctrl_c() as raise_if_pressed:
-                if not address and config.device == "cpu":
-                    held.enter_context(fork_server(_needed_by_workers(config)))
-                if sys.stderr.isatty():
-                    sys.stderr.write(
-                        f"{prog}: checking settings, data and model ...\n"
-                    )  # imports take seconds
-                plan = plan_run(config, gather_facts(config))
-                raise_if_pressed()
-                if _refused(prog, plan, what):
-                    return USAGE
-                # Composition brings Ray and the engines: not before everything is known to fit.
-                command = getattr(import_module("offbeat_recipes.run.commands"), what)
-                raise_if_pressed()
-            if not address:
-                held.enter_context(private_ray())
-            return int(command(config, STARTED_S))
-    except RecipeError as error:
-        complain(prog, error)
-        return USAGE
-    except KeyboardInterrupt:  # a run that has begun takes Ctrl-C itself
-        sys.stderr.write(f"{prog}: stopped before anything was started\n")
-        return 130
+    with ExitStack() as held:
+        with without_collector(), _ctrl_c() as raise_if_pressed:
+            if not address and config.device == "cpu":
+                held.enter_context(fork_server(_needed_by_workers(config)))
+            if sys.stderr.isatty():  # imports take seconds
+                sys.stderr.write(f"{prog}: checking settings, data and model ...\n")
+            plan = plan_run(config, gather_facts(config))
+            raise_if_pressed()
+            _require_possible(prog, plan, what)
+            # Composition brings Ray and the engines: not before everything is known to fit.
+            command = getattr(import_module("offbeat_recipes.run.commands"), what)
+            raise_if_pressed()
+        if not address:
+            held.enter_context(private_ray())
+        return run(command)
 
 
 def _needed_by_workers(config: RunConfig) -> list[str]:
@@ -88,13 +105,12 @@ def _needed_by_workers(config: RunConfig) -> list[str]:
     return modules
 
 
-def _refused(prog: str, plan: Plan, what: str) -> bool:
+def _require_possible(prog: str, plan: Plan, what: str) -> None:
     for warning in plan.warnings:
         sys.stderr.write(f"{prog}: note: {warning}\n")
     refusals = [one for one in plan.refusals if one.setting not in _NOT_NEEDED.get(what, ())]
-    for refusal in refusals:
-        sys.stderr.write(f"{prog}: refused: {refusal}\n")
-    return bool(refusals)
+    if refusals:
+        raise RunRefused([str(refusal) for refusal in refusals])
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
             raise SettingError([f"--config: no file {config_file}"])
         held = _read(path)
         overrides = _over_file(path, held, overrides)
-        folder, name, search = path.parent, path.name, [f"hydra.searchpath=[{_in_quotes(f'file://{CONF}')}]"]
+        folder, name, search = path.parent, path.name, [f"hydra.searchpath=[{in_quotes(f'file://{CONF}')}]"]
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             composed = compose(name, overrides=[*search, *overrides])
@@ -241,10 +241,11 @@ def _quoted(text: str) -> str:
     has_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if not mark or key.lstrip("+") not in {*texts, *PLUG_INS} or value in ("", "null") or has_quotes:
         return text
-    return f"{key}={_in_quotes(value)}"
+    return f"{key}={in_quotes(value)}"
 
 
-def _in_quotes(value: str) -> str:
+def in_quotes(value: str) -> str:
+    """Return `value` as Hydra's grammar takes a text, whatever is in it."""
     # In Hydra's quotes a backslash stands for itself, but before a quote and at the end.
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
     return f"'{escaped}'"

@@ -256,6 +256,8 @@ def _files(config: RunConfig) -> Iterator[Refusal]:
         return
     for key in ("train_path", "validation_path"):
         path = str(getattr(config.task, key))
+        if not path and key == "validation_path" and not config.trainer.validation_prompts:
+            continue
         if not path:
             yield Refusal(f"task.{key}", "not given", "name a JSONL or parquet file")
         elif not Path(path).is_file():

@@ -13,7 +13,7 @@ from offbeat_recipes.run.build import cluster_spec, engine_on
 from offbeat_recipes.run.evaluate import evaluate_run
 from offbeat_recipes.run.modes import loop_of, make_parts, make_rollout
 from offbeat_recipes.run.offline import learn, offline_parts, rows_of, supervise
-from offbeat_recipes.run.session import SFT, SFT_BY_LOSS, Session, drive, first_step
+from offbeat_recipes.run.session import SFT, SFT_BY_LOSS, Caller, Session, drive, first_step
 from offbeat_trainer import OfflineAlgorithm
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.roles.role import POLICY
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from offbeat_trainer.cluster.train_group import TrainGroup
 
 
-def train(config: RunConfig, started: float) -> int:
+def train(config: RunConfig, started: float, caller: Caller | None = None) -> int:
     """Reinforcement learning, after a warm-up if the settings have one; returns the exit code.
 
     `started` is when the command began, on `time.perf_counter`; so for all commands here.
     """
-    return drive(config, _reinforce if config.generates else _learn_from_rows, started)
+    return drive(config, _reinforce if config.generates else _learn_from_rows, started, caller=caller)
 
 
 def sft(config: RunConfig, started: float) -> int:

@@ -131,11 +131,8 @@ def open_run_folder(
         RunFolderError: another process is at work in it, or the settings differ in a way that would make the rest of
             the run another run; each such setting is named.
     """
+    make_way(path, resume=resume)
     there = (path / CONFIG).exists()
-    if there and not resume:
-        with _locked(path):
-            path.rename(_aside(path))
-        there = False
     path.mkdir(parents=True, exist_ok=True)
     lock = _locked(path)
     try:
@@ -149,6 +146,14 @@ def open_run_folder(
         lock.close()
         raise
     return folder
+
+
+def make_way(path: Path, *, resume: bool) -> None:
+    """Move a run that is in the folder `path` aside, unless it is to `resume`; raises as `open_run_folder` where one is at work in it."""
+    if (path / CONFIG).exists():
+        with _locked(path):
+            if not resume:
+                path.rename(_aside(path))
 
 
 def resume_refusals(config: RunConfig) -> Iterator[Refusal]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from offbeat_trainer import Reporter
     from offbeat_trainer.stream.parts import StopRequest
 
@@ -49,17 +52,21 @@ class StandingLoop(asyncio.SelectorEventLoop):
 class StopKeys:
     """While open, SIGINT and SIGTERM end the run in order instead of tearing it down, and SIGHUP does nothing.
 
-    Before the loop listens there is nothing to finish, so the first signal ends the run at once too, and says so.
+    Before the loop listens there is nothing to finish, so the first signal ends the run at once too, and says so. Beside the main
+    thread, which alone gets signals, they are left alone: whoever started the run calls `press`.
     """
 
     def __init__(self, stop: StopRequest, reporter: Reporter) -> None:
         self._stop = stop
         self._reporter = reporter
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         """Take the signals over; must be called in the task that is to be cancelled."""
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
+        self._gets_signals = threading.current_thread() is threading.main_thread()
+        if not self._gets_signals:
+            return self
         for number in SIGNALS:
             self._loop.add_signal_handler(number, self._pressed)
         # Ignored, not handled: what is started from here on inherits that.
@@ -67,13 +74,20 @@ class StopKeys:
         self._went_on = signal.getsignal(signal.SIGCONT)
         if isinstance(self._loop, StandingLoop):
             self._loop.follow()
+        return self
 
     def __exit__(self, *_: object) -> None:
         """Give the signals back."""
+        if not self._gets_signals:
+            return
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
         signal.signal(signal.SIGHUP, self._hang_up)
         signal.signal(signal.SIGCONT, self._went_on)
+
+    def press(self) -> None:
+        """Do as if Ctrl-C was pressed; from any thread, while this is open."""
+        self._loop.call_soon_threadsafe(self._pressed)
 
     def _pressed(self) -> None:
         if self._stop.listening and not self._stop.requested:

@@ -94,8 +94,22 @@ Work = Callable[[Session], Awaitable[None]]
 """The body of a command: does the run, fills the session."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Caller:
+    """Who started a run from Python: it is told how the run ended, and may press Ctrl-C while it lasts."""
+
+    error: str = ""
+    press: Callable[[], None] | None = None
+
+
 def drive(
-    config: RunConfig, work: Work, started: float, *, reopen: bool = False, program: tuple[str, ...] = TRAIN
+    config: RunConfig,
+    work: Work,
+    started: float,
+    *,
+    reopen: bool = False,
+    program: tuple[str, ...] = TRAIN,
+    caller: Caller | None = None,
 ) -> int:
     """Open the run folder, do `work` in it, and end well whatever happens; returns the exit code.
 
@@ -125,7 +139,7 @@ def drive(
                 raise
             raise RunFolderError(f"run_dir: {config.folder} cannot be used: {told}") from error
         with asyncio.Runner(loop_factory=StandingLoop) as runner:
-            return runner.run(_guarded(session, work))
+            return runner.run(_guarded(session, work, Caller() if caller is None else caller))
 
 
 def _folder(config: RunConfig, *, reopen: bool) -> RunFolder:
@@ -216,9 +230,10 @@ async def first_step(
     return step
 
 
-async def _guarded(session: Session, work: Work) -> int:
+async def _guarded(session: Session, work: Work, caller: Caller) -> int:
     code = 0
-    with StopKeys(session.stop, session.reporter):
+    with StopKeys(session.stop, session.reporter) as keys:
+        caller.press = keys.press
         try:
             await work(session)
         except asyncio.CancelledError:
@@ -229,6 +244,7 @@ async def _guarded(session: Session, work: Work) -> int:
         except Exception as error:
             log.exception("the run failed in a way nobody foresaw")
             code = _failed(session, describe_error(session.config, error) or _unforeseen(error))
+    caller.press = None
     if session.outcome.interrupted:
         code = INTERRUPTED
     if session.jsonl is not None:
@@ -242,6 +258,7 @@ async def _guarded(session: Session, work: Work) -> int:
             code = code or _failed(session, describe_error(session.config, error) or str(error))
         session.reporter.summary({**summary, **_where_next(session, code, _report(session))})
     session.reporter.close()
+    caller.error = str(session.extra.get("error", ""))
     return code
 
 

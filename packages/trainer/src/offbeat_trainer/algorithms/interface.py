@@ -5,13 +5,12 @@ B = completions of a step, in the order of groups and of the completions in them
 
 from __future__ import annotations
 
-import pickle
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from offbeat_trainer.config import AlgorithmConfig
-from offbeat_trainer.loading import file_of, load_file
+from offbeat_trainer.loading import load_object, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,14 +80,17 @@ class Algorithm(ABC, Generic[C_co]):
 
     def __reduce__(self) -> str | tuple[object, ...]:
         """Pickle an algorithm of a file with the name of the file: the process that reads it has not imported it yet."""
-        file = file_of(type(self).__module__)
+        place = place_of(type(self))
         plain = super().__reduce__()
-        if file is None:
+        if place is None:
             return plain
-        return _revived, (file, pickle.dumps((type(self), self.config, self.step)))
+        return _revived, (
+            place,
+            {item.name: getattr(self.config, item.name) for item in fields(self.config)},
+            self.step,
+        )
 
 
-def _revived(file: str, pickled: bytes) -> Algorithm[AlgorithmConfig]:
-    load_file(file)
-    cls, config, step = pickle.loads(pickled)
-    return cls(config=config, step=step)
+def _revived(place: str, settings: dict[str, Any], step: StepShape) -> Algorithm[AlgorithmConfig]:
+    cls = cast("type[Algorithm[AlgorithmConfig]]", load_object(place))
+    return cls(config=cls.Config(**settings), step=step)

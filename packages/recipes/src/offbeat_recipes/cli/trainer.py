@@ -1,0 +1,383 @@
+"""Offbeat from Python: `Trainer(model=.., reward=.., data=..).train()`, the same run as `offbeat-train` makes.
+
+What is given as an object, a function, a class or rows, is written into the run folder, from which the processes of the run read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, cast
+
+from offbeat_recipes.cli._hydra import compose_run, groups, in_quotes
+from offbeat_recipes.errors import DataError, RunFailed, TaskError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from offbeat_recipes.plan.plan import Plan
+    from offbeat_recipes.run.session import Caller
+    from offbeat_recipes.settings.tree import RunConfig
+
+PROG = "Trainer"
+INTERRUPTED = 130
+_LOOK_S = 0.1
+
+
+class Trainer:
+    """A run that is yet to be made; `plan` says what it would do, `train` does it.
+
+    ```python
+    result = Trainer(model="models/qwen", reward=my_reward, data=rows, trainer={"steps": 50}).train()
+    ```
+    """
+
+    def __init__(  # noqa: PLR0913 what a run is made of; all have defaults
+        self,
+        *,
+        model: str | Path | Mapping[str, object] | None = None,
+        reward: object = None,
+        data: object = None,
+        validation: object = None,
+        environment: object = None,
+        algorithm: object = None,
+        task: str | Mapping[str, object] | None = None,
+        **settings: object,
+    ) -> None:
+        """Keep what a run is told. Nothing is checked before `plan` or `train`.
+
+        Args:
+            model: a Hugging Face folder, `model.path`.
+            reward: a function or several, or "file.py:name"; docs/rewards.md says what it is called with.
+            data: rows to be trained on: a path, or mappings, say a list of dicts or a `datasets.Dataset`.
+            validation: held-out rows; without them nothing is validated.
+            environment: a class, or "file.py:Name", for several turns; docs/environments.md.
+            algorithm: a name, a class, or "file.py:Name"; GRPO by default.
+            task: the name of a task; by default "file", whose rows and rewards are those above.
+            settings: all other settings by their names, nested as dicts, `trainer={"steps": 50}`, or dotted,
+                `**{"trainer.steps": 50}`; groups by their choice, `rollout="hf"`. A dict in the place of what is above
+                is a section of settings, too.
+        """
+        given: dict[str, object] = {"model": model, "reward": reward, "task": task}
+        given |= {"environment": environment, "algorithm": algorithm}
+        sections = {name: value for name, value in given.items() if isinstance(value, Mapping)}
+        given |= dict.fromkeys(sections)
+        rewards = given["reward"]
+        self._rewards = cast("list[object]", [*rewards] if isinstance(rewards, list | tuple) else [rewards])
+        self._objects = {name: given[name] for name in ("environment", "algorithm")}
+        self._data = {"train": _rows(data), "validation": _rows(validation)}
+        self._settings: dict[str, object] = {"model.path": str(given["model"])} if given["model"] else {}
+        if given["task"] or data is not None:
+            self._settings["task"] = given["task"] or "file"
+        if data is not None and validation is None:
+            self._settings["trainer.validation_prompts"] = 0
+        self._settings |= {**sections, **settings}
+
+    def plan(self) -> ShownPlan:
+        """Return what the run would do and what is refused, as `offbeat-plan` prints it; nothing is started.
+
+        Raises:
+            RecipeError: the settings, the data or an object cannot be used.
+        """
+        from offbeat_recipes.cli._environment import prepare_environment
+
+        with TemporaryDirectory(prefix="offbeat-") as stage:
+            config = self._config(Path(stage))
+            prepare_environment()
+            from offbeat_recipes.plan.facts import gather_facts  # torch from here on
+            from offbeat_recipes.plan.plan import plan_run
+
+            return ShownPlan(plan_run(config, gather_facts(config, opens_data=True)))
+
+    def train(self) -> Result:
+        """Train, and return what came of it. It may be called in a thread, and beside an event loop, which it blocks.
+
+        Raises:
+            RunRefused: the plan refuses the run; nothing was started.
+            RecipeError: the settings, the data, an object or the run folder cannot be used; nothing was started.
+            RunFailed: the run began and failed; the same call with `resume="auto"` goes on.
+            KeyboardInterrupt: it was interrupted; as above.
+        """
+        from offbeat_recipes.cli._environment import prepare_environment
+
+        prepare_environment()
+        from offbeat_recipes.run.session import Caller  # torch from here on
+
+        caller = Caller()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._train(caller)
+        return _beside(lambda: self._train(caller), caller)
+
+    def _train(self, caller: Caller) -> Result:
+        from offbeat_recipes.cli._checked import started
+
+        began_s = time.perf_counter()
+        with TemporaryDirectory(prefix="offbeat-") as stage:
+            config = self._config(Path(stage))
+            code = started(
+                PROG, config, "train", lambda command: command(self._settled(config), began_s, caller)
+            )
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
+            raise RunFailed(caller.error, config.folder)
+        return Result(folder=config.folder, _config=config)
+
+    def _settled(self, planned: RunConfig) -> RunConfig:
+        """Return the settings with all objects in the run folder, from which an earlier run is moved aside unless it goes on."""
+        from offbeat_recipes.run.folder import CONFIG, make_way
+
+        make_way(planned.folder, resume=planned.resume == "auto")
+        again = (planned.folder / CONFIG).exists()
+        config = self._config(planned.folder / "objects")
+        names = [*filter(None, map(_given_name, [*self._rewards, *self._objects.values()]))]
+        if again and names:
+            sys.stderr.write(f"{PROG}: note: the run goes on with {', '.join(names)} as given now\n")
+        return config
+
+    def _config(self, folder: Path) -> RunConfig:
+        """Return the settings of the run, with objects and rows written to `folder`."""
+        named = self._written(folder)
+        return compose_run(list(_overrides({**named, **self._settings})))
+
+    def _written(self, folder: Path) -> dict[str, object]:
+        taken: set[str] = set()
+
+        def place(value: object) -> str:
+            if isinstance(value, str):
+                return value
+            return _save(value, folder, taken)
+
+        named: dict[str, object] = {}
+        for key, rows in self._data.items():
+            if isinstance(rows, str):
+                named[f"task.{key}_path"] = rows
+            elif rows is not None:
+                named[f"task.{key}_path"] = _write_rows(rows, folder / f"{key}.jsonl")
+        if places := [place(one) for one in self._rewards if one is not None]:
+            named["task.reward"] = places[0] if len(places) == 1 else places
+        if (environment := self._objects["environment"]) is not None:
+            named["environment.path"] = place(environment)
+        if (algorithm := self._objects["algorithm"]) is not None:
+            named["algorithm"] = place(algorithm)
+        return named
+
+
+class ShownPlan:
+    """A plan that prints itself, in a notebook too; `plan` has its parts."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    @property
+    def refusals(self) -> list[str]:
+        """What is refused, one sentence each; empty where the run can be made."""
+        return [str(refusal) for refusal in self.plan.refusals]
+
+    def __repr__(self) -> str:
+        """Return the plan as `offbeat-plan` prints it."""
+        from offbeat_recipes.plan.view import print_plan
+
+        text = io.StringIO()
+        print_plan(self.plan, text)
+        return text.getvalue()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of a run, read from its `folder`."""
+
+    folder: Path
+    _config: RunConfig = field(repr=False)
+
+    @property
+    def model(self) -> Path:
+        """The trained model: a Hugging Face folder."""
+        return self.folder / "final"
+
+    @property
+    def report(self) -> Path:
+        """The page that shows the run."""
+        return self.folder / "report.html"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures of the whole run, those of `summary.json`."""
+        return cast("dict[str, Any]", json.loads((self.folder / "summary.json").read_text(encoding="utf-8")))
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of held-out prompts that are answered right at the end; None where that was not measured."""
+        return cast("float | None", self.summary["accuracy_after"])
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The metrics of every step, docs/metrics.md."""
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of the last step."""
+        return self.history[-1]
+
+    def generate(
+        self, prompts: Sequence[str], *, max_tokens: int | None = None, temperature: float = 0.0
+    ) -> list[str]:
+        """Return what the trained model says to each of `prompts`, by Transformers, in this process.
+
+        The tokenizer's chat template is applied as it was in training. `max_tokens` is by default that of training; `temperature`
+        0 is greedy.
+        """
+        from transformers import AutoModelForCausalLM
+
+        from offbeat_recipes.tasks.config import RowsConfig
+        from offbeat_recipes.tasks.rows import Row
+        from offbeat_recipes.tasks.text import PromptMaker
+
+        config, trust = self._config, self._config.model.trust_remote_code
+        template = config.task.chat_template if isinstance(config.task, RowsConfig) else "never"
+        maker = PromptMaker(str(self.model), template, trust_remote_code=trust)
+        load = cast("Any", AutoModelForCausalLM).from_pretrained
+        model = load(self.model, local_files_only=True, trust_remote_code=trust).to(config.device)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        asked = [(Row(path="prompts", number=n, values={}), text) for n, text in enumerate(prompts, 1)]
+        said: list[str] = []
+        for loaded in maker.load(
+            asked
+        ):  # one by one: no padding, so that a prompt's answer depends on nothing else
+            ids = model.dummy_inputs["input_ids"].new_tensor([list(loaded.token_ids)]).to(model.device)
+            out = model.generate(
+                ids,
+                attention_mask=ids.new_ones(ids.shape),
+                max_new_tokens=max_tokens or config.max_new_tokens,
+                eos_token_id=list(maker.stop_token_ids()),
+                pad_token_id=maker.stop_token_ids()[0],
+                **sampling,
+            )
+            said.append(cast("str", maker.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
+        return said
+
+
+def _beside(work: Callable[[], Result], caller: Caller) -> Result:
+    """Return what `work` gives, done in a thread: an event loop runs in this one. Ctrl-C here is Ctrl-C there."""
+    outcome: list[Result | BaseException] = []
+
+    def do() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 raised where it is waited for
+            outcome.append(error)
+
+    thread = threading.Thread(target=do, name="offbeat run")
+    thread.start()
+    pressed = False
+    while thread.is_alive():
+        try:
+            thread.join(_LOOK_S)
+        except KeyboardInterrupt:
+            pressed = True
+        if pressed and caller.press is not None:  # before that it is planned, which takes seconds
+            caller.press()
+            pressed = False
+    [came] = outcome
+    if isinstance(came, BaseException):
+        raise came
+    return came
+
+
+def _rows(given: object) -> list[object] | str | None:
+    """Return rows as a list, a path as a text."""
+    if given is None or isinstance(given, str):
+        return given
+    if isinstance(given, Path):
+        return str(given)
+    if isinstance(given, Iterable) and not isinstance(given, Mapping):
+        return [*cast("Iterable[object]", given)]
+    raise DataError(f"data: expected a path or rows, such as a list of dicts, got {type(given).__name__}")
+
+
+def _write_rows(rows: list[object], file: Path) -> str:
+    """Write `rows` to `file` as JSONL and return its path."""
+    lines: list[str] = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"data, row {number}: expected a mapping of columns, such as {{'prompt': ..}}, got {row!r:.60}"
+            )
+        columns = {**cast("Mapping[str, object]", row)}
+        try:
+            lines.append(json.dumps(columns, ensure_ascii=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise DataError(f"data, row {number}: cannot be written as JSON: {error}") from error
+    _private(file.parent)
+    file.write_text("".join(lines), encoding="utf-8", errors="surrogatepass")
+    return str(file)
+
+
+def _save(value: object, folder: Path, taken: set[str]) -> str:
+    """Write an object to `folder` under a name that is not `taken` yet, and return the path that settings name it by."""
+    from offbeat_trainer.errors import LoadError
+    from offbeat_trainer.loading import name_of, save_object
+
+    if not callable(value):
+        raise TaskError(
+            f"{PROG}: expected a function, a class or a path such as file.py:name, got {value!r:.60}"
+        )
+    name = name_of(value)
+    taken.add(name := next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in taken))
+    _private(folder)
+    try:
+        save_object(value, folder / f"{name}.pkl")
+    except LoadError as error:
+        raise TaskError(f"{PROG}: {error}") from error
+    return f"{folder / name}.pkl:{name}"
+
+
+def _private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _given_name(value: object) -> str:
+    """Return the name of an object; nothing for what is named by a path, or not given."""
+    return (
+        ""
+        if value is None or isinstance(value, str)
+        else str(getattr(value, "__name__", type(value).__name__))
+    )
+
+
+def _overrides(settings: Mapping[str, object], prefix: str = "") -> Iterable[str]:
+    """Yield nested `settings` as a command line has them."""
+    for key, value in settings.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _overrides(cast("Mapping[str, object]", value), f"{path}.")
+        elif path in groups() and isinstance(value, str):
+            yield f"{path}={value}"
+        else:
+            yield f"{path}={_in_grammar(value)}"
+
+
+def _in_grammar(value: object) -> str:
+    """Return a value as Hydra's grammar has it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_in_grammar, cast('Sequence[object]', value)))}]"
+    if isinstance(value, Enum):
+        value = value.value
+    return repr(value) if isinstance(value, int | float) else in_quotes(str(value))
