@@ -6,16 +6,19 @@ needs the script, the notebook or the modules beside it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import io
 import os
 import pickle
 import re
 import sys
 import sysconfig
+from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_trainer.errors import LoadError
 
@@ -90,11 +93,18 @@ def save_object(value: object, file: Path) -> None:
     """
     import cloudpickle
 
-    own = [module for name, module in [*sys.modules.items()] if name != "__main__" and _is_own(module)]
+    pickled, others = io.BytesIO(), _not_own()
+    own = [
+        module
+        for name, module in [*sys.modules.items()]
+        if name != "__main__"
+        and name not in cloudpickle.list_registry_pickle_by_value()
+        and _is_own(getattr(module, "__file__", None), others)
+    ]
     for module in own:
         cloudpickle.register_pickle_by_value(module)
     try:
-        pickled = cloudpickle.dumps(value)
+        _pickler()(pickled).dump(value)
     except Exception as error:  # whatever the parts of a user's object raise
         raise LoadError(
             f"{name_of(value)!r} cannot be sent to the processes that call it: {type(error).__name__}: {error}"
@@ -102,7 +112,26 @@ def save_object(value: object, file: Path) -> None:
     finally:
         for module in own:
             cloudpickle.unregister_pickle_by_value(module)
-    file.write_bytes(pickled)
+    file.write_bytes(pickled.getvalue())
+
+
+@cache
+def _pickler() -> type[Any]:
+    import cloudpickle
+
+    marks = {
+        id(mark): name for name, mark in vars(dataclasses).items() if type(mark).__module__ == "dataclasses"
+    }
+
+    class Pickler(cloudpickle.Pickler):
+        """Leaves the marks by which dataclasses know "no default" and the like what they are: they are told by identity."""
+
+        def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 whatever is pickled
+            if id(obj) in marks:
+                return getattr, (dataclasses, marks[id(obj)])
+            return cast("Any", super()).reducer_override(obj)
+
+    return Pickler
 
 
 def _unpickled(path: str) -> object:
@@ -117,10 +146,9 @@ def _unpickled(path: str) -> object:
     return _PICKLED[key]
 
 
-def _is_own(module: ModuleType) -> bool:
-    """Whether `module` is of the user's own files: neither installed nor of Python nor of ours."""
-    file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not any(part in file for part in _not_own())
+def _is_own(file: object, others: tuple[str, ...]) -> bool:
+    """Whether the `file` of a module is the user's own: neither installed nor of Python nor of ours."""
+    return isinstance(file, str) and not any(part in file for part in others)
 
 
 def _import(name: str) -> ModuleType:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from offbeat_recipes.cli._hydra import compose_run, groups, in_quotes
-from offbeat_recipes.errors import DataError, RunFailed, TaskError
+from offbeat_recipes.errors import DataError, RunFailed, SettingError, TaskError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,18 +69,20 @@ class Trainer:
         """
         given: dict[str, object] = {"model": model, "reward": reward, "task": task}
         given |= {"environment": environment, "algorithm": algorithm}
-        sections = {name: value for name, value in given.items() if isinstance(value, Mapping)}
+        sections = {name: given[name] for name in given if isinstance(given[name], Mapping)}
         given |= dict.fromkeys(sections)
         rewards = given["reward"]
         self._rewards = cast("list[object]", [*rewards] if isinstance(rewards, list | tuple) else [rewards])
         self._objects = {name: given[name] for name in ("environment", "algorithm")}
         self._data = {"train": _rows(data), "validation": _rows(validation)}
         self._settings: dict[str, object] = {"model.path": str(given["model"])} if given["model"] else {}
-        if given["task"] or data is not None:
-            self._settings["task"] = given["task"] or "file"
+        named = cast("Mapping[str, object]", sections.get("task", {})).get("name")
+        if task or data is not None:
+            self._settings["task"] = given["task"] or named or "file"
         if data is not None and validation is None:
             self._settings["trainer.validation_prompts"] = 0
-        self._settings |= {**sections, **settings}
+        self._settings |= settings
+        self._sections = sections
 
     def plan(self) -> ShownPlan:
         """Return what the run would do and what is refused, as `offbeat-plan` prints it; nothing is started.
@@ -149,7 +151,8 @@ class Trainer:
     def _config(self, folder: Path) -> RunConfig:
         """Return the settings of the run, with objects and rows written to `folder`."""
         named = self._written(folder)
-        return compose_run(list(_overrides({**named, **self._settings})))
+        told = [*_overrides({**named, **self._settings}), *_overrides(self._sections)]
+        return compose_run(told)
 
     def _written(self, folder: Path) -> dict[str, object]:
         taken: set[str] = set()
@@ -312,18 +315,21 @@ def _write_rows(rows: list[object], file: Path) -> str:
     """Write `rows` to `file` as JSONL and return its path."""
     lines: list[str] = []
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
+        if not _is_mapping(row):
             raise DataError(
                 f"data, row {number}: expected a mapping of columns, such as {{'prompt': ..}}, got {row!r:.60}"
             )
-        columns = {**cast("Mapping[str, object]", row)}
         try:
-            lines.append(json.dumps(columns, ensure_ascii=False) + "\n")
+            lines.append(json.dumps({**row}, ensure_ascii=False) + "\n")
         except (TypeError, ValueError) as error:
             raise DataError(f"data, row {number}: cannot be written as JSON: {error}") from error
     _private(file.parent)
     file.write_text("".join(lines), encoding="utf-8", errors="surrogatepass")
     return str(file)
+
+
+def _is_mapping(value: object) -> TypeGuard[Mapping[str, object]]:
+    return isinstance(value, Mapping)
 
 
 def _save(value: object, folder: Path, taken: set[str]) -> str:
@@ -376,6 +382,10 @@ def _in_grammar(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, Mapping):
+        raise SettingError(
+            [f"expected a text, a number or a list of those in a list, got {cast('object', value)!r:.60}"]
+        )
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_in_grammar, cast('Sequence[object]', value)))}]"
     if isinstance(value, Enum):

@@ -1,0 +1,219 @@
+"""Offbeat from Python: scripts, event loops and threads make the runs that commands make, and are refused in the same words."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import yaml
+
+from offbeat_recipes import RecipeError, RunRefused, SettingError, TaskError, Trainer
+from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.config import ArithmeticConfig
+from offbeat_trainer.loading import load_object, save_object
+
+RUN_TIMEOUT_S = 1200.0
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+SCRIPT = """
+import asyncio, json, os, sys, threading
+from dataclasses import dataclass
+from offbeat_recipes import RunFailed, Trainer
+from offbeat_trainer import Feedback
+from offbeat_trainer.algorithms.grpo import Grpo
+from offbeat_trainer.config import GrpoConfig
+import beside  # a module of the user's own, in the script's folder, which is not the working directory
+
+model, folder = sys.argv[1:]
+rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+small = dict(rollout="hf", sampling={"max_tokens": 6},
+             **{"trainer.prompts_per_step": 2, "trainer.group_size": 2, "cluster.object_store_mib": 256})
+handlers, threads = [*__import__("logging").getLogger().handlers], threading.active_count()
+
+bonus = 0.5
+def close(completion, answer):  # a closure over what the script has, and over a module of its own
+    return beside.weight(answer) * (bonus + (completion[:1] == answer[:1]))
+
+result = Trainer(model=model, reward=[close, lambda completion: 0.25], data=(row for row in rows), validation=rows[:3],
+                 run_dir=f"{folder}/a", **{**small, "trainer.steps": 1}).train()
+assert result.accuracy is None and result.metrics["reward/object_mean"] == 0.25, result.metrics
+assert 0.5 <= result.metrics["reward/close_mean"] <= 1.5, result.metrics
+assert len(result.history) == result.summary["steps"] == 1
+assert result.report.is_file() and (result.model / "config.json").is_file()
+assert len(result.generate(["1+1=", "2+3="], max_tokens=3)) == 2
+
+bonus = 2.5
+async def main():  # it goes on, with the reward as it is now, in a running event loop, and in a thread
+    return Trainer(model=model, reward=[close, lambda completion: 0.25], data=rows, validation=rows[:3],
+                   run_dir=f"{folder}/a", resume="auto", **{**small, "trainer.steps": 2}).train()
+again = asyncio.run(main())
+assert [line["step"] for line in again.history] == [1, 2]
+assert 2.5 <= again.metrics["reward/close_mean"] <= 3.5, again.metrics
+
+class Echo:
+    def reset(self, prompt, seed):
+        self.turns = 0
+        return "2+2="
+    def step(self, action):
+        self.turns += 1
+        return Feedback(observation="1+1=", reward=1.0, done=self.turns == 2)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubleConfig(GrpoConfig):
+    factor: float = 2.0
+
+class Double(Grpo):
+    Config = DoubleConfig
+    def targets(self, groups):
+        return {"advantages": self.config.factor * super().targets(groups)["advantages"]}
+
+talked = []
+thread = threading.Thread(target=lambda: talked.append(Trainer(
+    model=model, data=rows, environment=Echo, algorithm=Double, run_dir=f"{folder}/b",
+    **{**small, "trainer.steps": 1, "environment.max_tokens": 20, "algorithm.factor": 3.0}).train()))
+thread.start()
+thread.join()
+assert talked[0].metrics["trajectory/turns_mean"] == 2 and talked[0].metrics["reward/mean"] == 2, talked[0].metrics
+
+def broken(completion):
+    raise RuntimeError("no judge")
+try:
+    Trainer(model=model, reward=broken, data=rows, run_dir=f"{folder}/c", **{**small, "trainer.steps": 1}).train()
+except RunFailed as error:
+    assert "no judge" in str(error) and str(error.folder) == f"{folder}/c", error
+else:
+    raise AssertionError("a run whose every reward fails ends well")
+assert [*__import__("logging").getLogger().handlers] == handlers
+print("all well")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(
+        make_task(ArithmeticConfig(), "", 0).model_folder(tmp_path_factory.mktemp("model") / "base", 0)
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_script_trains_goes_on_in_an_event_loop_and_in_a_thread_and_hears_what_failed(tmp_path, model):
+    (tmp_path / "beside.py").write_text("def weight(answer):\n    return 1.0\n")
+    (tmp_path / "script.py").write_text(SCRIPT)  # without `if __name__ == "__main__"`
+    (tmp_path / "elsewhere").mkdir()
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), model, str(tmp_path / "runs")],
+        capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=tmp_path / "elsewhere",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.endswith("all well\n")
+    assert "Trainer: note: the run goes on with close, <lambda> as given now" in done.stderr
+    folder = tmp_path / "runs" / "a"
+    assert (folder / "objects").stat().st_mode & 0o777 == 0o700
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert written["task"]["reward"] == [
+        f"{folder}/objects/close.pkl:close",
+        f"{folder}/objects/object.pkl:object",
+    ]
+    assert [
+        json.loads(line) for line in (folder / "objects" / "train.jsonl").read_text().splitlines()
+    ] == ROWS
+
+
+def right(completion, answer):
+    return float(completion == answer)
+
+
+def trainer(model, **settings):
+    told = {"reward": right, "data": ROWS, "rollout": "hf", "trainer": {"steps": 1, "prompts_per_step": 2}}
+    return Trainer(model=model, **{**told, **settings})
+
+
+def test_a_plan_prints_itself_and_starts_nothing(model, tmp_path):
+    plan = trainer(model, run_dir=tmp_path / "run").plan()
+    assert plan.refusals == []
+    assert "Placement" in repr(plan)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"trainer": {"stesp": 1}}, SettingError, "did you mean"),
+        ({"trainer.steps": "many"}, SettingError, r"trainer\.steps"),
+        ({"rollout": "vlm"}, SettingError, "expected one of hf, sglang, vllm"),
+        ({"data": 5}, RecipeError, "expected a path or rows, .* got int"),
+        ({"data": ["1+1="]}, RecipeError, r"data, row 1: expected a mapping .* got '1\+1='"),
+        ({"data": [{"prompt": {1, 2}}]}, RecipeError, "data, row 1: cannot be written as JSON"),
+        ({"algorithm": dict}, SettingError, r"algorithm\.name.*is no class of `offbeat_trainer.Algorithm`"),
+        ({"reward": 3}, TaskError, "expected a function, a class or a path .* got 3"),
+        (
+            {"reward": partial(right, lock=sys.stdout)},
+            TaskError,
+            "cannot be sent to the processes that call it",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_the_words_of_the_commands(model, tmp_path, settings, error, words):
+    with pytest.raises(error, match=words):
+        trainer(model, **{"run_dir": tmp_path / "run", **settings}).train()
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_plan_refuses_is_raised_before_anything_starts(model, tmp_path):
+    with pytest.raises(RunRefused, match=r"task\.reward: not given"):
+        trainer(model, run_dir=tmp_path / "run", reward=None).train()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"reward": None}, "task.reward: not given"),
+        ({"reward": lambda completions, nothing: []}, "asks for 'nothing'"),
+        ({"data": [{"question": "1+1="}]}, "no 'prompt'"),
+        (
+            {"trainer": {"steps": 1, "prompts_per_step": 26}},
+            "trainer.prompts_per_step: 26 different prompts a step",
+        ),
+        ({"environment": dict}, "has no `reset`"),
+    ],
+)
+def test_a_plan_says_what_is_refused(model, tmp_path, settings, words):
+    plan = trainer(model, run_dir=tmp_path / "run", **settings).plan()
+    assert re.search(words, "\n".join(plan.refusals))
+    assert words.split()[0] in repr(plan) or words in repr(plan)
+
+
+def test_settings_come_nested_dotted_and_as_sections(model, tmp_path):
+    made = trainer(
+        model,
+        task={"prompt_key": "prompt", "max_prompt_tokens": 99},
+        algorithm={"name": "rloo", "kl_coef": 0.5},
+        **{
+            "report.trackers": [],
+            "reward.timeout_s": 5,
+            "run_dir": tmp_path / "a'b c",
+            "trainer": {"steps": 7},
+        },
+    )._config(tmp_path)
+    assert (made.task.name, made.task.max_prompt_tokens, made.algorithm.name) == ("file", 99, "rloo")
+    assert (made.algorithm.kl_coef, made.report.trackers, made.reward.timeout_s) == (0.5, (), 5)
+    assert (made.run_dir, made.trainer.steps, made.trainer.validation_prompts) == (f"{tmp_path}/a'b c", 7, 0)
+    plain = Trainer(task="arithmetic")._config(tmp_path)
+    assert plain.trainer.validation_prompts > 0
+
+
+def test_an_object_in_a_pickle_is_the_same_one_each_time_and_a_new_one_once_it_is_replaced(tmp_path):
+    def give(value):
+        return lambda: value
+
+    save_object(give(1), tmp_path / "f.pkl")
+    first = load_object(f"{tmp_path}/f.pkl:f")
+    assert first() == 1
+    assert load_object(f"{tmp_path}/f.pkl:f") is first
+    save_object(give("another"), tmp_path / "f.pkl")
+    assert load_object(f"{tmp_path}/f.pkl:f")() == "another"
