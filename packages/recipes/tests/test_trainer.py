@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_trainer.loading import load_object, save_object
 
 RUN_TIMEOUT_S = 1200.0
+PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
 SCRIPT = """
 import asyncio, json, os, sys, threading
@@ -73,10 +75,10 @@ class Double(Grpo):
 talked = []
 thread = threading.Thread(target=lambda: talked.append(Trainer(
     model=model, data=rows, environment=Echo, algorithm=Double, run_dir=f"{folder}/b",
-    **{**small, "trainer.steps": 1, "environment.max_tokens": 20, "algorithm.factor": 3.0}).train()))
+    **{**small, "trainer.steps": 1, "environment.max_tokens": 64, "algorithm.factor": 3.0}).train()))
 thread.start()
 thread.join()
-assert talked[0].metrics["trajectory/turns_mean"] == 2 and talked[0].metrics["reward/mean"] == 2, talked[0].metrics
+assert talked[0].metrics["trajectory/turns_max"] == talked[0].metrics["reward/max"] == 2, talked[0].metrics
 
 def broken(completion):
     raise RuntimeError("no judge")
@@ -121,6 +123,25 @@ def test_a_script_trains_goes_on_in_an_event_loop_and_in_a_thread_and_hears_what
     assert [
         json.loads(line) for line in (folder / "objects" / "train.jsonl").read_text().splitlines()
     ] == ROWS
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_program_of_the_page_runs(tmp_path, model):
+    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (tmp_path / "program.py").write_text(program.replace('"models/qwen"', repr(model)))
+    done = subprocess.run(
+        [sys.executable, "program.py"], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False, cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(
+        r"^0\.\d+ \d\.\d+ runs/file/final runs/file/report.html\n\['.*'\]$", done.stdout, flags=re.MULTILINE
+    )
+
+
+def test_the_page_counts_few_changed_lines_from_trl():
+    [changes] = re.findall(r"```diff\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert sum(line.startswith("+") for line in changes.splitlines()) <= 5
 
 
 def right(completion, answer):

@@ -306,9 +306,11 @@ def _rows(given: object) -> list[object] | str | None:
         return given
     if isinstance(given, Path):
         return str(given)
-    if isinstance(given, Iterable) and not isinstance(given, Mapping):
-        return [*cast("Iterable[object]", given)]
-    raise DataError(f"data: expected a path or rows, such as a list of dicts, got {type(given).__name__}")
+    if _is_iterable(given) and not isinstance(given, Mapping):
+        return [*given]
+    raise DataError(
+        f"data: expected a path or rows, such as a list of dicts, got {type(cast('object', given)).__name__}"
+    )
 
 
 def _write_rows(rows: list[object], file: Path) -> str:
@@ -326,6 +328,10 @@ def _write_rows(rows: list[object], file: Path) -> str:
     _private(file.parent)
     file.write_text("".join(lines), encoding="utf-8", errors="surrogatepass")
     return str(file)
+
+
+def _is_iterable(value: object) -> TypeGuard[Iterable[object]]:
+    return isinstance(value, Iterable)
 
 
 def _is_mapping(value: object) -> TypeGuard[Mapping[str, object]]:
