@@ -9,7 +9,7 @@ from transformers import Qwen3MoeConfig
 from offbeat_engine.fsdp2 import Fsdp2Engine
 from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.models.char import char_tokenizer
-from offbeat_recipes.plan import experts
+from offbeat_recipes.plan import plan
 from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
 from offbeat_recipes.tasks.arithmetic import ALPHABET
@@ -96,7 +96,7 @@ def test_who_cannot_record_or_replay_is_refused(shape, monkeypatch):
         assert not refused(planned(*of(shape, *RECORDING[1:], f"engine={engine}")))
     compiled = refused(planned(*of(shape, *RECORDING[1:], "engine.compile=true")))
     assert compiled["engine.compile"] == "compiled layers choose experts themselves"
-    monkeypatch.setattr(experts, "engine_class", lambda name: Choosing)
+    monkeypatch.setattr(plan, "engine_class", lambda name: Choosing)
     reason = refused(planned(*of(shape, *RECORDING)))["rollout.record_experts"]
     assert reason == "the engine megatron does not replay them: its routers have a mind of their own"
 

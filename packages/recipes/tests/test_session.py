@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat_recipes.run.failures import describe_error
+from offbeat_recipes.run.reporting import describe_error
 from offbeat_recipes.run.session import Session, _command, _unforeseen, drive
 from offbeat_recipes.settings.reading import parse
 from offbeat_trainer import ResumeError

@@ -16,11 +16,11 @@ from offbeat_engine.config import Dtype, OptimizerConfig
 from offbeat_engine.fsdp2.config import Fsdp2Config
 from offbeat_engine.registry import engine_names
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.settings.modes import ModeConfig
 from offbeat_recipes.settings.reading import all_settings, known_paths, parse, suggestion, to_dict
 from offbeat_recipes.settings.tree import (
     EngineSection,
     EnvironmentChoice,
+    ModeConfig,
     ModelSection,
     RolloutSection,
     RunConfig,

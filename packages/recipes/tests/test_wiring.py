@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.run.build import (
+from offbeat_recipes.run.folder import open_run_folder
+from offbeat_recipes.run.modes import (
     cluster_spec,
     engine_on,
+    make_rollout,
     replica_environments,
     threads_per_rank,
 )
-from offbeat_recipes.run.folder import open_run_folder
-from offbeat_recipes.run.modes import make_rollout
 from offbeat_recipes.run.session import Session
 from offbeat_recipes.settings.reading import parse, to_dict
 from offbeat_recipes.tasks.base import make_task

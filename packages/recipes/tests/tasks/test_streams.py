@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_recipes.tasks.streams import Stream, epoch_indices, stream
+from offbeat_recipes.tasks.rows import Stream, epoch_indices, stream
 
 
 def test_streams_differ_by_seed_purpose_and_step():

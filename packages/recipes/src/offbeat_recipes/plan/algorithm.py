@@ -7,9 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat_engine.capabilities import Refusal
+from offbeat_engine.capabilities import Feature, Refusal
 from offbeat_engine.registry import engine_class
-from offbeat_recipes.plan.abilities import infers_alone
+from offbeat_rollout.registry import adapter_class
+from offbeat_rollout.types import RolloutFeature
 from offbeat_trainer.algorithms.registry import algorithm_class
 
 if TYPE_CHECKING:
@@ -17,6 +18,26 @@ if TYPE_CHECKING:
     from offbeat_recipes.settings.tree import RunConfig
     from offbeat_trainer import Algorithm
     from offbeat_trainer.config import AlgorithmConfig
+
+
+def offloads(config: RunConfig) -> bool:
+    """Whether the training engine can wait in host memory between its updates."""
+    return Feature.OFFLOAD in engine_class(config.engine.name).capabilities().features
+
+
+def infers_alone(config: RunConfig) -> bool:
+    """Whether the training engine can hold a model that is never trained without what training needs."""
+    return Feature.INFERENCE_ONLY in engine_class(config.engine.name).capabilities().features
+
+
+def recomputes(config: RunConfig) -> bool:
+    """Whether a replica can compute keys and values of what it has under way again."""
+    return RolloutFeature.RECOMPUTE_KV in adapter_class(config.rollout.name).capabilities().features
+
+
+def sleeps(config: RunConfig) -> bool:
+    """Whether a resting replica gives the memory of its device back."""
+    return config.device in adapter_class(config.rollout.name).capabilities().sleep_devices
 
 
 def algorithm_of(config: RunConfig) -> Algorithm[AlgorithmConfig]:

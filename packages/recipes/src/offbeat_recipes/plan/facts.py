@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING
 from offbeat_engine.capabilities import Refusal
 from offbeat_engine.registry import engine_class
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.plan.abilities import offloads, recomputes, sleeps
-from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals
-from offbeat_recipes.plan.lengths import length_refusals
+from offbeat_recipes.plan.algorithm import algorithm_of, algorithm_refusals, offloads, recomputes, sleeps
+from offbeat_recipes.plan.lengths import length_refusals, stop_refusals, token_refusals
 from offbeat_recipes.plan.machine import machine_refusals
 from offbeat_recipes.plan.replay import replay_refusals
-from offbeat_recipes.plan.stops import stop_refusals
-from offbeat_recipes.plan.tokens import token_refusals
 from offbeat_recipes.plan.weights import weight_refusals
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import (

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from offbeat_engine.config import LoraExport
 from offbeat_recipes.plan.algorithm import algorithm_of, engines_of
-from offbeat_recipes.run.build import cluster_spec, engine_on
 from offbeat_recipes.run.evaluate import evaluate_run
-from offbeat_recipes.run.modes import loop_of, make_parts, make_rollout
+from offbeat_recipes.run.modes import cluster_spec, engine_on, loop_of, make_parts, make_rollout
 from offbeat_recipes.run.offline import learn, offline_parts, rows_of, supervise
 from offbeat_recipes.run.session import SFT, SFT_BY_LOSS, Caller, Session, drive, first_step
 from offbeat_trainer import OfflineAlgorithm

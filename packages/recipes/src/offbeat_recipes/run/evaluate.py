@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.run.build import cluster_spec, engine_on
 from offbeat_recipes.run.folder import SUMMARY
-from offbeat_recipes.run.modes import make_rollout
+from offbeat_recipes.run.modes import cluster_spec, engine_on, make_rollout
 from offbeat_rollout import SamplingParams
 from offbeat_trainer.cluster.cluster import Cluster
 from offbeat_trainer.config import Placement

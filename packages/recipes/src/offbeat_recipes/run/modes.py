@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, assert_never
+import os
+import secrets
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
-from offbeat_recipes.plan.algorithm import algorithm_of
-from offbeat_recipes.plan.journals import open_journal
-from offbeat_recipes.plan.replay import recorded_schedule
+import torch
+
+from offbeat_recipes.plan.algorithm import algorithm_of, offloads
+from offbeat_recipes.plan.placement import default_threads, taken_cores
+from offbeat_recipes.plan.replay import open_journal, recorded_schedule
 from offbeat_recipes.tasks.base import make_scorer
 from offbeat_recipes.tasks.observations import observation_encoder
-from offbeat_trainer.config import RewardFrom
+from offbeat_rollout.registry import adapter_environment
+from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
+from offbeat_trainer.config import ClusterConfig, RewardFrom
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
@@ -18,12 +25,95 @@ from offbeat_trainer.scoring.scorer import FunctionScorer
 from offbeat_trainer.stream.parts import Parts
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from offbeat_engine import EngineConfig
+    from offbeat_recipes.run.folder import RunFolder
     from offbeat_recipes.run.session import Session
     from offbeat_recipes.settings.tree import RunConfig
+    from offbeat_rollout import RolloutConfig
     from offbeat_trainer import Rollout, Scorer
     from offbeat_trainer.cluster.cluster import Cluster
     from offbeat_trainer.loops.outcome import Outcome
     from offbeat_trainer.run_store import RunStore
+
+
+def cluster_spec(config: RunConfig, folder: RunFolder, base_model: str) -> ClusterSpec:
+    """Return what the processes of a run are told; replicas start from `base_model`."""
+    cluster: dict[str, Any] = {
+        **asdict(config.cluster),
+        "health_period_s": config.cluster.health_timeout_s / 12,
+    }
+    del cluster["device_memory_gib"]  # the plan's
+    rollout = config.rollout_config(base_model, len(os.sched_getaffinity(0)))
+    return ClusterSpec(
+        cluster=ClusterConfig(**cluster),
+        train=TrainSpec(
+            engine_name=config.engine.name,
+            device=config.device,
+            num_ranks=config.engine.num_ranks,
+            threads_per_rank=threads_per_rank(config),
+            algorithm=algorithm_of(config),
+            checkpoint_dir=str(folder.checkpoints.absolute()),
+            taken_cores=taken_cores(config, 1),
+            keep_checkpoints=config.trainer.keep_checkpoints,
+            collective_timeout_s=config.engine.collective_timeout_s,
+            # Fresh for each run; the processes get it over Ray, and nothing writes it down.
+            sync=replace(config.sync_config(), secret=secrets.token_hex(32)),
+        ),
+        rollout=RolloutSpec(
+            adapter_name=config.rollout.name,
+            rollout=rollout,
+            num_replicas=config.rollout.num_replicas,
+            recompute_kv=config.asynchrony.recompute_kv,
+            shares_cores=bool(config.cluster.ray_address)
+            and config.colocated
+            and not config.rollout.cpu_threads,
+            environments=replica_environments(config, rollout),
+        ),
+        log_dir=str(folder.logs.absolute()),
+        step_timeout_s=config.trainer.step_timeout_s,
+        num_gpus=torch.cuda.device_count() if config.device == "cuda" else 0,
+    )
+
+
+def engine_on(config: RunConfig, model: Path) -> EngineConfig:
+    """Return the settings of the training engine for the weights in folder `model`.
+
+    On GPUs that replicas share, what the engine can keep in host memory between its updates goes there.
+    """
+    engine = config.engine_config("")
+    if config.colocated and config.device == "cuda" and offloads(config):
+        engine = replace(engine, offload_parameters=True, offload_optimizer=True)
+    return replace(engine, model=replace(engine.model, path=str(model), random_init=False))
+
+
+def threads_per_rank(config: RunConfig) -> int:
+    """Return how many threads a training rank computes with: the cores, shared, unless the settings say.
+
+    Where training and generation run side by side on a CPU, the replicas' cores are not among them. 0 on a cluster: whose cores
+    they are is known when Ray has put the ranks somewhere.
+    """
+    if config.engine.threads_per_rank or config.cluster.ray_address:
+        return config.engine.threads_per_rank
+    return default_threads(config, len(os.sched_getaffinity(0)))
+
+
+def replica_environments(config: RunConfig, rollout: RolloutConfig) -> tuple[dict[str, str], ...]:
+    """Return the environment of each replica's process. On CPU every replica has cores of its own while they last.
+
+    Which cores the machines of a cluster have is not known here: replicas there are bound to none.
+    """
+    cores = [] if config.cluster.ray_address else sorted(os.sched_getaffinity(0))
+    width = rollout.cpu_threads * rollout.tensor_parallel_size if cores else 0
+    return tuple(
+        adapter_environment(
+            config.rollout.name,
+            rollout,
+            [cores[(index * width + offset) % len(cores)] for offset in range(width)],
+        )
+        for index in range(config.rollout.num_replicas)
+    )
 
 
 class Loop(Protocol):

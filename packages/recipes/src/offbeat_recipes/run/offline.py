@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.run.build import cluster_spec, engine_on
-from offbeat_recipes.run.modes import make_rollout
+from offbeat_recipes.run.modes import cluster_spec, engine_on, make_rollout
 from offbeat_recipes.run.session import SFT_BY_LOSS, first_step
 from offbeat_recipes.tasks.base import HoldsOutExamples
 from offbeat_trainer import Sft, SftConfig

@@ -19,15 +19,13 @@ from offbeat_ckptsync import SyncError
 from offbeat_engine import EngineError
 from offbeat_recipes.errors import RecipeError, RunFolderError, TaskError
 from offbeat_recipes.models.char import random_model_folder
-from offbeat_recipes.plan.lengths import length_refusals
-from offbeat_recipes.plan.stops import check_stops
+from offbeat_recipes.plan.lengths import check_stops, length_refusals
 from offbeat_recipes.report.build import write_report
-from offbeat_recipes.run.failures import describe_error
 from offbeat_recipes.run.folder import RunFolder, open_run_folder, reopen_run_folder, speed_settings
 from offbeat_recipes.run.interrupts import StandingLoop, StopKeys
 from offbeat_recipes.run.logs import logs_to
 from offbeat_recipes.run.machine import describe_machine
-from offbeat_recipes.run.reporting import make_reporter
+from offbeat_recipes.run.reporting import describe_error, make_reporter
 from offbeat_recipes.settings.reading import to_dict
 from offbeat_recipes.tasks.base import make_scorer, make_task
 from offbeat_rollout import RolloutError

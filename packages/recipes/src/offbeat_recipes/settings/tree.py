@@ -5,7 +5,8 @@ its own, `offbeat_recipes.settings.sections` extends that. A field that is deriv
 cannot be set: `model.dtype` decides the precision of engine and replicas. `offbeat_recipes.settings.reading` reads and checks.
 """
 
-# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+from __future__ import annotations
+
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -15,7 +16,6 @@ from pydantic import ConfigDict, Field
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig, bounded
 from offbeat_engine.registry import engine_config_class
-from offbeat_recipes.settings.modes import FullyAsyncMode, ModeConfig, SyncMode
 from offbeat_recipes.tasks.config import ArithmeticConfig, CharTaskConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
 from offbeat_rollout.registry import rollout_config_class
@@ -26,11 +26,46 @@ from offbeat_trainer.config import (
     EnvironmentConfig,
     LoopConfig,
     OnFailure,
+    OnStall,
     Placement,
     RewardConfig,
     SamplingConfig,
     WarmupConfig,
 )
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncMode:
+    """Generate and train in turns, on fresh weights. What `AsyncConfig` has else is its nature."""
+
+    name: Literal["sync"] = "sync"
+    max_attempts: int = 3
+    on_stall: OnStall = OnStall.STOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneStepOffMode:
+    """Generate the next step's groups while this one trains. What `AsyncConfig` has else is its nature."""
+
+    name: Literal["one_step_off"] = "one_step_off"
+    max_attempts: int = 3
+    on_stall: OnStall = OnStall.STOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullyAsyncMode(AsyncConfig):
+    """Generate as far ahead as `max_staleness` allows."""
+
+    name: Literal["fully_async"] = "fully_async"
+
+
+ModeConfig: TypeAlias = Annotated[SyncMode | OneStepOffMode | FullyAsyncMode, Field(discriminator="name")]
+
+
+# No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
@@ -282,7 +317,7 @@ class RunConfig:
         return not self.algorithm.written_rows
 
     @property
-    def alone(self) -> "RunConfig":
+    def alone(self) -> RunConfig:
         """The same run with the replicas that it starts: none where nothing is generated, whatever the settings say."""
         if self.generates:
             return self

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.chars import CharTask
-from offbeat_recipes.tasks.streams import Stream, stream
+from offbeat_recipes.tasks.rows import Stream, stream
 from offbeat_rollout import Finish
 from offbeat_trainer import Action, Example, Feedback, Prompt, Score
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.tasks.streams import Stream
+from offbeat_recipes.tasks.rows import Stream
 from offbeat_recipes.tasks.text import Messages, TextTask, messages_or_text
 from offbeat_trainer import Pair
 

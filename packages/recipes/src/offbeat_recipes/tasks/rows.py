@@ -1,19 +1,51 @@
 """Rows of data files: JSONL or parquet, by the ending of the name."""
 
-# pyarrow ships no types; this file is where Offbeat calls it.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportMissingTypeStubs=false
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard, cast
+
+import numpy as np
 
 from offbeat_recipes.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+class Stream(IntEnum):
+    """What random numbers are for: streams of different purposes are independent."""
+
+    PROMPTS = 1
+    EXAMPLES = 2
+    HELD_OUT = 3
+
+
+def stream(seed: int, purpose: Stream, step: int = 0) -> np.random.Generator:
+    """Return the generator of (seed, purpose, step); the same numbers on every machine (Philox, counter-based)."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, int(purpose), step])))
+
+
+def epoch_indices(num_rows: int, step: int, num_taken: int, seed: int, purpose: Stream) -> list[int]:
+    """Return the rows of `step` when each epoch is a fresh permutation of `num_rows` rows.
+
+    A step lies within one epoch and an epoch holds each row at most once: what does not fill a step is left
+    over, another part in each epoch. A pure function of its arguments.
+    """
+    if not 1 <= num_taken <= num_rows:
+        raise ValueError(f"a step takes {num_taken} rows, and there are {num_rows}")
+    steps_per_epoch = num_rows // num_taken
+    epoch, position = divmod(step, steps_per_epoch)
+    order = stream(seed, purpose, epoch).permutation(num_rows)
+    return [int(row) for row in order[position * num_taken : (position + 1) * num_taken]]
+
+
+# pyarrow ships no types; this file is where Offbeat calls it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

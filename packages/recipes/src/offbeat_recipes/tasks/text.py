@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from offbeat_recipes.errors import DataError, TaskError
-from offbeat_recipes.tasks.rows import is_text, read_rows
-from offbeat_recipes.tasks.streams import Stream, epoch_indices
+from offbeat_recipes.tasks.rows import Stream, epoch_indices, is_text, read_rows
 from offbeat_trainer import Example, Prompt
 
 if TYPE_CHECKING:
