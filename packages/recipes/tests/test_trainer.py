@@ -23,7 +23,7 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in
 SCRIPT = """
 import asyncio, json, os, sys, threading
 from dataclasses import dataclass
-from offbeat_recipes import RunFailed, Trainer
+from offbeat_recipes import RunFailed, RunFolderError, Trainer
 from offbeat_trainer import Feedback
 from offbeat_trainer.algorithms.grpo import Grpo
 from offbeat_trainer.config import GrpoConfig
@@ -54,6 +54,14 @@ async def main():  # it goes on, with the reward as it is now, in a running even
 again = asyncio.run(main())
 assert [line["step"] for line in again.history] == [1, 2]
 assert 2.5 <= again.metrics["reward/close_mean"] <= 3.5, again.metrics
+
+try:
+    Trainer(model=model, reward=[close, lambda completion: 0.25], data=rows[1:], validation=rows[:3],
+            run_dir=f"{folder}/a", resume="auto", **{**small, "trainer.steps": 3}).train()
+except RunFolderError as error:
+    assert "began with other rows of `train`" in str(error)
+else:
+    raise AssertionError("it goes on with other rows")
 
 class Echo:
     def reset(self, prompt, seed):

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from offbeat_recipes.cli._hydra import compose_run, groups, in_quotes
-from offbeat_recipes.errors import DataError, RunFailed, SettingError, TaskError
+from offbeat_recipes.errors import DataError, RunFailed, RunFolderError, SettingError, TaskError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -137,12 +137,23 @@ class Trainer:
         return Result(folder=config.folder, _config=config)
 
     def _settled(self, planned: RunConfig) -> RunConfig:
-        """Return the settings with all objects in the run folder, from which an earlier run is moved aside unless it goes on."""
+        """Return the settings with all objects in the run folder, from which an earlier run is moved aside unless it goes on.
+
+        Raises:
+            RunFolderError: it goes on with other rows than it began with; nothing was changed.
+        """
         from offbeat_recipes.run.folder import CONFIG, make_way
 
         make_way(planned.folder, resume=planned.resume == "auto")
-        again = (planned.folder / CONFIG).exists()
-        config = self._config(planned.folder / "objects")
+        again, objects = (planned.folder / CONFIG).exists(), planned.folder / "objects"
+        for key, rows in self._data.items():
+            before = objects / f"{key}.jsonl"
+            if before.exists() and isinstance(rows, list) and before.read_bytes() != _as_jsonl(rows):
+                raise RunFolderError(
+                    f"{planned.folder} began with other rows of `{key}` than are given now; going on would not be the same run. Give "
+                    "those, or start a new run with resume='never'"
+                )
+        config = self._config(objects)
         names = [*filter(None, map(_given_name, [*self._rewards, *self._objects.values()]))]
         if again and names:
             sys.stderr.write(f"{PROG}: note: the run goes on with {', '.join(names)} as given now\n")
@@ -167,7 +178,9 @@ class Trainer:
             if isinstance(rows, str):
                 named[f"task.{key}_path"] = rows
             elif rows is not None:
-                named[f"task.{key}_path"] = _write_rows(rows, folder / f"{key}.jsonl")
+                _private(folder)
+                (folder / f"{key}.jsonl").write_bytes(_as_jsonl(rows))
+                named[f"task.{key}_path"] = str(folder / f"{key}.jsonl")
         if places := [place(one) for one in self._rewards if one is not None]:
             named["task.reward"] = places[0] if len(places) == 1 else places
         if (environment := self._objects["environment"]) is not None:
@@ -313,8 +326,8 @@ def _rows(given: object) -> list[object] | str | None:
     )
 
 
-def _write_rows(rows: list[object], file: Path) -> str:
-    """Write `rows` to `file` as JSONL and return its path."""
+def _as_jsonl(rows: list[object]) -> bytes:
+    """Return `rows` as the bytes of a JSONL file."""
     lines: list[str] = []
     for number, row in enumerate(rows, start=1):
         if not _is_mapping(row):
@@ -325,9 +338,7 @@ def _write_rows(rows: list[object], file: Path) -> str:
             lines.append(json.dumps({**row}, ensure_ascii=False) + "\n")
         except (TypeError, ValueError) as error:
             raise DataError(f"data, row {number}: cannot be written as JSON: {error}") from error
-    _private(file.parent)
-    file.write_text("".join(lines), encoding="utf-8", errors="surrogatepass")
-    return str(file)
+    return "".join(lines).encode("utf-8", "surrogatepass")
 
 
 def _is_iterable(value: object) -> TypeGuard[Iterable[object]]:
