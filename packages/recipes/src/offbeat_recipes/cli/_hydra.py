@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +24,7 @@ from yaml import YAMLError
 
 from offbeat_recipes.cli._environment import speak_utf8
 from offbeat_recipes.errors import RecipeError, SettingError
+from offbeat_recipes.models.hub import local_model
 from offbeat_recipes.settings.reading import all_settings, check_path, parse, suggestion, to_dict
 from offbeat_recipes.settings.sections import PLUG_INS, replaced_fields
 
@@ -96,7 +98,8 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
         raw = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError([_first_line(error)]) from None
-    return parse(_without_replaced(cast("dict[str, Any]", raw), held, overrides))
+    config = parse(_without_replaced(cast("dict[str, Any]", raw), held, overrides))
+    return replace(config, model=replace(config.model, path=local_model(config.model.path)))
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -291,8 +291,8 @@ def _model_config(config: RunConfig) -> PretrainedConfig | None:
 
         if not (Path(config.model.path) / "config.json").is_file():
             raise ValueError(
-                f"{config.model.path} holds no config.json; a folder is expected, and `hf download NAME --local-dir FOLDER` makes "
-                "one of a name on the hub"
+                f"{config.model.path} holds no config.json; a folder is expected, or a name on the hub, owner/name, that this "
+                "machine has in its cache: a run fetches nothing, `hf download NAME` does"
             )
         return AutoConfig.from_pretrained(
             config.model.path, local_files_only=True, trust_remote_code=config.model.trust_remote_code

@@ -72,7 +72,10 @@ Device: TypeAlias = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection(ModelConfig):
-    """Which model is trained. An empty `path` means that the task makes one."""
+    """Which model is trained. An empty `path` means that the task makes one.
+
+    `path` is a Hugging Face folder, or "owner/name" or "owner/name@revision" of a model that is in the hub's cache on this machine.
+    """
 
     path: str = ""
     seed: int = field(default=0, metadata={"derived": "seed"})

@@ -1,0 +1,67 @@
+"""Names on the hub stand for what its cache on this machine holds; nothing is fetched."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat_recipes.cli._hydra import compose_run
+from offbeat_recipes.models.hub import local_model
+from offbeat_recipes.plan.facts import gather_facts
+from offbeat_recipes.plan.plan import plan_run
+
+COMPOSED = """
+import json, sys
+from offbeat_recipes.cli._hydra import compose_run
+print(json.dumps([compose_run([f"model.path={path}"]).model.path for path in sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """The cache of the hub with two commits of one model, of which `main` is the second; and a way to ask for paths with it."""
+    model = tmp_path / "hub" / "models--me--tiny"
+    for commit in ("a" * 40, "b" * 40):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "snapshots" / commit / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("b" * 40)
+
+    def composed(*paths):
+        environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")}
+        command = [sys.executable, "-c", COMPOSED, *paths]
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return [path.replace(str(model), "CACHE") for path in json.loads(done.stdout)]
+
+    return composed
+
+
+@pytest.mark.spawns
+def test_a_name_is_the_folder_of_one_commit_and_a_folder_of_that_name_goes_first(cache, tmp_path):
+    (tmp_path / "here" / "it").mkdir(parents=True)
+    found = cache(
+        "me/tiny", f"me/tiny@{'a' * 40}", "me/other", "me/tiny@nothing", "here/it", "/abs/path", "''"
+    )
+    of = [f"CACHE/snapshots/{letter * 40}" for letter in "ba"]
+    assert found == [*of, "me/other", "me/tiny@nothing", "here/it", "/abs/path", ""]
+
+
+def test_a_name_that_is_not_cached_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = compose_run(["model.path=Qwen/Qwen2.5-0.5B-Instruct"])
+    [refusal] = [
+        str(one) for one in plan_run(config, gather_facts(config)).refusals if one.setting == "model.path"
+    ]
+    assert "Qwen/Qwen2.5-0.5B-Instruct holds no config.json" in refusal
+    assert "a run fetches nothing, `hf download NAME` does" in refusal
+
+
+@pytest.mark.parametrize("path", ["", "one", "/a/b", "a/b/c", "a//b", str(Path(__file__).parent)])
+def test_what_is_no_name_stays_what_it_is(path):
+    assert local_model(path) == path
