@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from offbeat_recipes import RecipeError, RunRefused, SettingError, TaskError, Trainer
+from offbeat_recipes.run.folder import make_way
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_trainer.loading import load_object, save_object
@@ -246,3 +247,22 @@ def test_an_object_in_a_pickle_is_the_same_one_each_time_and_a_new_one_once_it_i
     assert load_object(f"{tmp_path}/f.pkl:f") is first
     save_object(give("another"), tmp_path / "f.pkl")
     assert load_object(f"{tmp_path}/f.pkl:f")() == "another"
+
+
+def test_a_run_that_is_moved_aside_keeps_its_own_objects(tmp_path):
+    folder = tmp_path / "a b"
+    (folder / "objects").mkdir(parents=True)
+    settings = {
+        "task": {
+            "reward": [f"{folder}/objects/f.pkl:f", "mine.py:g"],
+            "train_path": f"{folder}/objects/train.jsonl",
+        }
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    make_way(folder, resume=True)
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == settings
+    make_way(folder, resume=False)
+    moved = yaml.safe_load((tmp_path / "a b.1" / "config.yaml").read_text())["task"]
+    assert moved["reward"] == [f"{tmp_path}/a b.1/objects/f.pkl:f", "mine.py:g"]
+    assert moved["train_path"] == f"{tmp_path}/a b.1/objects/train.jsonl"
+    assert not folder.exists()

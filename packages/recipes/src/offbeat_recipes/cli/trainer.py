@@ -142,10 +142,10 @@ class Trainer:
         Raises:
             RunFolderError: it goes on with other rows than it began with; nothing was changed.
         """
-        from offbeat_recipes.run.folder import CONFIG, make_way
+        from offbeat_recipes.run.folder import CONFIG, OBJECTS, make_way
 
         make_way(planned.folder, resume=planned.resume == "auto")
-        again, objects = (planned.folder / CONFIG).exists(), planned.folder / "objects"
+        again, objects = (planned.folder / CONFIG).exists(), planned.folder / OBJECTS
         for key, rows in self._data.items():
             before = objects / f"{key}.jsonl"
             if before.exists() and isinstance(rows, list) and before.read_bytes() != _as_jsonl(rows):

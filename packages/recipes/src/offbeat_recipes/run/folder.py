@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
+OBJECTS = "objects"
+"""The folder of functions, classes and rows that a script gave as objects."""
 MACHINE = "machine.json"
 _ENGINE = "engine.name"
 # Settings that may differ when a run goes on, besides those whose fields have the metadata `SPEED`: they change neither the
@@ -153,7 +155,30 @@ def make_way(path: Path, *, resume: bool) -> None:
     if (path / CONFIG).exists():
         with _locked(path):
             if not resume:
-                path.rename(_aside(path))
+                aside = _aside(path)
+                path.rename(aside)
+                _name_objects_in(aside, path)
+
+
+def _name_objects_in(folder: Path, before: Path) -> None:
+    """Let the settings of the run that is in `folder` now, and was in `before`, name its own objects."""
+    if not (folder / OBJECTS).exists():
+        return
+
+    def moved(value: object) -> object:
+        match value:
+            case str():
+                here = value.startswith(f"{before / OBJECTS}/")
+                return f"{folder / OBJECTS}{value[len(str(before / OBJECTS)) :]}" if here else value
+            case list():
+                return [moved(one) for one in cast("list[object]", value)]
+            case dict():
+                return {key: moved(one) for key, one in cast("dict[str, object]", value).items()}
+            case _:
+                return value
+
+    settings = moved(yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")))
+    _write_whole(folder / CONFIG, yaml.safe_dump(settings, sort_keys=False))
 
 
 def resume_refusals(config: RunConfig) -> Iterator[Refusal]:
