@@ -14,7 +14,10 @@ USAGE = 2  # exit code of everything that is refused before it starts
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("offbeat_recipes.cli.train", "train a language model by reinforcement learning"),
-    "plan": ("offbeat_recipes.cli.plan", "say what a run would do and need, and whether it can; starts nothing"),
+    "plan": (
+        "offbeat_recipes.cli.plan",
+        "say what a run would do and need, and whether it can; starts nothing",
+    ),
     "eval": ("offbeat_recipes.cli.evaluate", "measure a model or a checkpoint of a run"),
     "sft": ("offbeat_recipes.cli.sft", "train on written examples"),
     "settings": ("offbeat_recipes.cli.settings", "list, find and explain settings"),

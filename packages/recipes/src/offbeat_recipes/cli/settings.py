@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from offbeat_recipes.cli.main import USAGE
+from offbeat_recipes.run.folder import MAY_CHANGE
 from offbeat_recipes.settings.described import Described, described, matching, nearest
 
 if TYPE_CHECKING:
@@ -39,9 +40,16 @@ def explanation(item: Described) -> str:
             f"  default  {item.default}",
             f"  values   {item.values}",
             f"  for      {', '.join(item.groups) or 'every run'}",
-            f"  resume   {item.on_resume}",
+            f"  resume   {on_resume(item)}",
         ]
     )
+
+
+def on_resume(item: Described) -> str:
+    """Return whether the setting may be another one when a run goes on."""
+    if item.is_speed or item.path.startswith(MAY_CHANGE):
+        return "may change when a run goes on"
+    return "must stay as it was when a run goes on"
 
 
 def _explain(path: str) -> int:

@@ -59,7 +59,7 @@ def described() -> tuple[Described, ...]:
     """Return every setting that can be set, of all installed plug-ins, tasks and modes, once each, in the order of the tree."""
     found: dict[str, list[tuple[Setting, str]]] = {}
     for section, plug_in in PLUG_INS.items():
-        for name in plug_in.names():
+        for name in sorted(plug_in.names(), key=lambda one: (one != plug_in.default, one)):
             for item in all_settings({**default_choices(), section: name}):
                 if item.derived:
                     continue
@@ -97,7 +97,7 @@ def _described(path: str, items: list[tuple[Setting, str]]) -> Described:
         kind=kind,
         default=_default(field),
         limits=" | ".join(options) or ", ".join(limits),
-        help=_help(first.home, field.name, section),
+        help=_help(first.home, field.name, section) or _first_line_of(first.annotation),
         groups=choices,
         is_speed=bool(field.metadata.get("speed")),
     )
@@ -136,6 +136,12 @@ def _help(cls: type, name: str, section: str) -> str:
     homes = [*cls.__mro__[:-1], *([PLUG_INS[section].section] if section in PLUG_INS else [])]
     beside = [_beside(home.__module__).get((home.__name__, name), "") for home in homes]
     return next(filter(None, [*beside, *(_sentence(home, name) for home in homes)]), "")
+
+
+def _first_line_of(annotation: Any) -> str:  # noqa: ANN401 any annotation
+    """Return what an enum says of its choices as a whole."""
+    is_enum = isinstance(annotation, type) and issubclass(annotation, Enum)
+    return (annotation.__doc__ or "").strip().partition("\n")[0] if is_enum else ""
 
 
 def _sentence(cls: type, name: str) -> str:

@@ -13,9 +13,9 @@ from offbeat_trainer.config import AsyncConfig, OnStall
 class SyncMode:
     """Generate and train in turns, on fresh weights. What `AsyncConfig` has else is its nature."""
 
-    name: Literal["sync"] = "sync"
-    max_attempts: int = 3
-    on_stall: OnStall = OnStall.STOP
+    name: Literal["sync"] = "sync"  # how generation and training take turns
+    max_attempts: int = 3  # how often a group is tried before it is dropped
+    on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class OneStepOffMode:
     """Generate the next step's groups while this one trains. What `AsyncConfig` has else is its nature."""
 
     name: Literal["one_step_off"] = "one_step_off"
-    max_attempts: int = 3
-    on_stall: OnStall = OnStall.STOP
+    max_attempts: int = 3  # how often a group is tried before it is dropped
+    on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
