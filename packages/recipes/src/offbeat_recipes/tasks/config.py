@@ -68,7 +68,7 @@ class CalculatorConfig(CharTaskConfig):
 class RowsConfig:
     """Prompts from files: JSONL or parquet, by the ending of the name.
 
-    A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted. `chat_template`
+    A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says. `chat_template`
     "auto" applies the tokenizer's template, if it has one, to lists of messages, and to plain text as the user's message, but for text
     that holds special tokens of the tokenizer, a template's work already; "always" applies it to all text, "never" to none.
     """
@@ -76,9 +76,7 @@ class RowsConfig:
     train_path: str = ""  # file of the prompts to train on
     validation_path: str = ""  # file of the prompts to validate on
     max_prompt_tokens: int = 256
-    overlong: Literal["refuse", "filter"] = (
-        "refuse"  # what becomes of a prompt of more than `max_prompt_tokens`
-    )
+    overlong: Literal["refuse", "filter"] = "refuse"
     chat_template: Literal["auto", "always", "never"] = "auto"
 
 
