@@ -15,13 +15,13 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_origin
 
 from offbeat_recipes.settings.reading import (
     Setting,
     all_settings,
     default_choices,
-    limit_in_words,
+    describe_limit,
     limits_of,
     suggestion,
 )
@@ -90,7 +90,7 @@ def _described(path: str, items: list[tuple[Setting, str]]) -> Described:
     if section in PLUG_INS and len(choices) == len(PLUG_INS[section].names()):
         choices = ()
     field = next(one for one in fields(first.home) if one.name == path.rpartition(".")[2])
-    limits = [limit_in_words(name, limit) for name, limit in limits_of(path, first).items()]
+    limits = [describe_limit(name, limit) for name, limit in limits_of(path, first).items()]
     kind, options = _kind(first.annotation)
     return Described(
         path=path,
@@ -104,13 +104,13 @@ def _described(path: str, items: list[tuple[Setting, str]]) -> Described:
 
 
 def _default(field: Any) -> str:  # noqa: ANN401 a field of any type
-    value = field.default if field.default_factory is MISSING else field.default_factory()
+    value: Any = field.default if field.default_factory is MISSING else field.default_factory()
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, tuple | list):
-        return f"[{','.join(str(part) for part in value)}]"
+        return f"[{','.join(map(str, cast('list[object]', value)))}]"
     return "''" if value == "" else str(value)
 
 

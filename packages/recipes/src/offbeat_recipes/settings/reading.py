@@ -361,7 +361,7 @@ def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Itera
     for path, value in _flatten(values, ""):
         for name, limit in limits_of(path, known.get(path)).items():
             if value is not None and not _LIMITS[name][1](value, limit):  # None: left to the code
-                yield f"`{path}`: expected {limit_in_words(name, limit)}, got {value}"
+                yield f"`{path}`: expected {describe_limit(name, limit)}, got {value}"
 
 
 def limits_of(path: str, setting: Setting | None) -> dict[str, float]:
@@ -370,7 +370,7 @@ def limits_of(path: str, setting: Setting | None) -> dict[str, float]:
     return {**_limits().get(path, {}), **(setting.limits if setting else {}), **more}
 
 
-def limit_in_words(name: str, limit: float) -> str:
+def describe_limit(name: str, limit: float) -> str:
     """Return a limit as people say it, such as "at least 1"."""
     return f"{_LIMITS[name][0]} {limit if isinstance(limit, int) else f'{limit:g}'}"
 
