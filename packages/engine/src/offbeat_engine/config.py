@@ -54,8 +54,8 @@ class LoraConfig:
     """
 
     rank: int = 0
-    alpha: float = 16.0
-    dropout: float = 0.0
+    alpha: float = 16.0  # the product of the adapters is scaled by alpha / rank
+    dropout: float = 0.0  # share of the inputs of an adapter that is zeroed in training
     targets: tuple[str, ...] = ()
     export: LoraExport = LoraExport.MERGED
 
@@ -77,7 +77,7 @@ class ModelConfig:
     random_init: bool = False
     seed: int = 0
     head: Literal["lm", "value"] = "lm"
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # whether Python code in the model's folder may run
     dropout: bool = False
 
 
@@ -85,17 +85,17 @@ class ModelConfig:
 class OptimizerConfig:
     """One optimizer on float32 master weights; `max_grad_norm` <= 0 turns clipping off."""
 
-    name: OptimizerName = OptimizerName.ADAMW
-    lr: float = 1e-6
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    name: OptimizerName = OptimizerName.ADAMW  # which optimizer
+    lr: float = 1e-6  # learning rate
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.95  # decay of the second moment
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.0  # decoupled weight decay
     max_grad_norm: float = 1.0
-    schedule: Schedule = Schedule.CONSTANT
-    warmup_steps: int = 0
+    schedule: Schedule = Schedule.CONSTANT  # how the learning rate goes on after it has risen
+    warmup_steps: int = 0  # optimizer steps in which the learning rate rises
     total_steps: int = 0  # needed by linear and cosine; 0 = unknown
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = 0.0  # where the schedule ends, as a share of `lr`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class EngineConfig:
     freeze: tuple[str, ...] = ()
     inference_only: bool = False
     deterministic: bool = False
-    on_nonfinite: NonFinite = NonFinite.STOP
+    on_nonfinite: NonFinite = NonFinite.STOP  # what follows a gradient that is not finite
     collective_timeout_s: float = field(default=600.0, metadata=SPEED)
     checkpoint_timeout_s: float = field(default=3600.0, metadata=SPEED)
 

@@ -42,7 +42,9 @@ class RolloutConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     max_model_len: int = 512
-    max_num_seqs: int = field(default=256, metadata=SPEED)
+    max_num_seqs: int = field(
+        default=256, metadata=SPEED
+    )  # most sequences that a replica generates at a time
     tensor_parallel_size: int = field(default=1, metadata=SPEED)
     kv_cache_gib: float = field(default=1.0, metadata=SPEED)
     gpu_memory_fraction: float = field(default=0.85, metadata=SPEED)

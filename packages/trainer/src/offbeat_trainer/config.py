@@ -91,12 +91,14 @@ class PolicyLossConfig(AlgorithmConfig):
     dual_clip: float = bounded(0.0, at_least=0)
     kl_coef: float = bounded(0.0, at_least=0)
     kl_estimator: KlEstimator = KlEstimator.K3
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # weight of the entropy bonus in the loss; 0 = off
     proximal: Proximal = Proximal.RECOMPUTE
     correction: Correction = Correction.TRUNCATE
     correction_level: CorrectionLevel = CorrectionLevel.TOKEN
-    correction_low: float = bounded(0.5, at_least=0)
-    correction_high: float = bounded(2.0, at_least=0)
+    correction_low: float = bounded(
+        0.5, at_least=0
+    )  # lower bound of the importance weight where the correction has one
+    correction_high: float = bounded(2.0, at_least=0)  # upper bound of the importance weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +140,11 @@ class PpoConfig(PolicyLossConfig):
     clip_high: float = bounded(0.2, at_least=0)
     discount: float = bounded(1.0, at_least=0, at_most=1)
     trace: float = bounded(0.95, at_least=0, at_most=1)
-    whiten: bool = True
+    whiten: bool = True  # whether advantages are brought to mean 0 and standard deviation 1
     value_clip: float = bounded(0.5, at_least=0)
     critic_path: str = ""
     critic_engine: str = field(default="", metadata=SPEED)
-    critic_lr: float = bounded(1e-5, at_least=0)
+    critic_lr: float = bounded(1e-5, at_least=0)  # learning rate of the critic
     critic_warmup_steps: int = bounded(0, at_least=0)
 
 
@@ -155,8 +157,8 @@ class SamplingConfig:
     would not speak of the same distribution.
     """
 
-    max_tokens: int = 32
-    temperature: float = 1.0
+    max_tokens: int = 32  # most tokens of a completion
+    temperature: float = 1.0  # divides the logits before sampling
     stop: tuple[str, ...] = ()
 
 
@@ -219,14 +221,14 @@ class LoopConfig:
     asked to stop (saving), never (samples). With `validation_prompts` 0 there is no validation. What is saved at intervals is saved at the end, too. `step_timeout_s` bounds each wait of the driver in which nothing moves.
     """
 
-    steps: int = 100
+    steps: int = 100  # steps of reinforcement learning
     prompts_per_step: int = 16
     group_size: int = 16
     updates_per_step: int = 1
     validate_every: int = 10
     validation_prompts: int = 256
     save_every: int = 20
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # how many of the newest checkpoints stay
     sample_every: int = 10
     step_timeout_s: float = 600.0
 
@@ -298,7 +300,7 @@ class WarmupConfig:
     """
 
     steps: int = 0
-    batch_size: int = 64
+    batch_size: int = 64  # examples of a supervised step
     lr: float | None = None
     lr_warmup_steps: int = 20
 
@@ -329,8 +331,8 @@ class ClusterConfig:
     ray_address: str = ""
     num_devices: int = 0
     placement: Placement = Placement.SEPARATE
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = 300.0  # deadline for processes to start
     health_period_s: float = 5.0
     health_timeout_s: float = 60.0
     rendezvous_host: str = ""
-    object_store_mib: int = 512
+    object_store_mib: int = 512  # size of Ray's object store

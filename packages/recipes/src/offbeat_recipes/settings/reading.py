@@ -74,7 +74,7 @@ class Setting:
     """One leaf of the tree.
 
     `derived` names what decides it when it cannot be set; `free` takes any keys below; `variant` is the `name`
-    of the section's variant it belongs to, where the section has several. `limits` are those beside its field.
+    of the section's variant it belongs to, where the section has several. `limits` are those beside its field, which `home` has.
     """
 
     path: str
@@ -82,6 +82,7 @@ class Setting:
     derived: str = ""
     free: bool = False
     variant: str = ""
+    home: type = object
     limits: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -96,6 +97,11 @@ def all_settings(chosen: Mapping[str, str] | None = None) -> tuple[Setting, ...]
 @cache
 def _all_settings(cls: type[RunConfig]) -> tuple[Setting, ...]:
     return tuple(_walk(cls, "", ""))
+
+
+def default_choices() -> dict[str, str]:
+    """Return what each section with several variants is, by its `name`, where nothing says so."""
+    return dict(_DEFAULT_CHOICE)
 
 
 def known_paths(chosen: Mapping[str, str] | None = None) -> dict[str, Setting]:
@@ -232,7 +238,9 @@ def _walk(cls: type, prefix: str, variant: str) -> Iterator[Setting]:
         else:
             free = bool(item.metadata.get("free"))
             limits = {key: item.metadata[key] for key in _LIMITS if key in item.metadata}
-            yield Setting(path=path, annotation=annotation, free=free, variant=variant, limits=limits)
+            yield Setting(
+                path=path, annotation=annotation, free=free, variant=variant, home=cls, limits=limits
+            )
 
 
 def _variant_name(cls: type) -> str:
@@ -351,13 +359,20 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 def _out_of_range(values: dict[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
     for path, value in _flatten(values, ""):
-        limits = {**_limits().get(path, {}), **(known[path].limits if path in known else {})}
-        if path.endswith("_timeout_s"):
-            limits["more_than"] = 0
-        for name, limit in limits.items():
-            words, holds = _LIMITS[name]
-            if value is not None and not holds(value, limit):  # None: left to the code
-                yield f"`{path}`: expected {words} {limit if isinstance(limit, int) else f'{limit:g}'}, got {value}"
+        for name, limit in limits_of(path, known.get(path)).items():
+            if value is not None and not _LIMITS[name][1](value, limit):  # None: left to the code
+                yield f"`{path}`: expected {describe_limit(name, limit)}, got {value}"
+
+
+def limits_of(path: str, setting: Setting | None) -> dict[str, float]:
+    """Return every limit of a setting: those beside its field, and those that this module has for its path."""
+    more = {"more_than": 0} if path.endswith("_timeout_s") else {}
+    return {**_limits().get(path, {}), **(setting.limits if setting else {}), **more}
+
+
+def describe_limit(name: str, limit: float) -> str:
+    """Return a limit as people say it, such as "at least 1"."""
+    return f"{_LIMITS[name][0]} {limit if isinstance(limit, int) else f'{limit:g}'}"
 
 
 @cache

@@ -40,18 +40,18 @@ from offbeat_trainer.config import (
 class SyncMode:
     """Generate and train in turns, on fresh weights. What `AsyncConfig` has else is its nature."""
 
-    name: Literal["sync"] = "sync"
-    max_attempts: int = 3
-    on_stall: OnStall = OnStall.STOP
+    name: Literal["sync"] = "sync"  # how generation and training take turns
+    max_attempts: int = 3  # how often a group is tried before it is dropped
+    on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneStepOffMode:
     """Generate the next step's groups while this one trains. What `AsyncConfig` has else is its nature."""
 
-    name: Literal["one_step_off"] = "one_step_off"
-    max_attempts: int = 3
-    on_stall: OnStall = OnStall.STOP
+    name: Literal["one_step_off"] = "one_step_off"  # how generation and training take turns
+    max_attempts: int = 3  # how often a group is tried before it is dropped
+    on_stall: OnStall = OnStall.STOP  # what follows when nothing moves for `trainer.step_timeout_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class ModelSection(ModelConfig):
     path: str = ""
     seed: int = field(default=0, metadata={"derived": "seed"})
     head: Literal["lm", "value"] = field(default="lm", metadata={"derived": "the role"})
-    dtype: Dtype = Dtype.FLOAT32
+    dtype: Dtype = Dtype.FLOAT32  # precision in which ranks and replicas compute; master weights are float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class EngineSection(EngineConfig):
     The rest are settings of the engine itself: `offbeat_recipes.settings.sections` adds those that `name` has of its own.
     """
 
-    name: str = "fsdp2"
-    num_ranks: int = field(default=1, metadata=SPEED)
+    name: str = "fsdp2"  # training engine: an installed one, or the path of a class
+    num_ranks: int = field(default=1, metadata=SPEED)  # processes that train, a device each on GPU
     threads_per_rank: int = field(default=0, metadata=SPEED)
     model: ModelConfig = field(
         default_factory=lambda: ModelConfig(path=""), metadata={"derived": "the section `model`"}
@@ -113,8 +113,8 @@ class RolloutSection(RolloutConfig):
     rest are settings of the adapter itself: `offbeat_recipes.settings.sections` adds those that `name` has of its own.
     """
 
-    name: str = "vllm"
-    num_replicas: int = field(default=1, metadata=SPEED)
+    name: str = "vllm"  # adapter of the generation engine
+    num_replicas: int = field(default=1, metadata=SPEED)  # copies of the generation engine
     cpu_threads: int = field(default=0, metadata=SPEED)
     model_path: str = field(default="", metadata={"derived": "model.path"})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
@@ -198,7 +198,7 @@ class ReportConfig:
     "trajectories_<n>" that of n prompts a step. `project` is that of W&B and Trackio.
     """
 
-    console: bool = True
+    console: bool = True  # whether the terminal shows progress
     trackers: tuple[str, ...] = ("tensorboard",)
     project: str = "offbeat"
 

@@ -21,11 +21,11 @@ class CharTaskConfig:
     all adapters compute with.
     """
 
-    held_out_fraction: float = 0.1
+    held_out_fraction: float = 0.1  # share of all prompts that is kept for validation alone
     hidden_size: int = 0
-    num_layers: int = 2
+    num_layers: int = 2  # layers of the tiny model
     num_heads: int = 0
-    intermediate_size: int = 256
+    intermediate_size: int = 256  # width of the feed-forward part of a layer of the tiny model
 
     def shaped(self, *sharing: int) -> Self:
         """Return the same with a number of heads, which each of `sharing` ranks divide if there is such a number, and their size."""
@@ -47,7 +47,7 @@ class ArithmeticConfig(CharTaskConfig):
     right sometimes.
     """
 
-    name: Literal["arithmetic"] = "arithmetic"
+    name: Literal["arithmetic"] = "arithmetic"  # which task: where prompts and rewards come from
     level: int = 2
     carry_share: float = 0.7
     forget_carry: float = 0.7
@@ -68,13 +68,13 @@ class CalculatorConfig(CharTaskConfig):
 class RowsConfig:
     """Prompts from files: JSONL or parquet, by the ending of the name.
 
-    A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted. `chat_template`
+    A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says. `chat_template`
     "auto" applies the tokenizer's template, if it has one, to lists of messages, and to plain text as the user's message, but for text
     that holds special tokens of the tokenizer, a template's work already; "always" applies it to all text, "never" to none.
     """
 
-    train_path: str = ""
-    validation_path: str = ""
+    train_path: str = ""  # file of the prompts to train on
+    validation_path: str = ""  # file of the prompts to validate on
     max_prompt_tokens: int = 256
     overlong: Literal["refuse", "filter"] = "refuse"
     chat_template: Literal["auto", "always", "never"] = "auto"
@@ -102,7 +102,7 @@ class FileConfig(RowsConfig):
     """
 
     name: Literal["file"] = "file"
-    prompt_key: str = "prompt"
+    prompt_key: str = "prompt"  # column of the prompts
     answer_key: str = "answer"
     reward: str | tuple[str, ...] = ""
     reward_weights: tuple[float, ...] = ()
@@ -114,14 +114,14 @@ class PairsConfig(RowsConfig):
     """Prompts with two completions, of which one is preferred: text, or messages, under the names of three columns."""
 
     name: Literal["pairs"] = "pairs"
-    prompt_key: str = "prompt"
-    chosen_key: str = "chosen"
-    rejected_key: str = "rejected"
+    prompt_key: str = "prompt"  # column of the prompts
+    chosen_key: str = "chosen"  # column of the preferred completions
+    rejected_key: str = "rejected"  # column of the other completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalTaskConfig:
-    """A task of another package, found under `entry` in the entry-point group `offbeat.tasks`."""
+    """A task of another package, found under `entry` in the entry-point group `offbeat.tasks`; `options` are settings of its own."""
 
     name: Literal["external"] = "external"
     entry: str = ""

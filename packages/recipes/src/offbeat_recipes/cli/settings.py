@@ -1,0 +1,67 @@
+"""`offbeat settings`: every setting, found by words, or all that is known of one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from offbeat_recipes.cli.main import USAGE
+from offbeat_recipes.run.folder import MAY_CHANGE
+from offbeat_recipes.settings.described import Described, described, matching, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the settings that the words find, or explain one; return the exit code."""
+    made = argparse.ArgumentParser(prog="offbeat settings", description="List, find and explain settings.")
+    made.add_argument("words", nargs="*", metavar="WORD", help="settings with all these in name or help")
+    made.add_argument("--explain", metavar="KEY", help="say all that is known of one setting")
+    options = made.parse_args(argv)
+    if options.explain is not None:
+        return _explain(options.explain)
+    found = matching(options.words)
+    if not found:
+        sys.stderr.write(f"offbeat settings: nothing has {' and '.join(map(repr, options.words))}\n")
+        return USAGE
+    for item in found:
+        sys.stdout.write(f"{item.path}={item.default}  ({item.values})\n    {item.help}\n")
+    return 0
+
+
+def explanation(item: Described) -> str:
+    """Return all that is known of a setting, a line each."""
+    return "\n".join(
+        [
+            item.path,
+            f"  {item.help}",
+            f"  default  {item.default}",
+            f"  values   {item.values}",
+            f"  for      {', '.join(item.groups) or 'every run'}",
+            f"  resume   {on_resume(item)}",
+        ]
+    )
+
+
+def on_resume(item: Described) -> str:
+    """Return whether the setting may be another one when a run goes on."""
+    if item.is_speed or item.path.startswith(MAY_CHANGE):
+        return "may change when a run goes on"
+    return "must stay as it was when a run goes on"
+
+
+def _explain(path: str) -> int:
+    for item in described():
+        if item.path == path:
+            sys.stdout.write(explanation(item) + "\n")
+            return 0
+    near = nearest(path)
+    hint = f"did you mean `{near}`?" if near else "offbeat settings lists all"
+    sys.stderr.write(f"offbeat settings: unknown setting `{path}`; {hint}\n")
+    return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
