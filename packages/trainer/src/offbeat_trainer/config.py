@@ -107,9 +107,7 @@ class GrpoConfig(PolicyLossConfig):
 
     advantage: Advantage = Advantage.GRPO
     per_turn: bool = False  # trajectories are compared turn by turn; see `turn_advantages`
-    dynamic_sampling: bool = (
-        False  # groups of equal rewards are left out, and others made in their place (arXiv 2503.14476)
-    )
+    dynamic_sampling: bool = False  # groups of equal rewards are left out and replaced (arXiv 2503.14476)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

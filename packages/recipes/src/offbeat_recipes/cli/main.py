@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "eval": ("offbeat_recipes.cli.evaluate", "measure a model or a checkpoint of a run"),
     "sft": ("offbeat_recipes.cli.sft", "train on written examples"),
+    "report": ("offbeat_recipes.cli.report", "write what runs did as one page to look at"),
     "settings": ("offbeat_recipes.cli.settings", "list, find and explain settings"),
 }
 """Subcommands: the module whose `main` answers, and what it is for."""
