@@ -59,7 +59,7 @@ def described() -> tuple[Described, ...]:
     """Return every setting that can be set, of all installed plug-ins, tasks and modes, once each, in the order of the tree."""
     found: dict[str, list[tuple[Setting, str]]] = {}
     for section, plug_in in PLUG_INS.items():
-        for name in sorted(plug_in.names(), key=lambda one: (one != plug_in.default, one)):
+        for name in sorted(_names(section), key=lambda one: (one != plug_in.default, one)):
             for item in all_settings({**default_choices(), section: name}):
                 if item.derived:
                     continue
@@ -84,10 +84,16 @@ def nearest(path: str) -> str:
     return suggestion(path, [item.path for item in described()])
 
 
+@cache
+def _names(section: str) -> list[str]:
+    """Return the plug-ins of a section, once: what is installed is looked for in every package of the environment."""
+    return PLUG_INS[section].names()
+
+
 def _described(path: str, items: list[tuple[Setting, str]]) -> Described:
     first, section = items[0][0], path.partition(".")[0]
     choices = tuple(dict.fromkeys(choice for _, choice in items if choice))
-    if section in PLUG_INS and len(choices) == len(PLUG_INS[section].names()):
+    if section in PLUG_INS and len(choices) == len(_names(section)):
         choices = ()
     field = next(one for one in fields(first.home) if one.name == path.rpartition(".")[2])
     limits = [describe_limit(name, limit) for name, limit in limits_of(path, first).items()]
