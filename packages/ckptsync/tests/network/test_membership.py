@@ -266,3 +266,16 @@ async def test_looking_for_members_starts_no_thread_for_each_look():
         finally:
             threading.Thread.start = before
     assert len(started) <= 2, started
+
+
+async def test_who_is_let_in_while_an_agent_closes_is_hung_up_on():
+    agent = agent_of(Receiver(RankId(member="r"), DictSink({})), SyncConfig(), "a secret", gate=NO_TRAFFIC)
+    await agent.start()
+    await agent.close()
+    late = await asyncio.start_server(
+        agent._accept, "127.0.0.1", 0
+    )  # as the loop does with what it accepted before
+    reader, writer = await asyncio.open_connection(*late.sockets[0].getsockname())
+    assert await asyncio.wait_for(reader.read(), 60) == b"", "it was answered"
+    writer.close()
+    late.close()

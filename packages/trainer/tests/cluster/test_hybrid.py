@@ -41,7 +41,7 @@ async def holders(cluster):
     def of_rank(worker):
         shm = worker._sender._transport._made["shm", "cpu"]
         leases = [lease for segment in shm._segments for lease in segment.leases if lease.line.is_open()]
-        return sorted({f"{lease.bundle} (version {lease.version})" for lease in leases})
+        return sorted({f"{lease.rank_id} (version {lease.version})" for lease in leases})
 
     return [await worker.__ray_call__.remote(of_rank) for worker in cluster.train._workers]
 

@@ -83,7 +83,7 @@ class Agent:
         """
         host = self._host or reached_at
         try:
-            self._server = await asyncio.start_server(self._answer, host, 0)
+            self._server = await asyncio.start_server(self._accept, host, 0)
         except OSError as error:
             raise TransferError(
                 f"{self.name} cannot listen on {host}: {error}; `host` is an address of its own machine, or left out"
@@ -156,10 +156,16 @@ class Agent:
                 await self._register_until_called(host, port, registration)
             await asyncio.sleep(_RETRY_S)
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = cast("asyncio.Task[None]", asyncio.current_task())
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None or not self._server.is_serving():
+            writer.close()  # it was on its way in while this agent closed
+            return
+        # Known from its first moment: `close` may come before the task has begun.
+        task = asyncio.create_task(self._answer(reader, writer), name=f"{self.name}: a caller")
         self._callers[task] = writer
         task.add_done_callback(self._callers.pop)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             channel = await answer(reader, writer, self._secret, name=self.name, timeout_s=_HELLO_S)
         except SyncError as error:
