@@ -11,7 +11,12 @@ from .algorithms.grpo import (
 )
 from .algorithms.interface import Algorithm as Algorithm, StepShape as StepShape
 from .algorithms.offline import OfflineAlgorithm as OfflineAlgorithm
-from .algorithms.policy_loss import PolicyLoss as PolicyLoss, Surrogate as Surrogate, aggregate as aggregate
+from .algorithms.policy_loss import (
+    PolicyLoss as PolicyLoss,
+    Surrogate as Surrogate,
+    SurrogateFn as SurrogateFn,
+    aggregate as aggregate,
+)
 from .algorithms.ppo import Ppo as Ppo
 from .ratios import kl_estimate as kl_estimate
 from .algorithms.registry import (
