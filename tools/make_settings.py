@@ -43,8 +43,8 @@ def page() -> str:
 def _row(item: Described) -> str:
     fixed = " *fixed*" if on_resume(item).startswith("must") else ""
     only = f" ({', '.join(item.groups)})" if item.groups else ""
-    values, told = (text.replace("|", "\\|") for text in (item.values, item.help))
-    return f"| `{item.path}`{fixed} | `{item.default}` | {values} | {told}{only} |"
+    values, help_text = (text.replace("|", "\\|") for text in (item.values, item.help))
+    return f"| `{item.path}`{fixed} | `{item.default}` | {values} | {help_text}{only} |"
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ class Syncer:
             self._loop = _Loop("offbeat-ckptsync: syncer")
             self._loop.run(self._start())
             address = "{}:{}".format(*self._membership.address)
-        self.address: str = cast("str", self._ranks.said(address))
+        self.address: str = cast("str", self._ranks.broadcast(address))
         """What replicas are told: "host:port"."""
 
     @property
@@ -137,14 +137,14 @@ class Syncer:
         future.add_done_callback(lambda _: calls.put(None))
         try:
             while (go := calls.get()) is not None:
-                self._ranks.said(_WALK)
+                self._ranks.broadcast(_WALK)
                 go()
             result = future.result()
         except BaseException as error:
             future.cancel()
-            self._ranks.said(_Failed(f"{type(error).__name__}: {error}"))
+            self._ranks.broadcast(_Failed(f"{type(error).__name__}: {error}"))
             raise
-        self._ranks.said(result)
+        self._ranks.broadcast(result)
         return result
 
 
@@ -302,7 +302,7 @@ class _Ranks:
         self._group = cast("ProcessGroup", distributed.new_group(backend="gloo")) if many else None
         self.is_first = not many or distributed.get_rank() == 0
 
-    def said(self, word: object) -> object:
+    def broadcast(self, word: object) -> object:
         """Return on every rank the `word` of rank 0. A collective."""
         words = [word]
         if self._group is not None:
@@ -311,7 +311,7 @@ class _Ranks:
 
     def follow(self, walk: Callable[[], None]) -> object:
         """Walk as often as rank 0 says, and return what it got; raises `SyncError` where it failed."""
-        while (word := self.said(None)) == _WALK:
+        while (word := self.broadcast(None)) == _WALK:
             walk()
         if isinstance(word, _Failed):
             raise SyncError(f"on rank 0: {word.message}")

@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def usage() -> str:
     """Return the help of the program."""
-    lines = "\n".join(f"  {name:<10}{told}" for name, (_, told) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<10}{purpose}" for name, (_, purpose) in COMMANDS.items())
     return (
         "usage: offbeat COMMAND [options] [key=value ...]\n\n"
         f"RL post-training for language models.\n\ncommands:\n{lines}\n\n"

@@ -162,8 +162,8 @@ class Trainer:
     def _config(self, folder: Path) -> RunConfig:
         """Return the settings of the run, with objects and rows written to `folder`."""
         named = self._written(folder)
-        told = [*_overrides({**named, **self._settings}), *_overrides(self._sections)]
-        return compose_run(told)
+        overrides = [*_overrides({**named, **self._settings}), *_overrides(self._sections)]
+        return compose_run(overrides)
 
     def _written(self, folder: Path) -> dict[str, object]:
         taken: set[str] = set()
@@ -269,7 +269,7 @@ class Result:
         model = load(self.model, local_files_only=True, trust_remote_code=trust).to(config.device)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         asked = [(Row(path="prompts", number=n, values={}), text) for n, text in enumerate(prompts, 1)]
-        said: list[str] = []
+        completions: list[str] = []
         for loaded in maker.load(
             asked
         ):  # one by one: no padding, so that a prompt's answer depends on nothing else
@@ -282,8 +282,10 @@ class Result:
                 pad_token_id=maker.stop_token_ids()[0],
                 **sampling,
             )
-            said.append(cast("str", maker.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
-        return said
+            completions.append(
+                cast("str", maker.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+            )
+        return completions
 
 
 def _beside(work: Callable[[], Result], caller: Caller) -> Result:

@@ -145,17 +145,17 @@ def _charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
             if (fit := lookup(key)) is not None and fit == (chart, known) and known.drawn
         ]
         if entries:
-            told = {"title": chart.title, "section": chart.section, "kind": chart.kind}
-            found.append({**told, "usual": chart.usual, "advice": chart.advice, "metrics": entries})
+            head = {"title": chart.title, "section": chart.section, "kind": chart.kind}
+            found.append({**head, "usual": chart.usual, "advice": chart.advice, "metrics": entries})
     others = [{"key": key, "label": key, "unit": "", "meaning": ""} for key in keys if lookup(key) is None]
     for entry in others:
-        told = {
+        head = {
             "title": entry["key"],
             "section": "health",
             "kind": "lines",
             "usual": "Of the run's own algorithm.",
         }
-        found.append({**told, "advice": "", "metrics": [entry]})
+        found.append({**head, "advice": "", "metrics": [entry]})
     return found
 
 
@@ -183,15 +183,15 @@ def _flags(run: Run) -> Iterator[dict[str, object]]:
 
 def _groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return together runs that train the same but for their seed, each group with what tells it apart."""
-    told = [
+    differing = [
         {key: value for key, value in told_settings(run).items() if not key.startswith(_BESIDE)}
         for run in runs
     ]
     alike: dict[str, list[int]] = {}
-    for index, settings in enumerate(told):
+    for index, settings in enumerate(differing):
         own = json.dumps(settings, sort_keys=True, default=str) if settings else f"run {index}"
         alike.setdefault(own, []).append(index)
-    labels = _labels([(runs[members[0]].name, told[members[0]]) for members in alike.values()])
+    labels = _labels([(runs[members[0]].name, differing[members[0]]) for members in alike.values()])
     return [
         {"label": f"{label} ({len(members)} seeds)" if len(members) > 1 else label, "runs": members}
         for label, members in zip(labels, alike.values(), strict=True)
@@ -217,8 +217,8 @@ def _choices(run: Run) -> list[tuple[str, str]]:
     """Return what kind of run it is, in the words of its settings."""
     flat = flatten(run.config)
     named = ("task", "algorithm", "mode", "engine", "rollout")
-    told = [(name, str(flat[f"{name}.name"])) for name in named if f"{name}.name" in flat]
+    chosen = [(name, str(flat[f"{name}.name"])) for name in named if f"{name}.name" in flat]
     rest = ("model.path", "device", "seed")
-    return told + [
+    return chosen + [
         (name.partition(".")[0], str(flat[name])) for name in rest if flat.get(name) not in (None, "")
     ]

@@ -106,13 +106,13 @@ def told_settings(run: Run) -> dict[str, object]:
 
 def _read_settings(run: Run, path: Path) -> None:
     try:
-        held: object = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+        settings: object = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        held = None
+        settings = None
         run.notes.append(f"config.yaml cannot be read ({type(error).__name__}): the settings are not known")
-    if not isinstance(held, dict):
+    if not isinstance(settings, dict):
         return
-    run.config = cast("dict[str, object]", held)
+    run.config = cast("dict[str, object]", settings)
     defaults = _defaults(run.config)
     run.defaults_known = defaults is not None
     if defaults is None:
@@ -178,9 +178,9 @@ def _speed(line: Mapping[str, Any]) -> float | None:
 
 def _read_json(run: Run, path: Path, without: str) -> dict[str, Any]:
     try:
-        held: object = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(held, dict):
-            return cast("dict[str, Any]", held)
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return cast("dict[str, Any]", content)
         run.notes.append(f"{path.name} holds no mapping: {without}")
     except FileNotFoundError:
         run.notes.append(f"{path.name} is missing: {without}")
@@ -214,19 +214,23 @@ def _lines(run: Run, path: Path) -> Iterator[dict[str, Any]]:
 def _read_rows(run: Run, path: Path) -> None:
     """Fill in completions: of samples.jsonl, and of steps whose trajectories were kept all of these."""
     files = sorted((path / "trajectories").glob("step_*.jsonl.gz"), key=lambda file: int(_digits(file.name)))
-    kept: list[list[dict[str, Any]]] = []
+    trajectories: list[list[dict[str, Any]]] = []
     count = 0
     for file in reversed(files):
         rows = [row for row in map(_row, _lines(run, file)) if row is not None]
         count += len(rows)
         if count > MAX_ROWS:
-            run.notes.append(f"of {len(files)} steps in trajectories, the newest {len(kept)} are shown")
+            run.notes.append(
+                f"of {len(files)} steps in trajectories, the newest {len(trajectories)} are shown"
+            )
             break
-        kept.insert(0, rows)
-    whole = {row["step"] for rows in kept for row in rows}
+        trajectories.insert(0, rows)
+    whole = {row["step"] for rows in trajectories for row in rows}
     samples = [row for row in map(_row, _lines(run, path / "samples.jsonl")) if row is not None]
     samples = [row for row in samples if row["title"] != SAMPLED or row["step"] not in whole]
-    run.rows = sorted([*samples, *(row for rows in kept for row in rows)], key=lambda row: row["step"])
+    run.rows = sorted(
+        [*samples, *(row for rows in trajectories for row in rows)], key=lambda row: row["step"]
+    )
     if not run.rows:
         run.notes.append("no completions were kept: see trainer.sample_every and report.trackers")
 
@@ -249,10 +253,10 @@ def _row(line: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _turns(told: object) -> list[dict[str, Any]] | None:
+def _turns(value: object) -> list[dict[str, Any]] | None:
     """Return the turns of a trajectory of several, without tokens and log-probs; None of one."""
-    held = cast("list[object]", told) if isinstance(told, list) else []
-    turns = [cast("dict[str, Any]", turn) for turn in held if isinstance(turn, dict)]
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    turns = [cast("dict[str, Any]", turn) for turn in items if isinstance(turn, dict)]
     if len(turns) < 2 and not any("observed" in turn for turn in turns):
         return None
     return [
@@ -285,8 +289,8 @@ def _is_locked(lock: Path) -> bool:
         own = lock.parent.joinpath("/proc/self").resolve().name
     except OSError:
         return False
-    held = [words for line in table.splitlines() if len(words := line.split()) > 5 and words[1] == "FLOCK"]
-    return any(words[5].endswith(f":{inode}") and words[4] != own for words in held)
+    locks = [words for line in table.splitlines() if len(words := line.split()) > 5 and words[1] == "FLOCK"]
+    return any(words[5].endswith(f":{inode}") and words[4] != own for words in locks)
 
 
 def _transports(log: Path) -> list[str]:

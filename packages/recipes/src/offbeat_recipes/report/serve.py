@@ -47,14 +47,14 @@ class Live:
 
     def _files(self) -> str:
         """Return what changes when a file does. It goes into an address: digits and points alone."""
-        told: list[str] = []
+        stamps: list[str] = []
         for path in (folder / name for folder in self.folders for name in _READ):
             try:
                 stat = path.stat()
-                told.append(f"{stat.st_mtime_ns}.{stat.st_size}")
+                stamps.append(f"{stat.st_mtime_ns}.{stat.st_size}")
             except OSError:
-                told.append("0")
-        return "-".join(told)
+                stamps.append("0")
+        return "-".join(stamps)
 
 
 def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
@@ -82,8 +82,8 @@ def server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
             elif url.path == "/data.json":
                 main, blocks = live.data()
                 is_new = parse_qs(url.query).get("have") != [main["version"]]
-                told = {"main": main, "blocks": blocks} if is_new else {}
-                self._answer("application/json", json.dumps(told))
+                answer = {"main": main, "blocks": blocks} if is_new else {}
+                self._answer("application/json", json.dumps(answer))
             else:
                 self.send_error(404)
 

@@ -25,18 +25,18 @@ def describe_machine(device: str, ray_address: str) -> dict[str, object]:
 
     The machines of a cluster, which `ray_address` names, may have others.
     """
-    told: dict[str, object] = {
+    facts: dict[str, object] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
     }
     if ray_address:
-        told["cluster"] = "a Ray cluster; this is the driver's machine"
+        facts["cluster"] = "a Ray cluster; this is the driver's machine"
     elif device == "cuda" and torch.cuda.is_available():
-        told["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
-        told["cuda"] = str(torch.version.cuda)
-    return told | {"packages": {name: found for name in _PACKAGES if (found := _version(name))}}
+        facts["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
+        facts["cuda"] = str(torch.version.cuda)
+    return facts | {"packages": {name: found for name in _PACKAGES if (found := _version(name))}}
 
 
 def _gpu(index: int) -> str:

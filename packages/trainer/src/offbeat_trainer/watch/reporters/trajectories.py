@@ -126,8 +126,8 @@ def _turns(one: Trajectory, decode: Callable[[list[int]], str]) -> list[dict[str
         if observed:
             turns.append({"role": ENVIRONMENT, "text": decode(observed), "token_ids": observed})
         tokens = made.token_ids.tolist()
-        told: dict[str, object] = {"role": POLICY, "text": decode(tokens), "token_ids": tokens}
-        told["logprobs"] = [round(value, 5) for value in made.logprobs.tolist()]
-        told["versions"] = [(version, end - start) for version, start, end in made.spans]
-        turns.append(told | {"reward": turn.reward})
+        entry: dict[str, object] = {"role": POLICY, "text": decode(tokens), "token_ids": tokens}
+        entry["logprobs"] = [round(value, 5) for value in made.logprobs.tolist()]
+        entry["versions"] = [(version, end - start) for version, start, end in made.spans]
+        turns.append(entry | {"reward": turn.reward})
     return turns
