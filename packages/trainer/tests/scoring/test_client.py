@@ -3,6 +3,8 @@
 import asyncio
 import os
 import pickle
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -104,3 +106,23 @@ def test_who_answers_nothing_for_long_is_given_up_and_that_is_when_it_was_asked(
     assert answer.failure == DIED
     assert "it gave no answer for 240 s" in answer.detail
     assert 240 <= waited_s < 241
+
+
+@pytest.mark.spawns
+def test_who_was_killed_before_is_waited_for_when_all_is_closed(monkeypatch):
+    wait = os.waitpid
+
+    def slowly(pid, options):
+        time.sleep(0.2 if options == 0 else 0)  # as on a machine that has other things to do
+        return wait(pid, options)
+
+    async def go():
+        process = CallProcess(Setup(paths=(), search=(), concurrency=1, timeout_s=60.0))
+        await process.call(READY, {})
+        started = list(process._started)
+        await process.end()
+        await process.close()
+        return [each.returncode for each in started]
+
+    monkeypatch.setattr(os, "waitpid", slowly)
+    assert asyncio.run(go()) == [-signal.SIGKILL]

@@ -54,6 +54,7 @@ class CallProcess:
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._started: list[asyncio.subprocess.Process] = []
         self._heard_s = 0.0
 
     @property
@@ -97,17 +98,19 @@ class CallProcess:
         """End everything over there, whatever it does."""
         process, reader = self._process, self._reader
         self._process = self._reader = None
-        if process is None or reader is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await process.wait()
-        _kill(process)
-        await process.wait()
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await process.wait()
+            _kill(process)
+        for each in self._started:  # those that were killed before, too: this is where they are waited for
+            await each.wait()
+        self._started.clear()
+        if reader is not None:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
 
     async def _running(self) -> asyncio.subprocess.Process:
         async with self._starting:
@@ -132,6 +135,7 @@ class CallProcess:
         finally:
             if log is not None:
                 log.close()
+        self._started = [each for each in self._started if each.returncode is None] + [process]
         assert process.stdin is not None
         process.stdin.write(frame(self._setup))
         self._heard_s = now_s()
