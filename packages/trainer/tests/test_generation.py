@@ -6,7 +6,7 @@ import pytest
 
 from offbeat_rollout import Completion, Finish, RolloutConfig, SamplingParams
 from offbeat_rollout.testing import ScriptedRollout
-from offbeat_trainer.data.types import Prompt, Trajectory
+from offbeat_trainer.data.types import UNSCORED, Group, Prompt, Score, Trajectory
 from offbeat_trainer.errors import GroupFailed, PlanRefused, RewardFailed
 from offbeat_trainer.rollouts.single import GroupGenerator, derive_seed, those_that_came
 
@@ -189,15 +189,25 @@ async def test_without_a_way_to_abort_an_interruption_is_refused():
 
 
 async def test_what_no_group_got_a_score_for_is_counted_by_reason(caplog):
+    half = Group(
+        prompt=Prompt(uid="half", text="", token_ids=(1,)),
+        trajectories=("left", "out"),
+        scores=(Score(reward=1.0), UNSCORED),
+    )
+    good = half.scored
+    assert (good.trajectories, good.scored) == (("left",), good)
+
     async def scored(uid):
+        if uid == "half":
+            return half
         if uid.startswith("good"):
-            return uid
+            return good
         raise RewardFailed("timed out" if uid == "c" else "raised", f"no reward for {uid}")
 
     said = r"\(reward raised: 2, reward timed out: 1\); the first: no reward for a"
     with pytest.raises(GroupFailed, match=rf"3 of 3 groups have no score {said}"):
         await those_that_came(scored(uid) for uid in ("a", "b", "c"))
-    assert await those_that_came(scored(uid) for uid in ("good", "a", "b", "c", "good2")) == ["good", "good2"]
+    assert await those_that_came(scored(uid) for uid in ("good", "a", "b", "c", "half")) == [good, good]
     assert "3 of 5 groups have no score (reward raised: 2, reward timed out: 1)" in caplog.text
     with pytest.raises(OSError, match="another"):
         await those_that_came([scored("good"), scored("a"), _raises(OSError("another"))])

@@ -87,9 +87,13 @@ def test_split_evenly_keeps_the_order_and_loses_nothing(num_parts):
         assert torch.equal(torch.cat([part[key] for part in parts]), batch[key]), key
 
 
-def test_split_evenly_refuses_a_rest():
-    with pytest.raises(ValueError, match=r"6 sequences cannot be cut into 4 equal.*`updates_per_step`"):
-        split_evenly(random_batch(6), 4)
+def test_runs_differ_by_one_where_sequences_were_left_out():
+    batch = random_batch(6)
+    parts = split_evenly(batch, 4)
+    assert [len(part) for part in parts] == [1, 2, 1, 2]
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts]), batch["input_ids"])
+    with pytest.raises(ValueError, match=r"3 sequences cannot be cut into 4 equal.*`updates_per_step`"):
+        split_evenly(random_batch(3), 4)
 
 
 def test_stats_become_metrics_with_the_right_reduction():

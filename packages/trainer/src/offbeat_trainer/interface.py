@@ -38,7 +38,7 @@ class Scorer(Protocol):
     """What completions are worth. Groups are scored side by side."""
 
     async def score(self, group: Group) -> Group:
-        """Return `group` with one score per completion.
+        """Return `group` with one score per completion; one that is `UNSCORED` (a reward of nan) is left out of training.
 
         Raises:
             GroupFailed: it has none; the group is left out, and counted by the error's reason.

@@ -2,16 +2,19 @@
 
 import asyncio
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from offbeat_rollout import EngineStateError, NoReplica, ReplicaGone, RequestError, version_spans
 from offbeat_trainer.config import AsyncConfig, LoopConfig, OnFailure, RewardConfig
+from offbeat_trainer.data.types import UNSCORED
 from offbeat_trainer.errors import DeadlineExceeded, RewardFailed, TrainerError
 from offbeat_trainer.stream.journal.events import Dropped
 from offbeat_trainer.watch.watchdog import Watchdog
 from scripted import ScriptedPool, ScriptedRun, ScriptedTask
+from scripted.parts import prompt_number
 
 LOOP = LoopConfig(
     steps=4, prompts_per_step=2, group_size=2, validate_every=0, validation_prompts=1, save_every=0, sample_every=0
@@ -110,6 +113,39 @@ def test_a_judge_that_is_down_during_one_validation_ends_no_run_and_is_counted(t
     told = [detail for name, detail in run.reporter.phases if name == "validate" and "no score" in detail]
     assert told, "the console says so"
     assert all(detail.startswith(f"{share * held_out:.0f} of {held_out} held-out prompts") for detail in told)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_a_completion_without_a_score_is_left_out_of_its_group_and_counted(tmp_path, mode):
+    class Judge:
+        """Has no word for the first completion of every other prompt, and none for any of the first prompt."""
+
+        async def score(self, group):
+            scores = [ScriptedTask().score(group.prompt, one) for one in group.trajectories]
+            number = prompt_number(group.prompt.token_ids)
+            if len(scores) > 1 and number % 2:
+                scores[0] = UNSCORED
+            if group.prompt.token_ids == FIRST_PROMPT:
+                scores = [UNSCORED] * len(scores)
+            return replace(group, scores=tuple(scores))
+
+        async def close(self):
+            pass
+
+    loop = replace(LOOP, group_size=3, updates_per_step=2)
+    run = ScriptedRun(folder=tmp_path, mode=mode, loop=loop, asynchrony=MODE, scorer=Judge()).go()
+    assert run.outcome.steps == LOOP.steps
+    assert dropped(run) == [(0, "unscored")]
+    rows = [
+        Counter(prompt_number(row[:4]) for row in batch["input_ids"].tolist()) for batch in run.policy.batches
+    ]
+    assert all(count == 3 - number % 2 for step in rows for number, count in step.items())
+    left_out = [sum(number % 2 for number in step) for step in rows]
+    assert sum(left_out) > 0
+    assert [
+        run.reporter.steps[step]["buffer/unscored_completions"] for step in range(1, LOOP.steps + 1)
+    ] == left_out
+    assert run.outcome.summary()["unscored_completions"] == sum(left_out)
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])

@@ -34,7 +34,7 @@ def test_steps_rewards_tokens_and_times_of_a_run():
     outcome.take(4, values(0.25, speed=1.0, **{"mismatch/max_abs_logprob_diff": 1e-3}), phases)
     last = {"mismatch/max_abs_logprob_diff": 1e-6, "buffer/dropped_reward_raised_groups": 2.0}
     last |= {"sync/failures": 1.0, "sync/fenced_members": 2.0}
-    outcome.take_mishaps({"validation/unscored_prompts": 3.0})
+    outcome.take_mishaps({"validation/unscored_prompts": 3.0, "buffer/unscored_completions": 4.0})
     outcome.take(5, values(0.75, speed=3.0, **last), {"train": 0.25})
     assert (outcome.steps, outcome.steps_here) == (6, 2)
     summary = outcome.summary()
@@ -57,6 +57,7 @@ def test_steps_rewards_tokens_and_times_of_a_run():
         "trained_groups": 0,  # counted as steps are closed
         "dropped_groups": {"reward_raised": 2.0},
         "left_out_groups": {},
+        "unscored_completions": 4.0,
         "unscored_prompts": 3.0,
         "sync_failures": 1.0,
         "fenced_members": 2.0,

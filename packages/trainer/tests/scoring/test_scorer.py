@@ -1,6 +1,7 @@
 """Reward functions that fail in every way there is: the group is left out with the reason, and nothing else notices."""
 
 import asyncio
+import math
 import os
 import queue
 import signal
@@ -50,6 +51,9 @@ def alarmed(completion):
     signal.alarm(1)
     time.sleep(600)
 
+def fails_for_b(completion):
+    if completion == "b": raise KeyError(completion)
+    return 1.0
 def forgets_to_return(completion): score = float(len(completion))
 
 def fails(how):
@@ -350,6 +354,18 @@ async def test_a_task_s_own_score_is_tried_again_as_often_as_a_function():
     assert calls.total() == 2
 
 
+async def test_a_task_s_own_score_fails_for_one_completion_alone():
+    def score(prompt, completion):
+        if completion.num_trained == 3:
+            raise ConnectionError("too long for the judge")
+        return Score(reward=1.0)
+
+    scored = await TaskScorer(score, RewardConfig(max_attempts=1)).score(group())
+    assert rewards_of(scored)[:2] == rewards_of(scored.scored) == [1.0, 1.0]
+    with pytest.raises(RewardFailed, match="too long for the judge"):
+        await TaskScorer(score, RewardConfig(max_attempts=1)).score(group(texts=("a", "ccc")))
+
+
 async def test_texts_that_wait_to_be_decoded_keep_no_thread_from_others(scorer):
     decoded = threading.Event()
     reward = scorer("one")
@@ -401,17 +417,27 @@ async def test_a_task_may_score_with_numbers_of_numpy():
 
 
 @pytest.mark.parametrize(
-    "names", [["forgets_to_return"], ["none_for_b"], ["none_for_b", "forgets_to_return"]]
+    ("names", "texts"),
+    [(["forgets_to_return"], "abc"), (["none_for_b"], "ab"), (["none_for_b", "forgets_to_return"], "b")],
 )
-async def test_a_completion_to_which_no_reward_applies_has_no_score(scorer, names):
+async def test_a_completion_to_which_no_reward_applies_has_no_score(scorer, names, texts):
     """A sum over nothing would be a silent 0 for every completion of a function that lacks its `return`."""
     with pytest.raises(
         RewardFailed, match=r"no reward applies to completion \d of rows:1: .*returned None"
     ) as raised:
-        await scorer(*names).score(group())
+        await scorer(*names).score(group(texts=texts))
     assert raised.value.reason == "none applies"
     with pytest.raises(TrainerError, match=r"reward\.on_failure=drop"):
         await scorer(*names, on_failure=OnFailure.STOP).score(group())
+
+
+@pytest.mark.parametrize("name", ["none_for_b", "fails_for_b"])
+async def test_a_completion_whose_reward_failed_leaves_the_others_of_its_group(scorer, name, caplog):
+    scored = await scorer(name).score(group())
+    assert [math.isnan(reward) for reward in rewards_of(scored)] == [False, True, False]
+    kept = scored.scored
+    assert (rewards_of(kept), decode(kept.trajectories[1].token_ids)) == ([1, 1], "ccc")
+    assert "1 of 3 completions have no score" in caplog.text
 
 
 async def test_a_reward_that_does_not_apply_leaves_the_others_score(scorer):

@@ -7,6 +7,7 @@ made into tokens once, and which no weights made.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -236,6 +237,10 @@ class Score:
         object.__setattr__(self, "correct", None if self.correct is None else bool(self.correct))
 
 
+UNSCORED = Score(reward=math.nan)
+"""The score of a trajectory whose reward failed: it is left out of training, and the others of its group stay."""
+
+
 def is_correct(reward: float, correct_at: float | None) -> bool | None:
     """Return whether a trajectory of `reward` is right: from `correct_at` on.
 
@@ -253,6 +258,18 @@ class Group:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     scores: tuple[Score, ...] = ()
+
+    @property
+    def scored(self) -> Group:
+        """This group without the trajectories that are `UNSCORED`; what is trained."""
+        kept = [place for place, score in enumerate(self.scores) if not math.isnan(score.reward)]
+        if len(kept) == len(self.scores):
+            return self
+        return replace(
+            self,
+            trajectories=tuple(self.trajectories[place] for place in kept),
+            scores=tuple(self.scores[place] for place in kept),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ class Outcome:
         default_factory=dict[str, float]
     )  # since the run began, by reason
     left_out_groups: dict[str, float] = field(default_factory=dict[str, float])  # by the algorithm, as above
+    unscored_completions: float = 0  # of trained groups, of this process
     unscored_prompts: float = 0  # held-out ones, of all validations of this process
     sync_failures: float = 0  # tries that failed before one that did not
     fenced_members: float = 0  # replicas that syncs went on without, counted each time
@@ -105,9 +106,10 @@ class Outcome:
         self.take_mishaps(values)
 
     def take_mishaps(self, values: dict[str, float]) -> None:
-        """Count what went wrong in syncs and validations and did not end the run."""
+        """Count what went wrong in rewards, syncs and validations and did not end the run."""
         self.sync_failures += values.get("sync/failures", 0)
         self.fenced_members += values.get("sync/fenced_members", 0)
+        self.unscored_completions += values.get("buffer/unscored_completions", 0)
         self.unscored_prompts += values.get("validation/unscored_prompts", 0)
 
     def _compare(self, step: int, values: dict[str, float]) -> None:
@@ -152,6 +154,7 @@ class Outcome:
             "trained_groups": self.trained_groups,
             "dropped_groups": self.dropped_groups,
             "left_out_groups": self.left_out_groups,
+            "unscored_completions": self.unscored_completions,
             "unscored_prompts": self.unscored_prompts,
             "sync_failures": self.sync_failures,
             "fenced_members": self.fenced_members,

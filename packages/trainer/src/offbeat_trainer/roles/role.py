@@ -5,6 +5,7 @@ B = sequences, T = tokens of the longest one.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -252,21 +253,24 @@ def _costs(stats: StepStats) -> list[Metric]:
 
 
 def split_evenly(batch: TrainBatch, num_parts: int) -> list[TrainBatch]:
-    """Cut `batch` into `num_parts` runs of equally many sequences, in order; of units, equally many whole ones that are neighbours.
+    """Cut `batch` into `num_parts` runs of sequences, in order; of units, equally many whole ones that are neighbours.
+
+    The runs are of equal length, or differ by one where sequences were left out because their reward failed.
 
     Raises:
-        ValueError: the number of sequences, or of units, is not divisible, or units do not lie together and in equal numbers.
+        ValueError: there are fewer sequences than parts, or the number of units is not divisible, or units do not lie
+            together and in equal numbers.
     """
     num_sequences = batch.batch_size[0]
     units = units_of(batch)
     num_whole = num_sequences if units is None else len(set(units))
-    if num_whole % num_parts:
+    if num_whole < num_parts or (units is not None and num_whole % num_parts):
         raise ValueError(
             f"{num_whole} {'sequences' if units is None else 'units'} cannot be cut into {num_parts} equal mini-batches; "
             "choose `updates_per_step` so that it divides prompts_per_step * group_size, or the prompts_per_step of written rows"
         )
-    size = num_sequences // num_parts
-    parts = [slice(start, start + size) for start in range(0, num_sequences, size)]
+    bounds = [num_sequences * part // num_parts for part in range(num_parts + 1)]
+    parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
     if units is not None and sum(len(set(units[part])) for part in parts) != num_whole:
         raise ValueError(
             "units must lie together in a batch, each of as many sequences, to be cut into mini-batches"

@@ -88,7 +88,7 @@ async def those_that_came(work: Iterable[Awaitable[Group]]) -> list[Group]:
         GroupFailed: none could; its text counts the reasons and has the first failure.
     """
     found = await asyncio.gather(*work, return_exceptions=True)
-    groups = [one for one in found if not isinstance(one, BaseException)]
+    groups = [one.scored for one in found if not isinstance(one, BaseException)]
     failures: list[GroupFailed] = []
     for one in found:
         if isinstance(one, GroupFailed):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from offbeat_trainer.concurrency import of_text, together
 from offbeat_trainer.config import OnFailure, RewardConfig
-from offbeat_trainer.data.types import Score, is_correct
+from offbeat_trainer.data.types import UNSCORED, Score, is_correct
 from offbeat_trainer.errors import RewardFailed, TrainerError
 from offbeat_trainer.scoring.client import CallProcess
 from offbeat_trainer.scoring.frames import NO_NUMBER, NONE_APPLIES, RAISED, READY, TIMED_OUT, Setup
@@ -27,10 +27,15 @@ if TYPE_CHECKING:
     from offbeat_trainer.scoring.frames import Answer
     from offbeat_trainer.scoring.functions import Reward
 
+    _Found = Sequence[Score | RewardFailed]
+    """Of a group, one per completion."""
+
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.5
 """Before the second attempt of a call; each further one waits twice as long."""
+_LEAST_SCORED = 2
+"""Completions of a group that must have a score for it to be trained: fewer cannot be compared."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -39,7 +44,7 @@ class FunctionScorer:
     """Satisfies `Scorer` with reward functions, called in processes of their own; see `scoring.functions`.
 
     A completion's reward is the sum of what its functions return, each times its weight; a function that returned None does
-    not apply to it, and a completion to which none applies has no score: its group fails. What each returned is kept in `Score.parts`, by its name, or its path where others have its name.
+    not apply to it, and a completion to which none applies has no score, as one whose call failed: it is left out of its group. What each returned is kept in `Score.parts`, by its name, or its path where others have its name.
     """
 
     def __init__(
@@ -85,10 +90,7 @@ class FunctionScorer:
         except RewardFailed as error:
             raise _as_asked(error, self._config) from error
         columns = enumerate(zip(*values, strict=True))
-        try:
-            return replace(group, scores=tuple(self._sum(values, group, place) for place, values in columns))
-        except RewardFailed as error:
-            raise _as_asked(error, self._config) from error
+        return _settled(group, [self._sum(values, group, place) for place, values in columns], self._config)
 
     async def close(self) -> None:
         """End the processes."""
@@ -97,18 +99,22 @@ class FunctionScorer:
             await asyncio.gather(self._starting, return_exceptions=True)
         await self._process.close()
 
-    def _sum(self, values: Sequence[float | None], group: Group, place: int) -> Score:
-        """Return the weighted sum of `values`, what each reward returned for completion `place` of `group`.
+    def _sum(
+        self, values: Sequence[float | RewardFailed | None], group: Group, place: int
+    ) -> Score | RewardFailed:
+        """Return the weighted sum of `values`, what each reward gave for completion `place` of `group`.
 
-        Raises:
-            RewardFailed: every reward returned None. The sum of nothing is not a score of 0.
+        A failure where one of them failed, and where all returned None: the sum of nothing is not a score of 0.
         """
-        given = [
-            (reward, value) for reward, value in zip(self._rewards, values, strict=True) if value is not None
-        ]
+        given: list[tuple[Reward, float]] = []
+        for reward, value in zip(self._rewards, values, strict=True):
+            if isinstance(value, RewardFailed):
+                return value
+            if value is not None:
+                given.append((reward, value))
         if not given:
             paths = ", ".join(self._names)
-            raise RewardFailed(
+            return RewardFailed(
                 NONE_APPLIES,
                 f"no reward applies to completion {place} of {group.prompt.uid}: {paths} returned None; "
                 "return a number for each completion that is to be trained",
@@ -117,12 +123,20 @@ class FunctionScorer:
         parts = {self._names[reward.path]: value for reward, value in given} if len(self._rewards) > 1 else {}
         return Score(reward=total, correct=is_correct(total, self._correct_at), parts=parts)
 
-    async def _values(self, reward: Reward, group: Group, texts: Sequence[str]) -> list[float | None]:
-        """Return what `reward` says of each completion of `group`."""
+    async def _values(
+        self, reward: Reward, group: Group, texts: Sequence[str]
+    ) -> list[float | RewardFailed | None]:
+        """Return what `reward` gives for each completion of `group`.
+
+        Raises:
+            RewardFailed: one call was for all of them, and failed or gave another number of values.
+        """
         calls = reward.calls(group, texts)
         answers = await together(
             {f"{reward.path} {place}": self._answer(reward, group, call) for place, call in enumerate(calls)}
         )
+        if reward.batched and isinstance(answers[0], RewardFailed):
+            raise answers[0]
         values = answers if not reward.batched else _each(answers[0])
         if len(values) != len(texts):
             raise RewardFailed(
@@ -131,8 +145,8 @@ class FunctionScorer:
             )
         return [_number(value, reward, group) for value in values]
 
-    async def _answer(self, reward: Reward, group: Group, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Return what one call gives, tried as often as allowed."""
+    async def _answer(self, reward: Reward, group: Group, arguments: dict[str, Any]) -> object | RewardFailed:
+        """Return what one call gives, tried as often as allowed, or its failure."""
         attempt = 0
         while True:
             attempt += 1
@@ -142,7 +156,7 @@ class FunctionScorer:
             said = f"{_where(reward, group)} {answer.failure}: {answer.detail}"
             log.warning("%s (attempt %d of %d)", said, attempt, self._config.max_attempts)
             if attempt >= self._config.max_attempts:
-                raise RewardFailed(answer.failure, said)
+                return RewardFailed(answer.failure, said)
             await _pause(attempt)
 
 
@@ -157,7 +171,7 @@ class TaskScorer:
         """Score with `score`."""
         self._score = score
         self._config = config
-        self._waiting: list[tuple[Group, asyncio.Future[Group]]] = []
+        self._waiting: list[tuple[Group, asyncio.Future[_Found]]] = []
         self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, group: Group) -> Group:
@@ -165,16 +179,17 @@ class TaskScorer:
         attempt = 0
         while True:
             attempt += 1
-            try:
-                return await self._once(group)
-            except RewardFailed as error:
-                log.warning("%s (attempt %d of %d)", error, attempt, self._config.max_attempts)
-                if error.reason == TIMED_OUT or attempt >= self._config.max_attempts:
-                    raise _as_asked(error, self._config) from error
+            found = await self._once(group)
+            error = next((one for one in found if isinstance(one, RewardFailed)), None)
+            if error is None:
+                return _settled(group, found, self._config)
+            log.warning("%s (attempt %d of %d)", error, attempt, self._config.max_attempts)
+            if error.reason == TIMED_OUT or attempt >= self._config.max_attempts:
+                return _settled(group, found, self._config)
             await _pause(attempt)
 
-    async def _once(self, group: Group) -> Group:
-        answer: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
+    async def _once(self, group: Group) -> _Found:
+        answer: asyncio.Future[_Found] = asyncio.get_running_loop().create_future()
         self._waiting.append((group, answer))
         if self._scoring is None:
             self._scoring = asyncio.create_task(self._score_all(), name="rewards")
@@ -192,15 +207,14 @@ class TaskScorer:
                 taken, self._waiting = self._waiting, []
                 batch = _Batch([group for group, _ in taken], self._score)
                 await self._until_done_or_stuck(batch)
-                for (group, answer), scores in zip(taken, batch.done, strict=False):
-                    self._settle(answer, group, scores)
+                for (_, answer), found in zip(taken, batch.done, strict=False):
+                    _answer(answer, found)
                 left = taken[len(batch.done) :]
                 if left:  # the first of them hangs
                     group, answer = left[0]
                     late = f"it took longer than {self._config.timeout_s:g} s (reward.timeout_s)"
-                    self._settle(
-                        answer, group, RewardFailed(TIMED_OUT, f"the reward of {group.prompt.uid}: {late}")
-                    )
+                    failed = RewardFailed(TIMED_OUT, f"the reward of {group.prompt.uid}: {late}")
+                    _answer(answer, [failed] * len(group.trajectories))
                     self._waiting = left[1:] + self._waiting
         finally:
             self._scoring = None
@@ -215,22 +229,12 @@ class TaskScorer:
             batch.given_up = True
             batch.done = list(batch.done)  # what is still to come is nobody's
 
-    def _settle(
-        self, answer: asyncio.Future[Group], group: Group, found: tuple[Score, ...] | RewardFailed
-    ) -> None:
-        if answer.done():  # nobody waits any more
-            return
-        if isinstance(found, RewardFailed):
-            answer.set_exception(found)
-        else:
-            answer.set_result(replace(group, scores=found))
-
 
 class _Batch:
     """Groups that are scored one after the other; `done` grows as it goes, until it is given up."""
 
     def __init__(self, groups: Sequence[Group], score: Callable[[Prompt, Trajectory], Score]) -> None:
-        self.done: list[tuple[Score, ...] | RewardFailed] = []
+        self.done: list[_Found] = []
         self.given_up = False
         self._groups = groups
         self._score = score
@@ -240,11 +244,18 @@ class _Batch:
         for group in self._groups:
             if self.given_up:
                 return
-            try:
-                done.append(tuple(_checked(self._score(group.prompt, one)) for one in group.trajectories))
-            except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt of a reward are its own failure
-                said = f"the reward of {group.prompt.uid} raised {type(error).__name__}: {error}"
-                done.append(RewardFailed(RAISED, said))
+            done.append([self._one(group.prompt, one) for one in group.trajectories])
+
+    def _one(self, prompt: Prompt, trajectory: Trajectory) -> Score | RewardFailed:
+        try:
+            return _checked(self._score(prompt, trajectory))
+        except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt of a reward are its own failure
+            return RewardFailed(RAISED, f"the reward of {prompt.uid} raised {type(error).__name__}: {error}")
+
+
+def _answer(answer: asyncio.Future[_Found], found: _Found) -> None:
+    if not answer.done():  # somebody still waits
+        answer.set_result(found)
 
 
 def _checked(score: object) -> Score:
@@ -262,10 +273,27 @@ def _checked(score: object) -> Score:
     return score
 
 
+def _settled(group: Group, found: _Found, config: RewardConfig) -> Group:
+    """Return `group` with the scores of `found`; what failed is `UNSCORED`.
+
+    Raises:
+        RewardFailed: no two are left to be compared, or not the one that there is.
+        TrainerError: one failed, and `config` wants the run to stop then.
+    """
+    failed = [one for one in found if isinstance(one, RewardFailed)]
+    if failed and (
+        config.on_failure is OnFailure.STOP or len(found) - len(failed) < min(_LEAST_SCORED, len(found))
+    ):
+        raise _as_asked(failed[0], config) from failed[0]
+    if failed:
+        log.warning("%d of %d completions have no score; the first: %s", len(failed), len(found), failed[0])
+    return replace(group, scores=tuple(UNSCORED if isinstance(one, RewardFailed) else one for one in found))
+
+
 def _as_asked(error: RewardFailed, config: RewardConfig) -> TrainerError:
     """Return what a failed reward is for the run."""
     if config.on_failure is OnFailure.STOP:
-        return TrainerError(f"{error}; reward.on_failure=drop would leave the group out and go on")
+        return TrainerError(f"{error}; reward.on_failure=drop would leave the completion out and go on")
     return error
 
 
@@ -283,14 +311,16 @@ def _each(value: object) -> list[object]:
     return cast("list[object]", value) if isinstance(value, list) else [value]
 
 
-def _number(value: object, reward: Reward, group: Group) -> float | None:
+def _number(value: object, reward: Reward, group: Group) -> float | RewardFailed | None:
+    if isinstance(value, RewardFailed):
+        return value
     entries = _each(value)
     value = entries[0] if len(entries) == 1 else value  # an array of one element
     if value is None:
         return None
     if isinstance(value, (bool, int, float)) and math.isfinite(value):
         return float(value)
-    raise RewardFailed(NO_NUMBER, f"{_where(reward, group)} returned {value!r}, not a finite number")
+    return RewardFailed(NO_NUMBER, f"{_where(reward, group)} returned {value!r}, not a finite number")
 
 
 class _Daemons(Executor):

@@ -31,6 +31,7 @@ LEFT_OUT = "left out "
 REFILLS = 10
 """How many times the prompts of a step may be left out in a row before a run ends: it would go through its data for nothing."""
 REFUSED = "refused"
+UNSCORED_GROUP = "unscored"
 
 # What a group may fail with without its being the run's fault: it is tried again, elsewhere if there is an elsewhere.
 RETRIED = (RolloutError, WorkerGone, DeadlineExceeded, ConnectionError, TimeoutError)
@@ -189,7 +190,13 @@ class Producer:
 
     def _finish(self, index: int, group: Group) -> None:
         """Put a scored group into the buffer, unless the algorithm leaves it out."""
-        why = self._parts.algorithm.keeps(group)
+        scored = group.scored
+        if group.scores and not scored.scores:
+            self._give_up(
+                index, group.prompt, UNSCORED_GROUP, "the scorer left every completion without a score"
+            )
+            return
+        why = self._parts.algorithm.keeps(scored)
         if not why:
             self._left_out = 0
             self._buffer.finish(index, group)

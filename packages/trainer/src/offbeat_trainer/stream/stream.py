@@ -183,6 +183,7 @@ class GroupStream:
         self._copied = asyncio.Event()  # the weights that it brings may change
         self._copied.set()
         self._newest = 0  # the version that the newest sync brings
+        self._unscored = 0  # completions of groups taken since `metrics` told of them
         self._reports: list[SyncReport] = []  # of syncs that ended since `metrics` told of them
         if parts.replay is None:
             self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
@@ -217,7 +218,10 @@ class GroupStream:
         self._parts.timeline.count("ready groups", self.buffer.ready_groups)
         groups = [entry.group for entry in entries if entry.group is not None]
         self._check(step, entries)
-        return groups
+        scored = [group.scored for group in groups]
+        self._unscored += sum(len(group.trajectories) for group in groups)
+        self._unscored -= sum(len(group.trajectories) for group in scored)
+        return scored
 
     def syncs_after(self, step: int) -> bool:
         """Say whether the weights that `step` makes go to the replicas.
@@ -308,6 +312,7 @@ class GroupStream:
         """Return what syncs that ended since the last call took, the state of the queue, and what was dropped so far, by reason."""
         buffer = self.buffer
         reports, self._reports = self._reports, []
+        unscored, self._unscored = self._unscored, 0
         return [
             *(metric for report in reports for metric in sync_metrics(report)),
             Metric("buffer/ready_groups", Last(buffer.ready_groups)),
@@ -315,6 +320,7 @@ class GroupStream:
             Metric("buffer/issued_groups", Last(buffer.issued)),
             Metric("buffer/consumed_groups", Last(buffer.consumed)),
             *(Metric(_counted_as(reason), Last(count)) for reason, count in buffer.dropped.items()),
+            Metric("buffer/unscored_completions", Sum(unscored)),
             Metric("generation/lost_replicas", Last(len(self._parts.timeline.lost))),
             *self._parts.timeline.metrics(),
         ]

@@ -213,7 +213,10 @@ def _lines(values: Mapping[str, object]) -> list[tuple[str, Text]]:
         ("steps", _one(values, "steps", lambda value: f"{value:.0f}")),
         ("dropped", _given_up(values, "dropped_groups", "yellow")),
         ("left out", _given_up(values, "left_out_groups", "")),
-        ("not scored", _mishap(values, {"unscored_prompts": "held-out prompts"})),
+        (
+            "not scored",
+            _mishap(values, {"unscored_completions": "completions", "unscored_prompts": "held-out prompts"}),
+        ),
         ("wall", _wall(values)),
         ("speed", _one(values, "tokens_per_s", lambda value: f"{number(value)} tokens/s")),
         ("per step", _phases(values)),
