@@ -418,3 +418,9 @@ def test_code_in_a_models_folder_runs_only_where_the_setting_says_so(
     assert not ran.exists()
     assert PromptMaker(str(folder), "never", trust_remote_code=True).tokenizer.get_vocab()
     assert ran.exists()
+    assert load_tokenizer(str(folder), trust_remote_code=True).get_vocab()
+    trusted = compose_run([f"model.path={folder}", "model.trust_remote_code=true"])
+    assert (config.rollout_config("m").trust_remote_code, trusted.rollout_config("m").trust_remote_code) == (
+        False,
+        True,
+    )

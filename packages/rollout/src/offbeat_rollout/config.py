@@ -39,6 +39,7 @@ class RolloutConfig:
     """
 
     model_path: str
+    trust_remote_code: bool = False  # whether Python code in the model's folder may run
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     max_model_len: int = 512

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-def load_tokenizer(model_path: str) -> Tokenizer:
-    """Return the tokenizer in the folder `model_path`.
+def load_tokenizer(model_path: str, *, trust_remote_code: bool = False) -> Tokenizer:
+    """Return the tokenizer in the folder `model_path`, whose own code runs where that is trusted.
 
     Raises:
         ConfigError: there is none that can be read.
@@ -27,7 +27,9 @@ def load_tokenizer(model_path: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            model_path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot read the tokenizer in {model_path!r}: {error}") from error
     return cast("Tokenizer", loaded.backend_tokenizer)

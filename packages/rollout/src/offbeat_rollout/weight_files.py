@@ -82,9 +82,11 @@ def folder_lora_specs(config: RolloutConfig) -> list[tuple[str, tuple[int, ...],
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        shape = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
+        shape = AutoConfig.from_pretrained(
+            config.model_path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
         with device("meta"):
-            model = AutoModelForCausalLM.from_config(shape)
+            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the model in {config.model_path!r}: {error}") from error
     return lora_specs(lora_layers(model, config.lora), config.lora.rank, config.dtype)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from offbeat_rollout import GenerateRequest, RolloutConfig, SamplingParams
+from offbeat_rollout import ConfigError, GenerateRequest, RolloutConfig, SamplingParams
 from offbeat_rollout.hf.decode import RunningBatch, new_row
 from offbeat_rollout.hf.model import load_model
 from offbeat_rollout.testing import make_tiny_model
@@ -108,3 +110,24 @@ def test_keys_and_values_can_be_computed_again(model):
             atol=1e-5,
             rtol=0,
         )
+
+
+def test_a_model_of_its_own_code_is_sampled_where_that_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = Path(make_tiny_model(tmp_path / "model"))
+    shape = json.loads((folder / "config.json").read_text())
+    family = shape["architectures"][0]
+    own = {
+        "model_type": "theirs",
+        "auto_map": {"AutoConfig": "own.Shape", "AutoModelForCausalLM": "own.Own"},
+    }
+    (folder / "config.json").write_text(json.dumps(shape | own))
+    (folder / "own.py").write_text(
+        f"from transformers import {family}\n"
+        f"class Shape({family}.config_class): model_type = 'theirs'\n"
+        f"class Own({family}): config_class = Shape\n"
+    )
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load_model(RolloutConfig(model_path=str(folder)))
+    assert type(load_model(RolloutConfig(model_path=str(folder), trust_remote_code=True))).__name__ == "Own"

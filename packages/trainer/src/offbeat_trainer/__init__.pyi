@@ -59,6 +59,7 @@ from .data.types import (
     Limit as Limit,
     Pair as Pair,
     Prompt as Prompt,
+    UNSCORED as UNSCORED,
     Score as Score,
     Trajectory as Trajectory,
     Turn as Turn,

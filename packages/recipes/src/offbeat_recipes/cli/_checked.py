@@ -78,8 +78,7 @@ def started(prog: str, config: RunConfig, what: str, run: Callable[[Callable[...
         with without_collector(), _ctrl_c() as raise_if_pressed:
             if not address and config.device == "cpu":
                 held.enter_context(fork_server(_needed_by_workers(config)))
-            if sys.stderr.isatty():  # imports take seconds
-                sys.stderr.write(f"{prog}: checking settings, data and model ...\n")
+            sys.stderr.write(f"{prog}: checking settings, data and model ...\n")  # imports take seconds
             plan = plan_run(config, gather_facts(config))
             raise_if_pressed()
             _require_possible(prog, plan, what)

@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return read
     config, options = read
     prepare_environment()
+    if not options.json:
+        sys.stderr.write(f"{made.prog}: checking settings, data and model ...\n")  # imports take seconds
     try:
         with without_collector():
             from offbeat_recipes.plan.facts import gather_facts  # torch from here on

@@ -117,6 +117,7 @@ class RolloutSection(RolloutConfig):
     num_replicas: int = field(default=1, metadata=SPEED)  # copies of the generation engine
     cpu_threads: int = field(default=0, metadata=SPEED)
     model_path: str = field(default="", metadata={"derived": "model.path"})
+    trust_remote_code: bool = field(default=False, metadata={"derived": "model.trust_remote_code"})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"derived": "model.dtype"})
     device: Device = field(default="cpu", metadata={"derived": "device"})
     lora: LoraConfig = field(default_factory=LoraConfig, metadata={"derived": "engine.lora"})
@@ -351,6 +352,7 @@ class RunConfig:
         """Return the adapter's settings of one replica for the model in folder `path`, on `num_cores` for all."""
         derived: dict[str, Any] = {
             "model_path": path,
+            "trust_remote_code": self.model.trust_remote_code,
             "dtype": self.model.dtype.value,
             "device": self.device,
             "cpu_threads": self.replica_threads(num_cores),

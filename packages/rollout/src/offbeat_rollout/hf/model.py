@@ -117,7 +117,9 @@ def load_model(config: RolloutConfig) -> PreTrainedModel:
 
     register_attention()
     try:
-        model_config = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
+        model_config = AutoConfig.from_pretrained(
+            config.model_path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
         _check_attention(model_config, config.max_model_len)
         model = AutoModelForCausalLM.from_pretrained(
             config.model_path,
@@ -125,6 +127,7 @@ def load_model(config: RolloutConfig) -> PreTrainedModel:
             dtype=getattr(torch, config.dtype),
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
+            trust_remote_code=config.trust_remote_code,
         )
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, ConfigError):
@@ -146,7 +149,9 @@ def check_model(config: RolloutConfig) -> None:
     from transformers import AutoConfig
 
     try:
-        shape = AutoConfig.from_pretrained(config.model_path, local_files_only=True)
+        shape = AutoConfig.from_pretrained(
+            config.model_path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot read the config.json in {config.model_path!r}: {error}") from error
     _check_attention(shape.get_text_config(), config.max_model_len)

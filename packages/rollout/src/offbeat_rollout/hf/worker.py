@@ -287,7 +287,9 @@ class Worker:
         torch.set_num_threads(self._config.cpu_threads)
         self._eos = eos_token_ids(self._config.model_path)
         if self._config.stop_strings:
-            self._tokenizer = load_tokenizer(self._config.model_path)
+            self._tokenizer = load_tokenizer(
+                self._config.model_path, trust_remote_code=self._config.trust_remote_code
+            )
         self._model: PreTrainedModel = load_model(self._config)
         require_plain(self._model, self._config)
         lora = self._config.lora

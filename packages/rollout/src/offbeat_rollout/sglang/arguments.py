@@ -37,6 +37,7 @@ _TOKENS = "token in, token out"
 
 OURS: dict[str, str] = {
     "model_path": "set `model_path`",
+    "trust_remote_code": "set `trust_remote_code` of the model",
     "tokenizer_path": _TOKENS,
     "skip_tokenizer_init": _TOKENS,
     "host": "the adapter chooses the address",
@@ -170,6 +171,7 @@ def server_args(config: SglangConfig, port: int) -> dict[str, object]:
     """Return the arguments of `ServerArgs` for a checked `config`."""
     arguments: dict[str, object] = {
         "model_path": config.model_path,
+        "trust_remote_code": config.trust_remote_code,
         "skip_tokenizer_init": True,
         "host": "127.0.0.1",
         "port": port,

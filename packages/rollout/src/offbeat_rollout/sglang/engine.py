@@ -126,7 +126,9 @@ class SglangEngine(RolloutEngine):
         self._vocab_size = int(model_settings(self.config.model_path)["vocab_size"])
         self._routed = experts_of(self.config)
         if self.config.stop_strings:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model_path)
+            self._tokenizer = await asyncio.to_thread(
+                load_tokenizer, self.config.model_path, trust_remote_code=self.config.trust_remote_code
+            )
         self._version, self._num_flips, self._requests.failure = 0, 0, ""
         timeout_s = self.config.start_timeout_s
         self._server = server = await asyncio.to_thread(Server, self.config)

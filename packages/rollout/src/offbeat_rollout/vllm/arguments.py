@@ -35,6 +35,7 @@ _LORA = "`lora` decides it"
 
 OURS: dict[str, str] = {
     "model": "set `model_path`",
+    "trust_remote_code": "set `trust_remote_code` of the model",
     "dtype": "set `dtype`",
     "max_model_len": "set `max_model_len`",
     "max_num_seqs": "set `max_num_seqs`",
@@ -119,7 +120,9 @@ def check_heads(config: VllmConfig) -> None:
     from transformers import AutoConfig
 
     try:
-        text = AutoConfig.from_pretrained(config.model_path, local_files_only=True).get_text_config()
+        text = AutoConfig.from_pretrained(
+            config.model_path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        ).get_text_config()
     except (OSError, ValueError):
         return
     heads = int(getattr(text, "num_attention_heads", 0) or 0)  # a family without attention has none
@@ -173,6 +176,7 @@ def engine_args(config: VllmConfig) -> AsyncEngineArgs:
     cpu = config.device == "cpu"
     arguments: dict[str, Any] = {
         "model": config.model_path,
+        "trust_remote_code": config.trust_remote_code,
         "skip_tokenizer_init": not config.stop_strings,  # token in, token out
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
