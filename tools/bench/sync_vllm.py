@@ -56,7 +56,7 @@ def main() -> int:
     """Measure one side and write the answer."""
     side, out = sys.argv[1], Path(sys.argv[2])
     smallest = "smallest" in sys.argv[3:]
-    with tempfile.TemporaryDirectory(prefix="offbeat-vllm-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as scratch:
         model = _make_model(Path(scratch) / "model", SMALL if smallest else SHAPES[side])
         plugin = _plugin_folder(Path(scratch) / "plugin")
         os.environ |= ENVIRONMENT

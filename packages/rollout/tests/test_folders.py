@@ -44,3 +44,15 @@ def test_where_there_is_no_such_place_it_lies_among_temporary_files(tmp_path, mo
     held = HeldFolder(tmp_path / "none")
     assert held.path.parent == tmp_path
     held.close()
+
+
+def test_what_others_have_named_alike_stays(tmp_path):
+    theirs = [
+        tmp_path / name
+        for name in ("offbeat-sglang-models", "offbeat-vllm-abcdefgh", "offbeat-sglang-held-models-of-mine")
+    ]
+    for folder in theirs:
+        folder.mkdir()
+    held = HeldFolder(tmp_path)
+    held.close()
+    assert {*tmp_path.iterdir()} == {*theirs}

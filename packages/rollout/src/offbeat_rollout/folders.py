@@ -9,7 +9,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-SGLANG = "offbeat-sglang-"
+SGLANG = "offbeat-sglang-held-"
+_RANDOM = "?" * 8  # what `mkdtemp` adds
 _NUM_TRIES = 100
 
 
@@ -17,12 +18,12 @@ class HeldFolder:
     """An empty folder (0700) of this process, in `where` or else where temporary files lie; `close` removes it.
 
     Its lock lasts as long as the process does, whatever namespace that lives in. A killed process leaves its folder behind,
-    with nobody's lock: the next that is made in `where` with the same `prefix` removes it.
+    with nobody's lock: the next that is made in `where` with the same `prefix` removes it. So nobody else may name folders so.
     """
 
     def __init__(self, where: Path, prefix: str = SGLANG) -> None:
         where = where if where.is_dir() else Path(tempfile.gettempdir())
-        for left in where.glob(f"{prefix}*"):
+        for left in where.glob(f"{prefix}{_RANDOM}"):
             with suppress(OSError):  # somebody holds it, or it is another user's
                 _remove(left, _lock(left))
         for _ in range(_NUM_TRIES):

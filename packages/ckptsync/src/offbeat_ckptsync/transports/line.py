@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Packet = dict[str, Any]
 
 _MAX_PACKET = 1 << 16
-_FOLDER, _SOCKET = "offbeat-line-", "socket"
+_FOLDER, _RANDOM, _SOCKET = "offbeat-line-", "?" * 8, "socket"
 _MAX_FOLDER = 100  # the kernel takes 107 bytes of a path
 _YOUNG_S = 60.0  # a folder may not be listened in yet
 _TICK_S = 0.02  # how soon a waiting side notices an abort
@@ -370,7 +370,7 @@ def _close(listener: socket.socket, folder: str, pid: int) -> None:
 
 def _remove_left_folders() -> None:
     """Remove folders of this user in which nobody listens any more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}{_RANDOM}"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             about = folder.stat()
             if about.st_uid != os.getuid() or time.time() - about.st_mtime < _YOUNG_S:

@@ -34,7 +34,7 @@ _GRACE_S = 5.0  # for a process that was asked to end
 _KILL_TIMEOUT_S = 5.0
 _PROCESS_NAMES = "EngineCore"  # how vLLM's begin
 _SOCKETS = "VLLM_RPC_BASE_PATH"
-_FOLDERS = "offbeat-vllm-"
+_FOLDERS = "offbeat-vllm-held-"
 _ROOM_BYTES = 107 - len(f"/{_FOLDERS}abcdefgh/") - 36  # of a socket's name, unix(7): vLLM's are UUIDs
 
 # One engine of a process comes up at a time: what is new among the children meanwhile is then its own.
