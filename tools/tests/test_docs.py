@@ -69,3 +69,10 @@ def test_the_settings_of_every_command_exist(page: str):
     assert sum(map(len, told)) >= 8
     for settings in told:
         compose_run(settings)
+
+
+def test_every_group_of_entry_points_is_on_the_page_of_plug_ins():
+    source = "".join(path.read_text() for path in ROOT.glob("packages/*/src/**/*.py"))
+    groups = set(re.findall(r'"(offbeat\.[a-z]+)"', source))
+    page = (ROOT / "docs" / "plug-ins.md").read_text()
+    assert groups == set(re.findall(r"`(offbeat\.[a-z]+)`", page))

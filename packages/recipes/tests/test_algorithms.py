@@ -77,7 +77,10 @@ def test_one_of_a_file_is_set_checked_and_printed_as_any_other(tmp_path):
     [
         ([GSPO, "algorithm.clip_lo=1e-3"], "did you mean `algorithm.clip_low`?"),
         ([GSPO, "algorithm.clip_low=2.0"], "`algorithm.clip_low`: expected at most 1, got 2.0"),
-        ([GSPO, "algorithm.kl_coef=0.1"], "`algorithm.kl_coef` belongs to algorithm=grpo; this run has"),
+        (
+            [GSPO, "algorithm.kl_coef=0.1"],
+            "`algorithm.kl_coef` belongs to algorithm=distill or dr_grpo or grpo or ppo or rloo; this run has",
+        ),
         (
             ["algorithm=gpro"],
             "expected one of distill, dpo, dr_grpo, grpo, ppo, rloo, got 'gpro'; did you mean 'grpo'?",

@@ -106,14 +106,6 @@ def test_a_plan_never_says_that_what_its_data_forbids_can_run(
     assert says in refusal.reason
 
 
-def test_a_plan_looks_up_a_task_of_others():
-    [refusal] = gather_facts(
-        compose_run(["task=external", "task.entry=nope", "model.path="]), opens_data=True
-    ).refusals
-    assert refusal.setting == "task.entry"
-    assert "no task named 'nope'" in refusal.reason
-
-
 @pytest.mark.parametrize(
     ("setting", "refused"),
     [

@@ -10,7 +10,7 @@ from offbeat_recipes.tasks.config import ArithmeticConfig
 
 
 def test_fresh_weights_in_the_same_shape_with_the_same_tokens(tmp_path: Path):
-    shape = ArithmeticTask(ArithmeticConfig(), seed=0).model_folder(tmp_path, 0)
+    shape = ArithmeticTask(ArithmeticConfig(), "", seed=0).model_folder(tmp_path, 0)
     made = random_model_folder(shape, tmp_path / "a", seed=3)
     again = random_model_folder(shape, tmp_path / "b", seed=3)
     other = random_model_folder(shape, tmp_path / "b", seed=4)

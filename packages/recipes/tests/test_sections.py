@@ -89,7 +89,7 @@ def test_its_settings_are_read_by_its_own_class():
         ("engine.warmth=0.0", "`engine.warmth`: expected more than 0, got 0.0"),
         ("engine.width=wide", "`engine.width`: expected a whole number, got 'wide'"),
         ("engine.style=plian", "`engine.style`: expected 'plain' or 'fancy', got 'plian'; did you mean 'plain'?"),
-        ("engine.packing=false", "`engine.packing` belongs to engine=fsdp2; this run has engine=far"),
+        ("engine.packing=false", "`engine.packing` belongs to engine=fsdp2 or megatron; this run has engine=far"),
         ("engine.dtype=bfloat16", "`engine.dtype` cannot be set: it follows from model.dtype"),
         ("engine.inner.deep=2", "did you mean `engine.inner.depth`?"),
     ],
@@ -106,7 +106,9 @@ def test_what_its_class_refuses_is_said():
 
 
 def test_the_usual_engine_has_none_of_them():
-    with pytest.raises(SettingError, match=r"unknown setting `engine\.width`"):
+    with pytest.raises(
+        SettingError, match=r"`engine\.width` belongs to engine=far; this run has engine=fsdp2"
+    ):
         compose_run(["engine.width=5"])
 
 

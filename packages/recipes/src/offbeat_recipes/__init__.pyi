@@ -13,3 +13,5 @@ from .plan.plan import Plan as Plan, plan_run as plan_run
 from .settings.reading import parse as parse, to_dict as to_dict
 from .settings.tree import RunConfig as RunConfig
 from .tasks.base import RunnableTask as RunnableTask, make_task as make_task
+from .tasks.config import GeneratedConfig as GeneratedConfig, TaskConfig as TaskConfig
+from .tasks.generated import GeneratedTask as GeneratedTask

@@ -43,7 +43,7 @@ def _operands(prompt: Prompt) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def task() -> ArithmeticTask:
-    return ArithmeticTask(ArithmeticConfig(level=2), seed=0)
+    return ArithmeticTask(ArithmeticConfig(level=2), "", seed=0)
 
 
 @given(st.integers(100, 999), st.integers(100, 999))
@@ -70,15 +70,15 @@ def test_worked_example_by_hand():
 
 
 def test_columns_carry_as_often_as_asked():
-    task = ArithmeticTask(ArithmeticConfig(level=2, carry_share=0.7), seed=0)
+    task = ArithmeticTask(ArithmeticConfig(level=2, carry_share=0.7), "", seed=0)
     operands = [_operands(prompt) for step in range(40) for prompt in task.prompts(step, 50)]
     share = sum(left % 10 + right % 10 >= 10 for left, right in operands) / len(operands)
     assert 0.65 < share < 0.75
 
 
 def test_prompts_are_a_function_of_seed_and_step(task: ArithmeticTask):
-    again = ArithmeticTask(ArithmeticConfig(level=2), seed=0)
-    other = ArithmeticTask(ArithmeticConfig(level=2), seed=1)
+    again = ArithmeticTask(ArithmeticConfig(level=2), "", seed=0)
+    other = ArithmeticTask(ArithmeticConfig(level=2), "", seed=1)
     assert again.prompts(3, 16) == task.prompts(3, 16)
     assert task.prompts(4, 16) != task.prompts(3, 16)
     assert other.prompts(3, 16) != task.prompts(3, 16)
@@ -99,12 +99,12 @@ def test_held_out_prompts_never_appear_in_training(task: ArithmeticTask):
     assert not held & (trained | shown)
     assert len(trained) > 1000
     # The seed moves the order, never the border.
-    other = ArithmeticTask(ArithmeticConfig(level=2), seed=9)
+    other = ArithmeticTask(ArithmeticConfig(level=2), "", seed=9)
     assert other.validation_prompts(256) == task.validation_prompts(256)
 
 
 def test_the_share_held_out_is_what_was_asked():
-    task = ArithmeticTask(ArithmeticConfig(level=2, held_out_fraction=0.3), seed=0)
+    task = ArithmeticTask(ArithmeticConfig(level=2, held_out_fraction=0.3), "", seed=0)
     held = sum(task.is_held_out(left, right) for left in range(10, 100) for right in range(10, 100))
     assert 0.27 < held / 8100 < 0.33
 
@@ -180,10 +180,10 @@ def test_wide_models_begin_nearly_uniform_and_in_bfloat16_nearly_the_same(tmp_pa
     import torch
     from transformers import AutoModelForCausalLM
 
-    assert ArithmeticTask(ArithmeticConfig(level=2), seed=0).shape.initializer_range == 0.1
+    assert ArithmeticTask(ArithmeticConfig(level=2), "", seed=0).shape.initializer_range == 0.1
     wide = ArithmeticConfig(level=2, hidden_size=384, num_layers=8, num_heads=12, intermediate_size=768)
     model = AutoModelForCausalLM.from_pretrained(
-        ArithmeticTask(wide, seed=0).model_folder(tmp_path, seed=0), dtype=torch.float32
+        ArithmeticTask(wide, "", seed=0).model_folder(tmp_path, seed=0), dtype=torch.float32
     )
     ids_BT = torch.randint(3, 3 + len(ALPHABET), (2, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -196,10 +196,10 @@ def test_wide_models_begin_nearly_uniform_and_in_bfloat16_nearly_the_same(tmp_pa
 
 def test_a_named_model_is_used_if_it_speaks_the_same(task: ArithmeticTask, tmp_path: Path):
     folder = task.model_folder(tmp_path, seed=0)
-    assert ArithmeticTask(ArithmeticConfig(), 0, str(folder)).model_folder(tmp_path / "no", seed=0) == folder
+    assert ArithmeticTask(ArithmeticConfig(), str(folder), 0).model_folder(tmp_path / "no", seed=0) == folder
     assert not (tmp_path / "no").exists()
     with pytest.raises(TaskError, match=r"model\.path"):
-        ArithmeticTask(ArithmeticConfig(), 0, str(tmp_path)).model_folder(tmp_path, seed=0)
+        ArithmeticTask(ArithmeticConfig(), str(tmp_path), 0).model_folder(tmp_path, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -213,15 +213,17 @@ def test_a_named_model_is_used_if_it_speaks_the_same(task: ArithmeticTask, tmp_p
 )
 def test_settings_that_cannot_be(config: ArithmeticConfig, message: str):
     with pytest.raises(TaskError, match=message):
-        ArithmeticTask(config, seed=0)
+        ArithmeticTask(config, "", seed=0)
 
 
 def test_prompts_that_are_not_to_be_had_are_not_looked_for_for_ever():
-    task = ArithmeticTask(ArithmeticConfig(level=1, held_out_fraction=0.03), seed=0)  # its estimate says one
+    task = ArithmeticTask(
+        ArithmeticConfig(level=1, held_out_fraction=0.03), "", seed=0
+    )  # its estimate says one
     with pytest.raises(TaskError, match="no sum is held out in"):
         task.validation_prompts(1)
 
 
 def test_more_prompts_than_there_are():
     with pytest.raises(TaskError, match=r"raise task\.level"):
-        ArithmeticTask(ArithmeticConfig(level=1), seed=0).prompts(0, 64)
+        ArithmeticTask(ArithmeticConfig(level=1), "", seed=0).prompts(0, 64)

@@ -10,6 +10,7 @@ from offbeat_recipes.cli._hydra import compose_run
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.plan.facts import gather_facts
 from offbeat_recipes.plan.plan import plan_run
+from offbeat_recipes.run.observations import after_turn, observation_encoder
 from offbeat_recipes.tasks.calculator import (
     MAX_ANSWER_TOKENS,
     MAX_PROMPT_TOKENS,
@@ -18,7 +19,6 @@ from offbeat_recipes.tasks.calculator import (
     shown,
 )
 from offbeat_recipes.tasks.config import CalculatorConfig
-from offbeat_recipes.tasks.observations import after_turn, observation_encoder
 from offbeat_trainer import Action
 from offbeat_trainer.data.assemble import assemble_examples
 from offbeat_trainer.testing import check_environment
@@ -48,7 +48,7 @@ def _act(task: CalculatorTask, uid: int, texts: list[str], finish: str = "stop")
 
 
 def test_worked_examples_are_right_and_guesses_are_not():
-    task = CalculatorTask(CalculatorConfig(guess=0.5), 0)
+    task = CalculatorTask(CalculatorConfig(guess=0.5), "", 0)
     examples = task.examples(0, 200)
     lengths = {len(example.completion_ids) for example in examples}
     assert lengths == {6, MAX_ANSWER_TOKENS}, "a guess, or two calls and a result"
@@ -75,7 +75,7 @@ def test_worked_examples_are_right_and_guesses_are_not():
 
 
 def test_the_result_alone_decides():
-    task = CalculatorTask(CalculatorConfig(), 0)
+    task = CalculatorTask(CalculatorConfig(), "", 0)
     prompt = task.validation_prompts(1)[0]
     answer = str(prompt.data["answer"])
     asked = _act(task, 0, [prompt.text[:5], f":{answer}"])
@@ -91,13 +91,13 @@ def test_the_result_alone_decides():
 
 
 async def test_it_keeps_the_contract_of_environments():
-    task = CalculatorTask(CalculatorConfig(), 0)
+    task = CalculatorTask(CalculatorConfig(), "", 0)
     told = await check_environment(Calculator, task.validation_prompts(1)[0], ["1+1", "x", ":0002"])
     assert [one.observation for one in told] == ["0002;", "????;", ""]
 
 
 def test_held_out_problems_are_never_trained_and_prompts_depend_on_seed_and_step_alone():
-    one, same, other = (CalculatorTask(CalculatorConfig(), seed) for seed in (0, 0, 1))
+    one, same, other = (CalculatorTask(CalculatorConfig(), "", seed) for seed in (0, 0, 1))
     held = {prompt.uid for prompt in one.validation_prompts(50)}
     trained = {prompt.uid for step in range(20) for prompt in one.prompts(step, 16)}
     assert not held & trained
@@ -105,7 +105,7 @@ def test_held_out_problems_are_never_trained_and_prompts_depend_on_seed_and_step
     assert [p.uid for p in one.prompts(3, 8)] != [p.uid for p in other.prompts(3, 8)]
     assert {p.uid for p in other.validation_prompts(50)} == held
     with pytest.raises(TaskError, match=r"task\.held_out_fraction"):
-        CalculatorTask(CalculatorConfig(held_out_fraction=0.0), 0)
+        CalculatorTask(CalculatorConfig(held_out_fraction=0.0), "", 0)
 
 
 def test_the_recipe_can_run_and_its_limits_are_refused_by_name():
@@ -136,7 +136,7 @@ TEMPLATE = (
 
 
 def test_messages_become_what_the_template_writes_after_a_turn(tmp_path: Path):
-    tokenizer = CalculatorTask(CalculatorConfig(), 0).tokenizer
+    tokenizer = CalculatorTask(CalculatorConfig(), "", 0).tokenizer
     said, end = [{"role": "tool", "content": "4"}], tokenizer.eos_token_id
     with pytest.raises(TaskError, match="has no chat template; say text"):
         after_turn(tokenizer, said, end)

@@ -16,7 +16,7 @@ from offbeat_recipes.errors import DataError, TaskError
 from offbeat_recipes.plan.lengths import _tokens_of
 from offbeat_recipes.run.session import drive
 from offbeat_recipes.tasks.base import make_scorer, make_task
-from offbeat_recipes.tasks.config import ExternalTaskConfig, FileConfig, Gsm8kConfig
+from offbeat_recipes.tasks.config import FileConfig, Gsm8kConfig
 from offbeat_recipes.tasks.file import FileTask
 from offbeat_recipes.tasks.gsm8k import INSTRUCTION, Gsm8kTask
 from offbeat_recipes.tasks.rows import read_rows
@@ -361,11 +361,6 @@ def test_gsm8k_rows_without_a_number(tmp_path: Path, plain_model: str):
         Gsm8kTask(Gsm8kConfig(train_path=path, validation_path=path), plain_model, 0)
     with pytest.raises(TaskError, match=r"task\.train_path: needed"):
         Gsm8kTask(Gsm8kConfig(), plain_model, 0)
-
-
-def test_external_tasks_are_looked_up():
-    with pytest.raises(TaskError, match=r"no task named 'mine'.*offbeat\.tasks"):
-        make_task(ExternalTaskConfig(entry="mine"), "", 0)
 
 
 def test_a_step_that_takes_more_than_there_is_leaves_an_earlier_run_where_it_is(

@@ -104,6 +104,12 @@ from .rollouts.environment import (
     find_environment as find_environment,
 )
 from .rollouts.multi import MultiTurn as MultiTurn, EnvironmentSetup as EnvironmentSetup
+from .rollouts.own import (
+    RolloutSetup as RolloutSetup,
+    ScorerSetup as ScorerSetup,
+    find_rollout as find_rollout,
+    find_scorer as find_scorer,
+)
 from .rollouts.single import SingleTurn as SingleTurn
 from .stream.buffer import GroupBuffer as GroupBuffer
 from .stream.gate import StalenessGate as StalenessGate

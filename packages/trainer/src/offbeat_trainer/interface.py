@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from offbeat_ckptsync import SyncReport
     from offbeat_engine import TrainBatch
-    from offbeat_rollout import SamplingParams
+    from offbeat_rollout import Completion, GenerateRequest, SamplingParams
     from offbeat_trainer.data.types import Example, Group, Prompt, Trajectory
     from offbeat_trainer.metrics import Metric
 
@@ -127,12 +127,16 @@ class Generator(Protocol):
         """
         ...
 
+    async def turn(self, request: GenerateRequest) -> Completion:
+        """Return one whole completion of a request of one's own, however often `interrupt` came in between."""
+        ...
+
     async def interrupt(self) -> None:
-        """End what `complete` has under way; it waits for `go_on` and continues from its tokens."""
+        """End what `complete` and `turn` have under way; it waits for `go_on` and continues from its tokens."""
         ...
 
     def go_on(self) -> None:
-        """Let `complete` go on after `interrupt`; harmless otherwise."""
+        """Let them go on after `interrupt`; harmless otherwise."""
         ...
 
 

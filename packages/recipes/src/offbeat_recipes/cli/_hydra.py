@@ -25,11 +25,11 @@ from yaml import YAMLError
 from offbeat_recipes.cli._environment import speak_utf8
 from offbeat_recipes.errors import RecipeError, SettingError
 from offbeat_recipes.models.hub import local_model
-from offbeat_recipes.settings.reading import all_settings, check_path, parse, suggestion, to_dict
+from offbeat_recipes.settings.reading import check_path, parse, suggestion, text_settings, to_dict
 from offbeat_recipes.settings.sections import PLUG_INS, replaced_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from offbeat_recipes.settings.tree import RunConfig
 
@@ -48,7 +48,7 @@ groups:
 def groups() -> dict[str, list[str]]:
     """Return the config groups and their choices."""
     return {
-        folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+        folder.name: sorted(path.stem for path in folder.glob("[!_]*.yaml"))
         for folder in sorted(CONF.iterdir())
         if folder.is_dir() and any(folder.glob("*.yaml"))
     }
@@ -94,7 +94,9 @@ def compose_run(settings: Sequence[str], config_file: str | None = None) -> RunC
         folder, name, search = path.parent, path.name, [f"hydra.searchpath=[{in_quotes(f'file://{CONF}')}]"]
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            composed = compose(name, overrides=[*search, *overrides])
+            composed = compose(
+                name, overrides=[*search, *(one for item in overrides for one in _by_name(item))]
+            )
         raw = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise SettingError([_first_line(error)]) from None
@@ -177,6 +179,14 @@ def _without_replaced(raw: dict[str, Any], held: dict[str, Any], overrides: Sequ
     return kept
 
 
+def _by_name(item: str) -> list[str]:
+    """Return `item` as Hydra takes it: a task that has no YAML of its own has a bare one, and is named beside it."""
+    group, _, choice = item.partition("=")
+    if group.lstrip("+") != "task" or choice in groups()["task"]:
+        return [item]
+    return [f"{group}=_own", f"++task.name={in_quotes(choice)}"]
+
+
 def _added(item: str, raw: dict[str, Any], path: Path) -> str:
     """Return `item` as an addition if it chooses a group; refuse a task over the settings of another task."""
     group, _, choice = item.partition("=")
@@ -199,9 +209,11 @@ def _task_of(raw: dict[str, Any]) -> str:
 def _checked_all(settings: Sequence[str]) -> list[str]:
     checked: list[str] = []
     problems: list[str] = []
+    pairs = (item.partition("=") for item in settings)
+    texts = text_settings((key, value) for key, _, value in pairs if key in PLUG_INS and ":" in value)
     for item in settings:
         try:
-            checked.append(_checked(item, groups()))
+            checked.append(_checked(item, groups(), texts))
         except SettingError as error:
             problems.extend(error.problems)
     if problems:
@@ -209,9 +221,9 @@ def _checked_all(settings: Sequence[str]) -> list[str]:
     return checked
 
 
-def _checked(text: str, known_groups: dict[str, list[str]]) -> str:
+def _checked(text: str, known_groups: dict[str, list[str]], texts: Collection[str]) -> str:
     """Check one override against the tree of settings and return it in the form that Hydra always accepts."""
-    text = _quoted(text)
+    text = _quoted(text, texts)
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -223,7 +235,7 @@ def _checked(text: str, known_groups: dict[str, list[str]]) -> str:
         raise SettingError([f"`{text}`: one run takes one value; for a list write {key}=[a,b]"])
     value = override.value()
     if key in PLUG_INS and value not in known_groups[key] and _is_plug_in(key, value):
-        return f"++{_quoted(f'{key}.name={value}')}"
+        return f"{key}={value}" if key == "task" else f"++{key}.name={in_quotes(str(value))}"
     if key in known_groups:
         return f"{key}={_choice(key, str(value), known_groups[key])}"
     wrong = check_path(key)
@@ -233,14 +245,13 @@ def _checked(text: str, known_groups: dict[str, list[str]]) -> str:
     return f"++{text.lstrip('+')}"
 
 
-def _quoted(text: str) -> str:
-    """Return `text` with the value of a setting that is a text in quotes: as it came from the shell it is meant.
+def _quoted(text: str, texts: Collection[str]) -> str:
+    """Return `text` with the value of a setting of `texts` in quotes: as it came from the shell it is meant.
 
     Hydra's grammar would take spaces, brackets and letters of other alphabets in a path for something else. What somebody has
     put into quotes for Hydra already stays, and so does null, the default.
     """
     key, mark, value = text.partition("=")
-    texts = {item.path for item in all_settings() if item.annotation is str}
     has_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if not mark or key.lstrip("+") not in {*texts, *PLUG_INS} or value in ("", "null") or has_quotes:
         return text

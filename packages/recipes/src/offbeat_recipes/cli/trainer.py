@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 PROG = "Trainer"
 INTERRUPTED = 130
 _LOOK_S = 0.1
+_SETTINGS = {"environment": "environment.path"}
+"""Where the path of an object goes whose setting is called otherwise."""
 
 
 class Trainer:
@@ -50,7 +52,7 @@ class Trainer:
         validation: object = None,
         environment: object = None,
         algorithm: object = None,
-        task: str | Mapping[str, object] | None = None,
+        task: str | type | Mapping[str, object] | None = None,
         **settings: object,
     ) -> None:
         """Keep what a run is told. Nothing is checked before `plan` or `train`.
@@ -62,7 +64,7 @@ class Trainer:
             validation: held-out rows; without them nothing is validated.
             environment: a class, or "file.py:Name", for several turns; docs/environments.md.
             algorithm: a name, a class, or "file.py:Name"; GRPO by default.
-            task: the name of a task; by default "file", whose rows and rewards are those above.
+            task: a name, a class, or "file.py:Name"; by default "file", whose rows and rewards are those above.
             settings: all other settings by their names, nested as dicts, `trainer={"steps": 50}`, or dotted,
                 `**{"trainer.steps": 50}`; groups by their choice, `rollout="hf"`. A dict in the place of what is above
                 is a section of settings, too.
@@ -74,10 +76,12 @@ class Trainer:
         rewards = given["reward"]
         self._rewards = cast("list[object]", [*rewards] if isinstance(rewards, list | tuple) else [rewards])
         self._objects = {name: given[name] for name in ("environment", "algorithm")}
+        if isinstance(task, type):
+            self._objects["task"], given["task"] = task, None
         self._data = {"train": _rows(data), "validation": _rows(validation)}
         self._settings: dict[str, object] = {"model.path": str(given["model"])} if given["model"] else {}
         named = cast("Mapping[str, object]", sections.get("task", {})).get("name")
-        if task or data is not None:
+        if given["task"] or (data is not None and "task" not in self._objects):
             self._settings["task"] = given["task"] or named or "file"
         if data is not None and validation is None:
             self._settings["trainer.validation_prompts"] = 0
@@ -183,11 +187,8 @@ class Trainer:
                 named[f"task.{key}_path"] = str(folder / f"{key}.jsonl")
         if places := [place(one) for one in self._rewards if one is not None]:
             named["task.reward"] = places[0] if len(places) == 1 else places
-        if (environment := self._objects["environment"]) is not None:
-            named["environment.path"] = place(environment)
-        if (algorithm := self._objects["algorithm"]) is not None:
-            named["algorithm"] = place(algorithm)
-        return named
+        given = {name: place(value) for name, value in self._objects.items() if value is not None}
+        return named | {_SETTINGS.get(name, name): path for name, path in given.items()}
 
 
 class ShownPlan:
@@ -258,12 +259,12 @@ class Result:
         """
         from transformers import AutoModelForCausalLM
 
-        from offbeat_recipes.tasks.config import RowsConfig
+        from offbeat_recipes.tasks.config import PromptConfig
         from offbeat_recipes.tasks.rows import Row
         from offbeat_recipes.tasks.text import PromptMaker
 
         config, trust = self._config, self._config.model.trust_remote_code
-        template = config.task.chat_template if isinstance(config.task, RowsConfig) else "never"
+        template = config.task.chat_template if isinstance(config.task, PromptConfig) else "never"
         maker = PromptMaker(str(self.model), template, trust_remote_code=trust)
         load = cast("Any", AutoModelForCausalLM).from_pretrained
         model = load(self.model, local_files_only=True, trust_remote_code=trust).to(config.device)

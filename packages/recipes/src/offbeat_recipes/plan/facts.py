@@ -21,20 +21,14 @@ from offbeat_recipes.plan.machine import machine_refusals
 from offbeat_recipes.plan.replay import replay_refusals
 from offbeat_recipes.plan.weights import weight_refusals
 from offbeat_recipes.tasks.base import make_task
-from offbeat_recipes.tasks.config import (
-    ArithmeticConfig,
-    CalculatorConfig,
-    CharTaskConfig,
-    ExternalTaskConfig,
-    FileConfig,
-    PairsConfig,
-    RowsConfig,
-)
+from offbeat_recipes.tasks.config import CharTaskConfig, FileConfig, PairsConfig, PromptConfig, RowsConfig
+from offbeat_recipes.tasks.registry import task_class
 from offbeat_rollout import ConfigError as RolloutConfigError
 from offbeat_rollout.registry import adapter_class
 from offbeat_trainer.algorithms.registry import algorithm_class
 from offbeat_trainer.config import RewardFrom
 from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.rollouts.own import find_rollout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -232,13 +226,13 @@ def _rollout(config: RunConfig, path: str) -> Iterator[Refusal]:
 
 
 def _learnable(config: RunConfig) -> Iterator[Refusal]:
-    """Refuse a task of ours that has not what the algorithm learns from."""
+    """Refuse a task that has not what the algorithm learns from."""
     reads = getattr(algorithm_class(config.algorithm.name), "reads", None)
     if isinstance(config.task, PairsConfig) and config.generates:
         yield Refusal(
             "algorithm", f"{config.algorithm.name} takes rewards, and pairs have none", "algorithm=dpo"
         )
-    if reads == "pairs" and not isinstance(config.task, PairsConfig | ExternalTaskConfig):
+    if reads == "pairs" and not hasattr(task_class(config.task.name), "pairs"):
         yield Refusal(
             "task",
             f"{config.algorithm.name} learns from pairs, and {config.task.name} has none",
@@ -248,6 +242,7 @@ def _learnable(config: RunConfig) -> Iterator[Refusal]:
 
 def _files(config: RunConfig) -> Iterator[Refusal]:
     yield from _environment(config)
+    yield from _own_rollout(config)
     yield from _learnable(config)
     if not isinstance(config.task, RowsConfig):
         return
@@ -276,6 +271,15 @@ def _environment(config: RunConfig) -> Iterator[Refusal]:
         find_environment(config.turns.path)
     except PlanRefused as error:
         yield Refusal("environment.path", str(error), "name package.module:Name or file.py:Name")
+
+
+def _own_rollout(config: RunConfig) -> Iterator[Refusal]:
+    """Refuse a rollout that cannot be made: it is imported here."""
+    try:
+        if config.own_rollout:
+            find_rollout(config.own_rollout)
+    except PlanRefused as error:
+        yield Refusal("environment.rollout", str(error), "name a class, package.module:Name or file.py:Name")
 
 
 def _model(config: RunConfig) -> ModelFacts | None:
@@ -342,26 +346,18 @@ def _refused_value(error: Exception, config: RunConfig) -> Refusal:
 
 def _task(config: RunConfig, *, opens: bool) -> tuple[int, int, int, list[Refusal]]:
     """Return how many training prompts there are, the longest prompt and the longest right answer in tokens, and rows that are too long."""
-    if isinstance(config.task, ArithmeticConfig):
-        from offbeat_recipes.tasks.arithmetic import ArithmeticTask, max_answer_tokens
-
-        task = ArithmeticTask(config.task, config.seed, config.model.path)
-        if config.model.path:  # nothing is made then: its tokens are compared
-            task.model_folder(Path(config.model.path), config.seed)
-        return (
-            task.num_available(held_out=False),
-            task.max_prompt_tokens,
-            max_answer_tokens(config.task.level),
-            [],
-        )
-    if isinstance(config.task, CalculatorConfig):
-        from offbeat_recipes.tasks.calculator import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS
-
-        return 0, MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS, []
-    if opens:
-        task = make_task(
-            config.task, config.model.path, config.seed, trust_remote_code=config.model.trust_remote_code
-        )
-        too_long = list(length_refusals(config, task))
-        return getattr(task, "num_train_prompts", 0), task.max_prompt_tokens, 0, too_long
-    return 0, config.task.max_prompt_tokens if isinstance(config.task, RowsConfig) else 0, 0, []
+    makes_model = isinstance(config.task, CharTaskConfig)
+    if not opens and not makes_model:
+        return 0, config.task.max_prompt_tokens if isinstance(config.task, PromptConfig) else 0, 0, []
+    task = make_task(
+        config.task, config.model.path, config.seed, trust_remote_code=config.model.trust_remote_code
+    )
+    if makes_model and config.model.path:  # nothing is made then: its tokens are compared
+        task.model_folder(Path(config.model.path), config.seed)
+    too_long = [] if makes_model else list(length_refusals(config, task))
+    found = (
+        getattr(task, "num_train_prompts", 0),
+        task.max_prompt_tokens,
+        getattr(task, "max_answer_tokens", 0),
+    )
+    return *found, too_long

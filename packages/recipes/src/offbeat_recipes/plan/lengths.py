@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from offbeat_engine.capabilities import Refusal
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.plan.algorithm import algorithm_of
-from offbeat_recipes.tasks.config import ArithmeticConfig, RowsConfig
+from offbeat_recipes.tasks.base import make_task
+from offbeat_recipes.tasks.config import CharTaskConfig, RowsConfig
 from offbeat_recipes.tasks.text import TextTask
 from offbeat_rollout.checks import eos_token_ids
 from offbeat_trainer.algorithms.registry import algorithm_class
@@ -102,10 +103,8 @@ def _policy_tokens(config: RunConfig) -> dict[str, int] | None:
     """Return the policy's vocabulary; None where a task of another package makes the model."""
     if config.model.path:
         return _tokens_of(config.model.path, config)
-    if isinstance(config.task, ArithmeticConfig):
-        from offbeat_recipes.tasks.arithmetic import ArithmeticTask
-
-        return ArithmeticTask(config.task, config.seed).tokenizer.get_vocab()
+    if isinstance(config.task, CharTaskConfig):
+        return dict(make_task(config.task, "", config.seed).tokenizer.get_vocab())
     return None
 
 

@@ -12,13 +12,14 @@ import torch
 from offbeat_recipes.plan.algorithm import algorithm_of, offloads
 from offbeat_recipes.plan.placement import default_threads, taken_cores
 from offbeat_recipes.plan.replay import open_journal, recorded_schedule
+from offbeat_recipes.run.observations import observation_encoder
 from offbeat_recipes.tasks.base import make_scorer
-from offbeat_recipes.tasks.observations import observation_encoder
 from offbeat_rollout.registry import adapter_environment
 from offbeat_trainer.cluster.spec import ClusterSpec, RolloutSpec, TrainSpec
 from offbeat_trainer.config import ClusterConfig, RewardFrom
 from offbeat_trainer.loops.online import run_fully_async, run_one_step_off, run_sync
 from offbeat_trainer.rollouts.multi import EnvironmentSetup, MultiTurn
+from offbeat_trainer.rollouts.own import RolloutSetup, find_rollout
 from offbeat_trainer.rollouts.processes import EnvironmentProcesses
 from offbeat_trainer.rollouts.single import GroupGenerator, SingleTurn
 from offbeat_trainer.scoring.scorer import FunctionScorer
@@ -151,6 +152,17 @@ def make_rollout(session: Session, cluster: Cluster) -> Rollout:
     """Return the way from prompts to scored groups, whose rewards and environments start at once. The caller closes it."""
     config, task, logs = session.config, session.task, session.folder.logs
     generator = GroupGenerator(cluster.rollout.generate_many, cluster.rollout.abort)
+    if config.own_rollout:
+        return find_rollout(config.own_rollout)(
+            RolloutSetup(
+                generator=generator,
+                scorer=_started_scorer(session),
+                task=task,
+                encode=observation_encoder(task.tokenizer),
+                timeline=cluster.timeline,
+                watchdog=cluster.watchdog,
+            )
+        )
     if config.turns is None:
         return SingleTurn(generator, _started_scorer(session), cluster.timeline)
     scored = config.turns.reward_from is RewardFrom.ENVIRONMENT

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import operator
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, ge
 from pydantic import TypeAdapter, ValidationError
 
 from offbeat_recipes.errors import SettingError
-from offbeat_recipes.settings.sections import PLUG_INS, run_class
+from offbeat_recipes.settings.sections import PLUG_INS, plug_in_section, run_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ _AT_LEAST: dict[str, tuple[str, ...]] = {
         "trainer.prompts_per_step trainer.group_size trainer.updates_per_step",
         "warmup.batch_size sampling.max_tokens engine.num_ranks engine.micro_batch_tokens rollout.num_replicas",
         "rollout.max_model_len rollout.max_num_seqs rollout.tensor_parallel_size task.level",
-        "task.num_layers task.intermediate_size task.max_prompt_tokens",
+        "task.num_layers task.intermediate_size",
         "trainer.keep_checkpoints evaluation.num_samples mode.sync_every",
         "mode.max_attempts reward.concurrency reward.max_attempts",
     ),
@@ -64,7 +65,7 @@ _MEANT = {
 }
 """What other libraries call settings that have no such name here."""
 
-_UNIONS = {"task": "arithmetic", "mode": "sync", "environment": "none"}
+_UNIONS = {"mode": "sync", "environment": "none"}
 _DEFAULT_CHOICE = {**_UNIONS, **{path: plug_in.default for path, plug_in in PLUG_INS.items()}}
 """The variant of a section that has several, or the plug-in that it is of, where its `name` is not given."""
 
@@ -87,7 +88,7 @@ class Setting:
 
 
 def all_settings(chosen: Mapping[str, str] | None = None) -> tuple[Setting, ...]:
-    """Return every setting of the tree, those of all tasks and modes included; a path may come once for each.
+    """Return every setting of the tree, those of all modes included; a path may come once for each.
 
     Of the plug-ins, those of the `chosen` ones, or of the ones that a run has by default.
     """
@@ -97,6 +98,21 @@ def all_settings(chosen: Mapping[str, str] | None = None) -> tuple[Setting, ...]
 @cache
 def _all_settings(cls: type[RunConfig]) -> tuple[Setting, ...]:
     return tuple(_walk(cls, "", ""))
+
+
+@cache
+def plug_in_settings(section: str, name: str) -> tuple[Setting, ...]:
+    """Return the settings of the section as the plug-in `name` has them; none of one that cannot be found."""
+    with suppress(SettingError):
+        return tuple(_walk(plug_in_section(section, name), f"{section}.", ""))
+    return ()
+
+
+def text_settings(named: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the settings that are a text: of a run, of every installed plug-in, and of those `named` as (section, name)."""
+    installed = [(section, name) for section in PLUG_INS for name in PLUG_INS[section].names()]
+    others = (item for one in {*installed, *named} for item in plug_in_settings(*one))
+    return {item.path for item in (*all_settings(), *others) if item.annotation is str}
 
 
 def default_choices() -> dict[str, str]:
@@ -135,7 +151,7 @@ def parse(raw: Mapping[str, Any]) -> RunConfig:
     problems = list(_out_of_range(to_dict(config), known_paths(chosen)))
     if problems:
         raise SettingError(problems)
-    return replace(config, name=config.name or config.task.name, task=config.shared_task)
+    return replace(config, name=config.name or config.task.name.rpartition(":")[2], task=config.shared_task)
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -183,7 +199,7 @@ def other_version(
 
 
 def unknown_setting(path: str, chosen: Mapping[str, str] | None = None) -> str:
-    """Return the sentence for a dotted `path` that is no setting of any task."""
+    """Return the sentence for a dotted `path` that is no setting."""
     hint = suggestion(path, known_paths(chosen))
     return f"unknown setting `{path}`" + (f"; did you mean `{hint}`?" if hint else "; see --cfg job for all")
 
@@ -208,7 +224,7 @@ def suggestion(path: str, known: Iterable[str]) -> str:
 
 
 def check_path(path: str, chosen: Mapping[str, str] | None = None) -> list[str]:
-    """Return what is wrong with setting or section `path`, whatever the task: nothing, or one sentence.
+    """Return what is wrong with setting or section `path`: nothing, or one sentence.
 
     Which settings a plug-in has is known only with its name: without `chosen`, none in its section is found wrong.
     """
@@ -278,13 +294,22 @@ def _choose(values: dict[str, Any]) -> dict[str, str]:
 def _unknown(path: str, chosen: Mapping[str, str]) -> list[str]:
     wrong = check_path(path, chosen)
     mine, section = known_paths(chosen), _section(path)
-    usual = _DEFAULT_CHOICE.get(section)
-    if wrong and section in PLUG_INS and any(_covers(item, path) for item in known_paths().values()):
-        return [f"`{path}` belongs to {section}={usual}; this run has {section}={chosen[section]}"]
+    if wrong and section in PLUG_INS:
+        owners = [
+            name
+            for name in PLUG_INS[section].names()
+            if any(_covers(item, path) and not item.derived for item in plug_in_settings(section, name))
+        ]
+        if owners:
+            return [
+                f"`{path}` belongs to {section}={' or '.join(owners)}; this run has {section}={chosen[section]}"
+            ]
     if wrong or _is_section(path, mine) or any(_covers(item, path) for item in mine.values()):
         return wrong
     known = all_settings(chosen)
     if section == "environment":
+        if chosen[section] == "own":
+            return [f"`{path}` takes the place of an environment; leave `environment.path` out"]
         return [f"`{path}` is for runs with an environment; `environment.path` names one"]
     owners = sorted({item.variant for item in known if _covers(item, path)})
     if chosen[section] not in {item.variant for item in known if _section(item.path) == section}:

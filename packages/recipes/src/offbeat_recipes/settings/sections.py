@@ -6,6 +6,7 @@ other is, and nobody lists it here.
 """
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from functools import cache
@@ -13,8 +14,15 @@ from typing import Any, cast, get_type_hints
 
 from offbeat_engine import ConfigError as EngineConfigError
 from offbeat_engine.registry import engine_config_class, engine_names
-from offbeat_recipes.errors import SettingError
-from offbeat_recipes.settings.tree import AlgorithmSection, EngineSection, RolloutSection, RunConfig
+from offbeat_recipes.errors import SettingError, TaskError
+from offbeat_recipes.settings.tree import (
+    AlgorithmSection,
+    EngineSection,
+    RolloutSection,
+    RunConfig,
+    TaskSection,
+)
+from offbeat_recipes.tasks.registry import task_config_class, task_names
 from offbeat_rollout.errors import ConfigError as RolloutConfigError
 from offbeat_rollout.registry import adapter_names, rollout_config_class
 from offbeat_trainer.algorithms.registry import algorithm_config_class, algorithm_names
@@ -36,6 +44,13 @@ class PlugIn:
 
 
 PLUG_INS: dict[str, PlugIn] = {
+    "task": PlugIn(
+        section=TaskSection,
+        default="arithmetic",
+        find=task_config_class,
+        names=task_names,
+        refusals=TaskError,
+    ),
     "engine": PlugIn(
         section=EngineSection,
         default="fsdp2",
@@ -72,8 +87,8 @@ def run_class(names: Mapping[str, str]) -> type[RunConfig]:
 @cache
 def _run_class(names: tuple[str, ...]) -> type[RunConfig]:
     sections: list[tuple[str, type, Any]] = []
-    for (path, plug_in), name in zip(PLUG_INS.items(), names, strict=True):
-        section = section_class(plug_in.section, _settings_class(path, name))
+    for path, name in zip(PLUG_INS, names, strict=True):
+        section = plug_in_section(path, name)
         sections.append((path, section, field(default_factory=section)))
     made = make_dataclass(
         "RunConfig",
@@ -85,6 +100,16 @@ def _run_class(names: tuple[str, ...]) -> type[RunConfig]:
         namespace={"__module__": __name__},
     )
     return cast("type[RunConfig]", made)
+
+
+@cache
+def plug_in_section(path: str, name: str) -> type:
+    """Return the section at `path` as the plug-in `name` has it.
+
+    Raises:
+        SettingError: nothing is registered under that name.
+    """
+    return section_class(PLUG_INS[path].section, _settings_class(path, name))
 
 
 def replaced_fields(path: str, before: str | None, now: str | None) -> set[str]:
@@ -110,7 +135,9 @@ def _settings_class(path: str, name: str) -> type:
     try:
         return plug_in.find(name)
     except plug_in.refusals as error:
-        raise SettingError([f"`{path}.name`: {error}"]) from None
+        near = difflib.get_close_matches(name, plug_in.names(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise SettingError([f"`{path}.name`: {str(error).rstrip('.')}{hint}"]) from None
 
 
 def section_class(section: type, settings: type) -> type:

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 from offbeat_ckptsync.config import SyncConfig
 from offbeat_engine.config import SPEED, Dtype, EngineConfig, LoraExport, ModelConfig, bounded
 from offbeat_engine.registry import engine_config_class
-from offbeat_recipes.tasks.config import ArithmeticConfig, CharTaskConfig, TaskConfig
+from offbeat_recipes.tasks.config import CharTaskConfig, TaskConfig
 from offbeat_rollout.config import LoraConfig, RolloutConfig
 from offbeat_rollout.registry import rollout_config_class
 from offbeat_trainer.config import (
@@ -133,10 +133,18 @@ class AlgorithmSection(AlgorithmConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSection(TaskConfig):
+    """Where prompts and rewards come from: an installed task, or the path of a class (`reverse.py:Reverse`); the rest are its settings."""
+
+    name: str = "arithmetic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NoEnvironment:
-    """One turn a prompt: what a run has that names no `environment.path`."""
+    """One turn a prompt, or what `rollout` makes of it: what a run has that names no `environment.path`."""
 
     name: Literal["none"] = field(default="none", metadata={"derived": "environment.path"})
+    rollout: str = ""  # class of your own that makes scored groups of prompts, "package.module:Name" or "folder/file.py:Name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +242,7 @@ class RunConfig:
     replay: str = ""
     device: Device = "cpu"
     mode: ModeConfig = field(default_factory=SyncMode)
-    task: TaskConfig = field(default_factory=ArithmeticConfig)
+    task: TaskConfig = field(default_factory=TaskSection)
     model: ModelSection = field(default_factory=ModelSection)
     trainer: LoopConfig = field(default_factory=LoopConfig)
     warmup: WarmupSection = field(default_factory=WarmupSection)
@@ -266,7 +274,7 @@ class RunConfig:
     @property
     def folder(self) -> Path:
         """The run folder: `run_dir`, or runs/<name>."""
-        return Path(self.run_dir or f"runs/{self.name or self.task.name}")
+        return Path(self.run_dir or f"runs/{self.name or self.task.name.rpartition(':')[2]}")
 
     @property
     def asynchrony(self) -> AsyncConfig:
@@ -279,6 +287,11 @@ class RunConfig:
     def max_new_tokens(self) -> int:
         """The most tokens that follow a prompt: of one turn, or of all turns with an environment, what it says included."""
         return self.sampling.max_tokens if self.turns is None else self.turns.max_tokens
+
+    @property
+    def own_rollout(self) -> str:
+        """The path of the rollout that the user brings, or ""."""
+        return self.environment.rollout if isinstance(self.environment, NoEnvironment) else ""
 
     @property
     def turns(self) -> EnvironmentConfig | None:

@@ -74,8 +74,12 @@ class ArithmeticTask(CharTask):
     and training never meet one.
     """
 
-    def __init__(self, config: ArithmeticConfig, seed: int, model_path: str = "") -> None:
+    def __init__(
+        self, config: ArithmeticConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+    ) -> None:
         """Check `config`; `seed` decides the order of prompts, `model_path` names a model instead of a fresh one.
+
+        Its tokens are compared with this task's, and no code of the folder runs.
 
         Raises:
             TaskError: a level, a share or a shape that cannot be.
@@ -86,8 +90,10 @@ class ArithmeticTask(CharTask):
             raise TaskError(
                 f"task.held_out_fraction: expected more than 0 and less than 1, got {config.held_out_fraction}"
             )
+        del trust_remote_code
         super().__init__(config, ALPHABET, model_path)
         self.max_prompt_tokens = max_prompt_tokens(config.level)
+        self.max_answer_tokens = max_answer_tokens(config.level)
         self._config = config
         self._seed = seed
         self._num_pairs = (9 * 10 ** (config.level - 1)) ** 2
@@ -96,6 +102,11 @@ class ArithmeticTask(CharTask):
                 f"task.held_out_fraction {config.held_out_fraction:g} leaves none of {self._num_pairs} sums for validation; "
                 "raise it, or task.level"
             )
+
+    @property
+    def num_train_prompts(self) -> int:
+        """How many different prompts may be asked for at once."""
+        return self.num_available(held_out=False)
 
     def is_held_out(self, left: int, right: int) -> bool:
         """Say whether this sum is for validation alone."""

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Protocol, assert_never, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from offbeat_recipes.errors import TaskError
-from offbeat_recipes.tasks.config import (
-    ArithmeticConfig,
-    CalculatorConfig,
-    ExternalTaskConfig,
-    FileConfig,
-    Gsm8kConfig,
-    PairsConfig,
-)
+from offbeat_recipes.tasks.registry import task_class
 from offbeat_trainer import Supervised, Task
 from offbeat_trainer.scoring.scorer import TaskScorer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
@@ -27,18 +18,28 @@ if TYPE_CHECKING:
     from offbeat_trainer import Example, Prompt, Score, Scorer, Trajectory
     from offbeat_trainer.config import RewardConfig
 
-ENTRY_POINT_GROUP = "offbeat.tasks"
-
 
 class RunnableTask(Task, Supervised, Protocol):
     """A task with everything a run asks of it, and either `score` or `scorer`: see `ScoresItself` and `MakesScorer`.
 
     `max_prompt_tokens` bounds every prompt it hands out. `notes` are sentences for the person who starts the run
-    (say, how many overlong prompts were left out).
+    (say, how many overlong prompts were left out). `Config`, a subclass of `TaskConfig`, has the settings of the class, if any. What the
+    plan shows where it is there: `num_train_prompts`, different ones, and `max_answer_tokens`, those of the longest right answer.
     """
 
     max_prompt_tokens: int
     notes: tuple[str, ...]
+
+    def __init__(
+        self,
+        config: Any,  # noqa: ANN401 of the task's own class
+        model_path: str,
+        seed: int,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """See `make_task`."""
+        ...
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -67,31 +68,7 @@ def make_task(
     Raises:
         TaskError: it cannot be made; data errors name file, row and key.
     """
-    match config:
-        case ArithmeticConfig():
-            from offbeat_recipes.tasks.arithmetic import ArithmeticTask
-
-            return ArithmeticTask(config, seed, model_path)
-        case CalculatorConfig():
-            from offbeat_recipes.tasks.calculator import CalculatorTask
-
-            return CalculatorTask(config, seed, model_path)
-        case Gsm8kConfig():
-            from offbeat_recipes.tasks.gsm8k import Gsm8kTask
-
-            return Gsm8kTask(config, model_path, seed, trust_remote_code=trust_remote_code)
-        case FileConfig():
-            from offbeat_recipes.tasks.file import FileTask
-
-            return FileTask(config, model_path, seed, trust_remote_code=trust_remote_code)
-        case PairsConfig():
-            from offbeat_recipes.tasks.pairs import PairsTask
-
-            return PairsTask(config, model_path, seed, trust_remote_code=trust_remote_code)
-        case ExternalTaskConfig():
-            return _external(config, model_path, seed)
-        case _:
-            assert_never(config)
+    return task_class(config.name)(config, model_path, seed, trust_remote_code=trust_remote_code)
 
 
 class ScoresItself(Protocol):
@@ -133,14 +110,3 @@ def make_scorer(task: RunnableTask, config: RewardConfig, log: Path) -> Scorer:
             f"task: {type(task).__name__} says nowhere what a completion is worth (`score` or `scorer`)"
         )
     return TaskScorer(cast("ScoresItself", task).score, config)
-
-
-def _external(config: ExternalTaskConfig, model_path: str, seed: int) -> RunnableTask:
-    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if config.entry not in points:
-        raise TaskError(
-            f"task.entry: no task named {config.entry!r} is installed; found: {', '.join(sorted(points)) or 'none'}. "
-            f"A package adds one through the entry-point group {ENTRY_POINT_GROUP!r}."
-        )
-    factory = cast("Callable[[dict[str, object], str, int], RunnableTask]", points[config.entry].load())
-    return factory(dict(config.options), model_path, seed)

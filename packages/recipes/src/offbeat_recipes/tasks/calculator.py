@@ -76,8 +76,12 @@ class CalculatorTask(CharTask):
     Which ones are held out is decided by a digest of the problem, whatever the seed.
     """
 
-    def __init__(self, config: CalculatorConfig, seed: int, model_path: str = "") -> None:
+    def __init__(
+        self, config: CalculatorConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+    ) -> None:
         """Check `config`; `seed` decides the order of prompts, `model_path` names a model instead of a fresh one.
+
+        Its tokens are compared with this task's, and no code of the folder runs.
 
         Raises:
             TaskError: a share or a shape that cannot be.
@@ -86,8 +90,10 @@ class CalculatorTask(CharTask):
             raise TaskError(
                 f"task.held_out_fraction: expected more than 0 and less than 1, got {config.held_out_fraction}"
             )
+        del trust_remote_code
         super().__init__(config, ALPHABET, model_path)
         self.max_prompt_tokens = MAX_PROMPT_TOKENS
+        self.max_answer_tokens = MAX_ANSWER_TOKENS
         self._config = config
         self._seed = seed
 

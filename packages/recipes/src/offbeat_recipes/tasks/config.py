@@ -1,11 +1,9 @@
 """The settings of the tasks, one class each."""
 
 # No `from __future__ import annotations` here: pydantic reads these annotations at run time.
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import lcm
-from typing import Annotated, Literal, Self, TypeAlias
-
-from pydantic import Field
+from typing import Literal, Self
 
 from offbeat_engine.config import bounded
 
@@ -13,7 +11,14 @@ USUAL_HEADS, HEAD_DIM = 3, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CharTaskConfig:
+class TaskConfig:
+    """The settings of a task; one of your own extends this class. Fields are checked and listed as all settings are."""
+
+    name: str = ""  # an installed task, or the path of a class (`reverse.py:Reverse`): where prompts and rewards come from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CharTaskConfig(TaskConfig):
     """The shape of the tiny model of a task of characters, and what is kept for validation alone, as a share of all prompts.
 
     `num_heads` 0: three, or the next number that the ranks sharing a layer can share out (`engine.tensor_parallel_size`,
@@ -47,7 +52,7 @@ class ArithmeticConfig(CharTaskConfig):
     right sometimes.
     """
 
-    name: Literal["arithmetic"] = "arithmetic"  # which task: where prompts and rewards come from
+    name: str = "arithmetic"
     level: int = 2
     carry_share: float = 0.7
     forget_carry: float = 0.7
@@ -60,24 +65,33 @@ class CalculatorConfig(CharTaskConfig):
     `guess` is the share of the warm-up's worked examples that write down some number at once, and are wrong.
     """
 
-    name: Literal["calculator"] = "calculator"
+    name: str = "calculator"
     guess: float = bounded(0.7, at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsConfig:
+class PromptConfig(TaskConfig):
+    """Prompts for a model of its own tokenizer.
+
+    No prompt may have more than `max_prompt_tokens`. `chat_template` "auto" applies the tokenizer's template, if it has one, to lists of
+    messages, and to plain text as the user's message, but for text that holds special tokens of the tokenizer, a template's work
+    already; "always" applies it to all text, "never" to none.
+    """
+
+    max_prompt_tokens: int = bounded(256, at_least=1)
+    chat_template: Literal["auto", "always", "never"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsConfig(PromptConfig):
     """Prompts from files: JSONL or parquet, by the ending of the name.
 
-    A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says. `chat_template`
-    "auto" applies the tokenizer's template, if it has one, to lists of messages, and to plain text as the user's message, but for text
-    that holds special tokens of the tokenizer, a template's work already; "always" applies it to all text, "never" to none.
+    A prompt of more than `max_prompt_tokens` is refused with its row, or left out and counted, as `overlong` says.
     """
 
     train_path: str = ""  # file of the prompts to train on
     validation_path: str = ""  # file of the prompts to validate on
-    max_prompt_tokens: int = 256
     overlong: Literal["refuse", "filter"] = "refuse"
-    chat_template: Literal["auto", "always", "never"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +101,7 @@ class Gsm8kConfig(RowsConfig):
     `answer` "strict" takes the number after `####`, "flexible" the last number of the completion.
     """
 
-    name: Literal["gsm8k"] = "gsm8k"
+    name: str = "gsm8k"
     answer: Literal["strict", "flexible"] = "strict"
 
 
@@ -95,13 +109,13 @@ class Gsm8kConfig(RowsConfig):
 class FileConfig(RowsConfig):
     """Any prompts with any reward.
 
-    `reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md); it is
-    their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct;
+    `reward` names one function or several, "package.module:function" or "folder/file.py:function" (docs/rewards.md), or a class that
+    scores groups (docs/plug-ins.md); of functions it is their sum, each times its number in `reward_weights` (1 each if empty), and from `correct_at` on a completion is correct;
     without that, one of 1 is right, one of 0 is wrong, and where a reward is neither no accuracy is measured.
     `answer_key` names the column that supervised training learns from.
     """
 
-    name: Literal["file"] = "file"
+    name: str = "file"
     prompt_key: str = "prompt"  # column of the prompts
     answer_key: str = "answer"
     reward: str | tuple[str, ...] = ""
@@ -110,27 +124,17 @@ class FileConfig(RowsConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairsConfig(RowsConfig):
-    """Prompts with two completions, of which one is preferred: text, or messages, under the names of three columns."""
+class GeneratedConfig(PromptConfig):
+    """Prompts that a program makes; a share `held_out_fraction` of all that it can make is kept for validation alone."""
 
-    name: Literal["pairs"] = "pairs"
-    prompt_key: str = "prompt"  # column of the prompts
-    chosen_key: str = "chosen"  # column of the preferred completions
-    rejected_key: str = "rejected"  # column of the other completions
+    held_out_fraction: float = bounded(0.1, more_than=0, at_most=0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExternalTaskConfig:
-    """A task of another package, found under `entry` in the entry-point group `offbeat.tasks`; `options` are settings of its own."""
+class PairsConfig(RowsConfig):
+    """Prompts with two completions, of which one is preferred: text, or messages, under the names of three columns."""
 
-    name: Literal["external"] = "external"
-    entry: str = ""
-    options: dict[str, bool | int | float | str] = field(
-        default_factory=dict[str, bool | int | float | str], metadata={"free": True}
-    )
-
-
-TaskConfig: TypeAlias = Annotated[
-    ArithmeticConfig | CalculatorConfig | Gsm8kConfig | FileConfig | PairsConfig | ExternalTaskConfig,
-    Field(discriminator="name"),
-]
+    name: str = "pairs"
+    prompt_key: str = "prompt"  # column of the prompts
+    chosen_key: str = "chosen"  # column of the preferred completions
+    rejected_key: str = "rejected"  # column of the other completions

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from offbeat_recipes.errors import DataError, TaskError
 from offbeat_recipes.tasks.rows import is_text
 from offbeat_recipes.tasks.text import Messages, TextTask, messages_or_text
-from offbeat_trainer.errors import PlanRefused
+from offbeat_trainer.errors import LoadError, PlanRefused
+from offbeat_trainer.loading import load_object
+from offbeat_trainer.rollouts.own import ScorerSetup, find_scorer
 from offbeat_trainer.scoring.functions import find_reward
 from offbeat_trainer.scoring.scorer import FunctionScorer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from offbeat_recipes.tasks.config import FileConfig
@@ -34,7 +37,8 @@ class FileTask(TextTask):
         """
         self._file = config
         super().__init__(config, model_path, seed, trust_remote_code=trust_remote_code)
-        self.rewards = self._find_rewards()
+        self._make_scorer = self._find_scorer()
+        self.rewards = () if self._make_scorer else self._find_rewards()
 
     def asked(self, row: Row) -> str | Messages:
         """Return the row's prompt.
@@ -58,16 +62,28 @@ class FileTask(TextTask):
         return value
 
     def scorer(self, config: RewardConfig, log: Path) -> Scorer:
-        """Return what scores completions with the reward functions; what these print goes to `log`.
+        """Return what scores completions: the class of `reward`, or its functions; what these print goes to `log`.
 
         Raises:
             TaskError: there is none.
         """
+        if self._make_scorer:
+            return self._make_scorer(ScorerSetup(task=self, config=config, log=log))
         if not self.rewards:
             raise TaskError("task.reward: needed, package.module:function or file.py:function")
         return FunctionScorer(
             self.rewards, config, decode=self.decode, correct_at=self._file.correct_at, log=log
         )
+
+    def _find_scorer(self) -> Callable[[ScorerSetup], Scorer] | None:
+        """Return the class of `reward`, if it is the path of one that scores groups."""
+        given = self._file.reward
+        try:
+            if isinstance(given, str) and given and hasattr(load_object(given), "score"):
+                return find_scorer(given)
+        except (LoadError, PlanRefused) as error:
+            raise TaskError(f"task.reward: {error}") from error
+        return None
 
     def _find_rewards(self) -> tuple[Reward, ...]:
         given, weights = self._file.reward, self._file.reward_weights

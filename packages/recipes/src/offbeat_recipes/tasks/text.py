@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from offbeat_recipes.tasks.config import RowsConfig
+    from offbeat_recipes.tasks.config import PromptConfig, RowsConfig
     from offbeat_recipes.tasks.rows import Row
 
 Messages = list[dict[str, str]]
@@ -182,7 +182,47 @@ class PromptMaker:
         return str(made)
 
 
-class TextTask:
+class ModelTask:
+    """A task whose prompts are for the model in a folder, made with its tokenizer."""
+
+    def __init__(self, config: PromptConfig, model_path: str, *, trust_remote_code: bool = False) -> None:
+        """Keep `config` and folder; the tokenizer is loaded at first use."""
+        self.maker = PromptMaker(model_path, config.chat_template, trust_remote_code=trust_remote_code)
+        self.max_prompt_tokens = config.max_prompt_tokens
+        self.notes: tuple[str, ...] = ()
+        self._model_path = model_path
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return self.maker.tokenizer
+
+    def answer(self, prompt: Prompt) -> str:
+        """Return what supervised training learns to answer to `prompt`."""
+        raise NotImplementedError(f"{type(self).__name__} has nothing for supervised training")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, without special tokens."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a completion."""
+        return self.maker.stop_token_ids()
+
+    def model_folder(self, cache_dir: Path, seed: int) -> Path:
+        """Return the folder the settings name; nothing is made."""
+        del cache_dir, seed
+        return Path(self._model_path)
+
+    def _worked(self, prompts: Sequence[Prompt]) -> list[Example]:
+        made = self.maker.encode([self.answer(prompt) for prompt in prompts])
+        return [
+            Example(prompt_ids=prompt.token_ids, completion_ids=tuple(ids))
+            for prompt, ids in zip(prompts, made, strict=True)
+        ]
+
+
+class TextTask(ModelTask):
     """Prompts of two files. Subclasses say what a row asks, what it teaches, and what a completion is worth."""
 
     def __init__(
@@ -193,10 +233,7 @@ class TextTask:
         Raises:
             TaskError: a file, a row or the tokenizer cannot be used.
         """
-        self.maker = PromptMaker(model_path, config.chat_template, trust_remote_code=trust_remote_code)
-        self.max_prompt_tokens = config.max_prompt_tokens
-        self.notes: tuple[str, ...] = ()
-        self._model_path = model_path
+        super().__init__(config, model_path, trust_remote_code=trust_remote_code)
         self._config = config
         self._seed = seed
         self._train = self._load("train_path", config.train_path)
@@ -213,18 +250,9 @@ class TextTask:
         """The first row of the training data, by column."""
         return dict(self._train[0].waiting.data)
 
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-        return self.maker.tokenizer
-
     def asked(self, row: Row) -> str | Messages:
         """Return what `row` asks."""
         raise NotImplementedError(f"{type(self).__name__} does not say what a row asks")
-
-    def answer(self, prompt: Prompt) -> str:
-        """Return what supervised training learns from the row of `prompt`."""
-        raise NotImplementedError(f"{type(self).__name__} has nothing for supervised training")
 
     def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
         """Return the prompts of `step`: none twice in an epoch; a pure function of seed and step."""
@@ -271,26 +299,6 @@ class TextTask:
         """Return the completions that the row of `prompt` has of what is learned from."""
         assert reads == "examples", f"a row of text has no {reads}"
         return [self.answer(prompt)]
-
-    def _worked(self, prompts: Sequence[Prompt]) -> list[Example]:
-        made = self.maker.encode([self.answer(prompt) for prompt in prompts])
-        return [
-            Example(prompt_ids=prompt.token_ids, completion_ids=tuple(ids))
-            for prompt, ids in zip(prompts, made, strict=True)
-        ]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, without special tokens."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end a completion."""
-        return self.maker.stop_token_ids()
-
-    def model_folder(self, cache_dir: Path, seed: int) -> Path:
-        """Return the folder the settings name; nothing is made."""
-        del cache_dir, seed
-        return Path(self._model_path)
 
     def _take(self, step: int, count: int, purpose: Stream) -> list[Prompt]:
         if count > len(self._train):

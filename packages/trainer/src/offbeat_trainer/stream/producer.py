@@ -191,10 +191,8 @@ class Producer:
     def _finish(self, index: int, group: Group) -> None:
         """Put a scored group into the buffer, unless the algorithm leaves it out."""
         scored = group.scored
-        if group.scores and not scored.scores:
-            self._give_up(
-                index, group.prompt, UNSCORED_GROUP, "the scorer left every completion without a score"
-            )
+        if not scored.trajectories:
+            self._give_up(index, group.prompt, UNSCORED_GROUP, "none of its completions has a score")
             return
         why = self._parts.algorithm.keeps(scored)
         if not why:

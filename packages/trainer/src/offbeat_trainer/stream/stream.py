@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat_rollout import SamplingParams
     from offbeat_trainer.config import AsyncConfig
     from offbeat_trainer.data.types import Prompt, Spans, Trajectory
+    from offbeat_trainer.interface import Rollout
     from offbeat_trainer.stream.buffer import Entry
     from offbeat_trainer.stream.journal.events import Recovered
     from offbeat_trainer.stream.parts import Parts
@@ -88,8 +89,8 @@ class Replayer(Producer):
             if not self._left[version]:
                 buffer.touch()
         whole = Group(prompt=prompt, trajectories=begun)
-        rollout = parts.rollout
-        buffer.finish(index, await rollout.score(whole) if isinstance(rollout, SingleTurn) else made)
+        plain = _plain(parts.rollout)
+        buffer.finish(index, made if plain is None else await plain.score(whole))
         parts.watchdog.progress(GENERATION, f"replayed group {index}")
 
     def _versions(self, index: int) -> list[int]:
@@ -103,10 +104,16 @@ class Replayer(Producer):
     ) -> Group:
         """Return the group as the version served now makes it from what others began."""
         rollout, size = self._parts.rollout, self._parts.loop.group_size
-        if isinstance(rollout, SingleTurn):
-            return await rollout.generator.complete(prompt, params, size, begun=begun)
+        plain = _plain(rollout)
+        if plain is not None:
+            return await plain.generator.complete(prompt, params, size, begun=begun)
         assert len(self._schedule.versions(index)) == 1  # `Schedule.obstacle` sees to it
         return await rollout.run(prompt, params, size)
+
+
+def _plain(rollout: Rollout) -> SingleTurn | None:
+    """Return `rollout` if what it makes is what is sampled, and can be gone on with; a subclass may draw and choose otherwise."""
+    return rollout if isinstance(rollout, SingleTurn) and type(rollout) is SingleTurn else None
 
 
 def _cut(whole: Trajectory, spans: Spans, version: int) -> Trajectory:
@@ -188,7 +195,7 @@ class GroupStream:
         if parts.replay is None:
             self._producer = Producer(parts, self.buffer, recovered, mode.max_attempts)
         else:
-            whole = not isinstance(parts.rollout, SingleTurn)
+            whole = _plain(parts.rollout) is None
             parts.replay.check(parts.loop.steps, kept=mode.partial is Partial.KEEP, whole=whole)
             self._producer = Replayer(parts, self.buffer, recovered, parts.replay)
         self._restore(recovered)

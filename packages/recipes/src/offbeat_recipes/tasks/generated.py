@@ -1,0 +1,97 @@
+"""A task of one's own in a few lines: a program says what is asked, and what an answer is worth."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from offbeat_recipes.errors import TaskError
+from offbeat_recipes.tasks.config import GeneratedConfig
+from offbeat_recipes.tasks.rows import Row, Stream, stream
+from offbeat_recipes.tasks.text import ModelTask
+from offbeat_trainer import Score
+from offbeat_trainer.data.types import is_correct
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+    from offbeat_recipes.tasks.config import TaskConfig
+    from offbeat_recipes.tasks.text import Messages
+    from offbeat_trainer import Example, Prompt, Trajectory
+
+_DRAWS = 1000  # for one prompt, after which there are no more to be had
+
+
+class GeneratedTask(ModelTask):
+    """Prompts that `ask` makes, scored by `reward`, for the model in `model.path`; `task=file.py:Class` trains on one.
+
+    A prompt is held out by a digest of its text, whatever the seed: training never meets one. A step has no prompt twice.
+    """
+
+    Config: ClassVar[type[TaskConfig]] = GeneratedConfig
+
+    def __init__(
+        self, config: GeneratedConfig, model_path: str, seed: int, *, trust_remote_code: bool = False
+    ) -> None:
+        """Keep what is given; `config` is of the class `Config`, and `self.config` for subclasses."""
+        super().__init__(config, model_path, trust_remote_code=trust_remote_code)
+        self.config: Any = config
+        self._held_out_fraction = config.held_out_fraction
+        self._seed = seed
+
+    def ask(self, rng: np.random.Generator) -> tuple[str | Messages, Mapping[str, object]]:
+        """Return one prompt, text or messages, drawn with `rng` alone, and what `reward` needs to know of it: plain values."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it asks")
+
+    def reward(self, completion: str, data: Mapping[str, object]) -> float:
+        """Return what `completion` is worth as an answer to the prompt with `data`; 1 is right, 0 is wrong."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what an answer is worth")
+
+    def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
+        """Return `num_prompts` different training prompts; a pure function of seed and step."""
+        return self._drawn(stream(self._seed, Stream.PROMPTS, step), num_prompts, held_out=False)
+
+    def validation_prompts(self, num_prompts: int) -> list[Prompt]:
+        """Return `num_prompts` different held-out prompts, the same whatever the run's seed."""
+        return self._drawn(stream(0, Stream.HELD_OUT), num_prompts, held_out=True)
+
+    def examples(self, step: int, num_examples: int) -> list[Example]:
+        """Return training prompts with what `answer` says to them; a pure function of seed and step."""
+        rng = stream(self._seed, Stream.EXAMPLES, step)
+        return self._worked(self._drawn(rng, num_examples, held_out=False))
+
+    def score(self, prompt: Prompt, trajectory: Trajectory) -> Score:
+        """Return the `reward` of the text of `trajectory`."""
+        reward = self.reward(self.decode(trajectory.token_ids.tolist()), prompt.data)
+        return Score(reward=reward, correct=is_correct(reward, None))
+
+    def _drawn(self, rng: np.random.Generator, count: int, *, held_out: bool) -> list[Prompt]:
+        found: dict[str, tuple[str | Messages, Mapping[str, object]]] = {}
+        for _ in range(count):
+            for _ in range(_DRAWS):
+                asked, data = self.ask(rng)
+                digest = hashlib.sha256(str(asked).encode()).hexdigest()[:16]
+                kept_apart = int(digest, 16) < self._held_out_fraction * 16**16
+                if kept_apart is held_out and digest not in found:
+                    found[digest] = asked, data
+                    break
+            else:
+                kind = "held out" if held_out else "for training"
+                raise TaskError(
+                    f"task: {type(self).__name__} has not {count} different prompts {kind}; let `ask` make more, take fewer "
+                    "(trainer.prompts_per_step, trainer.validation_prompts), or change task.held_out_fraction"
+                )
+        rows = [
+            (Row(path=type(self).__name__, number=int(digest, 16), values=data), asked)
+            for digest, (asked, data) in found.items()
+        ]
+        prompts = [one.prompt for one in self.maker.load(rows)]
+        longest = max(prompts, key=lambda one: len(one.token_ids), default=None)
+        if longest is not None and len(longest.token_ids) > self.max_prompt_tokens:
+            raise TaskError(
+                f"task: a prompt of {type(self).__name__} has {len(longest.token_ids)} tokens, more than task.max_prompt_tokens "
+                f"{self.max_prompt_tokens}; raise that, or ask for less: {longest.text!r:.200}"
+            )
+        return prompts
