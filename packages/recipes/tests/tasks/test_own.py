@@ -17,7 +17,7 @@ from offbeat_recipes.settings.reading import to_dict
 from offbeat_recipes.tasks.base import make_task
 from offbeat_recipes.tasks.config import ArithmeticConfig
 from offbeat_recipes.tasks.registry import task_class, task_config_class, task_names
-from offbeat_recipes.testing import Command
+from offbeat_recipes.testing import Command, check_task
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "sort_digits.py"
 OWN = f"task={EXAMPLE}:SortDigits"
@@ -91,17 +91,74 @@ def test_what_a_task_cannot_do_is_said_with_the_setting(digits: str, settings: l
         make_task(config.task, digits, 0).prompts(0, 300)
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return 1 / 0, {}", r"raised ZeroDivisionError: division by zero, .*mine\.py, line 3"),
+        ("return 'text'", "must return a text or messages, and a dict; got 'text'"),
+    ],
+)
+def test_a_mistake_in_it_is_said_with_its_place(tmp_path: Path, digits: str, body: str, says: str):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"from offbeat_recipes import GeneratedTask\nclass Mine(GeneratedTask):\n    def ask(self, rng): {body}\n"
+        "    def reward(self, completion, data): return 1.0\n"
+    )
+    config = compose_run([f"task={path}:Mine", f"model.path={digits}"])
+    with pytest.raises(TaskError, match=says):
+        make_task(config.task, digits, 0).prompts(0, 1)
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "calculator", "file", "own"])
+def test_tasks_keep_their_contract(name: str, digits: str, tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(12)))
+    (tmp_path / "held.jsonl").write_text('{"prompt": "20+1="}\n' * 4)
+    settings = {
+        "own": [OWN],
+        "file": [
+            "task=file",
+            f"task.train_path={tmp_path}/train.jsonl",
+            f"task.validation_path={tmp_path}/held.jsonl",
+        ],
+    }
+    config = compose_run(
+        [*settings.get(name, [f"task={name}"]), f"model.path={'' if name == 'calculator' else digits}"]
+    )
+    check_task(make_task(config.task, config.model.path, 0))
+
+
+def test_what_breaks_the_contract_is_said(digits: str, tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import itertools\nfrom offbeat_recipes import GeneratedTask\ncount = itertools.count(1000)\n"
+        "class Moving(GeneratedTask):\n    def ask(self, rng): return f'{next(count)}=', {}\n    def reward(self, completion, data): return 1.0\n"
+        "class Moody(GeneratedTask):\n    def ask(self, rng): return f'{rng.integers(1, 10**6)}=', {}\n"
+        "    def reward(self, completion, data): return next(count)\n"
+        "class Leaky(Moody):\n    def validation_prompts(self, num_prompts): return self.prompts(0, num_prompts)\n"
+    )
+    for name, says in (
+        ("Moving", "must be the same ones whenever asked again"),
+        ("Moody", "the same completion is worth"),
+        ("Leaky", "training meets what is held out"),
+    ):
+        config = compose_run([f"task={path}:{name}", f"model.path={digits}"])
+        with pytest.raises(AssertionError, match=says):
+            check_task(make_task(config.task, digits, 0))
+
+
 def test_what_is_no_task_is_refused_with_what_it_lacks(tmp_path: Path):
     path = tmp_path / "mine.py"
     path.write_text(
         "class Half:\n    def prompts(self, step, n): ...\n    def decode(self, ids): ...\n"
         "class Settings(dict): pass\n"
         "from offbeat_recipes import GeneratedTask\n"
-        "class Wrong(GeneratedTask): Config = Settings\n"
+        "class Silent(GeneratedTask): ...\n"
+        "class Wrong(GeneratedTask):\n    Config = Settings\n    ask = reward = None\n"
         "def function(): ...\n"
     )
     for name, says in (
         ("Half", "lacks `validation_prompts`, `examples`, `stop_token_ids`, `tokenizer`, `model_folder`"),
+        ("Silent", "lacks `ask`, `reward`"),
         ("Wrong", "its `Config` must be a subclass of TaskConfig"),
         ("function", "is no class"),
         ("Missing", "Missing"),
@@ -129,6 +186,8 @@ def test_a_plan_knows_it(digits: str):
     )
     plan = plan_run(config, gather_facts(config, opens_data=True))
     assert [str(refusal) for refusal in plan.refusals] == []
+    [refusal] = gather_facts(compose_run([OWN])).refusals
+    assert (refusal.setting, refusal.reason) == ("model.path", "not given, and this task makes no model")
     dpo = compose_run([OWN, f"model.path={digits}", "algorithm=dpo"])
     assert any("SortDigits has none" in str(one) for one in gather_facts(dpo).refusals)
 

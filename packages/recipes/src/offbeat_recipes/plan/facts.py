@@ -244,10 +244,15 @@ def _files(config: RunConfig) -> Iterator[Refusal]:
     yield from _environment(config)
     yield from _own_rollout(config)
     yield from _learnable(config)
-    if not isinstance(config.task, RowsConfig):
-        return
+    if isinstance(config.task, RowsConfig):
+        yield from _rows(config, config.task)
+    if isinstance(config.task, PromptConfig) and not config.model.path:
+        yield Refusal("model.path", "not given, and this task makes no model", "name a Hugging Face folder")
+
+
+def _rows(config: RunConfig, task: RowsConfig) -> Iterator[Refusal]:
     for key in ("train_path", "validation_path"):
-        path = str(getattr(config.task, key))
+        path = str(getattr(task, key))
         if not path and key == "validation_path" and not config.trainer.validation_prompts:
             continue
         if not path:
@@ -255,10 +260,8 @@ def _files(config: RunConfig) -> Iterator[Refusal]:
         elif not Path(path).is_file():
             yield Refusal(f"task.{key}", f"no file {path}", "name a JSONL or parquet file that is there")
     scored = config.turns is not None and config.turns.reward_from is RewardFrom.ENVIRONMENT
-    if isinstance(config.task, FileConfig) and not config.task.reward and not scored:
+    if isinstance(task, FileConfig) and not task.reward and not scored:
         yield Refusal("task.reward", "not given", "name package.module:function or file.py:function")
-    if not config.model.path:
-        yield Refusal("model.path", "not given, and this task makes no model", "name a Hugging Face folder")
 
 
 def _environment(config: RunConfig) -> Iterator[Refusal]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from traceback import extract_tb
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.config import GeneratedConfig
@@ -13,8 +16,6 @@ from offbeat_trainer import Score
 from offbeat_trainer.data.types import is_correct
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy as np
 
     from offbeat_recipes.tasks.config import TaskConfig
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _DRAWS = 1000  # for one prompt, after which there are no more to be had
 
 
-class GeneratedTask(ModelTask):
+class GeneratedTask(ModelTask, ABC):
     """Prompts that `ask` makes, scored by `reward`, for the model in `model.path`; `task=file.py:Class` trains on one.
 
     A prompt is held out by a digest of its text, whatever the seed: training never meets one. A step has no prompt twice.
@@ -41,13 +42,13 @@ class GeneratedTask(ModelTask):
         self._held_out_fraction = config.held_out_fraction
         self._seed = seed
 
+    @abstractmethod
     def ask(self, rng: np.random.Generator) -> tuple[str | Messages, Mapping[str, object]]:
         """Return one prompt, text or messages, drawn with `rng` alone, and what `reward` needs to know of it: plain values."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it asks")
 
+    @abstractmethod
     def reward(self, completion: str, data: Mapping[str, object]) -> float:
         """Return what `completion` is worth as an answer to the prompt with `data`; 1 is right, 0 is wrong."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what an answer is worth")
 
     def prompts(self, step: int, num_prompts: int) -> list[Prompt]:
         """Return `num_prompts` different training prompts; a pure function of seed and step."""
@@ -71,7 +72,7 @@ class GeneratedTask(ModelTask):
         found: dict[str, tuple[str | Messages, Mapping[str, object]]] = {}
         for _ in range(count):
             for _ in range(_DRAWS):
-                asked, data = self.ask(rng)
+                asked, data = self._asked(rng)
                 digest = hashlib.sha256(str(asked).encode()).hexdigest()[:16]
                 kept_apart = int(digest, 16) < self._held_out_fraction * 16**16
                 if kept_apart is held_out and digest not in found:
@@ -83,6 +84,28 @@ class GeneratedTask(ModelTask):
                     f"task: {type(self).__name__} has not {count} different prompts {kind}; let `ask` make more, take fewer "
                     "(trainer.prompts_per_step, trainer.validation_prompts), or change task.held_out_fraction"
                 )
+        return self._prompts_of(found)
+
+    def _asked(self, rng: np.random.Generator) -> tuple[str | Messages, Mapping[str, object]]:
+        """Return what `ask` gives.
+
+        Raises:
+            TaskError: it failed, with file and line, or gave something else.
+        """
+        try:
+            made = cast("object", self.ask(rng))
+        except Exception as error:  # whatever a user's program raises
+            place = extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {error}, {place.filename}, line {place.lineno}"
+            raise TaskError(f"task: `ask` of {type(self).__name__} raised {said}") from error
+        pair = cast("tuple[object, ...]", made) if isinstance(made, tuple) else ()
+        if len(pair) != 2 or not isinstance(pair[0], str | list) or not isinstance(pair[1], Mapping):
+            raise TaskError(
+                f"task: `ask` of {type(self).__name__} must return a text or messages, and a dict; got {made!r:.200}"
+            )
+        return cast("tuple[str | Messages, Mapping[str, object]]", pair)
+
+    def _prompts_of(self, found: Mapping[str, tuple[str | Messages, Mapping[str, object]]]) -> list[Prompt]:
         rows = [
             (Row(path=type(self).__name__, number=int(digest, 16), values=data), asked)
             for digest, (asked, data) in found.items()

@@ -85,6 +85,7 @@ def _checked(name: str, found: Any) -> type[RunnableTask]:  # noqa: ANN401 whate
     if not inspect.isclass(found):
         raise TaskError(f"{name} is no class: {found!r:.80}")
     missing = [member for member in _NEEDED if not hasattr(found, member)]
+    missing += sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise TaskError(
             f"{name} lacks {', '.join(f'`{member}`' for member in missing)}; a subclass of `offbeat_recipes.GeneratedTask` has them all"

@@ -1,5 +1,6 @@
-"""For tests of whole runs: the commands in processes of their own, which tests stop, kill and read."""
+"""For tests: the contract of tasks, and whole runs, whose commands are processes that tests stop, kill and read."""
 
 from offbeat_recipes.testing.commands import Command
+from offbeat_recipes.testing.tasks import check_task
 
-__all__ = ["Command"]
+__all__ = ["Command", "check_task"]
