@@ -174,3 +174,22 @@ def test_a_worker_tells_its_environment_to_no_other_user(script):
         assert stranger.stdout.readline() == "ready\n"
         assert answer(script, env={**os.environ, ENVIRONMENT_VARIABLE: name})[0][-1] is False
         assert stranger.communicate(timeout=TIMEOUT_S)[0] == "b''\n"
+
+
+def test_after_ctrl_c_it_is_waited_for_however_long_it_takes_to_end(monkeypatch):
+    started, begin, wait = [], subprocess.Popen.__init__, subprocess.Popen._wait
+
+    def noted(process, *words, **options):
+        started.append(process)
+        begin(process, *words, **options)
+
+    def slowly(process, timeout):
+        if timeout is not None and timeout < 1:  # what `with` gives it after Ctrl-C
+            raise subprocess.TimeoutExpired(process.args, timeout)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", noted)
+    monkeypatch.setattr(subprocess.Popen, "_wait", slowly)
+    with pytest.raises(KeyboardInterrupt), fork_server([]):
+        raise KeyboardInterrupt
+    assert [process.returncode for process in started] == [-signal.SIGKILL]

@@ -68,7 +68,8 @@ def make_task(
     Raises:
         TaskError: it cannot be made; data errors name file, row and key.
     """
-    return task_class(config.name)(config, model_path, seed, trust_remote_code=trust_remote_code)
+    made = task_class(config.name)(config, model_path, seed, trust_remote_code=trust_remote_code)
+    return cast("RunnableTask", made)
 
 
 class ScoresItself(Protocol):

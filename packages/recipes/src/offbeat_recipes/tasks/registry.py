@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from offbeat_recipes.errors import TaskError
 from offbeat_recipes.tasks.config import (
@@ -22,9 +22,6 @@ from offbeat_recipes.tasks.config import (
 )
 from offbeat_trainer.errors import LoadError
 from offbeat_trainer.loading import load_object
-
-if TYPE_CHECKING:
-    from offbeat_recipes.tasks.base import RunnableTask
 
 ENTRY_POINT_GROUP = "offbeat.tasks"
 _BUILT_IN: dict[str, tuple[str, str, type[TaskConfig]]] = {
@@ -45,8 +42,8 @@ def task_names() -> list[str]:
     return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)} | set(_BUILT_IN))
 
 
-def task_class(name: str) -> type[RunnableTask]:
-    """Return the task that is registered as `name`, or that `name` is the path of, importing it now and not before.
+def task_class(name: str) -> type[Any]:
+    """Return the class of the `RunnableTask` that is registered as `name`, or that `name` is the path of, importing it now and not before.
 
     Raises:
         TaskError: there is none, it cannot be imported, or it lacks something of a task, which is named.
@@ -56,9 +53,7 @@ def task_class(name: str) -> type[RunnableTask]:
             return _checked(name, point.load())
     if name in _BUILT_IN:
         module, attribute, _ = _BUILT_IN[name]
-        return cast(
-            "type[RunnableTask]", getattr(import_module(f"offbeat_recipes.tasks.{module}"), attribute)
-        )
+        return cast("type[Any]", getattr(import_module(f"offbeat_recipes.tasks.{module}"), attribute))
     if ":" in name:
         try:
             return _checked(name, load_object(name))
@@ -81,7 +76,7 @@ def task_config_class(name: str) -> type[TaskConfig]:
     return cast("type[TaskConfig]", getattr(task_class(name), "Config", TaskConfig))
 
 
-def _checked(name: str, found: Any) -> type[RunnableTask]:  # noqa: ANN401 whatever the user wrote
+def _checked(name: str, found: Any) -> type[Any]:  # noqa: ANN401 whatever the user wrote
     if not inspect.isclass(found):
         raise TaskError(f"{name} is no class: {found!r:.80}")
     missing = [member for member in _NEEDED if not hasattr(found, member)]
@@ -93,4 +88,4 @@ def _checked(name: str, found: Any) -> type[RunnableTask]:  # noqa: ANN401 whate
     settings = getattr(found, "Config", TaskConfig)
     if not (inspect.isclass(settings) and issubclass(settings, TaskConfig)):
         raise TaskError(f"{name}: its `Config` must be a subclass of TaskConfig, got {settings!r:.80}")
-    return cast("type[RunnableTask]", found)
+    return found

@@ -31,6 +31,7 @@ ENVIRONMENT_VARIABLE = "OFFBEAT_FORK_SERVER"  # its name as an abstract socket; 
 # glibc reads these when a process starts, which a fork does not: the numbers are mallopt's, of malloc.h.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
 _NUM_WAITING = 64
+_KILLED_S = 60.0  # within which a killed process is gone, on a machine that has other things to do
 
 
 @contextmanager
@@ -59,6 +60,7 @@ def fork_server(modules: Sequence[str]) -> Generator[None]:
                 yield
             finally:
                 process.kill()  # it may be importing, and has nothing to lose
+                process.wait(_KILLED_S)  # `with` gives up after 0.25 s where Ctrl-C was pressed
     finally:
         del os.environ[ENVIRONMENT_VARIABLE]
 
