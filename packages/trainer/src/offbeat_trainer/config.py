@@ -161,7 +161,7 @@ class SamplingConfig:
 
 
 class OnFailure(StrEnum):
-    """What follows a group that cannot be scored: it is left out and another takes its place, or the run ends."""
+    """What follows a failure: what failed is left out, a completion or a group for which another comes, or the run ends."""
 
     DROP = "drop"
     STOP = "stop"

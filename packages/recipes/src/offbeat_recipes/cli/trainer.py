@@ -187,8 +187,8 @@ class Trainer:
                 named[f"task.{key}_path"] = str(folder / f"{key}.jsonl")
         if places := [place(one) for one in self._rewards if one is not None]:
             named["task.reward"] = places[0] if len(places) == 1 else places
-        given = {name: place(value) for name, value in self._objects.items() if value is not None}
-        return named | {_SETTINGS.get(name, name): path for name, path in given.items()}
+        paths = {name: place(value) for name, value in self._objects.items() if value is not None}
+        return named | {_SETTINGS.get(name, name): path for name, path in paths.items()}
 
 
 class ShownPlan:

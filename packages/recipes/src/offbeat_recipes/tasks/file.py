@@ -77,10 +77,10 @@ class FileTask(TextTask):
 
     def _find_scorer(self) -> Callable[[ScorerSetup], Scorer] | None:
         """Return the class of `reward`, if it is the path of one that scores groups."""
-        given = self._file.reward
+        path = self._file.reward
         try:
-            if isinstance(given, str) and given and hasattr(load_object(given), "score"):
-                return find_scorer(given)
+            if isinstance(path, str) and path and hasattr(load_object(path), "score"):
+                return find_scorer(path)
         except (LoadError, PlanRefused) as error:
             raise TaskError(f"task.reward: {error}") from error
         return None

@@ -96,8 +96,8 @@ class GeneratedTask(ModelTask, ABC):
             made = cast("object", self.ask(rng))
         except Exception as error:  # whatever a user's program raises
             place = extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {error}, {place.filename}, line {place.lineno}"
-            raise TaskError(f"task: `ask` of {type(self).__name__} raised {said}") from error
+            cause = f"{type(error).__name__}: {error}, {place.filename}, line {place.lineno}"
+            raise TaskError(f"task: `ask` of {type(self).__name__} raised {cause}") from error
         pair = cast("tuple[object, ...]", made) if isinstance(made, tuple) else ()
         if len(pair) != 2 or not isinstance(pair[0], str | list) or not isinstance(pair[1], Mapping):
             raise TaskError(

@@ -262,13 +262,13 @@ class Group:
     @property
     def scored(self) -> Group:
         """This group without the trajectories that are `UNSCORED`; what is trained."""
-        kept = [place for place, score in enumerate(self.scores) if not math.isnan(score.reward)]
-        if len(kept) == len(self.scores):
+        places = [place for place, score in enumerate(self.scores) if not math.isnan(score.reward)]
+        if len(places) == len(self.scores):
             return self
         return replace(
             self,
-            trajectories=tuple(self.trajectories[place] for place in kept),
-            scores=tuple(self.scores[place] for place in kept),
+            trajectories=tuple(self.trajectories[place] for place in places),
+            scores=tuple(self.scores[place] for place in places),
         )
 
 

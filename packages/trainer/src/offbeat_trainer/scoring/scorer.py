@@ -106,21 +106,21 @@ class FunctionScorer:
 
         A failure where one of them failed, and where all returned None: the sum of nothing is not a score of 0.
         """
-        given: list[tuple[Reward, float]] = []
+        terms: list[tuple[Reward, float]] = []
         for reward, value in zip(self._rewards, values, strict=True):
             if isinstance(value, RewardFailed):
                 return value
             if value is not None:
-                given.append((reward, value))
-        if not given:
+                terms.append((reward, value))
+        if not terms:
             paths = ", ".join(self._names)
             return RewardFailed(
                 NONE_APPLIES,
                 f"no reward applies to completion {place} of {group.prompt.uid}: {paths} returned None; "
                 "return a number for each completion that is to be trained",
             )
-        total = math.fsum(reward.weight * value for reward, value in given)
-        parts = {self._names[reward.path]: value for reward, value in given} if len(self._rewards) > 1 else {}
+        total = math.fsum(reward.weight * value for reward, value in terms)
+        parts = {self._names[reward.path]: value for reward, value in terms} if len(self._rewards) > 1 else {}
         return Score(reward=total, correct=is_correct(total, self._correct_at), parts=parts)
 
     async def _values(
