@@ -86,6 +86,12 @@ def test_a_path_is_taken_as_the_shell_gives_it(setting: str, path: str):
     assert getattr(getattr(config, section) if section else config, name) == path
 
 
+@pytest.mark.parametrize("path", AS_TYPED)
+def test_so_is_one_reward_where_there_may_be_several(path: str):
+    assert compose_run(["task=file", f"task.reward={path}"]).task.reward == path
+    assert compose_run(["task=file", "task.reward=[a:b, 'ö:d']"]).task.reward == ("a:b", "ö:d")
+
+
 def test_what_is_in_quotes_for_hydra_and_null_stay_what_they_were():
     assert compose_run(["run_dir='a b'"]).run_dir == compose_run(['run_dir="a b"']).run_dir == "a b"
     assert compose_run(["run_dir=null"]).run_dir == compose_run(["run_dir="]).run_dir == ""

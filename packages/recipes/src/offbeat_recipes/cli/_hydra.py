@@ -249,11 +249,16 @@ def _quoted(text: str, texts: Collection[str]) -> str:
     """Return `text` with the value of a setting of `texts` in quotes: as it came from the shell it is meant.
 
     Hydra's grammar would take spaces, brackets and letters of other alphabets in a path for something else. What somebody has
-    put into quotes for Hydra already stays, and so does null, the default.
+    put into quotes for Hydra already stays, and so do null, the default, and a list.
     """
     key, mark, value = text.partition("=")
-    has_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    if not mark or key.lstrip("+") not in {*texts, *PLUG_INS} or value in ("", "null") or has_quotes:
+    written = value[:1] + value[-1:] in ("''", '""', "[]")
+    if (
+        not mark
+        or key.lstrip("+") not in {*texts, *PLUG_INS}
+        or value in ("", "null")
+        or (written and len(value) > 1)
+    ):
         return text
     return f"{key}={in_quotes(value)}"
 

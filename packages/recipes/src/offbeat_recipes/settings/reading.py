@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -109,10 +110,14 @@ def plug_in_settings(section: str, name: str) -> tuple[Setting, ...]:
 
 
 def text_settings(named: Iterable[tuple[str, str]]) -> set[str]:
-    """Return the settings that are a text: of a run, of every installed plug-in, and of those `named` as (section, name)."""
+    """Return the settings that are or may be a text: of a run, of every installed plug-in, and of those `named` as (section, name)."""
     installed = [(section, name) for section in PLUG_INS for name in PLUG_INS[section].names()]
     others = (item for one in {*installed, *named} for item in plug_in_settings(*one))
-    return {item.path for item in (*all_settings(), *others) if item.annotation is str}
+    return {item.path for item in (*all_settings(), *others) if str in _kinds(item.annotation)}
+
+
+def _kinds(annotation: object) -> tuple[object, ...]:
+    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
 
 
 def default_choices() -> dict[str, str]:
